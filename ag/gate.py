@@ -1,0 +1,233 @@
+"""Attention-Gates: small learned modules that decide, per layer and head, which prompt tokens to keep.
+
+Source: Zeng et al., "In-context KV-Cache Eviction for LLMs via Attention-Gate", section 3.3 (Eq. 3 to 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+
+from ag.kernels.gated_attention import gated_attention
+
+
+def _key(default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass
+class GateConfig:
+    """Hyper-parameters of the gates of one model. The comments of the paper's symbols stand in brackets."""
+
+    num_heads: int = _key(4, "heads of the gate's own attention (h')")
+    head_dim: int = _key(128, "size of each of those heads (d')")
+    threshold: float = _key(0.5, "a token is kept when sigmoid(logit + bias) > threshold (tau)")
+    bias: float = _key(2.0, "added to every logit: gates start open (gamma)")
+    scope: Literal["causal", "prompt"] = _key(
+        "causal", "causal: a gate sees the past; prompt: it sees the whole prompt, responses are never gated"
+    )
+    granularity: Literal["kv_head", "query_head"] = _key(
+        "kv_head", "one logit per KV head, or one per query head (a KV entry goes when all its heads drop it)"
+    )
+    kind: Literal["attention", "linear"] = _key("attention", "attention block, or a linear map of each token")
+    shortcut: bool = _key(False, "add a linear map of each token beside the attention block")
+    estimator: Literal["ste", "soft"] = _key(
+        "ste", "ste: hard flags, sigmoid's slope backward; soft: noisy sigmoids in training, hard flags after"
+    )
+    prefill: Literal["sparse", "dense"] = _key(
+        "sparse", "sparse: evicted tokens are invisible within the prompt too; dense: only to what follows"
+    )
+    recent_tokens: int = _key(1, "every query sees this many newest tokens, its own included")
+    sink_tokens: int = _key(0, "every query sees this many first tokens")
+    layer_offset: int = _key(0, "1: a layer's gate reads the input of the layer before")
+    first_layer: int = _key(0, "index of the first layer with a gate")
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ValueError: naming the value, what was expected and the fix.
+        """
+        choices = {
+            "scope": ("causal", "prompt"),
+            "granularity": ("kv_head", "query_head"),
+            "kind": ("attention", "linear"),
+            "estimator": ("ste", "soft"),
+            "prefill": ("sparse", "dense"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"gate.{name}={getattr(self, name)!r}: expected {' or '.join(allowed)}.")
+        for name, least in {"num_heads": 1, "head_dim": 1, "recent_tokens": 1, "sink_tokens": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"gate.{name}={getattr(self, name)}: expected at least {least}.")
+        if not 0 < self.threshold < 1:
+            raise ValueError(f"gate.threshold={self.threshold}: expected a probability between 0 and 1.")
+        if self.layer_offset not in (0, 1):
+            raise ValueError(f"gate.layer_offset={self.layer_offset}: expected 0 (own layer) or 1 (the layer before).")
+        if self.first_layer < self.layer_offset:
+            raise ValueError(
+                f"gate.first_layer={self.first_layer}: expected at least 1 with gate.layer_offset=1, "
+                "because the first layer has none before it."
+            )
+
+
+class AttentionGate(nn.Module):
+    """The gate of one layer: hidden states in, one logit per token and head out.
+
+    Args:
+        hidden_size: width d of the model.
+        heads: logits per token: KV heads, or query heads with ``granularity="query_head"``.
+        kv_heads: KV heads Hkv of the layer.
+        config: hyper-parameters.
+    """
+
+    def __init__(self, hidden_size: int, heads: int, kv_heads: int, config: GateConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.kv_heads = kv_heads
+        if config.kind == "attention":
+            inner = config.num_heads * config.head_dim
+            self.q_proj = nn.Linear(hidden_size, inner, bias=False)
+            self.k_proj = nn.Linear(hidden_size, inner, bias=False)
+            self.v_proj = nn.Linear(hidden_size, inner, bias=False)
+            self.o_proj = nn.Linear(inner, heads, bias=False)
+        if config.kind == "linear" or config.shortcut:
+            self.linear = nn.Linear(hidden_size, heads, bias=False)
+        for parameter in self.parameters():
+            nn.init.xavier_uniform_(parameter)
+
+    def forward(self, hidden: Tensor, valid: Tensor | None = None, left_padded: bool = False) -> Tensor:
+        """Compute the logits, before bias and threshold.
+
+        Args:
+            hidden: hidden states ``[B, T, d]`` that enter the layer's attention.
+            valid: ``[B, T]`` bool, True on the tokens the gate may look at; None when all of them are.
+            left_padded: whether invalid tokens may come before valid ones.
+
+        Returns:
+            ``[B, Hkv, T]`` float32. With ``granularity="query_head"`` the largest logit of a group stands for its
+            KV head, so that the entry is dropped only when every query head of the group drops it.
+        """
+        logits = self._attend(hidden, valid, left_padded) if self.config.kind == "attention" else self.linear(hidden)
+        if self.config.shortcut and self.config.kind == "attention":
+            logits = logits + self.linear(hidden)
+        batch, length, _ = logits.shape
+        return logits.float().view(batch, length, self.kv_heads, -1).amax(-1).transpose(1, 2)
+
+    def _attend(self, hidden: Tensor, valid: Tensor | None, left_padded: bool) -> Tensor:
+        shape = (*hidden.shape[:2], self.config.num_heads, self.config.head_dim)
+        q, k, v = (proj(hidden).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.config.scope == "prompt":
+            mask = None if valid is None else valid[:, None, None, :]
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        elif left_padded:
+            mixed = gated_attention(q, k, v, keep=None, key_valid=valid, scaling=self.config.head_dim**-0.5)
+        else:  # a causal query never sees the padding to its right
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class AttentionGates(nn.Module):
+    """The gates of a whole model.
+
+    Args:
+        model_config: configuration of the base model (a Hugging Face decoder).
+        config: hyper-parameters of the gates.
+
+    Raises:
+        ValueError: when ``first_layer`` leaves no layer with a gate.
+    """
+
+    def __init__(self, model_config: PretrainedConfig, config: GateConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fingerprint = fingerprint(model_config)
+        geometry = self.fingerprint
+        heads = geometry["num_kv_heads" if config.granularity == "kv_head" else "num_heads"]
+        self.layers = nn.ModuleDict(
+            {
+                str(index): AttentionGate(geometry["hidden_size"], heads, geometry["num_kv_heads"], config)
+                for index in range(config.first_layer, geometry["num_layers"])
+                if index not in _alternating_windows(model_config)
+            }
+        )
+        if not self.layers:
+            raise ValueError(
+                f"gate.first_layer={config.first_layer}: the model has {geometry['num_layers']} layers, "
+                "so that no layer gets a gate; choose a smaller one."
+            )
+
+    @property
+    def layer_indices(self) -> list[int]:
+        """Indices of the layers that have a gate, ascending."""
+        return [int(index) for index in self.layers]
+
+    def probability(self, logits: Tensor) -> Tensor:
+        """``sigmoid(logits + bias)``, the soft gate."""
+        return torch.sigmoid(logits + self.config.bias)
+
+    def flags(self, logits: Tensor) -> Tensor:
+        """Hard flags: True where a token is kept (Eq. 4, strict inequality)."""
+        return self.probability(logits) > self.config.threshold
+
+    def keep(self, logits: Tensor) -> Tensor:
+        """Differentiable keep flags for attention, float32 and of the shape of ``logits``.
+
+        The straight-through estimator (Yin et al. 2019) has the value of the flags and the slope of the sigmoid. The
+        soft estimator adds logistic noise in training, which makes the sigmoid a relaxed Bernoulli sample; outside
+        training it is the flags.
+        """
+        if self.config.estimator == "soft" and self.training:
+            uniform = torch.rand_like(logits).clamp_(1e-6, 1 - 1e-6)
+            return self.probability(logits + torch.logit(uniform))
+        probability = self.probability(logits)
+        return (probability > self.config.threshold).float() + probability - probability.detach()
+
+    def save_pretrained(self, path: str | PathLike[str]) -> None:
+        """Write the gates to a folder; see :func:`ag.export.save`."""
+        from ag import export
+
+        export.save(path, self)
+
+    @classmethod
+    def from_pretrained(cls, path: str | PathLike[str]) -> AttentionGates:
+        """Read gates from a folder, strictly; see :func:`ag.export.load`."""
+        from ag import export
+
+        return export.load(path)
+
+
+def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
+    """Return the geometry of a base model that gates depend on.
+
+    Raises:
+        ValueError: when the configuration is not that of a decoder with attention heads.
+    """
+    text = model_config.get_text_config()
+    try:
+        heads = int(text.num_attention_heads)
+        return {
+            "model_type": text.model_type,
+            "num_layers": int(text.num_hidden_layers),
+            "num_heads": heads,
+            "num_kv_heads": int(getattr(text, "num_key_value_heads", None) or heads),
+            "head_dim": int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            "hidden_size": int(text.hidden_size),
+        }
+    except AttributeError as error:
+        raise ValueError(f"{type(text).__name__} is not the configuration of a decoder: {error}.") from error
+
+
+def _alternating_windows(model_config: PretrainedConfig) -> set[int]:
+    """Return the windowed layers of a model that also has full ones (Gemma's pattern): gates leave them alone."""
+    types = getattr(model_config.get_text_config(), "layer_types", None) or []
+    windowed = {index for index, kind in enumerate(types) if kind == "sliding_attention"}
+    return windowed if len(windowed) < len(types) else set()

@@ -1,0 +1,66 @@
+"""Attention whose keys carry keep flags: the operation that training and prefill under gates share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ag.kernels.gated_attention.chunked import chunked_gated_attention
+
+
+def gated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None = None,
+    key_valid: Tensor | None = None,
+    scaling: float | None = None,
+    recent: int = 1,
+    sinks: int = 0,
+    window: int | None = None,
+    dense_until: Tensor | None = None,
+) -> Tensor:
+    """Causal attention in which key t weighs ``m_jt exp(s_jt)`` for query j (renormalised).
+
+    ``m_jt`` is 1 for a protected pair and ``keep[t]`` else; ``A_jt = m_jt e^{s_jt} / sum_u m_ju e^{s_ju}``. A pair is
+    protected when ``j - t < recent``, when t is among the row's first ``sinks`` tokens, or when ``j < dense_until``.
+    With flags of 0 and 1 the output equals that of masking; the gradient to the flags stays finite and reaches evicted
+    tokens, so that gates can open again. For flags that are exactly 0 the factor ``e^{s - lse}`` of that gradient is
+    held at 1: an evicted attention sink would make it astronomically large.
+
+    Args:
+        q: queries ``[B, H, T, D]``.
+        k: keys ``[B, Hkv, T, D]``, H a multiple of Hkv.
+        v: values ``[B, Hkv, T, D]``.
+        keep: keep flags in [0, 1], ``[B, Hkv, T]``, hard or soft; None keeps everything.
+        key_valid: ``[B, T]`` bool, False on padding; None when there is none.
+        scaling: factor of the logits; None is ``D ** -0.5``.
+        recent: newest tokens that a query always sees, its own included (at least 1).
+        sinks: first tokens of a row that every query sees.
+        window: sliding window of the model: pairs with ``j - t >= window`` are invisible, sinks too.
+        dense_until: ``[B]`` long; queries with a smaller index ignore ``keep``. None: flags act on every query.
+
+    Returns:
+        ``[B, H, T, D]`` in the type of ``q``; zeros for queries that see nothing (padding).
+
+    Raises:
+        ValueError: for shapes that do not fit, or ``recent`` below 1.
+    """
+    batch, heads, length, dim = q.shape
+    kv_heads = k.shape[1]
+    if k.shape != (batch, kv_heads, length, dim) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
+        raise ValueError(
+            f"gated_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected q [B, H, T, D] and "
+            "k, v [B, Hkv, T, D] with H a multiple of Hkv."
+        )
+    if keep is not None and keep.shape != (batch, kv_heads, length):
+        raise ValueError(f"gated_attention: keep {tuple(keep.shape)}: expected {(batch, kv_heads, length)}.")
+    if recent < 1:
+        raise ValueError(f"gated_attention: recent={recent}: expected at least 1, the query's own token.")
+    scaling = dim**-0.5 if scaling is None else scaling
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    with torch.autocast(device, enabled=False):
+        return chunked_gated_attention(q, k, v, keep, key_valid, scaling, recent, sinks, window, dense_until)

@@ -1,0 +1,48 @@
+"""Gated attention as the formula says it, with n^2 memory: the oracle of the other versions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ag.kernels.gated_attention.masks import pair_masks, sink_mask
+
+
+def reference_gated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    key_valid: Tensor | None,
+    scaling: float,
+    recent: int = 1,
+    sinks: int = 0,
+    window: int | None = None,
+    dense_until: Tensor | None = None,
+) -> Tensor:
+    """Compute :func:`ag.kernels.gated_attention.gated_attention` by autograd over whole matrices.
+
+    The gradients of q, k and v come from autograd. That of the flags is written out, because it is held for evicted
+    tokens: ``dL/dm_t = sum_j e^{s_jt - lse_j} (dO_j . v_t - dO_j . o_j)`` over the pairs that are not protected.
+    """
+    batch, heads, length, _ = q.shape
+    group = heads // k.shape[1]
+    index = torch.arange(length, device=q.device)
+    sink = sink_mask(key_valid, sinks, batch, length, q.device)
+    visible, protected = pair_masks(index, index, key_valid, sink, recent, window, dense_until)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = (q @ k.mT) * scaling
+    m = torch.ones_like(s)
+    if keep is not None:
+        m = torch.where(protected, m, keep.detach().to(s.dtype).repeat_interleave(group, 1)[:, :, None, :])
+    logits = (s + m.log()).masked_fill(~visible, float("-inf"))
+    alive = (logits > float("-inf")).any(-1, keepdim=True)
+    lse = logits.logsumexp(-1, keepdim=True).masked_fill(~alive, 0.0)
+    out = torch.exp(logits.masked_fill(~alive, float("-inf")) - lse) @ v
+    if keep is None or not keep.requires_grad:
+        return out
+    with torch.no_grad():
+        exponent = torch.where(m == 0, (s - lse).clamp(max=0), s - lse)
+        ratio = torch.exp(exponent.masked_fill(~visible | protected | ~alive, float("-inf")))
+    moving = (keep - keep.detach()).to(s.dtype).repeat_interleave(group, 1)[:, :, None, :] * ratio
+    return out + moving @ v.detach() - moving.sum(-1, keepdim=True) * out.detach()

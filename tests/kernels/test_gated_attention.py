@@ -1,0 +1,138 @@
+import pytest
+import torch
+
+from ag.kernels.gated_attention import gated_attention
+from ag.kernels.gated_attention.chunked import chunked_gated_attention
+from ag.kernels.gated_attention.reference import reference_gated_attention
+
+CASES = {
+    "plain": {},
+    "recent": {"recent": 5},
+    "sinks": {"sinks": 3},
+    "window": {"window": 17},
+    "window-sinks-recent": {"window": 40, "sinks": 4, "recent": 3},
+    "dense": {"dense": True},
+    "right-padding": {"padding": "right"},
+    "left-padding": {"padding": "left", "sinks": 2, "recent": 2},
+    "left-padding-window-dense": {"padding": "left", "window": 33, "dense": True},
+}
+
+
+def inputs(length, heads, kv_heads, dim, dtype=torch.float64, soft=False, padding=None, dense=False, **options):
+    generator = torch.Generator().manual_seed(length * 31 + heads)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    q, k, v = draw(2, heads, length, dim), draw(2, kv_heads, length, dim), draw(2, kv_heads, length, dim)
+    keep = torch.rand(2, kv_heads, length, generator=generator, dtype=torch.float64)
+    keep = keep if soft else (keep > 0.6).double()
+    options["key_valid"] = None
+    if padding:
+        valid = torch.arange(length).expand(2, length) < torch.tensor([[length], [length - length // 3]])
+        options["key_valid"] = valid if padding == "right" else valid.flip(1)
+    options["dense_until"] = torch.tensor([length // 2, length // 4]) if dense else None
+    options["scaling"] = dim**-0.5
+    return [x.to(dtype).requires_grad_() for x in (q, k, v, keep)], options
+
+
+def run(function, tensors, options, weight):
+    tensors = [x.detach().clone().requires_grad_() for x in tensors]
+    out = function(*tensors, **options)
+    (out * weight).sum().backward()
+    return out.detach(), [x.grad for x in tensors]
+
+
+@pytest.mark.parametrize("soft", [False, True], ids=["hard", "soft"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "dim"), [(63, 4, 4, 20), (131, 6, 2, 60), (257, 3, 1, 16)])
+def test_chunked_equals_reference(length, heads, kv_heads, dim, case, soft):
+    tensors, options = inputs(length, heads, kv_heads, dim, soft=soft, **CASES[case])
+    weight = torch.randn(2, heads, length, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    expected, expected_grads = run(reference_gated_attention, tensors, options, weight)
+    out, grads = run(chunked_gated_attention, tensors, options, weight)
+    torch.testing.assert_close(out, expected, atol=1e-10, rtol=1e-10)
+    for name, got, want in zip("q k v keep".split(), grads, expected_grads, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9, msg=lambda m, name=name: f"d{name}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunked_in_lower_precision(dtype):
+    tensors, options = inputs(131, 6, 2, 32, **CASES["window-sinks-recent"])
+    weight = torch.randn(2, 6, 131, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    rounded = [x.detach().to(dtype) for x in tensors[:3]] + [tensors[3].detach().float()]
+    expected, expected_grads = run(reference_gated_attention, [x.double() for x in rounded], options, weight)
+    out, grads = run(chunked_gated_attention, rounded, options, weight.to(dtype))
+    assert out.dtype == dtype
+    assert grads[3].dtype == torch.float32
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    for got, want in zip([out, *grads], [expected, *expected_grads], strict=True):
+        assert (got.double() - want).norm() / want.norm() < bound
+
+
+def test_hard_flags_equal_masking():
+    (q, k, v, keep), options = inputs(70, 4, 2, 16)
+    allowed = (keep.repeat_interleave(2, 1)[:, :, None, :] > 0) | torch.eye(70, dtype=torch.bool)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=allowed & torch.ones(70, 70, dtype=torch.bool).tril(), enable_gqa=True
+    )
+    torch.testing.assert_close(gated_attention(q, k, v, keep, **options), expected)
+
+
+@pytest.mark.parametrize("function", [chunked_gated_attention, reference_gated_attention])
+def test_gradcheck_for_soft_flags(function):
+    tensors, options = inputs(9, 2, 1, 4, soft=True, sinks=1, recent=2)
+    if function is chunked_gated_attention:  # the reference writes the flags' gradient out on a detached copy
+        assert torch.autograd.gradcheck(lambda *x: function(*x, **options), tensors)
+    q, k, v, keep = (x.detach() for x in tensors)
+    grads = run(function, (q, k, v, keep), options, torch.ones_like(q))[1]
+    step = 1e-6
+    for token in range(9):
+        moved = [keep.clone(), keep.clone()]
+        moved[0][0, 0, token] += step
+        moved[1][0, 0, token] -= step
+        up, down = (function(q, k, v, flags, **options).sum() for flags in moved)
+        assert abs((up - down) / (2 * step) - grads[3][0, 0, token]) < 1e-7
+
+
+def test_evicted_tokens_get_a_finite_gradient_even_when_they_are_sinks():
+    (q, k, v, _), options = inputs(32, 2, 1, 8, dtype=torch.float32)
+    q = q.detach().abs().requires_grad_()
+    k = k.detach()
+    k[:, :, 0] = 200.0  # an attention sink with enormous logits
+    keep = torch.ones(2, 1, 32)
+    keep[:, :, 0] = 0
+    _, grads = run(chunked_gated_attention, (q, k, v, keep), options, torch.randn(2, 2, 32, 8))
+    assert torch.isfinite(grads[3]).all()
+    assert (grads[3][:, 0, 0] != 0).all()
+    assert grads[3].abs().max() < 1e3
+
+
+def test_memory_is_linear_in_length():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for x in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(x, torch.Tensor):
+                    self.size = max(self.size, x.numel())
+            return out
+
+    sizes = []
+    for length in (512, 1024, 2048):
+        tensors, options = inputs(length, 2, 1, 8, dtype=torch.float32)
+        with Largest() as largest:
+            run(chunked_gated_attention, tensors, options, 1.0)
+        sizes.append(largest.size)
+    assert sizes[1] <= 2.01 * sizes[0]
+    assert sizes[2] <= 2.01 * sizes[1]
+
+
+def test_wrong_shapes_are_named():
+    q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 3, 8, 16)
+    with pytest.raises(ValueError, match="multiple of Hkv"):
+        gated_attention(q, k, k)
+    with pytest.raises(ValueError, match=r"keep \(1, 4, 8\): expected \(1, 2, 8\)"):
+        gated_attention(q, q[:, :2], q[:, :2], keep=torch.ones(1, 4, 8))
+    with pytest.raises(ValueError, match="recent=0"):
+        gated_attention(q, q, q, recent=0)
