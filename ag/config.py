@@ -1,7 +1,8 @@
 """The schema of every recipe: what can be set, with its type, default and meaning.
 
-A recipe is a YAML file with any of these keys; ``ag.recipes`` resolves it (inheritance, overrides) and hands
-the program one :class:`Config`. ``python -m ag.fit --help`` prints this file as a table.
+A recipe is a YAML file with any of these keys; ``ag.configure`` resolves it (inheritance, overrides) into
+one :class:`Config`, and ``ag.validate`` refuses combinations that make no sense. ``python -m ag.fit --help``
+prints this file as a table.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ag.gate import GateConfig
+from ag.validate import validate
 
 
-def key(default: Any, doc: str) -> Any:
-    """Declare a configuration key with its one-line documentation."""
+def key(default: Any, doc: str, low: float | None = None, high: float | None = None) -> Any:
+    """Declare a configuration key: its default, its one-line documentation and its bounds, both inclusive."""
+    metadata = {"doc": doc, "low": low, "high": high}
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"doc": doc})
-    return field(default=default, metadata={"doc": doc})
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -27,18 +30,22 @@ class ModelConfig:
     revision: str | None = key(None, "git revision of a hub model")
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the frozen weights")
     quantization: Literal["none", "nf4"] = key("none", "nf4: 4-bit weights through bitsandbytes")
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key("sdpa", "the model's own attention")
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key(
+        "sdpa", "the model's own attention"
+    )
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass (non-reentrant)")
-    trust_remote_code: bool = key(False, "run code from the model's repository; only for repositories you trust")
+    trust_remote_code: bool = key(
+        False, "run code from the model's repository; only for repositories you trust"
+    )
 
 
 @dataclass
 class LoraConfig:
     """The low-rank adapters on the base model."""
 
-    rank: int = key(8, "rank r of every adapter")
-    alpha: float = key(16.0, "scale: the update is alpha / rank * B A")
-    dropout: float = key(0.0, "dropout on the adapter's input")
+    rank: int = key(8, "rank r of every adapter", low=1)
+    alpha: float = key(16.0, "scale: the update is alpha / rank * B A", low=0)
+    dropout: float = key(0.0, "dropout on the adapter's input", low=0, high=1)
     targets: list[str] = key(["q_proj", "k_proj", "v_proj", "o_proj"], "names of the linear layers to adapt")
 
 
@@ -54,19 +61,21 @@ class DataConfig:
     revision: str | None = key(None, "git revision of a hub dataset (text)")
     root: str | None = key(None, "local folder of JSON lines with the hub's field names, instead of the hub")
     text_field: str = key("text", "the field that holds a document (text)")
-    max_length: int = key(1024, "longest row in tokens; a longer prompt loses its left part, and is counted")
+    max_length: int = key(
+        1024, "longest row in tokens; a longer prompt loses its left part, and is counted", low=2
+    )
     packing: Literal["packed", "split"] = key(
         "split", "text: packed rows of max_length tokens, or prompt and continuation"
     )
-    prompt_min: int = key(192, "shortest prompt in tokens (text, split; facts: roughly)")
-    prompt_max: int = key(512, "longest prompt in tokens (text, split; facts: roughly)")
-    continuation: int = key(64, "tokens after the prompt that carry the loss (text, split)")
+    prompt_min: int = key(192, "shortest prompt in tokens (text, split; facts: roughly)", low=1)
+    prompt_max: int = key(512, "longest prompt in tokens (text, split; facts: roughly)", low=1)
+    continuation: int = key(64, "tokens after the prompt that carry the loss (text, split)", low=1)
     streaming: bool = key(False, "read the dataset while training instead of before (text)")
-    train_samples: int | None = key(None, "use the first N training rows only")
-    val_samples: int | None = key(None, "use the first N validation rows only")
-    batch_size: int = key(4, "rows per device and step")
-    val_batch_size: int = key(8, "rows per device in validation (multiple choice: questions)")
-    num_workers: int = key(0, "data loading processes per device")
+    train_samples: int | None = key(None, "use the first N training rows only", low=1)
+    val_samples: int | None = key(None, "use the first N validation rows only", low=1)
+    batch_size: int = key(4, "rows per device and step", low=1)
+    val_batch_size: int = key(8, "rows per device in validation (multiple choice: questions)", low=1)
+    num_workers: int = key(0, "data loading processes per device", low=0)
 
 
 @dataclass
@@ -76,55 +85,57 @@ class LossConfig:
     objective: Literal["lm", "kl", "regress"] = key(
         "lm", "lm: cross-entropy; kl: to the model with open gates and no adapter; regress: no backward"
     )
-    alpha: float = key(1.0, "weight of the eviction loss")
-    beta: float = key(0.28, "target of the mean gate")
+    alpha: float = key(1.0, "weight of the eviction loss", low=0)
+    beta: float = key(0.28, "target of the mean gate", low=0, high=1)
     mean: Literal["soft", "hard"] = key("soft", "mean over sigmoids, or over flags")
-    chunk_tokens: int = key(1024, "tokens whose logits exist at once in the loss")
+    chunk_tokens: int = key(1024, "tokens whose logits exist at once in the loss", low=1)
 
 
 @dataclass
 class WarmupConfig:
     """A warm start of the gates: regression on attention statistics, no backward through the model."""
 
-    regress_steps: int = key(0, "first steps that train the gates by regression; 0: none")
-    lr: float = key(3e-3, "peak learning rate of those steps (one cycle)")
+    regress_steps: int = key(0, "first steps that train the gates by regression; 0: none", low=0)
+    lr: float = key(3e-3, "peak learning rate of those steps (one cycle)", low=0)
     target: Literal["attention", "obcache_value"] = key(
         "attention", "what later queries pay a key: summed attention, or sqrt(sum A^2) * ||v||"
     )
-    keep: float = key(0.5, "share of the tokens that the flags keep after the warm start")
+    keep: float = key(
+        0.5, "share of the tokens that the flags keep after the warm start", low=0.01, high=0.99
+    )
 
 
 @dataclass
 class OptimConfig:
     """AdamW with one group for the gates and one for the adapters."""
 
-    gate_lr: float = key(5e-5, "peak learning rate of the gates")
-    lora_lr: float = key(5e-5, "peak learning rate of the adapters")
-    weight_decay: float = key(0.0, "decoupled weight decay")
-    beta1: float = key(0.9, "decay of the first moment")
-    beta2: float = key(0.999, "decay of the second moment")
+    gate_lr: float = key(5e-5, "peak learning rate of the gates", low=0)
+    lora_lr: float = key(5e-5, "peak learning rate of the adapters", low=0)
+    weight_decay: float = key(0.0, "decoupled weight decay", low=0)
+    beta1: float = key(0.9, "decay of the first moment", low=0, high=0.9999)
+    beta2: float = key(0.999, "decay of the second moment", low=0, high=0.9999)
     schedule: Literal["cosine", "constant"] = key("cosine", "shape of the learning rate after its warm-up")
-    warmup_steps: int = key(0, "optimiser steps of linear warm-up")
+    warmup_steps: int = key(0, "optimiser steps of linear warm-up", low=0)
 
 
 @dataclass
 class TrainerConfig:
     """Handed to lightning.Trainer."""
 
-    accelerator: str = key("auto", "cpu, gpu, auto")
-    devices: int = key(1, "devices per node")
-    num_nodes: int = key(1, "machines")
+    accelerator: Literal["auto", "cpu", "gpu", "mps"] = key("auto", "what to train on")
+    devices: int = key(1, "devices per node", low=1)
+    num_nodes: int = key(1, "machines", low=1)
     strategy: str = key("auto", "auto, ddp, ...: any Lightning strategy name")
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = key(
         "32-true", "precision of the computation; trainable weights stay float32"
     )
-    max_epochs: int = key(1, "passes over the training data")
-    max_steps: int = key(-1, "optimiser steps; -1: as many as max_epochs gives")
-    accumulate: int = key(1, "batches per optimiser step")
-    clip: float = key(1.0, "largest gradient norm; 0: no clipping")
-    val_every: int = key(0, "optimiser steps between validations; 0: once an epoch")
-    val_batches: int | None = key(None, "validate on the first N batches only")
-    log_every: int = key(1, "optimiser steps between log lines")
+    max_epochs: int = key(1, "passes over the training data", low=1)
+    max_steps: int = key(-1, "optimiser steps; -1: as many as max_epochs gives", low=-1)
+    accumulate: int = key(1, "batches per optimiser step", low=1)
+    clip: float = key(1.0, "largest gradient norm; 0: no clipping", low=0)
+    val_every: int = key(0, "optimiser steps between validations; 0: once an epoch", low=0)
+    val_batches: int | None = key(None, "validate on the first N batches only", low=1)
+    log_every: int = key(1, "optimiser steps between log lines", low=1)
     deterministic: bool = key(False, "deterministic kernels, slower")
     progress: bool = key(True, "show the progress bar")
 
@@ -133,17 +144,18 @@ class TrainerConfig:
 class CheckpointConfig:
     """What is saved while training: trainable weights only."""
 
-    every_steps: int = key(0, "optimiser steps between checkpoints; 0: at each validation only")
-    keep_last: int = key(2, "how many of the newest checkpoints stay")
-    monitor: str = key("val/loss", "metric that chooses the best checkpoint (lower is better)")
-    patience: int = key(0, "stop after so many validations without improvement; 0: never")
+    every_steps: int = key(0, "optimiser steps between checkpoints; 0: at each validation only", low=0)
+    keep_last: int = key(2, "how many of the newest checkpoints stay", low=1)
+    monitor: Literal["val/loss", "val/lm_loss", "val/perplexity"] = key(
+        "val/loss", "metric that chooses the best checkpoint (lower is better)"
+    )
+    patience: int = key(0, "stop after so many validations without improvement; 0: never", low=0)
 
 
 @dataclass
-class LoggerConfig:
-    """Where metrics and pictures go. metrics.csv is always written."""
+class WandbConfig:
+    """The Weights & Biases logger."""
 
-    names: list[Literal["csv", "tensorboard", "wandb"]] = key(["csv"], "loggers to use")
     project: str = key("ag", "W&B project")
     offline: bool = key(False, "W&B: write to the run folder only")
 
@@ -152,17 +164,23 @@ class LoggerConfig:
 class ExportConfig:
     """What is written at the end of a run."""
 
-    merge: bool = key(False, "merge the adapter into a full copy of the base model instead of keeping it apart")
+    merge: bool = key(
+        False, "merge the adapter into a full copy of the base model instead of keeping it apart"
+    )
 
 
 @dataclass
 class Config:
     """A whole run."""
 
+    recipe: str = key("none", "name of a shipped recipe, or path of a YAML file: where the values start from")
     train: Literal["gates", "gates+lora", "lora"] = key("gates+lora", "what is trained; lora is the baseline")
-    seed: int = key(0, "seed of weights, data order and noise")
+    seed: int = key(0, "seed of weights, data order and noise", low=0, high=2**32 - 1)
     output: str = key("runs", "folder of the run folders")
     resume: str | None = key(None, "run folder to continue")
+    logger: list[Literal["csv", "tensorboard", "wandb"]] = key(
+        ["csv"], "where metrics and pictures go; metrics.csv is always written"
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -172,5 +190,8 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+
+    def __post_init__(self) -> None:
+        validate(self)

@@ -5,6 +5,7 @@ Source: Zeng et al., "In-context KV-Cache Eviction for LLMs via Attention-Gate",
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, Literal
@@ -139,24 +140,24 @@ class AttentionGates(nn.Module):
     """The gates of a whole model.
 
     Args:
-        model_config: configuration of the base model (a Hugging Face decoder).
+        model_config: configuration of the base model (a Hugging Face decoder), or its :func:`fingerprint`.
         config: hyper-parameters of the gates.
 
     Raises:
         ValueError: when ``first_layer`` leaves no layer with a gate.
     """
 
-    def __init__(self, model_config: PretrainedConfig, config: GateConfig) -> None:
+    def __init__(self, model_config: PretrainedConfig | Mapping[str, Any], config: GateConfig) -> None:
         super().__init__()
         self.config = config
-        self.fingerprint = fingerprint(model_config)
+        self.fingerprint = dict(model_config) if isinstance(model_config, Mapping) else fingerprint(model_config)
         geometry = self.fingerprint
         heads = geometry["num_kv_heads" if config.granularity == "kv_head" else "num_heads"]
         self.layers = nn.ModuleDict(
             {
                 str(index): AttentionGate(geometry["hidden_size"], heads, geometry["num_kv_heads"], config)
                 for index in range(config.first_layer, geometry["num_layers"])
-                if index not in _alternating_windows(model_config)
+                if index not in geometry["windowed_layers"]
             }
         )
         if not self.layers:
@@ -189,7 +190,7 @@ class AttentionGates(nn.Module):
             uniform = torch.rand_like(logits).clamp_(1e-6, 1 - 1e-6)
             return self.probability(logits + torch.logit(uniform))
         probability = self.probability(logits)
-        return (probability > self.config.threshold).float() + probability - probability.detach()
+        return (probability > self.config.threshold).float() + (probability - probability.detach())
 
     def save_pretrained(self, path: str | PathLike[str]) -> None:
         """Write the gates to a folder; see :func:`ag.export.save`."""
@@ -221,13 +222,14 @@ def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
             "num_kv_heads": int(getattr(text, "num_key_value_heads", None) or heads),
             "head_dim": int(getattr(text, "head_dim", None) or text.hidden_size // heads),
             "hidden_size": int(text.hidden_size),
+            "windowed_layers": _alternating_windows(text),
         }
     except AttributeError as error:
         raise ValueError(f"{type(text).__name__} is not the configuration of a decoder: {error}.") from error
 
 
-def _alternating_windows(model_config: PretrainedConfig) -> set[int]:
+def _alternating_windows(text: PretrainedConfig) -> list[int]:
     """Return the windowed layers of a model that also has full ones (Gemma's pattern): gates leave them alone."""
-    types = getattr(model_config.get_text_config(), "layer_types", None) or []
-    windowed = {index for index, kind in enumerate(types) if kind == "sliding_attention"}
-    return windowed if len(windowed) < len(types) else set()
+    types = getattr(text, "layer_types", None) or []
+    windowed = [index for index, kind in enumerate(types) if kind == "sliding_attention"]
+    return windowed if len(windowed) < len(types) else []

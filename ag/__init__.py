@@ -1,0 +1,10 @@
+"""Learned KV-cache eviction: train Attention-Gates and run them in one inference engine."""
+
+from ag.attach import attach as attach
+from ag.attach import detach as detach
+from ag.engine import EvictionCache as EvictionCache
+from ag.engine import Policy as Policy
+from ag.engine import policy as policy
+from ag.gate import AttentionGates as AttentionGates
+from ag.gate import GateConfig as GateConfig
+from ag.gating import Gating as Gating

@@ -1,0 +1,253 @@
+"""The only file that touches Hugging Face model internals: hooks, the attention interface, the decoder and its head.
+
+What happens in a forward pass: a *plan* (:class:`Plan`: the gates of a training step, or an eviction cache) arrives as
+keyword argument ``gating`` or ``past_key_values``. A hook on the decoder tells it the padding; a hook on each attention
+module shows it the hidden states; the attention function hands it q, k and v. Without a plan the model's own attention
+runs, untouched. Nothing global changes: each attention module gets its own shallow copy of the configuration, whose
+attention implementation is ``ag``, so that recomputation under gradient checkpointing takes the same path.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from ag.gate import fingerprint
+from ag.kernels.gated_attention import gated_attention
+
+if TYPE_CHECKING:
+    from ag.gate import AttentionGates
+
+IMPLEMENTATION = "ag"
+
+
+@dataclass
+class AttentionCall:
+    """One call of a layer's attention: q ``[B, H, T, D]``, k and v ``[B, Hkv, T, D]`` of the new tokens, post-RoPE."""
+
+    module: nn.Module
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scaling: float
+    window: int | None
+
+    def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
+        """Attend causally to every new token, ``[B, H, T, D]``; by the model's own implementation where it can.
+
+        Args:
+            valid: ``[B, T]`` bool, or None without padding.
+            left_padded: whether some row starts with padding (padding on the right is never seen).
+        """
+        windowed = self.window is not None and self.q.shape[2] > self.window
+        if left_padded or windowed:
+            return gated_attention(
+                self.q, self.k, self.v, None, valid, scaling=self.scaling, window=self.window
+            )
+        name = _own_implementation(self.module)
+        name = "sdpa" if name == "eager" else name  # eager needs an n^2 mask to be causal
+        own = ALL_ATTENTION_FUNCTIONS[name]
+        out, _ = own(self.module, self.q, self.k, self.v, None, dropout=0.0, scaling=self.scaling)
+        return out.transpose(1, 2)
+
+
+class Plan(ABC):
+    """What to do in each layer of a forward pass."""
+
+    @abstractmethod
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+        """Start a forward pass over ``[B, T]`` new tokens; the mask is ``[B, seen + T]``, nonzero on real tokens."""
+
+    @abstractmethod
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Look at the hidden states ``[B, T, d]`` that enter the attention of a layer."""
+
+    @abstractmethod
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Compute the attention output ``[B, H, T, D]``."""
+
+
+@dataclass
+class Attachment:
+    """What :func:`attach` changed, kept on the decoder so that :func:`detach` can undo it."""
+
+    handles: list[RemovableHandle]
+    configs: list[tuple[nn.Module, PretrainedConfig]]
+    gates: AttentionGates | None = None
+
+
+def attach(model: nn.Module, gates: AttentionGates) -> None:
+    """Connect gates to a model: they are used in training and by ``EvictionCache(model, "gates")``.
+
+    Without a cache of this library and outside training the model behaves, and costs, as before.
+
+    Args:
+        model: a Hugging Face causal language model, plain or PEFT-wrapped.
+        gates: made for a model of the same geometry; each layer's gate moves to that layer's device.
+
+    Raises:
+        TypeError: when the model class cannot take a custom attention function.
+        ValueError: when gates are attached already or were made for another geometry.
+    """
+    decoder = decoder_of(model)
+    attachment = getattr(decoder, "_ag_attachment", None)
+    if attachment is not None and attachment.gates is not None:
+        raise ValueError("The model has gates attached already; call ag.detach(model) first.")
+    check_geometry(model, gates)
+    for index in gates.layer_indices:
+        gates.layers[str(index)].to(next(decoder.layers[index].parameters()).device)
+    instrument(model).gates = gates
+
+
+def detach(model: nn.Module) -> None:
+    """Undo :func:`attach` and everything else this library did to the model; does nothing to an untouched one."""
+    decoder = decoder_of(model)
+    attachment: Attachment | None = getattr(decoder, "_ag_attachment", None)
+    if attachment is None:
+        return
+    for handle in attachment.handles:
+        handle.remove()
+    for module, config in attachment.configs:
+        module.config = config  # type: ignore[assignment]
+    del decoder._ag_attachment
+
+
+def attached_gates(model: nn.Module) -> AttentionGates | None:
+    """Return the gates that :func:`attach` connected, or None."""
+    attachment: Attachment | None = getattr(decoder_of(model), "_ag_attachment", None)
+    return None if attachment is None else attachment.gates
+
+
+def check_geometry(model: nn.Module, gates: AttentionGates) -> None:
+    """Raise ``ValueError`` when gates were made for a model of another shape."""
+    ours, theirs = gates.fingerprint, fingerprint(decoder_of(model).config)
+    wrong = [f"{name} {ours[name]} (the model has {theirs[name]})" for name in ours if ours[name] != theirs[name]]
+    if wrong:
+        raise ValueError(f"The gates were made for another model: {', '.join(wrong)}.")
+
+
+def instrument(model: nn.Module) -> Attachment:
+    """Install the hooks and the attention function once; a second call returns the first one's record.
+
+    Raises:
+        TypeError: when the model class does not use the attention interface of transformers.
+    """
+    decoder = decoder_of(model)
+    existing: Attachment | None = getattr(decoder, "_ag_attachment", None)
+    if existing is not None:
+        return existing
+    handles = [decoder.register_forward_pre_hook(_before_decoder, with_kwargs=True)]
+    configs = []
+    for index, layer in enumerate(decoder.layers):
+        module = layer.self_attn
+        handles.append(module.register_forward_pre_hook(partial(_before_attention, index), with_kwargs=True))
+        configs.append((module, module.config))
+        module.config = copy.copy(module.config)
+        module.config._attn_implementation = IMPLEMENTATION
+        module._ag_own_config = configs[-1][1]
+    decoder._ag_attachment = Attachment(handles, configs)
+    return decoder._ag_attachment
+
+
+def decoder_of(model: nn.Module) -> Any:
+    """Return the stack of layers inside a causal language model, through PEFT's wrapper.
+
+    Raises:
+        TypeError: when there is none, or it does not use the attention interface.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    layers = getattr(decoder, "layers", None)
+    supported = isinstance(base, PreTrainedModel) and base._supports_attention_backend and layers is not None
+    if not supported or not all(hasattr(layer, "self_attn") for layer in layers):
+        raise TypeError(
+            f"{type(base).__name__} does not use the attention interface of transformers (layers with self_attn and "
+            "_supports_attention_backend); use a model that does, such as Llama, Mistral, Qwen2 or Qwen3."
+        )
+    return decoder
+
+
+def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
+    """Apply the language model head to final hidden states ``[..., d]``, with the model's own soft cap."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    logits: Tensor = base.get_output_embeddings()(hidden)
+    cap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    cache = kwargs.get("past_key_values")
+    plan = kwargs.get("gating") or cache
+    if not isinstance(plan, Plan):
+        return None
+    tokens = kwargs.get("inputs_embeds")
+    tokens = kwargs.get("input_ids", args[0] if args else None) if tokens is None else tokens
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    plan.begin(decoder, mask, tokens.shape[0], tokens.shape[1])
+    # transformers hands a mask of four dimensions on as it is, so no n^2 mask is built; the plan has the padding
+    kwargs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+    return args[:1], kwargs
+
+
+def _before_attention(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plan = kwargs.pop("gating", None) or kwargs.get("past_key_values")
+    if not isinstance(plan, Plan):
+        return None
+    plan.enter_layer(index, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+    return args, kwargs | {"ag_plan": plan, "ag_layer": index}
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    ag_plan: Plan | None = None,
+    ag_layer: int = 0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Serve the attention interface: the plan's attention, or the model's own when there is no plan."""
+    if ag_plan is None:
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        own: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(_own_implementation(module), eager)
+        result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **kwargs)
+        return result
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise TypeError(f"{type(module).__name__} passes {name} to its attention, which gates do not support.")
+    scaling = kwargs.get("scaling")
+    call = AttentionCall(
+        module,
+        ag_layer,
+        query,
+        key,
+        value,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        kwargs.get("sliding_window"),
+    )
+    out = ag_plan.attend(call)
+    rate = kwargs.get("dropout", 0.0)
+    return F.dropout(out, rate, module.training).transpose(1, 2).contiguous(), None
+
+
+def _own_implementation(module: nn.Module) -> str:
+    name: str = module._ag_own_config._attn_implementation  # type: ignore[union-attr, assignment]
+    return name
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)

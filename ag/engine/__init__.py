@@ -1,0 +1,5 @@
+"""Inference with evicted keys and values really freed."""
+
+from ag.engine.cache import EvictionCache as EvictionCache
+from ag.engine.policy import Policy as Policy
+from ag.engine.policy import policy as policy

@@ -1,0 +1,165 @@
+"""Gates at work in a training or evaluation forward pass: masks stand in for eviction, gradients reach the gates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ag.attach import AttentionCall, Plan
+from ag.gate import AttentionGates
+from ag.kernels.column_sums import column_sums
+from ag.kernels.gated_attention import gated_attention
+
+
+class Gating(Plan):
+    """Run ``model(..., gating=Gating(...), use_cache=False)`` under gates.
+
+    After the forward pass ``logits`` holds, by layer, what the gates said.
+
+    Args:
+        gates: gates of the model.
+        valid: ``[B, T]``, nonzero on real tokens; padding on either side.
+        prompt_length: ``[B]`` long, tokens of each row's prompt, which alone the gates may evict. None: every token.
+        hard: use the flags as they are, without an estimator's gradient or noise.
+
+    Raises:
+        ValueError: when ``scope="prompt"`` or ``prefill="dense"`` has no prompt length.
+    """
+
+    def __init__(
+        self, gates: AttentionGates, valid: Tensor, prompt_length: Tensor | None = None, hard: bool = False
+    ) -> None:
+        config = gates.config
+        if prompt_length is None and (config.scope == "prompt" or config.prefill == "dense"):
+            raise ValueError(
+                f"gate.scope={config.scope}, gate.prefill={config.prefill}: expected batches with a prompt and a "
+                "response; for plain packed text use scope=causal with prefill=sparse."
+            )
+        valid = valid.bool()
+        self.gates, self.hard = gates, hard
+        self.left_padded = not bool(valid[:, 0].all())
+        self.valid = None if bool(valid.all()) else valid
+        rank = valid.cumsum(1) - 1
+        #: ``[B, T]`` bool: the tokens that gates may evict, which are also those that losses and metrics count.
+        self.prompt = valid if prompt_length is None else valid & (rank < prompt_length[:, None])
+        columns = torch.arange(1, valid.shape[1] + 1, device=valid.device)
+        ends = (self.prompt * columns).amax(1)
+        self._end = int(ends.max())
+        seen = self.prompt if config.scope == "prompt" else valid
+        seen = seen[:, : self._end]
+        self._seen = None if bool(seen.all()) else seen
+        self._dense_until = ends if config.prefill == "dense" else None
+        #: Gate logits ``[B, Hkv, T']`` of each gated layer, T' being the columns up to the longest prompt's end.
+        self.logits: dict[int, Tensor] = {}
+        self._keep: dict[int, Tensor] = {}
+
+    def counted(self) -> Tensor:
+        """Return ``[B, T']`` bool: the columns of ``logits`` that stand for tokens which gates may evict."""
+        return self.prompt[:, : self._end]
+
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+        """Check that the batch is the one this object was made for."""
+        if (batch, length) != tuple(self.prompt.shape):
+            raise ValueError(f"Gating was made for a batch {tuple(self.prompt.shape)}, not {(batch, length)}.")
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Run the gate that reads this layer's input."""
+        logits = self._run_gate(layer, hidden)
+        if logits is None:
+            return
+        target = layer + self.gates.config.layer_offset
+        self.logits.setdefault(target, logits)  # gradient checkpointing comes by a second time
+        keep = self.gates.flags(logits).float() if self.hard else self.gates.keep(logits)
+        keep = torch.where(self.counted()[:, None], keep, 1.0)
+        self._keep[target] = nn.functional.pad(keep, (0, hidden.shape[1] - self._end), value=1.0)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend under the flags of the layer, or as the model does where it has no gate."""
+        keep = self._keep.get(call.layer)
+        if keep is None:
+            return call.dense(self.valid, self.left_padded)
+        config = self.gates.config
+        return gated_attention(
+            call.q,
+            call.k,
+            call.v,
+            keep,
+            self.valid,
+            call.scaling,
+            config.recent_tokens,
+            config.sink_tokens,
+            call.window,
+            self._dense_until,
+        )
+
+    def _run_gate(self, layer: int, hidden: Tensor) -> Tensor | None:
+        name = str(layer + self.gates.config.layer_offset)
+        if name not in self.gates.layers:
+            return None
+        logits: Tensor = self.gates.layers[name](hidden[:, : self._end], self._seen, self.left_padded)
+        return logits
+
+
+class Observing(Gating):
+    """A dense forward pass that shows the gates each layer and records what they should have said.
+
+    Meant to run under ``torch.no_grad()``: only the gates build a graph, so a step costs no backward through the model.
+    ``targets`` holds, by gated layer, the log of what later queries paid each prompt key, ``[B, Hkv, T']`` float32.
+
+    Args:
+        gates: gates of the model.
+        valid: ``[B, T]``, nonzero on real tokens.
+        prompt_length: ``[B]`` long, or None: then every token counts, and later queries are all those after it.
+        target: ``attention``: the mean over queries of the summed weights; ``obcache_value``: the root of the mean of
+            squared weights, times the norm of the value (OBCache, value term, of the future).
+    """
+
+    def __init__(
+        self, gates: AttentionGates, valid: Tensor, prompt_length: Tensor | None = None, target: str = "attention"
+    ) -> None:
+        super().__init__(gates, valid, prompt_length)
+        self.target = target
+        self.window: int | None = None
+        self.targets: dict[int, Tensor] = {}
+        self._queries = valid.bool() if prompt_length is None else valid.bool() & ~self.prompt
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Run the gate with a graph of its own."""
+        with torch.enable_grad():
+            logits = self._run_gate(layer, hidden.detach())
+        if logits is not None:
+            self.logits[layer + self.gates.config.layer_offset] = logits
+
+    def payable(self, window: int | None = None) -> Tensor:
+        """Return ``[B, T']`` bool: the prompt tokens that some counting query could see."""
+        columns = torch.arange(self.prompt.shape[1], device=self.prompt.device)
+        first = torch.where(self._queries, columns, columns.numel()).amin(1, keepdim=True)
+        last = torch.where(self._queries, columns, -1).amax(1, keepdim=True)
+        columns = columns[: self._end]
+        nearest = torch.maximum(columns + self.gates.config.recent_tokens, first)
+        seen = nearest <= last
+        return self.counted() & (seen if window is None else seen & (nearest - columns < window))
+
+    @torch.no_grad()
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend densely and keep the statistics of the layers that have a gate."""
+        if str(call.layer) in self.gates.layers:
+            power = 1 if self.target == "attention" else 2
+            sums = column_sums(
+                call.q,
+                call.k,
+                call.scaling,
+                queries=self._queries,
+                key_valid=self.valid,
+                window=call.window,
+                power=power,
+                skip=self.gates.config.recent_tokens,
+                mean=True,
+            )
+            grouped = sums.view(*call.k.shape[:2], -1, sums.shape[-1]).mean(2)
+            log = grouped.clamp_min(1e-12).log()
+            if power == 2:
+                log = 0.5 * log + call.v.float().norm(dim=-1).clamp_min(1e-12).log()
+            self.targets[call.layer] = log[..., : self._end]
+            self.window = call.window
+        return call.dense(self.valid, self.left_padded)

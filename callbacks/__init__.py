@@ -1,0 +1,57 @@
+"""What happens around a training step: guards, measurements, pictures, checkpoints, progress."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+
+from ag.callbacks.checkpoint import RunCheckpoint
+from ag.callbacks.checkpoint_files import AtomicCheckpointIO, newest_valid
+from ag.callbacks.figures import Figures
+from ag.callbacks.finite import FiniteGuard, NonFiniteError
+from ag.callbacks.gradients import GradientNorms
+from ag.callbacks.progress import progress_bar
+from ag.callbacks.stop import StopOnSignal, Stopped
+from ag.callbacks.summary import ParameterSummary
+from ag.callbacks.throughput import Throughput
+from ag.config import Config
+
+__all__ = ["AtomicCheckpointIO", "NonFiniteError", "Stopped", "build", "newest_valid"]
+
+
+def build(config: Config, run_dir: Path) -> list[Callback]:
+    """Make the callbacks of a run, in the order in which Lightning has to call them.
+
+    Args:
+        config: the recipe; `trainer.progress`, `trainer.log_every` and `checkpoint.*` are read.
+        run_dir: the run folder; `checkpoints/` and `figures/` are created in it.
+
+    Returns:
+        The callbacks. `lightning.Trainer` also needs `plugins=[AtomicCheckpointIO()]` for atomic
+        checkpoints, and `enable_progress_bar=config.trainer.progress`.
+    """
+    gradients = GradientNorms()
+    callbacks: list[Callback] = [
+        ParameterSummary(),
+        StopOnSignal(),
+        Throughput(config.trainer.log_every),
+        gradients,
+        FiniteGuard(gradients, run_dir),
+        Figures(run_dir),
+        RunCheckpoint(
+            run_dir, config.checkpoint.every_steps, config.checkpoint.keep_last, config.checkpoint.monitor
+        ),
+    ]
+    if config.checkpoint.patience:
+        # right after the validation, so that its checkpoint holds the updated count
+        callbacks.append(
+            EarlyStopping(
+                config.checkpoint.monitor,
+                patience=config.checkpoint.patience,
+                check_on_train_epoch_end=False,
+            )
+        )
+    if config.trainer.progress:
+        callbacks.append(progress_bar(config.trainer.log_every))
+    return callbacks

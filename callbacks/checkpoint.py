@@ -1,0 +1,127 @@
+"""When checkpoints are written: the newest few stay, and the best."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from ag.callbacks.checkpoint_files import checkpoints, link, step_of
+from ag.callbacks.finite import NonFiniteError
+from ag.callbacks.stop import Stopped
+
+
+class RunCheckpoint(Checkpoint):
+    """Saves to `run_dir/checkpoints/step=NNNNNN.ckpt` and keeps `best.ckpt` beside it.
+
+    A checkpoint is written every `every_steps` optimiser steps, after each validation, at the end, when the
+    run is stopped by a signal and, with one process, when it fails. The last three hold the loop counters of
+    the end of the last optimiser step, so a resumed run repeats what was cut short and nothing else, and a
+    run that ended at `trainer.max_steps` goes on in the middle of its epoch when that is raised. After a
+    `NonFiniteError` nothing is written: the last checkpoint is the one to go back to.
+
+    Args:
+        run_dir: the run folder.
+        every_steps: optimiser steps between checkpoints; 0: after validations only.
+        keep_last: how many of the newest stay.
+        monitor: validation metric that chooses `best.ckpt`, lower is better.
+    """
+
+    def __init__(self, run_dir: Path, every_steps: int, keep_last: int, monitor: str) -> None:
+        self._folder = Path(run_dir) / "checkpoints"
+        self._every_steps = every_steps
+        self._keep_last = keep_last
+        self._monitor = monitor
+        self._best = math.inf
+        self._saved_step = 0
+        self._step = 0
+        self._step_end: dict[str, Any] = {}
+        self._use_step_end = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run has to know: the best value so far."""
+        return {"best": self._best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back the best value."""
+        self._best = state_dict["best"]
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Remove what a killed run left half-written."""
+        if trainer.is_global_zero:
+            for partial in self._folder.glob("*.partial"):
+                partial.unlink()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin at the step that the run was resumed from, or at 0."""
+        self._saved_step = self._step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """At the end of an optimiser step, remember the loop counters; save when it is time."""
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        self._step_end = deepcopy(trainer.fit_loop.state_dict())
+        if self._every_steps and self._step % self._every_steps == 0:
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save, and keep a copy when the monitored metric is the best so far."""
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+            return
+        value = float(trainer.callback_metrics[self._monitor])
+        improved = value < self._best
+        if improved:
+            self._best = value
+        path = self._save(trainer)
+        if improved and path is not None and trainer.is_global_zero:
+            link(path, self._folder / "best.ckpt")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the last step."""
+        if self._saved_step != trainer.global_step:
+            self._save(trainer, use_step_end=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save the last complete step; other ranks can only be relied on when all of them agreed to stop."""
+        together = trainer.world_size == 1 or isinstance(exception, Stopped)
+        nothing_new = not self._step_end or self._saved_step == trainer.global_step
+        if isinstance(exception, NonFiniteError) or not together or nothing_new:
+            return
+        try:
+            self._save(trainer, use_step_end=True)
+        except (OSError, RuntimeError) as error:
+            warnings.warn(f"step {trainer.global_step} could not be saved: {error}", stacklevel=2)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Replace the counters of now by those of the end of the last optimiser step."""
+        if self._use_step_end:
+            checkpoint["loops"]["fit_loop"] = self._step_end
+
+    def _save(self, trainer: Trainer, use_step_end: bool = False) -> Path | None:
+        if getattr(trainer, "fast_dev_run", False):
+            return None
+        path = self._folder / f"step={trainer.global_step:06d}.ckpt"
+        self._use_step_end = use_step_end
+        trainer.save_checkpoint(path, weights_only=False)
+        self._saved_step = trainer.global_step
+        if trainer.is_global_zero:
+            self._prune()
+        return path
+
+    def _prune(self) -> None:
+        """Remove old checkpoints, and newer ones: a resumed run found those damaged."""
+        saved = checkpoints(self._folder.parent)
+        current = [path for path in saved if step_of(path) <= self._saved_step]
+        for path in set(saved) - set(current[: self._keep_last]):
+            path.unlink()

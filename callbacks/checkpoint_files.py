@@ -1,0 +1,81 @@
+"""Checkpoints on disk: complete or absent, listed, and checked for damage."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """List the checkpoints of a run, newest (most optimiser steps) first; `best.ckpt` is not among them."""
+    return sorted((Path(run_dir) / "checkpoints").glob("step=*.ckpt"), key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """Read the number of optimiser steps from the name of a checkpoint, `step=000123.ckpt`."""
+    return int(path.stem.removeprefix("step="))
+
+
+def newest_valid(run_dir: Path) -> Path:
+    """Find the newest checkpoint that is not damaged; warn about each one that is.
+
+    Every byte is compared with the checksums in the file, so truncation and flipped bits are both found.
+
+    Raises:
+        FileNotFoundError: the run has no intact checkpoint.
+    """
+    for path in checkpoints(run_dir):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                damage = archive.testzip()
+        except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError) as error:
+            damage = str(error)
+        if damage is None:
+            return path
+        warnings.warn(f"{path} is damaged ({damage}); trying the one before it", stacklevel=2)
+    raise FileNotFoundError(
+        f"{run_dir} holds no intact checkpoints/step=*.ckpt; start the recipe anew, without resume"
+    )
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint under a temporary name in the same folder, syncs it and renames it.
+
+    Lightning's own writer builds the whole file in memory and moves it from the system's temporary folder,
+    which is a copy, not a rename, when that is another file system.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Write `checkpoint` to `path`; when this fails or is killed, what was at `path` is still there."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f"{target.name}.partial")
+        try:
+            with open(partial, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+def link(source: Path, target: Path) -> None:
+    """Make `target` the same file as `source` (a copy where hard links do not exist), atomically."""
+    partial = target.with_name(f"{target.name}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        os.link(source, partial)
+    except OSError:
+        shutil.copyfile(source, partial)
+    os.replace(partial, target)

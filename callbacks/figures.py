@@ -1,0 +1,55 @@
+"""Pictures of the gates, drawn while training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from ag.figures import curves, evicted_heatmap, keep_pattern
+from ag.loggers import read_metrics
+
+
+class Figures(Callback):
+    """Saves pictures to `run_dir/figures` and sends them to W&B and TensorBoard, on rank 0.
+
+    After each validation the evicted share of every layer and head (`evicted-STEP.png`) and the keep pattern
+    of sample prompts (`keep-0-STEP.png`, ...); after training the curves (`curves-STEP.png`).
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = Path(run_dir)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Draw what the gates did in this validation."""
+        if trainer.sanity_checking or not trainer.is_global_zero or pl_module.gates is None:
+            return
+        layers = [int(name) for name in pl_module.gates.layers]
+        self._save(trainer, "evicted", evicted_heatmap(pl_module.evicted.cpu().numpy(), layers))
+        for index, (flags, _) in enumerate(pl_module.sample_flags):
+            self._save(trainer, f"keep-{index}", keep_pattern(flags.cpu().numpy(), layers=layers))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the curves."""
+        rows = read_metrics(self._run_dir / "metrics.csv")
+        if trainer.is_global_zero and rows:
+            self._save(trainer, "curves", curves(rows))
+
+    def _save(self, trainer: Trainer, name: str, figure: Figure) -> None:
+        if getattr(trainer, "fast_dev_run", False):
+            return
+        path = self._run_dir / "figures" / f"{name}-{trainer.global_step:06d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_image(f"figures/{name}", [str(path)], step=trainer.global_step)
+            elif isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_image(
+                    f"figures/{name}", imread(path), trainer.global_step, dataformats="HWC"
+                )

@@ -1,0 +1,104 @@
+"""Progress: a rich bar on a terminal, lines of text elsewhere."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+
+FORMATS = {
+    "train/lm_loss": ("LM loss", ".3f"),
+    "train/kl_loss": ("KL loss", ".3f"),
+    "train/regress_loss": ("regression loss", ".3f"),
+    "train/evicted": ("evicted", ".1%"),
+    "train/tokens_per_second": ("tokens/s", ".0f"),
+}
+VALIDATION_FORMATS = {
+    "val/lm_loss": ("LM loss", ".3f"),
+    "val/perplexity": ("perplexity", ".2f"),
+    "val/accuracy": ("accuracy", ".1%"),
+    "val/evicted": ("evicted", ".1%"),
+}
+LINES = 50
+
+
+def progress_bar(log_every: int) -> ProgressBar:
+    """Make the bar for this standard output: rich when it is a terminal, else lines of text.
+
+    Args:
+        log_every: optimiser steps between updates of the numbers.
+    """
+    return RichBar(log_every) if sys.stdout.isatty() else TextBar(log_every)
+
+
+def _describe(trainer: Trainer, formats: dict[str, tuple[str, str]]) -> dict[str, str]:
+    metrics = trainer.callback_metrics
+    return {name: f"{float(metrics[key]):{form}}" for key, (name, form) in formats.items() if key in metrics}
+
+
+class RichBar(RichProgressBar):
+    """Lightning's rich bar with LM loss, evicted share and tokens per second."""
+
+    def __init__(self, log_every: int) -> None:
+        super().__init__(refresh_rate=10, leave=True, theme=RichProgressBarTheme(metrics_text_delimiter="  "))
+        self._log_every = log_every
+
+    def _update_metrics(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # reading a metric waits for the device
+        if trainer.global_step % self._log_every == 0:
+            super()._update_metrics(trainer, pl_module)
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """Return the numbers beside the bar."""
+        return dict(_describe(trainer, FORMATS))
+
+
+class TextBar(ProgressBar):
+    """One line every few optimiser steps (about 50 in a run) and one for each validation."""
+
+    def __init__(self, log_every: int) -> None:
+        super().__init__()
+        self._log_every = log_every
+        self._every = log_every
+        self._step = 0
+        self._total = ""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Print nothing (Lightning calls this on every rank but the first)."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Print again."""
+        self._enabled = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Choose how many steps lie between two lines: a multiple of `log_every`."""
+        total = trainer.estimated_stepping_batches
+        self._step = trainer.global_step
+        if math.isfinite(total) and total > 0:
+            self._total = f"/{int(total)}"
+            self._every = self._log_every * max(1, round(total / LINES / self._log_every))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Print a line at the end of an optimiser step."""
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            if self._step % self._every == 0:
+                self._line(trainer, "step", FORMATS)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the line of a validation."""
+        if not trainer.sanity_checking:
+            self._line(trainer, "validation at step", VALIDATION_FORMATS)
+
+    def _line(self, trainer: Trainer, title: str, formats: dict[str, tuple[str, str]]) -> None:
+        if self._enabled:
+            numbers = [f"{name} {number}" for name, number in _describe(trainer, formats).items()]
+            print("  ".join([f"{title} {trainer.global_step}{self._total}", *numbers]), flush=True)

@@ -1,0 +1,125 @@
+"""Stopping on SIGTERM and Ctrl-C without losing work."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+
+class Stopped(SystemExit):
+    """The run was told to stop; its code is 128 + the number of the signal (143 SIGTERM, 130 Ctrl-C).
+
+    Only the first process of a machine carries that code, the others leave with 0: Lightning's launcher kills
+    the first process when it sees another fail.
+    """
+
+    def __init__(self, signum: int, step: int, local_rank: int) -> None:
+        super().__init__(128 + signum if local_rank == 0 else 0)
+        self.signum = signum
+        self.step = step
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.signum).name} after step {self.step}"
+
+
+class StopOnSignal(Callback):
+    """Finishes the current optimiser step after the first SIGTERM or SIGINT, then raises `Stopped`.
+
+    `RunCheckpoint` saves when it sees that exception. A second Ctrl-C interrupts at once. Lightning's own
+    SIGTERM handler is replaced while training: it calls a collective inside the signal handler, which hangs
+    when the ranks do not get the signal together, and leaves with exit code 0. Here the ranks agree after
+    each optimiser step, so a signal to any one of them stops them all. A single process also stops inside a
+    validation.
+    """
+
+    def __init__(self) -> None:
+        self._signum = 0
+        self._agreed = 0
+        self._step = 0
+        self._replaced: dict[int, Any] = {}
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen from here on (Lightning has just installed its own handlers)."""
+        self._listen()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen, when there was no sanity check."""
+        self._step = trainer.global_step
+        self._listen()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Leave, now that the metrics of the last step are logged."""
+        self._leave_if_agreed(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Agree with the other ranks, at the end of an optimiser step."""
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            self._agree(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave before the validation."""
+        self._leave_if_agreed(trainer)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Leave a validation; several ranks cannot agree here, as their numbers of batches may differ."""
+        if trainer.world_size == 1:
+            self._agreed = self._signum
+            self._leave_if_agreed(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Agree with the other ranks after a validation."""
+        self._agree(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave after the last step too: the run can be resumed to finish what follows training."""
+        self._leave_if_agreed(trainer)
+        self._unlisten()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the signals back."""
+        self._unlisten()
+
+    def _listen(self) -> None:
+        if not self._replaced and threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                self._replaced[signum] = signal.signal(signum, self._note)
+
+    def _unlisten(self) -> None:
+        for signum, handler in self._replaced.items():
+            signal.signal(signum, handler)
+        self._replaced = {}
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._signum = self._signum or signum
+        if signum == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _agree(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.world_size == 1:
+            self._agreed = self._signum
+        else:
+            signum = torch.tensor(self._signum, device=pl_module.device)
+            self._agreed = int(trainer.strategy.reduce(signum, reduce_op="max"))
+
+    def _leave_if_agreed(self, trainer: Trainer) -> None:
+        if self._agreed:
+            raise Stopped(self._agreed, trainer.global_step, trainer.local_rank)

@@ -1,0 +1,50 @@
+"""A table of what is trained, printed when the run starts."""
+
+from __future__ import annotations
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from rich.console import Console
+from rich.table import Table
+from torch.nn import Parameter
+
+from ag.callbacks.parameters import parameter_groups
+
+
+def logical_count(parameter: Parameter) -> int:
+    """Count the weights that a parameter stands for.
+
+    bitsandbytes stores 4-bit weights two to a byte (`Params4bit`, in whatever storage type).
+    """
+    if type(parameter).__name__ == "Params4bit":
+        return parameter.numel() * parameter.element_size() * 2
+    return parameter.numel()
+
+
+class ParameterSummary(Callback):
+    """Prints the number of parameters of gates, LoRA and base model, and their share of the base."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the table on rank 0."""
+        if not trainer.is_global_zero:
+            return
+        counts = {
+            name: sum(logical_count(parameter) for parameter in parameters)
+            for name, parameters in parameter_groups(pl_module).items()
+        }
+        table = Table(title="Parameters")
+        table.add_column("part")
+        table.add_column("count", justify="right")
+        table.add_column("share of base", justify="right")
+        table.add_column("trained")
+        trained = counts["gates"] + counts["lora"]
+        rows = {
+            "gates": counts["gates"],
+            "LoRA": counts["lora"],
+            "all trained": trained,
+            "base": counts["base"],
+        }
+        for name, count in rows.items():
+            share = f"{count / counts['base']:.2%}" if counts["base"] else "-"
+            table.add_row(name, f"{count:,}", share, "no" if name == "base" else "yes")
+        Console().print(table)

@@ -1,0 +1,38 @@
+"""Training and validation data: supervised tasks, plain documents, and generated facts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ag.data import facts, sft, text
+from ag.data.module import DataModule
+from ag.data.sources import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ag.config import Config
+
+__all__ = ["DataError", "DataModule", "build"]
+
+_BUILDERS = {"sft": sft.build, "text": text.build, "facts": facts.build}
+
+
+def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+    """Read, tokenise and batch what ``config.data`` names.
+
+    Args:
+        config: the run; ``data``, ``seed`` and ``trainer.max_steps`` are read.
+        tokenizer: the model's tokenizer.
+        context: the model's longest input in tokens.
+
+    Returns:
+        The data module; its batches are described at :class:`ag.data.collate.Collator`.
+
+    Raises:
+        DataError: the data cannot be used; the message names the place and the fix.
+    """
+    data = config.data
+    if data.streaming and data.kind != "text":
+        raise DataError(f"data.streaming=true needs data.kind=text, found {data.kind}: set it to false")
+    return _BUILDERS[data.kind](config, tokenizer, context)

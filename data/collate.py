@@ -1,0 +1,128 @@
+"""Rows of tokens, and how they become a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ag.data.sources import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100
+Tokens = npt.NDArray[np.int32]
+
+
+class Answer(NamedTuple):
+    """Which answer to which question a row holds."""
+
+    question: int
+    choice: int
+    target: int
+
+
+class Row(NamedTuple):
+    """One sequence.
+
+    Attributes:
+        tokens: its tokens, BOS included where the tokenizer adds one, ``[T]``.
+        prompt_length: so many tokens are the prompt and carry no loss; None: plain text, all carry loss.
+        answer: set in the validation rows of multiple-choice tasks.
+    """
+
+    tokens: Tokens
+    prompt_length: int | None = None
+    answer: Answer | None = None
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Pads rows on the right and stacks them.
+
+    The batch (B rows, T tokens in the longest):
+
+    - ``input_ids`` ``[B, T]`` int64, ``attention_mask`` ``[B, T]`` bool (True on real tokens),
+    - ``labels`` ``[B, T]`` int64: ``input_ids`` where the token carries loss, else -100 (the loss shifts),
+    - ``prompt_length`` ``[B]`` int64: absent for packed plain text,
+    - ``question``, ``choice``, ``target`` ``[B]`` int64: validation of multiple-choice tasks only. All
+      choices of a question are in one batch; the rows with ``choice == target`` give the language-model loss.
+
+    Every rank runs the same number of validation batches, because metrics synchronise. A rank that has run
+    out gets a filler row: one padding token, no loss, and ``question == target == -1`` (no choice is right).
+
+    Attributes:
+        pad_id: token of the padding; any will do, the attention mask rules.
+    """
+
+    pad_id: int
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """Collate.
+
+        Args:
+            rows: B rows of one kind.
+        """
+        longest = max(len(row.tokens) for row in rows)
+        ids = np.full((len(rows), longest), self.pad_id, dtype=np.int64)
+        mask = np.zeros((len(rows), longest), dtype=np.bool_)
+        labels = np.full((len(rows), longest), IGNORED, dtype=np.int64)
+        for i, row in enumerate(rows):
+            n, start = len(row.tokens), row.prompt_length or 0
+            ids[i, :n] = row.tokens
+            mask[i, :n] = True
+            labels[i, start:n] = row.tokens[start:]
+        batch = {
+            "input_ids": torch.from_numpy(ids),
+            "attention_mask": torch.from_numpy(mask),
+            "labels": torch.from_numpy(labels),
+        }
+        if rows[0].prompt_length is not None:
+            batch["prompt_length"] = torch.tensor([row.prompt_length for row in rows])
+        if rows[0].answer is not None:
+            answers = torch.tensor([row.answer for row in rows])
+            batch |= dict(zip(Answer._fields, answers.unbind(dim=1), strict=True))
+        return batch
+
+    def filler(self, like: Row) -> Row:
+        """A row of the same kind that nothing counts: a lone token has nothing that could predict it."""
+        return Row(
+            tokens=np.array([self.pad_id], dtype=np.int32),
+            prompt_length=None if like.prompt_length is None else 1,
+            answer=None if like.answer is None else Answer(question=-1, choice=0, target=-1),
+        )
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The padding token's id, or EOS for a tokenizer without one.
+
+    Raises:
+        DataError: the tokenizer has neither.
+    """
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise DataError(
+        f"the tokenizer {tokenizer.name_or_path} has neither a padding nor an end-of-sequence token: "
+        "set tokenizer.pad_token"
+    )
+
+
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before a text: ``[BOS]`` for Llama-2, nothing for SmolLM2."""
+    first: list[int] = tokenizer("a")["input_ids"][:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Tokenise texts in one call, without special tokens."""
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return ids

@@ -1,0 +1,221 @@
+"""The quickstart's own data: passages that hide one fact among distractors, and a question about it.
+
+A passage tells what four people chose (an instrument, a colour, ...) between sentences that matter to nobody,
+and the question is about one of the four. The answer stands in that person's fact only; the wrong answers are
+what the other three chose. So nearly every token can be forgotten, and a few must not be. The people of
+training and validation differ.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, NamedTuple
+
+from ag.data import sft
+from ag.data.module import DataModule
+from ag.data.sources import DataError
+from ag.data.templates import Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ag.config import Config
+
+TRAIN_ROWS = 2000
+VALIDATION_ROWS = 200
+TOKENS_PER_WORD = 1.2  # of these sentences with SmolLM2's tokenizer, punctuation included
+
+
+class Relation(NamedTuple):
+    """A kind of fact: its sentence, its question, and what can be the answer."""
+
+    fact: str
+    question: str
+    answers: tuple[str, ...]
+
+
+# fmt: off
+NAMES = {
+    "train": (
+        "Abel", "Agnes", "Alma", "Anton", "Basil", "Bella", "Boris", "Clara", "Conrad", "Dora",
+        "Edgar", "Elsa", "Emil", "Esther", "Felix", "Flora", "Fritz", "Gerda", "Greta", "Gustav",
+        "Hector", "Heidi", "Hugo", "Ida", "Igor", "Irma", "Ivan", "Joan", "Jonas", "Judith", "Karl",
+        "Kira", "Lars", "Lena", "Leo", "Lydia", "Magnus", "Mara", "Milo", "Nadia", "Nils", "Nora",
+        "Olga", "Oscar", "Paula", "Petra", "Rolf", "Rosa",
+    ),
+    "validation": (
+        "Ada", "Axel", "Bruno", "Cleo", "Dirk", "Edith", "Finn", "Gloria", "Harald", "Ingrid",
+        "Julius", "Klara", "Ludwig", "Marta", "Otto", "Pia", "Quentin", "Ruth", "Stefan", "Thea",
+        "Ulla", "Viktor", "Wanda", "Yvonne",
+    ),
+}
+TRADES = (
+    "pilot", "tailor", "dentist", "plumber", "potter", "farmer", "chemist", "painter", "surgeon",
+    "printer", "jeweller", "carpenter", "editor", "geologist", "translator", "beekeeper",
+)
+# fmt: on
+
+RELATIONS = (
+    Relation(
+        "{who} plays the {what} on Sundays.",
+        "Which instrument does {who} play?",
+        ("cello", "trumpet", "violin", "flute", "piano", "guitar", "drum", "harp", "banjo", "clarinet"),
+    ),
+    Relation(
+        "{who} painted the front door {what}.",
+        "Which colour did {who} choose for the front door?",
+        ("red", "green", "blue", "yellow", "white", "black", "orange", "purple", "brown", "pink"),
+    ),
+    Relation(
+        "{who} always asks for {what}.",
+        "What does {who} always ask for?",
+        ("coffee", "tea", "milk", "cocoa", "cider", "lemonade", "juice", "soup", "honey", "cheese"),
+    ),
+    Relation(
+        "{who} takes care of a {what}.",
+        "Which animal does {who} take care of?",
+        ("horse", "parrot", "rabbit", "turtle", "goat", "donkey", "hamster", "pigeon", "lizard", "sheep"),
+    ),
+    Relation(
+        "{who} has a ticket to {what}.",
+        "To which city does {who} have a ticket?",
+        ("Paris", "Rome", "Vienna", "Lisbon", "Madrid", "Berlin", "Prague", "Dublin", "Athens", "Oslo"),
+    ),
+    Relation(
+        "{who} planted a bed of {what} this spring.",
+        "Which flowers did {who} plant?",
+        (
+            "roses",
+            "tulips",
+            "lilies",
+            "daisies",
+            "violets",
+            "poppies",
+            "orchids",
+            "asters",
+            "peonies",
+            "irises",
+        ),
+    ),
+    Relation(
+        "{who} rents locker {what}.",
+        "Which locker does {who} rent?",
+        tuple(str(number) for number in range(11, 100)),
+    ),
+)
+
+SUBJECTS = (
+    "A young teacher",
+    "The harbour crew",
+    "An old friend",
+    "The night watch",
+    "A group of students",
+    "The town choir",
+    "The postman",
+    "A tired traveller",
+    "The museum guide",
+    "A visitor from the coast",
+    "The new neighbour",
+    "The ferry captain",
+)
+ACTIONS = (
+    "waited for the rain to stop",
+    "talked about the weather",
+    "carried two heavy boxes",
+    "looked for a quiet bench",
+    "read the morning paper",
+    "counted the boats",
+    "fixed a broken lamp",
+    "shared a sandwich",
+    "wrote a long letter",
+    "closed the shutters",
+    "swept the stairs",
+    "told the same story again",
+)
+PLACES = (
+    "near the market",
+    "on the old bridge",
+    "behind the station",
+    "in the small park",
+    "by the lighthouse",
+    "beside the library",
+    "under the clock tower",
+    "along the river",
+    "at the end of the pier",
+    "outside the town hall",
+)
+TIMES = (
+    "before breakfast",
+    "in the late afternoon",
+    "during the storm",
+    "after the meeting",
+    "just before noon",
+    "on the last day of the month",
+    "while the shops were closed",
+    "until the lights went out",
+)
+
+
+def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+    """Generate the questions and tokenise them as a supervised task.
+
+    ``data.train_samples`` and ``data.val_samples`` say how many (default 2000 and 200).
+
+    Args:
+        config: the run; ``data`` and ``seed`` are read.
+        tokenizer: the model's tokenizer.
+        context: the model's longest input in tokens.
+
+    Raises:
+        DataError: ``data.prompt_min`` exceeds ``data.prompt_max``.
+    """
+    data = config.data
+    if not 0 < data.prompt_min <= data.prompt_max:
+        raise DataError(
+            f"data.prompt_min={data.prompt_min}, data.prompt_max={data.prompt_max}: expected 0 < min <= max"
+        )
+
+    def rows(split: str, number: int) -> list[Example]:
+        return [generate(config.seed, split, i, data.prompt_min, data.prompt_max) for i in range(number)]
+
+    train = rows("train", TRAIN_ROWS if data.train_samples is None else data.train_samples)
+    validation = rows("validation", VALIDATION_ROWS if data.val_samples is None else data.val_samples)
+    return sft.from_examples(config, tokenizer, context, train, validation)
+
+
+def generate(seed: int, split: str, index: int, shortest: int, longest: int) -> Example:
+    """Write one passage and its question.
+
+    Args:
+        seed: seed of the data.
+        split: ``train`` or ``validation``.
+        index: row of the split; a row depends on (seed, split, index) and the lengths only.
+        shortest: fewest tokens of the prompt, roughly.
+        longest: most tokens of the prompt, roughly.
+    """
+    rng = random.Random(f"{seed}/{split}/{index}")
+    words = int(rng.randint(shortest, longest) / TOKENS_PER_WORD)
+    relation = rng.choice(RELATIONS)
+    people = [
+        f"{name} the {trade}"
+        for name, trade in zip(rng.sample(NAMES[split], 4), rng.sample(TRADES, 4), strict=True)
+    ]
+    choices = rng.sample(relation.answers, 4)
+    target = rng.randrange(4)
+    question = f"Question: {relation.question.format(who=people[target])}\nAnswer:"
+
+    sentences = [relation.fact.format(who=who, what=what) for who, what in zip(people, choices, strict=True)]
+    missing = words - len(f"{' '.join(sentences)} {question}".split())
+    sentences += _fillers(rng, missing)
+    rng.shuffle(sentences)
+    return Example(f"{' '.join(sentences)}\n{question}", choices, target)
+
+
+def _fillers(rng: random.Random, words: int) -> list[str]:
+    """Different sentences of about ``words`` words together."""
+    parts = (SUBJECTS, ACTIONS, PLACES, TIMES)
+    sentences: dict[str, int] = {}
+    while sum(sentences.values()) < words:
+        sentence = " ".join(rng.choice(part) for part in parts) + "."
+        sentences[sentence] = len(sentence.split())
+    return list(sentences)

@@ -1,0 +1,163 @@
+"""The LightningDataModule that all kinds of data share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from ag.data.collate import Collator, Row
+from ag.data.sampler import FILLER, Shard, Stream, TrainOrder, ValidationOrder
+from ag.data.sources import DataError
+
+if TYPE_CHECKING:
+    from ag.config import DataConfig
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Counts:
+    """What did not fit.
+
+    Attributes:
+        truncated: rows whose prompt lost its left part.
+        truncated_tokens: tokens that those prompts lost.
+        skipped: documents too short for one window.
+    """
+
+    truncated: int = 0
+    truncated_tokens: int = 0
+    skipped: int = 0
+
+
+@dataclass(eq=False)
+class RowGroups(Dataset[list[Row]]):
+    """Rows by group (a question with its choices, or a single row), fetched by the whole batch."""
+
+    groups: Sequence[Sequence[Row]]
+    filler: Row
+
+    def __getitem__(self, ids: list[int]) -> list[Row]:
+        return [row for i in ids for row in ([self.filler] if i == FILLER else self.groups[i])]
+
+
+class DataModule(LightningDataModule):
+    """Training and validation batches, in an order that depends on (seed, epoch) only.
+
+    It shards over ranks by itself (give ``use_distributed_sampler=False`` to the trainer), and a checkpoint
+    written in the middle of an epoch resumes with the very next batch. The batches are described at
+    :class:`ag.data.collate.Collator`.
+
+    Attributes:
+        truncated: rows whose prompt lost its left part.
+        truncated_tokens: tokens that those prompts lost.
+        skipped: documents too short for one window (text; streamed training documents are not counted).
+    """
+
+    def __init__(
+        self,
+        train: Sequence[Row] | Iterable[Row],
+        validation: Sequence[Sequence[Row]],
+        collator: Collator,
+        data: DataConfig,
+        seed: int,
+        counts: Counts,
+    ) -> None:
+        """Keep the rows.
+
+        Args:
+            train: training rows; an iterable that is not a sequence is streamed.
+            validation: groups of validation rows; a group is never divided over batches.
+            collator: makes a batch of rows.
+            data: batch sizes and workers are read.
+            seed: seed of the order.
+            counts: what did not fit.
+
+        Raises:
+            DataError: a split is empty.
+        """
+        super().__init__()
+        if isinstance(train, Sequence) and not train:
+            raise DataError(f"the training split of {data.name} has no rows")
+        if not validation:
+            raise DataError(f"the validation split of {data.name} has no rows")
+        self.train_rows, self.val_rows, self.collator = train, validation, collator
+        self.data, self.seed = data, seed
+        self.truncated, self.truncated_tokens = counts.truncated, counts.truncated_tokens
+        self.skipped = counts.skipped
+        self._epoch = self._batch = 0
+        self._order: TrainOrder | None = None
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Training batches, from the restored position on."""
+        shard = self._shard(self.data.batch_size)
+        if not isinstance(self.train_rows, Sequence):
+            return self._loader(Stream(self.train_rows, shard, self.seed, start=self._batch))
+        resume = (self._epoch, self._batch)
+        self._order = TrainOrder(len(self.train_rows), shard, self.seed, self._epoch, resume)
+        groups = [(row,) for row in self.train_rows]
+        return self._loader(RowGroups(groups, self.collator.filler(self.train_rows[0])), self._order)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Validation batches, the same number on every rank."""
+        order = ValidationOrder(len(self.val_rows), self._shard(self.data.val_batch_size))
+        return self._loader(RowGroups(self.val_rows, self.collator.filler(self.val_rows[0][0])), order)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the next training batch, for the checkpoint."""
+        if self.trainer is None:
+            return {}
+        # Lightning fetches ahead of the step that it runs: what is processed counts, not what was fetched.
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        epoch, batch = self._order.epoch if self._order else 0, progress.state_dict()["current"]["processed"]
+        if progress.is_last_batch:
+            epoch, batch = epoch + 1, 0
+        return {"epoch": epoch, "batch": batch, **self._identity()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where a checkpoint was written.
+
+        Raises:
+            DataError: seed, rows or rows per step differ, so that the position means something else.
+        """
+        for key, now in self._identity().items():
+            if state_dict[key] != now:
+                raise DataError(
+                    f"the checkpoint was written with {key} {state_dict[key]}, this run has {now}: "
+                    "resume with the same seed, data and rows per step (data.batch_size x processes)"
+                )
+        self._epoch, self._batch = state_dict["epoch"], state_dict["batch"]
+        # Lightning looks for resumable loaders only; here the data module is what resumes.
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+
+    def _identity(self) -> dict[str, int | None]:
+        return {
+            "seed": self.seed,
+            "training rows": len(self.train_rows) if isinstance(self.train_rows, Sequence) else None,
+            "rows per step": self._shard(self.data.batch_size).global_batch,
+        }
+
+    def _shard(self, batch_size: int) -> Shard:
+        if self.trainer is None:
+            return Shard(batch_size)
+        return Shard(batch_size, self.trainer.global_rank, self.trainer.world_size)
+
+    def _loader(self, dataset: Any, sampler: TrainOrder | ValidationOrder | None = None) -> DataLoader[Any]:
+        return DataLoader(
+            dataset,
+            batch_size=None,  # the sampler gives whole batches
+            sampler=sampler,
+            collate_fn=self.collator,
+            num_workers=self.data.num_workers,
+            pin_memory=self._on_gpu,
+        )
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"

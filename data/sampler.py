@@ -1,0 +1,152 @@
+"""The order of rows: a function of (seed, epoch), sharded over ranks, resumable in the middle of an epoch.
+
+Global batch k is the concatenation of the ranks' k-th batches: two ranks with batch size b see what one rank
+sees with 2 b.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
+
+from ag.data.collate import Row
+from ag.data.sources import DataError
+
+FILLER = -1
+SHUFFLE_BUFFER = 1024
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This process's part of every global batch.
+
+    Attributes:
+        batch_size: rows per process.
+        rank: this process.
+        world_size: number of processes.
+    """
+
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of all processes together."""
+        return self.batch_size * self.world_size
+
+    def of(self, batch: int) -> slice:
+        """Where this process's rows of global batch ``batch`` lie in the global order."""
+        start = batch * self.global_batch + self.rank * self.batch_size
+        return slice(start, start + self.batch_size)
+
+
+@dataclass(eq=False)
+class TrainOrder(Sampler[list[int]]):
+    """Batches of row ids, reshuffled each epoch; the incomplete last global batch is left out.
+
+    Attributes:
+        size: number of rows.
+        shard: this process's part.
+        seed: seed of the order.
+        epoch: the epoch to iterate; Lightning sets it through :meth:`set_epoch`.
+        resume: (epoch, batch): that epoch starts with that batch.
+    """
+
+    size: int
+    shard: Shard
+    seed: int
+    epoch: int = 0
+    resume: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        if len(self) == 0:
+            raise DataError(
+                f"{self.size} training rows do not fill one batch of {self.shard.global_batch} "
+                f"(data.batch_size {self.shard.batch_size} x {self.shard.world_size} processes): lower it"
+            )
+
+    def __len__(self) -> int:
+        return self.size // self.shard.global_batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.size)
+        epoch, batch = self.resume
+        for k in range(batch if epoch == self.epoch else 0, len(self)):
+            yield order[self.shard.of(k)].tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iteration gives."""
+        self.epoch = epoch
+
+
+@dataclass(eq=False)
+class ValidationOrder(Sampler[list[int]]):
+    """Batches of row ids in their own order, all of them once; ids of -1 stand for filler rows.
+
+    Attributes:
+        size: number of rows (multiple choice: questions).
+        shard: this process's part.
+    """
+
+    size: int
+    shard: Shard
+
+    def __len__(self) -> int:
+        return -(-self.size // self.shard.global_batch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for k in range(len(self)):
+            rows = list(range(self.size)[self.shard.of(k)])
+            yield rows or [FILLER]
+
+
+@dataclass(eq=False)
+class Stream(IterableDataset[list[Row]]):
+    """Batches of rows that are made while training, without end: the rows start again when they run out.
+
+    Every process and worker makes all rows and keeps its share, so that the global order is that of one
+    process whatever their number, and no rank runs out first. Rows are shuffled within a buffer that moves
+    along. Resuming makes the earlier rows again and drops them.
+
+    Attributes:
+        rows: gives the rows of one pass each time it is iterated.
+        shard: this process's part.
+        seed: seed of the order.
+        start: the first batch to give.
+        buffer: rows among which the next one is drawn.
+    """
+
+    rows: Iterable[Row]
+    shard: Shard
+    seed: int
+    start: int = 0
+    buffer: int = SHUFFLE_BUFFER
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        endless = self._endless()
+        mine = slice(self.shard.rank * self.shard.batch_size, (self.shard.rank + 1) * self.shard.batch_size)
+        for batch in itertools.count():
+            rows = list(itertools.islice(endless, self.shard.global_batch))
+            if batch >= self.start and (batch - self.start) % workers == worker:
+                yield rows[mine]
+
+    def _endless(self) -> Iterator[Row]:
+        for epoch in itertools.count():
+            rng = np.random.default_rng([self.seed, epoch])
+            held: list[Row] = []
+            for row in self.rows:
+                held.append(row)
+                if len(held) == self.buffer:
+                    yield held.pop(rng.integers(len(held)))
+            if not held:
+                raise DataError(
+                    "the streamed dataset gave no row: it is empty, or every document is too short"
+                )
+            yield from (held[i] for i in rng.permutation(len(held)))

@@ -1,0 +1,135 @@
+"""Supervised tasks: a prompt and a response, with the loss on the response only.
+
+The prompt is tokenised by itself, so that training sees the prompt tokens that serving feeds. The response is
+what follows them in the tokens of the whole text; only where these do not begin with the prompt's is it
+tokenised by itself (always doing so would give SentencePiece tokenizers a second leading space). It ends with
+the answer, without EOS, so that the log-likelihoods of the choices compare.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ag.data.collate import Answer, Collator, Row, padding_token, start_tokens, tokenize
+from ag.data.module import Counts, DataModule
+from ag.data.sources import DataError, Source, local_folder
+from ag.data.templates import Example, examples, find_task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ag.config import Config
+
+
+def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+    """Read and tokenise the task ``config.data.name``.
+
+    Args:
+        config: the run; ``data`` and ``seed`` are read.
+        tokenizer: the model's tokenizer.
+        context: the model's longest input in tokens.
+
+    Raises:
+        DataError: unknown task, missing folder, split or field, or a response that does not fit.
+    """
+    data = config.data
+    task = find_task(data.name)
+    folder: Path | None = local_folder(data.root, task.folder) if data.root else None
+    source = Source(task.hub, task.subset, task.revision, folder)
+
+    def read(split: str, limit: int | None) -> list[Example]:
+        return list(itertools.islice(examples(task, source.read(split), source.where(split)), limit))
+
+    train, validation = read("train", data.train_samples), read("validation", data.val_samples)
+    return from_examples(config, tokenizer, context, train, validation)
+
+
+def from_examples(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    train: Sequence[Example],
+    validation: Sequence[Example],
+) -> DataModule:
+    """Make the data module of two lists of questions.
+
+    Training sees the right answer of each question, validation all its choices.
+
+    Args:
+        config: the run.
+        tokenizer: the model's tokenizer.
+        context: the model's longest input in tokens.
+        train: training questions.
+        validation: validation questions.
+
+    Raises:
+        DataError: a list is empty, or a response does not fit.
+    """
+    encoder = Encoder(tokenizer, min(config.data.max_length, context))
+    train_rows = [row for [row] in encoder.encode(train, "train", every_choice=False)]
+    groups = encoder.encode(validation, "validation", every_choice=True)
+    collator = Collator(padding_token(tokenizer))
+    return DataModule(train_rows, groups, collator, config.data, config.seed, encoder.counts)
+
+
+class Encoder:
+    """Turns prompts and answers into rows of at most ``limit`` tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
+        """Keep the tokenizer.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            limit: longest row in tokens.
+        """
+        self.tokenizer, self.limit = tokenizer, limit
+        self.start = start_tokens(tokenizer)
+        self.counts = Counts()
+
+    def encode(self, questions: Sequence[Example], split: str, *, every_choice: bool) -> list[list[Row]]:
+        """Encode questions: a list of rows each.
+
+        Args:
+            questions: the questions of a split.
+            split: its name, for messages.
+            every_choice: a row for each choice, marked with its answer; otherwise one, of the right choice.
+
+        Raises:
+            DataError: a response does not fit with one token of the prompt before it.
+        """
+        asked = [
+            (number, choice)
+            for number, question in enumerate(questions)
+            for choice in (range(len(question.choices)) if every_choice else [question.target])
+        ]
+        texts = [questions[number].prompt for number, _ in asked]
+        answers = [" " + questions[number].choices[choice] for number, choice in asked]
+        prompts = tokenize(self.tokenizer, texts)
+        joint = tokenize(self.tokenizer, [text + answer for text, answer in zip(texts, answers, strict=True)])
+        alone = tokenize(self.tokenizer, answers)
+        groups: list[list[Row]] = [[] for _ in questions]
+        for (number, choice), prompt, both, response in zip(asked, prompts, joint, alone, strict=True):
+            if len(both) > len(prompt) and both[: len(prompt)] == prompt:
+                response = both[len(prompt) :]
+            row = self._row(prompt, response, f"{split} row {number + 1}")
+            answer = Answer(number, choice, questions[number].target) if every_choice else None
+            groups[number].append(row._replace(answer=answer))
+        return groups
+
+    def _row(self, prompt: list[int], response: list[int], place: str) -> Row:
+        room = self.limit - len(self.start) - len(response)
+        if room < 1:
+            raise DataError(
+                f"the response of {place} has {len(response)} tokens, too many for a row of {self.limit} "
+                "with some of its prompt: raise data.max_length, or use a model with a longer context"
+            )
+        lost = max(0, len(prompt) - room)
+        self.counts.truncated += lost > 0
+        self.counts.truncated_tokens += lost
+        head = self.start + prompt[lost:]
+        return Row(np.array(head + response, dtype=np.int32), len(head))

@@ -1,0 +1,247 @@
+"""Plain documents, for continual pre-training and perplexity.
+
+``packed``: documents, each closed by EOS, run on through rows of ``max_length`` tokens; all carry loss.
+``split``: each document is cut into windows of a prompt and its continuation; the continuation carries loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ag.data.collate import Collator, Row, padding_token, start_tokens, tokenize
+from ag.data.module import Counts, DataModule
+from ag.data.sources import DataError, MissingSplitError, Source, check_fields, local_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ag.config import Config, DataConfig
+
+STEP = 64  # prompt lengths lie on this grid, so that the rows of a batch have few different lengths
+DOCUMENTS = 64  # per call of the tokenizer
+
+Cut = Callable[[Iterable[list[int]]], Iterator[Row]]
+
+
+def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+    """Read and tokenise the documents of ``config.data.name``.
+
+    Without a validation split, the first ``data.val_samples`` training documents are held out.
+
+    Args:
+        config: the run; ``data``, ``seed`` and ``trainer.max_steps`` are read.
+        tokenizer: the model's tokenizer.
+        context: the model's longest input in tokens.
+
+    Raises:
+        DataError: missing folder, split or field, lengths that do not fit, no row at all, or streaming
+            without ``trainer.max_steps``.
+    """
+    data = config.data
+    if data.streaming and config.trainer.max_steps < 1:
+        raise DataError("data.streaming=true starts again when it ends: set trainer.max_steps")
+    folder = local_folder(data.root, data.name) if data.root else None
+    source = Source(data.name, data.subset, data.revision, folder)
+    held_out = _held_out(source, data)
+    counts = Counts()
+    cut: Packed | Windows
+    if data.packing == "packed":
+        cut = Packed.of(data, tokenizer, context)
+    else:
+        cut = Windows.of(data, tokenizer, context, config.seed, counts)
+
+    def rows(split: str, cut: Cut, limit: int | None, start: int = 0, stop: int | None = None) -> TextRows:
+        return TextRows(source, split, data.text_field, data.streaming, tokenizer, cut, limit, start, stop)
+
+    train = rows("train", cut.train, data.train_samples, start=held_out)
+    if held_out:
+        validation = rows("train", cut.validation, data.val_samples, stop=held_out)
+    else:
+        validation = rows("validation", cut.validation, data.val_samples)
+    return DataModule(
+        train=train if data.streaming else list(train),
+        validation=[(row,) for row in validation],
+        collator=Collator(padding_token(tokenizer)),
+        data=data,
+        seed=config.seed,
+        counts=counts,
+    )
+
+
+def _held_out(source: Source, data: DataConfig) -> int:
+    try:
+        source.read("validation", data.streaming)
+    except MissingSplitError as error:
+        if data.val_samples is None:
+            raise DataError(
+                f"{error}; set data.val_samples=N to validate on the first N training documents instead"
+            ) from error
+        return data.val_samples
+    return 0
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """The rows of a split, made anew from the documents each time they are iterated.
+
+    Attributes:
+        source: the dataset.
+        split: its split.
+        field: the field that holds a document.
+        streaming: read a hub dataset over the network.
+        tokenizer: the model's tokenizer.
+        cut: makes rows of tokenised documents.
+        limit: the first so many rows.
+        start: first document.
+        stop: one past the last document.
+    """
+
+    source: Source
+    split: str
+    field: str
+    streaming: bool
+    tokenizer: PreTrainedTokenizerBase
+    cut: Cut
+    limit: int | None = None
+    start: int = 0
+    stop: int | None = None
+
+    def __iter__(self) -> Iterator[Row]:
+        return itertools.islice(self.cut(self._tokenized()), self.limit)
+
+    def _tokenized(self) -> Iterator[list[int]]:
+        documents = itertools.islice(self._documents(), self.start, self.stop)
+        while texts := list(itertools.islice(documents, DOCUMENTS)):
+            yield from tokenize(self.tokenizer, texts)
+
+    def _documents(self) -> Iterator[str]:
+        where = self.source.where(self.split)
+        for number, row in enumerate(self.source.read(self.split, self.streaming), start=1):
+            check_fields(row, {self.field: str}, f"{where} row {number}")
+            yield row[self.field]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Documents one after another in rows of one length; the last row may be shorter.
+
+    Attributes:
+        length: tokens of a row.
+        start: tokens before a document.
+        end: the token after a document.
+    """
+
+    length: int
+    start: list[int]
+    end: int
+
+    @classmethod
+    def of(cls, data: DataConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> Packed:
+        """Read the settings.
+
+        Args:
+            data: the data configuration.
+            tokenizer: the model's tokenizer.
+            context: the model's longest input in tokens.
+
+        Raises:
+            DataError: the tokenizer has no end-of-sequence token.
+        """
+        if tokenizer.eos_token_id is None:
+            raise DataError(
+                f"data.packing=packed puts an end-of-sequence token between documents, and the tokenizer "
+                f"{tokenizer.name_or_path} has none: set tokenizer.eos_token, or data.packing=split"
+            )
+        return cls(min(data.max_length, context), start_tokens(tokenizer), int(tokenizer.eos_token_id))
+
+    def train(self, documents: Iterable[list[int]]) -> Iterator[Row]:
+        """Pack tokenised documents."""
+        tokens = itertools.chain.from_iterable([*self.start, *document, self.end] for document in documents)
+        while row := list(itertools.islice(tokens, self.length)):
+            yield Row(np.array(row, dtype=np.int32))
+
+    validation = train
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of a prompt and its continuation, cut from each document; what remains at its end is left out.
+
+    Attributes:
+        lengths: the allowed prompt lengths, ascending, BOS included.
+        continuation: tokens after the prompt.
+        start: tokens before a window.
+        seed: seed of the prompt lengths.
+        counts: ``skipped`` counts the documents too short for one window.
+    """
+
+    lengths: tuple[int, ...]
+    continuation: int
+    start: list[int]
+    seed: int
+    counts: Counts
+
+    @classmethod
+    def of(
+        cls, data: DataConfig, tokenizer: PreTrainedTokenizerBase, context: int, seed: int, counts: Counts
+    ) -> Windows:
+        """Read the settings.
+
+        Args:
+            data: the data configuration.
+            tokenizer: the model's tokenizer.
+            context: the model's longest input in tokens.
+            seed: seed of the prompt lengths.
+            counts: receives the skipped documents.
+
+        Raises:
+            DataError: the lengths contradict each other or exceed the longest row.
+        """
+        shortest, longest, limit = data.prompt_min, data.prompt_max, min(data.max_length, context)
+        if not 2 <= shortest <= longest:
+            raise DataError(
+                f"data.prompt_min={shortest}, data.prompt_max={longest}: expected 2 <= min <= max"
+            )
+        if data.continuation < 1:
+            raise DataError(
+                f"data.continuation={data.continuation}: expected at least 1, which carries the loss"
+            )
+        if longest + data.continuation > limit:
+            raise DataError(
+                f"data.prompt_max={longest} + data.continuation={data.continuation} exceed the longest row "
+                f"(data.max_length={data.max_length}, model's context {context}): lower data.prompt_max"
+            )
+        lengths = (*range(shortest, longest, STEP), longest)
+        return cls(lengths, data.continuation, start_tokens(tokenizer), seed, counts)
+
+    def train(self, documents: Iterable[list[int]]) -> Iterator[Row]:
+        """Cut each document into consecutive windows, the prompt's length drawn from (seed, document)."""
+        for number, tokens in enumerate(documents):
+            rng = np.random.default_rng([self.seed, number])
+            position = 0
+            while row := self._window(tokens, position, self.lengths[rng.integers(len(self.lengths))]):
+                yield row
+                position += len(row.tokens) - len(self.start)
+            self.counts.skipped += position == 0
+
+    def validation(self, documents: Iterable[list[int]]) -> Iterator[Row]:
+        """Cut one window from the start of each document, with the longest prompt that fits."""
+        for tokens in documents:
+            row = self._window(tokens, 0, self.lengths[-1])
+            if row:
+                yield row
+            else:
+                self.counts.skipped += 1
+
+    def _window(self, tokens: list[int], position: int, wanted: int) -> Row | None:
+        room = len(self.start) + len(tokens) - position - self.continuation
+        prompt = max((length for length in self.lengths if length <= min(wanted, room)), default=0)
+        if not prompt:
+            return None
+        end = position + prompt + self.continuation - len(self.start)
+        return Row(np.array([*self.start, *tokens[position:end]], dtype=np.int32), prompt)

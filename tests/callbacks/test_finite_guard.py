@@ -1,0 +1,96 @@
+"""NaN and infinity stop a run before they reach the weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_run
+import torch
+from tiny_run import Tiny, fit, weights
+
+from ag.callbacks import NonFiniteError, newest_valid
+from ag.callbacks.finite import FiniteGuard
+from ag.callbacks.gradients import GradientNorms
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> list[Tiny]:
+    """The modules that `fit` makes, although it raises."""
+    made: list[Tiny] = []
+
+    def make(**options: Any) -> Tiny:
+        made.append(Tiny(**options))
+        return made[-1]
+
+    monkeypatch.setattr(tiny_run, "Tiny", make)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("eviction", "step 5: eviction loss is nan, gradient norm of the gates is nan"),
+        ("detached", "step 5: LM loss is nan. "),
+        ("gradient", "step 5: gradient norm of LoRA is inf"),
+    ],
+)
+def test_raises_before_the_step(tmp_path: Path, modules: list[Tiny], part: str, message: str) -> None:
+    fit(tmp_path / "good", trainer={"max_steps": 4})
+    with pytest.raises(NonFiniteError, match=message) as raised:
+        fit(tmp_path / "bad", module={"nan_batch": 4, "nan_part": part}, checkpoint={"every_steps": 3})
+    good, bad = modules
+    torch.testing.assert_close(weights(bad), weights(good), rtol=0, atol=0)
+    last = tmp_path / "bad/checkpoints/step=000003.ckpt"
+    assert f"the last checkpoint is {last}" in str(raised.value)
+    assert newest_valid(tmp_path / "bad") == last
+
+
+def test_every_accumulated_batch_counts(tmp_path: Path, modules: list[Tiny]) -> None:
+    module = {"nan_batch": 3, "nan_part": "detached"}
+    with pytest.raises(NonFiniteError, match=r"step 2: .*last checkpoint is none yet"):
+        fit(tmp_path, module=module, trainer={"accumulate": 3})
+
+
+def test_scaler_handles_infinite_gradients_but_not_a_nan_loss(tmp_path: Path) -> None:
+    gradients = GradientNorms()
+    gradients.norms = {"gates": torch.tensor(torch.inf)}
+    guard = FiniteGuard(gradients, tmp_path)
+    trainer: Any = SimpleNamespace(
+        precision_plugin=SimpleNamespace(scaler=object()),
+        strategy=SimpleNamespace(reduce_boolean_decision=lambda decision: decision),
+        callback_metrics={"train/lm_loss": torch.tensor(torch.nan)},
+        global_step=0,
+    )
+    module: Any = None
+    guard.on_before_backward(trainer, module, torch.tensor(torch.inf))
+    guard.on_before_optimizer_step(trainer, module, module)
+    guard.on_before_backward(trainer, module, torch.tensor(torch.nan))
+    with pytest.raises(NonFiniteError, match="step 1: LM loss is nan"):
+        guard.on_before_optimizer_step(trainer, module, module)
+
+
+@pytest.mark.slow
+def test_all_ranks_stop_when_one_loss_is_nan(tmp_path: Path) -> None:
+    options = {
+        "module": {"nan_batch": 3, "nan_rank": 1, "nan_part": "detached"},
+        "trainer": {"devices": 2, "strategy": "ddp"},
+        "checkpoint": {"every_steps": 2},
+    }
+    result = subprocess.run(
+        [sys.executable, str(Path(tiny_run.__file__)), str(tmp_path), json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 3, result.stderr
+    assert "step 4: LM loss is nan" in result.stderr
+    assert "step 4: the loss is not finite on another rank" in result.stderr
+    assert newest_valid(tmp_path).name == "step=000002.ckpt"

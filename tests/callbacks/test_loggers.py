@@ -1,0 +1,97 @@
+"""metrics.csv, TensorBoard and W&B."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_run import fit
+
+from ag.callbacks import newest_valid
+from ag.loggers import MetricsFile, read_metrics
+
+
+def test_rows_are_on_disk_at_once_and_share_a_step(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path)
+    metrics.log_metrics({"train/loss": 2.5}, 0)
+    assert (tmp_path / "metrics.csv").read_text() == "step,train/loss\n1,2.5\n"
+    metrics.log_metrics({"train/loss": 2.0}, 1)
+    metrics.log_metrics({"val/loss": 1e-9}, 1)
+    metrics.log_metrics({"train/loss": 1.5}, 2)
+    metrics.log_metrics({"val/loss": 0.125}, 2)
+    assert (tmp_path / "metrics.csv").read_text() == (
+        "step,train/loss,val/loss\n1,2.5,\n2,2.0,1e-09\n3,1.5,0.125\n"
+    )
+
+
+def test_a_resumed_run_replaces_the_rows_after_its_checkpoint(tmp_path: Path) -> None:
+    killed = MetricsFile(tmp_path)
+    for step in range(5):
+        killed.log_metrics({"x": step, "old": 1.0}, step)
+    with open(tmp_path / "metrics.csv", "a") as file:
+        file.write("6,7")  # killed in the middle of a line
+    resumed = MetricsFile(tmp_path)
+    for step in (3, 4):
+        resumed.log_metrics({"x": 10 * step}, step)
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert [(row["step"], row["x"], row.get("old")) for row in rows] == [
+        (1, 0, 1.0),
+        (2, 1, 1.0),
+        (3, 2, 1.0),
+        (4, 30, None),
+        (5, 40, None),
+    ]
+
+
+def test_it_is_written_whatever_loggers_are_chosen(tmp_path: Path) -> None:
+    fit(tmp_path, logger=["tensorboard"], trainer={"val_every": 3})
+    with open(tmp_path / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4", "5", "6"]
+    assert [row["val/loss"] for row in rows] == ["", "", "1.0", "", "", "1.0"]
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    logged = [event.value for event in events.Scalars("train/lm_loss")]
+    np.testing.assert_allclose(logged, [float(row["train/lm_loss"]) for row in rows], rtol=1e-6)
+    assert {"figures/evicted", "figures/keep-0", "figures/curves"} == set(events.Tags()["images"])
+
+
+def test_pictures_are_saved_after_each_validation(tmp_path: Path) -> None:
+    fit(tmp_path, trainer={"val_every": 3})
+    saved = sorted(path.name for path in (tmp_path / "figures").iterdir())
+    assert saved == [
+        "curves-000006.png",
+        "evicted-000003.png",
+        "evicted-000006.png",
+        "keep-0-000003.png",
+        "keep-0-000006.png",
+    ]
+    # half of the tokens of the sample are evicted: the picture is about half black
+    pixels = imread(tmp_path / "figures/keep-0-000003.png")[:, :, 0]
+    black, white = (pixels == 0).mean(), (pixels == 1).mean()
+    assert black == pytest.approx(0.4, abs=0.1) and white > black
+
+
+def test_the_baseline_without_gates_has_no_gate_pictures(tmp_path: Path) -> None:
+    fit(tmp_path, module={"has_gates": False})
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["curves-000006.png"]
+
+
+@pytest.mark.slow
+def test_wandb_offline_continues_its_run(tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    fit(tmp_path, logger=["wandb"], trainer={"max_steps": 3})
+    wandb.finish()
+    identity = (tmp_path / "wandb_id.txt").read_text()
+    fit(tmp_path, logger=["wandb"], ckpt_path=newest_valid(tmp_path))
+    wandb.finish()
+    runs = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
+    assert len(runs) >= 1 and all(name.endswith(identity) for name in runs)
+    pictures = [path.name for path in (tmp_path / "wandb").rglob("*.png")]
+    assert any(name.startswith("evicted") for name in pictures)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.csv")] == list(range(1, 7))

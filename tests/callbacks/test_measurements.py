@@ -1,0 +1,113 @@
+"""What is measured around a training step: gradient norms, throughput, numbers of parameters."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import TOKENS, WIDTH, Tiny, fit
+from torch import nn
+
+from ag.callbacks.parameters import parameter_groups
+from ag.callbacks.summary import logical_count
+from ag.callbacks.throughput import Throughput
+from ag.loggers import read_metrics
+
+
+def test_gradient_norms_are_those_before_clipping(tmp_path: Path) -> None:
+    fit(tmp_path, trainer={"max_steps": 1, "clip": 1e-3})
+    (row,) = read_metrics(tmp_path / "metrics.csv")
+
+    oracle = Tiny()
+    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
+    assert oracle.gates is not None
+    gates = torch.stack([layer(x) for layer in oracle.gates.layers.values()]).sigmoid()
+    (oracle.model(x).square().mean() + (gates.mean() - 0.3).abs()).backward()
+    groups = parameter_groups(oracle)
+    for name in ("gates", "lora"):
+        squares = [p.grad.square().sum().item() for p in groups[name] if p.grad is not None]
+        assert row[f"train/grad_norm_{name}"] == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)
+
+
+def test_without_gates(tmp_path: Path) -> None:
+    fit(tmp_path, module={"has_gates": False}, trainer={"max_steps": 2})
+    row = read_metrics(tmp_path / "metrics.csv")[-1]
+    assert "train/grad_norm_gates" not in row and row["train/grad_norm_lora"] > 0
+
+
+def test_throughput_counts_real_tokens_and_no_validation_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a clock that stands still but for 2 s a training batch and 100 s a validation batch
+    now = 0.0
+
+    def train(module: Tiny, batch: Any, index: int, step: Any = Tiny.training_step) -> Any:
+        nonlocal now
+        now += 2.0
+        return step(module, batch, index)
+
+    def validate(module: Tiny, batch: Any, index: int, step: Any = Tiny.validation_step) -> None:
+        nonlocal now
+        now += 100.0
+        step(module, batch, index)
+
+    monkeypatch.setattr("ag.callbacks.throughput.time.perf_counter", lambda: now)
+    monkeypatch.setattr(Tiny, "training_step", train)
+    monkeypatch.setattr(Tiny, "validation_step", validate)
+    fit(tmp_path, trainer={"log_every": 2, "accumulate": 2, "val_every": 1}, batches=8)
+    rows = [row for row in read_metrics(tmp_path / "metrics.csv") if "train/tokens_per_second" in row]
+    # two rows of 7 real tokens (of 10) each 2 s
+    assert TOKENS == 10
+    assert [(row["step"], row["train/tokens_per_second"]) for row in rows] == [(2, 7.0), (4, 7.0)]
+
+
+def test_throughput_adds_up_over_ranks() -> None:
+    logged: dict[str, float] = {}
+    callback = Throughput(1)
+
+    class Strategy:
+        def reduce(self, tensor: torch.Tensor, reduce_op: str) -> torch.Tensor:
+            assert reduce_op == "sum"
+            return tensor * 4
+
+    class Stand:
+        strategy = Strategy()
+        global_step = 1
+        device = "cpu"
+
+        def log(self, name: str, value: float) -> None:
+            logged[name] = value
+
+    stand: Any = Stand()
+    callback._start -= 1.0
+    callback.on_train_batch_end(stand, stand, None, {"attention_mask": torch.ones(2, 5, dtype=torch.bool)}, 0)
+    (rate,) = logged.values()
+    callback._start = 0.0
+    assert rate > 0 and callback._tokens == 0
+
+
+def test_summary_prints_counts_and_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, trainer={"max_steps": 1})
+    printed = capsys.readouterr().out
+    rows = [line.strip("│ ").split("│") for line in printed.splitlines() if line.startswith("│")]
+    # 3 gates of 4 x 2 + 2, one trained and one frozen layer of 4 x 4 + 4
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["gates", "30", "150.00%", "yes"],
+        ["LoRA", "20", "100.00%", "yes"],
+        ["all trained", "50", "250.00%", "yes"],
+        ["base", "20", "100.00%", "no"],
+    ]
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_four_bit_weights_count_as_what_they_stand_for(storage: torch.dtype) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    layer = bitsandbytes.nn.Linear4bit(64, 32, bias=False, quant_type="nf4", quant_storage=storage)
+    layer.load_state_dict({"weight": torch.randn(32, 64)})
+    layer.to("cpu")
+    assert layer.weight.numel() < 32 * 64
+    assert logical_count(layer.weight) == 32 * 64
+    assert logical_count(nn.Parameter(torch.zeros(3, 5))) == 15

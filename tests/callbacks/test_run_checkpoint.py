@@ -1,0 +1,141 @@
+"""Checkpoints: which are written, what survives damage, and that a resumed run equals an unbroken one."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import fit, weights
+
+from ag.callbacks import AtomicCheckpointIO, newest_valid
+from ag.loggers import read_metrics
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def load(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(path, weights_only=True)
+    return loaded
+
+
+def test_newest_k_and_best_stay(tmp_path: Path) -> None:
+    # validation after steps 2, 4, 6 (loss 0.5, 0.9, nan), saves after 3 and 6 too
+    fit(
+        tmp_path,
+        checkpoint={"every_steps": 3, "keep_last": 2},
+        trainer={"val_every": 2},
+        val_loss=[9.0, 0.5, 0.5, 0.9, 0.9, math.nan],
+    )
+    assert names(tmp_path) == ["best.ckpt", "step=000004.ckpt", "step=000006.ckpt"]
+    best, last = load(tmp_path / "checkpoints/best.ckpt"), load(tmp_path / "checkpoints/step=000006.ckpt")
+    assert best["global_step"] == 2 and last["global_step"] == 6
+    (state,) = [state for name, state in last["callbacks"].items() if "RunCheckpoint" in name]
+    assert state == {"best": 0.5}
+
+
+def test_last_step_is_saved_without_validation(tmp_path: Path) -> None:
+    fit(tmp_path, trainer={"max_steps": 5, "max_epochs": 1})
+    assert names(tmp_path) == ["step=000005.ckpt"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_resumed_equals_unbroken(tmp_path: Path, accumulate: int) -> None:
+    trainer = {"max_epochs": 2, "accumulate": accumulate}
+    _, whole = fit(tmp_path / "whole", trainer=trainer)
+    # the failing batch is in the middle of an accumulation window
+    with pytest.raises(RuntimeError, match="a bug"):
+        fit(tmp_path / "cut", trainer=trainer, module={"fail_batch": 4})
+    newest = newest_valid(tmp_path / "cut")
+    assert newest.name == f"step=00000{4 // accumulate}.ckpt"
+    _, resumed = fit(tmp_path / "cut", trainer=trainer, ckpt_path=newest)
+    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
+
+    def logged(run: str) -> list[dict[str, float]]:
+        rows = read_metrics(tmp_path / run / "metrics.csv")
+        return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
+
+    assert logged("cut") == logged("whole")
+    assert [row["step"] for row in logged("cut")] == list(range(1, 12 // accumulate + 1))
+
+
+def test_resuming_keeps_the_best_of_before(tmp_path: Path) -> None:
+    losses = [0.5, 0.4, 0.7, 0.7]
+    fit(tmp_path, trainer={"val_every": 1, "max_steps": 2}, val_loss=losses)
+    fit(tmp_path, trainer={"val_every": 1, "max_steps": 4}, val_loss=losses, ckpt_path=newest_valid(tmp_path))
+    assert load(tmp_path / "checkpoints/best.ckpt")["global_step"] == 2
+
+
+def test_raised_max_steps_continues_in_the_epoch(tmp_path: Path) -> None:
+    fit(tmp_path / "more", trainer={"max_steps": 4})
+    _, more = fit(tmp_path / "more", ckpt_path=newest_valid(tmp_path / "more"))
+    _, whole = fit(tmp_path / "whole")
+    torch.testing.assert_close(weights(more), weights(whole), rtol=0, atol=0)
+
+
+def test_resuming_a_finished_run_trains_nothing(tmp_path: Path) -> None:
+    _, first = fit(tmp_path)
+    runner, second = fit(tmp_path, ckpt_path=newest_valid(tmp_path))
+    assert runner.global_step == 6
+    torch.testing.assert_close(weights(second), weights(first), rtol=0, atol=0)
+
+
+def test_patience_stops_early_and_counts_across_a_resume(tmp_path: Path) -> None:
+    losses = [0.5, 0.6, 0.6, 0.6, 0.6, 0.6]
+    options = {"checkpoint": {"patience": 3}, "val_loss": losses}
+    fit(tmp_path, **options, trainer={"val_every": 1, "max_steps": 3})
+    runner, _ = fit(tmp_path, **options, trainer={"val_every": 1}, ckpt_path=newest_valid(tmp_path))
+    assert runner.global_step == 4
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
+def test_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    fit(tmp_path, checkpoint={"every_steps": 2}, trainer={"max_steps": 4})
+    newest = tmp_path / "checkpoints/step=000004.ckpt"
+    content = bytearray(newest.read_bytes())
+    if damage == "truncated":
+        content = content[: len(content) * 2 // 3]
+    elif damage == "flipped":
+        # a byte of the first tensor
+        offset = content.index(load(newest)["state_dict"]["model.1.weight"].numpy().tobytes())
+        content[offset] ^= 1
+    else:
+        content = bytearray()
+    newest.write_bytes(content)
+    with pytest.warns(UserWarning, match=r"step=000004.ckpt is damaged"):
+        found = newest_valid(tmp_path)
+    assert found.name == "step=000002.ckpt"
+    # the damaged file does not take the place of a good one
+    fit(tmp_path, checkpoint={"every_steps": 1, "keep_last": 1}, trainer={"max_steps": 3}, ckpt_path=found)
+    assert names(tmp_path) == ["step=000003.ckpt"]
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds no intact"):
+        newest_valid(tmp_path)
+
+
+def test_failing_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"x": 1}, path)
+
+    def disk_full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", disk_full)
+    with pytest.raises(OSError, match="No space left"):
+        AtomicCheckpointIO().save_checkpoint({"x": 2}, path)
+    assert load(path) == {"x": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["x.ckpt"]
+
+
+def test_what_a_killed_run_left_half_written_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/step=000009.ckpt.partial").write_bytes(b"half")
+    fit(tmp_path, trainer={"max_steps": 1})
+    assert names(tmp_path) == ["step=000001.ckpt"]

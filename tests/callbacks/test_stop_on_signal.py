@@ -1,0 +1,128 @@
+"""SIGTERM and Ctrl-C, sent to a real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import fit, weights
+
+from ag.callbacks import Stopped, newest_valid
+from ag.loggers import read_metrics
+
+SCRIPT = Path(__file__).parent / "tiny_run.py"
+
+
+def start(run_dir: Path, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(run_dir), json.dumps(options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_for(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    for printed in process.stdout:
+        if printed.strip() == line:
+            return
+    raise AssertionError(f"{line!r} was never printed: {process.stderr.read() if process.stderr else ''}")
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "accumulate"),
+    [(signal.SIGTERM, 143, 1), (signal.SIGTERM, 143, 4), (signal.SIGINT, 130, 1)],
+)
+def test_signal_saves_and_resumes_exactly(tmp_path: Path, signum: int, code: int, accumulate: int) -> None:
+    options = {"trainer": {"accumulate": accumulate}, "batches": 12}
+    process = start(tmp_path / "cut", module={"pause": 0.2}, **options)
+    wait_for(process, "batch 4")
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+
+    newest = newest_valid(tmp_path / "cut")
+    steps = torch.load(newest, weights_only=True)["global_step"]
+    assert newest.name == f"step={steps:06d}.ckpt"
+    # the fifth batch is finished; with accumulation its optimiser step, of batches 4 to 7, is finished
+    assert steps == (5 if accumulate == 1 else 2)
+    assert [row["step"] for row in read_metrics(tmp_path / "cut" / "metrics.csv")] == list(
+        range(1, steps + 1)
+    )
+
+    _, resumed = fit(tmp_path / "cut", ckpt_path=newest, **options)
+    _, whole = fit(tmp_path / "whole", **options)
+    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
+    rows = read_metrics(tmp_path / "cut" / "metrics.csv")
+    assert [row["step"] for row in rows] == list(range(1, 12 // accumulate + 1))
+
+
+def test_signal_in_the_last_step(tmp_path: Path) -> None:
+    with pytest.raises(Stopped, match="stopped by SIGTERM after step 6") as stopped:
+        fit(tmp_path / "cut", module={"signal_batch": 5})
+    assert stopped.value.code == 143
+    runner, resumed = fit(tmp_path / "cut", ckpt_path=newest_valid(tmp_path / "cut"))
+    _, whole = fit(tmp_path / "whole")
+    assert runner.global_step == 6
+    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
+
+
+def test_a_validation_is_cut_short(tmp_path: Path) -> None:
+    process = start(tmp_path, module={"val_pause": 1.0}, trainer={"val_every": 3}, batches=6)
+    wait_for(process, "validating")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert newest_valid(tmp_path).name == "step=000003.ckpt"
+    assert all("val/loss" not in row for row in read_metrics(tmp_path / "metrics.csv"))
+
+
+def test_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+    process = start(tmp_path, module={"pause": 20.0})
+    wait_for(process, "batch 0")
+    time.sleep(0.5)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert time.monotonic() - begin < 15
+
+
+def test_handlers_are_given_back(tmp_path: Path) -> None:
+    before = [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)]
+    fit(tmp_path / "done", trainer={"max_steps": 1})
+    with pytest.raises(RuntimeError, match="a bug"):
+        fit(tmp_path / "failed", module={"fail_batch": 1})
+    assert [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_gets_the_signal_and_both_stop(tmp_path: Path, rank: int) -> None:
+    options: dict[str, Any] = {"trainer": {"devices": 2, "strategy": "ddp"}, "batches": 40}
+    process = start(tmp_path, module={"pause": 0.2}, **options)
+    wait_for(process, "batch 3")
+    if rank == 0:
+        os.kill(process.pid, signal.SIGTERM)
+    else:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks = [
+            child for child in children if b"LOCAL_RANK=1" in Path(f"/proc/{child}/environ").read_bytes()
+        ]
+        os.kill(int(ranks[0]), signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    steps = torch.load(newest_valid(tmp_path), weights_only=True)["global_step"]
+    assert 4 <= steps <= 7

@@ -1,0 +1,86 @@
+"""A tiny tokenizer, a recipe and local folders for the data tests."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from ag.config import Config
+from ag.data import facts
+
+SENTENCES = [
+    "The quick brown fox jumps over the lazy dog. Question: does it rain? Answer: yes no",
+    "A small boat waits near the old bridge, because the river is high today, so nobody leaves.",
+    *(facts.generate(0, "train", i, 100, 200).prompt for i in range(20)),
+]
+
+
+def byte_level(bos: bool = False) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Like SmolLM2's: byte-level, no BOS, no padding token."""
+    return byte_level()
+
+
+@pytest.fixture(scope="session")
+def bos_tokenizer() -> PreTrainedTokenizerFast:
+    return byte_level(bos=True)
+
+
+@pytest.fixture(scope="session")
+def spm_tokenizer() -> PreTrainedTokenizerFast:
+    """Like Llama-2's: words start with the mark of a space, and so does every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    alphabet = sorted({c for text in SENTENCES for c in text})
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture
+def make_config():
+    def make(**data: Any) -> Config:
+        config = Config()
+        for name, value in data.items():
+            assert hasattr(config.data, name), name
+            setattr(config.data, name, value)
+        return config
+
+    return make
+
+
+@pytest.fixture
+def write():
+    def write(folder: Path, split: str, rows: list[dict[str, Any]], zipped: bool = False) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        file = folder / f"{split}.jsonl{'.gz' if zipped else ''}"
+        file.write_bytes(gzip.compress(text.encode()) if zipped else text.encode())
+        return file
+
+    return write

@@ -1,0 +1,183 @@
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+import ag.data
+from ag.data import sft
+from ag.data.sources import DataError
+from ag.data.templates import Example
+
+BOOLQ = [
+    {
+        "question": f"is {word} a fox",
+        "passage": f"The quick {word} fox jumps over the dog.",
+        "answer": word == "red",
+    }
+    for word in ("red", "blue", "green", "white", "black")
+]
+
+
+@pytest.fixture
+def boolq(tmp_path, write):
+    write(tmp_path / "boolq", "train", BOOLQ, zipped=True)
+    write(tmp_path / "boolq", "validation", BOOLQ[:3])
+    return str(tmp_path)
+
+
+def build(make_config, tokenizer, root, context=10_000, **data):
+    config = make_config(**({"kind": "sft", "name": "boolq", "root": root, "batch_size": 2} | data))
+    return ag.data.build(config, tokenizer, context)
+
+
+def text(tokenizer, ids):
+    return tokenizer.decode(ids)
+
+
+def test_training_batch(make_config, boolq, tokenizer):
+    module = build(make_config, tokenizer, boolq, batch_size=5)
+    (batch,) = module.train_dataloader()
+    assert set(batch) == {"input_ids", "attention_mask", "labels", "prompt_length"}
+    seen = set()
+    for ids, mask, labels, prompt in zip(
+        *(batch[k] for k in ("input_ids", "attention_mask", "labels")), batch["prompt_length"], strict=True
+    ):
+        length = int(mask.sum())
+        assert mask[:length].all() and not mask[length:].any()
+        assert (ids[length:] == tokenizer.eos_token_id).all()  # no padding token: EOS pads
+        assert labels.tolist() == [-100] * prompt + ids[prompt:length].tolist() + [-100] * (len(ids) - length)
+        seen.add((text(tokenizer, ids[:prompt]), text(tokenizer, ids[prompt:length])))
+    assert seen == {
+        (f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:", " yes" if row["answer"] else " no")
+        for row in BOOLQ
+    }
+
+
+def test_validation_batches_hold_whole_questions(make_config, boolq, tokenizer):
+    module = build(make_config, tokenizer, boolq, val_batch_size=2)
+    first, second = module.val_dataloader()
+    assert first["question"].tolist() == [0, 0, 1, 1] and second["question"].tolist() == [2, 2]
+    assert first["choice"].tolist() == [0, 1, 0, 1]
+    assert first["target"].tolist() == [1, 1, 0, 0]  # the first answer is yes, choice 1
+    right = first["choice"] == first["target"]
+    answers = [
+        text(tokenizer, ids[labels != -100])
+        for ids, labels in zip(first["input_ids"][right], first["labels"][right], strict=True)
+    ]
+    assert answers == [" yes", " no"]
+
+
+def test_prompt_tokens_are_those_of_the_prompt_alone(
+    make_config, boolq, tokenizer, bos_tokenizer, spm_tokenizer
+):
+    for tok in (tokenizer, bos_tokenizer, spm_tokenizer):
+        module = build(make_config, tok, boolq)
+        for row, raw in zip(module.train_rows, BOOLQ, strict=True):
+            prompt = f"{raw['passage']}\nQuestion: {raw['question']}?\nAnswer:"
+            answer = " yes" if raw["answer"] else " no"
+            assert row.tokens[: row.prompt_length].tolist() == tok(prompt)["input_ids"]
+            assert row.tokens.tolist() == tok(prompt + answer)["input_ids"]  # no second space with Metaspace
+    assert build(make_config, bos_tokenizer, boolq).train_rows[0].tokens[0] == bos_tokenizer.bos_token_id
+
+
+def test_response_is_tokenised_alone_where_the_joint_text_merges_over_the_border(make_config):
+    vocabulary = {"a": 0, "b": 1, " ": 2, "a b": 3, "a ": 4, "</s>": 5}
+    merges = [("a", " "), ("a ", "b")]
+    tok = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocabulary, merges)), eos_token="</s>"
+    )
+    assert tok("a b")["input_ids"] == [3]
+    (group,) = sft.Encoder(tok, 10).encode([Example("a", ["b"], 0)], "train", every_choice=False)
+    assert group[0].tokens.tolist() == [0, 2, 1] and group[0].prompt_length == 1
+
+
+@pytest.mark.parametrize("limits", [{"max_length": 12}, {"context": 12}])
+def test_long_prompt_loses_its_left_part(make_config, boolq, bos_tokenizer, limits):
+    whole = build(make_config, bos_tokenizer, boolq)
+    module = build(make_config, bos_tokenizer, boolq, **limits)
+    lost = 0
+    for row, full in zip(module.train_rows, whole.train_rows, strict=True):
+        response = len(full.tokens) - full.prompt_length
+        assert len(row.tokens) == 12 and row.prompt_length == 12 - response
+        assert row.tokens.tolist() == [0, *full.tokens[-11:].tolist()]
+        lost += len(full.tokens) - 12
+    sequences = 5 + 3 * 2
+    assert module.truncated == sequences
+    lost += sum(len(row.tokens) - 12 for group in whole.val_rows for row in group)
+    assert module.truncated_tokens == lost
+    assert whole.truncated == whole.truncated_tokens == 0
+
+
+def test_response_that_does_not_fit_is_named(make_config, tmp_path, write, tokenizer):
+    good = {"goal": "g", "sol1": "a", "sol2": "b", "label": 0}
+    write(tmp_path, "train", [good, good | {"sol1": "the quick brown fox jumps " * 9}])
+    write(tmp_path, "validation", [good])
+    with pytest.raises(
+        DataError, match="the response of train row 2 has .* tokens, too many for a row of 16"
+    ):
+        build(make_config, tokenizer, str(tmp_path), name="piqa", max_length=16)
+
+
+def test_first_rows_only(make_config, boolq, tokenizer):
+    module = build(make_config, tokenizer, boolq, train_samples=3, val_samples=1)
+    assert len(module.train_rows) == 3 and len(module.val_rows) == 1
+    assert [row.tokens.tolist() for row in module.train_rows] == [
+        row.tokens.tolist() for row in build(make_config, tokenizer, boolq).train_rows[:3]
+    ]
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_empty_split(make_config, tmp_path, write, tokenizer, split):
+    for name in ("train", "validation"):
+        write(tmp_path / "boolq", name, [] if name == split else BOOLQ)
+    with pytest.raises(
+        DataError, match=f"the {'training' if split == 'train' else split} split of boolq has no rows"
+    ):
+        build(make_config, tokenizer, str(tmp_path))
+
+
+def test_tokenizer_without_padding_and_end(make_config, boolq):
+    vocabulary = {"[UNK]": 0}
+    tok = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, "[UNK]")))
+    with pytest.raises(
+        DataError, match="neither a padding nor an end-of-sequence token: set tokenizer.pad_token"
+    ):
+        build(make_config, tok, boolq)
+
+
+def test_streaming_is_for_text(make_config, boolq, tokenizer):
+    with pytest.raises(DataError, match="data.streaming=true needs data.kind=text, found sft"):
+        build(make_config, tokenizer, boolq, streaming=True)
+
+
+def test_hub_is_asked_for_the_table_s_revision(make_config, tokenizer, monkeypatch):
+    calls = []
+
+    def load_dataset(name, subset, *, split, revision, streaming):
+        calls.append((name, subset, split, revision, streaming))
+        return [{"goal": "g", "sol1": "a", "sol2": "b", "label": 0}] * 2
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    build(make_config, tokenizer, None, name="piqa")
+    assert calls == [
+        ("ybisk/piqa", None, split, "refs/convert/parquet", False) for split in ("train", "validation")
+    ]
+
+
+def test_filler_rows_on_the_rank_that_runs_out(make_config, boolq, tokenizer):
+    module = build(make_config, tokenizer, boolq)
+    filler = module.collator.filler(module.val_rows[0][0])
+    batch = module.collator([filler])
+    assert (
+        batch["question"].tolist() == [-1]
+        and batch["target"].tolist() == [-1]
+        and batch["choice"].tolist() == [0]
+    )
+    assert batch["attention_mask"].tolist() == [[True]] and batch["labels"].tolist() == [[-100]]
+
+
+def test_real_boolq(shared_data, make_config, tokenizer):
+    module = build(make_config, tokenizer, str(shared_data), train_samples=64, val_samples=8)
+    batch = next(iter(module.train_dataloader()))
+    assert batch["input_ids"].shape[0] == 2
+    assert module.truncated == 0 or module.truncated_tokens > 0
+    assert next(iter(module.val_dataloader()))["question"].tolist() == [i for i in range(8) for _ in range(2)]

@@ -1,0 +1,165 @@
+import json
+
+import pytest
+
+from ag.data.sources import DataError, Source, local_folder
+from ag.data.templates import TASKS, Example, examples, find_task
+
+ARC = {
+    "id": "1",
+    "question": "What melts?",
+    "choices": {"text": ["ice", "fire", "wind", "light"], "label": ["1", "2", "3", "4"]},
+    "answerKey": "1",
+}
+CASES = {
+    "piqa": (
+        {"goal": "Open a jar ", "sol1": "twist the lid ", "sol2": "sing", "label": 0},
+        Example("Goal: Open a jar\nSolution:", ["twist the lid", "sing"], 0),
+    ),
+    "arc_easy": (ARC, Example("Question: What melts?\nAnswer:", ["ice", "fire", "wind", "light"], 0)),
+    "arc_challenge": (
+        ARC | {"choices": {"text": ["a", "b", "c"], "label": ["A", "B", "C"]}, "answerKey": "C"},
+        Example("Question: What melts?\nAnswer:", ["a", "b", "c"], 2),
+    ),
+    "rte": (
+        {"premise": "It rains.", "hypothesis": "It is wet.", "idx": 3, "label": 1},
+        Example(
+            "Text: It rains.\nClaim: It is wet.\nDoes the claim follow from the text?\nAnswer:",
+            ["yes", "no"],
+            1,
+        ),
+    ),
+    "copa": (
+        {
+            "premise": "I ran.",
+            "choice1": "It rained.",
+            "choice2": "I was late.",
+            "question": "cause",
+            "label": 1,
+        },
+        Example("I ran, because", ["it rained.", "I was late."], 1),
+    ),
+    "boolq": (
+        {"question": "is water wet", "title": "Water", "answer": True, "passage": "Water is wet."},
+        Example("Water is wet.\nQuestion: is water wet?\nAnswer:", ["no", "yes"], 1),
+    ),
+    "openbookqa": (
+        {"question_stem": "The sun gives", "choices": {"text": ["light", "rain"], "label": ["A", "B"]}}
+        | {"answerKey": "B"},
+        Example("The sun gives", ["light", "rain"], 1),
+    ),
+    "hellaswag": (
+        {
+            "activity_label": "Baking",
+            "ctx_a": "A cook stirs.",
+            "ctx_b": "the cook",
+            "ctx": "A cook stirs. the cook",
+            "endings": ["[step] sings.", "bakes  a cake [title] Then rests."],
+            "label": "1",
+        },
+        Example("Baking: A cook stirs. The cook", ["sings.", "bakes a cake. Then rests."], 1),
+    ),
+}
+
+
+def test_every_task_has_a_case():
+    assert set(CASES) == set(TASKS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_row_becomes_question(name):
+    row, expected = CASES[name]
+    assert list(examples(TASKS[name], [row], "file")) == [expected]
+
+
+def test_effect_links_with_so():
+    row = CASES["copa"][0] | {"question": "effect"}
+    assert next(examples(TASKS["copa"], [row], "file")).prompt == "I ran, so"
+
+
+def test_both_forms_of_hellaswag_agree():
+    """The hub's raw row and the local training form of it give one question."""
+    raw, expected = CASES["hellaswag"]
+    clean = {
+        "activity_label": "Baking",
+        "ctx": "A cook stirs. The cook",
+        "endings": ["sings.", "bakes a cake. Then rests."],
+        "label": "1",
+    }
+    assert list(examples(TASKS["hellaswag"], [clean], "file")) == [expected]
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"sol1": None}, r"file row 2: field sol1 is NoneType, expected str"),
+        ({"label": "0"}, r"file row 2: field label is str, expected int"),
+        ({"label": 2}, r"file row 2 marks choice 2 as right, but has 2 choices"),
+        ({"label": -1}, r"file row 2 marks choice -1 as right"),
+        ({"sol2": "  "}, r"file row 2 has a choice that is empty or not text"),
+    ],
+)
+def test_bad_rows_are_named(row, message):
+    good = CASES["piqa"][0]
+    with pytest.raises(DataError, match=message):
+        list(examples(TASKS["piqa"], [good, good | row], "file"))
+
+
+def test_missing_field_is_named():
+    with pytest.raises(
+        DataError, match=r"file row 1 has no field sol1: expected goal, sol1, sol2, label; found goal"
+    ):
+        list(examples(TASKS["piqa"], [{"goal": "x"}], "file"))
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("arc_easy", {"answerKey": "E"}),
+        ("arc_easy", {"choices": {"text": ["a"]}}),
+        ("arc_easy", {"choices": {"text": [1, 2, 3, 4], "label": ["1", "2", "3", "4"]}}),
+        ("copa", {"question": "why"}),
+        ("hellaswag", {"label": ""}),
+        ("hellaswag", {"endings": [1, 2]}),
+    ],
+)
+def test_rows_of_another_form_are_named(name, change):
+    with pytest.raises(DataError, match="file row 1 "):
+        list(examples(TASKS[name], [CASES[name][0] | change], "file"))
+
+
+def test_unknown_task_suggests_the_nearest():
+    with pytest.raises(DataError, match="data.name=boolqq is not a task: did you mean boolq"):
+        find_task("boolqq")
+
+
+ROWS = {
+    "piqa": (16113, 919),
+    "arc_challenge": (1119, 299),
+    "arc_easy": (2251, 570),
+    "boolq": (9427, 1635),
+    "openbookqa": (4957, 500),
+    "rte": (2490, 277),
+    "copa": (400, 100),
+    "hellaswag": (2000, 2000),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_real_data(shared_data, name):
+    """Every row of the real data becomes a question whose right answer is its own field's text."""
+    task = TASKS[name]
+    source = Source(task.hub, folder=local_folder(str(shared_data), task.folder))
+    for split, count in zip(("train", "validation"), ROWS[name], strict=True):
+        rows = list(source.read(split))
+        questions = list(examples(task, rows, split))
+        assert len(questions) == len(rows) == count
+        for row, question in zip(rows, questions, strict=True):
+            assert question.prompt == question.prompt.strip()
+            assert "[title]" not in json.dumps(question)
+            right = question.choices[question.target]
+            if "choices" in row:
+                keyed = dict(zip(row["choices"]["label"], row["choices"]["text"], strict=True))
+                assert right == keyed[row["answerKey"]].strip()
+            elif name == "boolq":
+                assert right == ("yes" if row["answer"] else "no")

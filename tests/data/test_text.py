@@ -1,0 +1,231 @@
+import itertools
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+import ag.data
+from ag.data.sources import DataError
+
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "near",
+    "an",
+    "old",
+    "bridge",
+    "while",
+    "rain",
+    "falls",
+    "on",
+    "quiet",
+    "streets",
+]
+SMALL = {"prompt_min": 8, "prompt_max": 80, "continuation": 4, "max_length": 100}
+
+
+def document(number, words):
+    return " ".join(WORDS[(number * 7 + i * (1 + number % 3)) % len(WORDS)] for i in range(words))
+
+
+DOCUMENTS = [document(i, words) for i, words in enumerate([5, 40, 200, 15, 90, 3, 400, 60])]
+
+
+@pytest.fixture
+def corpus(tmp_path, write):
+    write(tmp_path / "corpus", "train", [{"text": text} for text in DOCUMENTS])
+    write(tmp_path / "corpus", "validation", [{"text": text} for text in DOCUMENTS])
+    return str(tmp_path)
+
+
+def build(make_config, tokenizer, root, context=10_000, max_steps=-1, **data):
+    settings = {"kind": "text", "name": "corpus", "root": root, "batch_size": 2, **SMALL} | data
+    config = make_config(**settings)
+    config.trainer.max_steps = max_steps
+    return ag.data.build(config, tokenizer, context)
+
+
+def plain(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("context", [10_000, 33])
+def test_packing_loses_and_repeats_no_token(make_config, corpus, tokenizer, context):
+    module = build(make_config, tokenizer, corpus, context, packing="packed")
+    length = min(100, context)
+    assert [len(row.tokens) for row in module.train_rows[:-1]] == [length] * (len(module.train_rows) - 1)
+    packed = list(itertools.chain.from_iterable(row.tokens.tolist() for row in module.train_rows))
+    assert packed == [
+        token for text in DOCUMENTS for token in [*plain(tokenizer, text), tokenizer.eos_token_id]
+    ]
+
+
+def test_packed_batches_carry_loss_everywhere(make_config, corpus, bos_tokenizer):
+    module = build(make_config, bos_tokenizer, corpus, packing="packed")
+    batch = next(iter(module.train_dataloader()))
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+    assert batch["labels"].tolist() == batch["input_ids"].tolist()
+    assert module.train_rows[0].tokens[0] == bos_tokenizer.bos_token_id
+
+
+def test_windows_follow_each_other_through_a_document(make_config, corpus, bos_tokenizer):
+    module = build(make_config, bos_tokenizer, corpus)
+    rows = iter(module.train_rows)
+    skipped = 0
+    lengths = set()
+    for text in DOCUMENTS:
+        rest = plain(bos_tokenizer, text)
+        windows = 0
+        while 1 + len(rest) >= 8 + 4:  # BOS is part of the prompt
+            row = next(rows)
+            assert row.prompt_length in (8, 72, 80)
+            assert row.tokens.tolist() == [0, *rest[: row.prompt_length + 4 - 1]]
+            lengths.add(row.prompt_length)
+            rest = rest[row.prompt_length + 4 - 1 :]
+            windows += 1
+        skipped += windows == 0
+    assert next(rows, None) is None
+    assert lengths == {8, 72, 80}
+    assert skipped == 2 and module.skipped == 2 * skipped  # in training and in validation
+
+
+def test_windows_depend_on_the_seed_alone(make_config, corpus, tokenizer):
+    def windows(seed):
+        config = make_config(kind="text", name="corpus", root=corpus, batch_size=2, **SMALL)
+        config.seed = seed
+        return [row.prompt_length for row in ag.data.build(config, tokenizer, 1000).train_rows]
+
+    assert windows(0) == windows(0) != windows(1)
+
+
+def test_continuation_carries_the_loss(make_config, corpus, tokenizer):
+    for batch in build(make_config, tokenizer, corpus).train_dataloader():
+        for labels, ids, prompt in zip(
+            batch["labels"], batch["input_ids"], batch["prompt_length"], strict=True
+        ):
+            assert (labels != -100).nonzero().flatten().tolist() == list(range(prompt, prompt + 4))
+            assert labels[prompt : prompt + 4].tolist() == ids[prompt : prompt + 4].tolist()
+
+
+def test_validation_takes_one_window_with_the_longest_prompt_that_fits(make_config, corpus, tokenizer):
+    module = build(make_config, tokenizer, corpus)
+    expected = []
+    for text in DOCUMENTS:
+        tokens = plain(tokenizer, text)
+        fitting = [length for length in (8, 72, 80) if length + 4 <= len(tokens)]
+        if fitting:
+            expected.append((tokens[: fitting[-1] + 4], fitting[-1]))
+    assert [(row.tokens.tolist(), row.prompt_length) for [row] in module.val_rows] == expected
+    assert {length for _, length in expected} >= {8, 80}
+
+
+def test_streaming_gives_the_rows_of_the_loaded_data(make_config, corpus, tokenizer):
+    loaded = build(make_config, tokenizer, corpus)
+    streamed = build(
+        make_config, tokenizer, corpus, streaming=True, max_steps=10, num_workers=2, batch_size=1
+    )
+    count = len(loaded.train_rows)
+    batches = list(itertools.islice(streamed.train_dataloader(), 2 * count))
+
+    def unpadded(batch):
+        return tuple(batch["input_ids"][0][batch["attention_mask"][0]].tolist())
+
+    expected = sorted(tuple(row.tokens.tolist()) for row in loaded.train_rows)
+    assert sorted(map(unpadded, batches[:count])) == sorted(map(unpadded, batches[count:])) == expected
+    assert list(map(unpadded, batches[:count])) != list(map(unpadded, batches[count:]))
+
+
+def test_streaming_needs_an_end(make_config, corpus, tokenizer):
+    with pytest.raises(
+        DataError, match="data.streaming=true starts again when it ends: set trainer.max_steps"
+    ):
+        build(make_config, tokenizer, corpus, streaming=True)
+
+
+def test_first_rows_only(make_config, corpus, tokenizer):
+    module = build(make_config, tokenizer, corpus, train_samples=3, val_samples=2)
+    assert len(module.train_rows) == 3 and len(module.val_rows) == 2
+    streamed = build(
+        make_config, tokenizer, corpus, train_samples=3, streaming=True, max_steps=1, batch_size=3
+    )
+    batch = next(iter(streamed.train_dataloader()))
+    assert sorted(batch["prompt_length"].tolist()) == sorted(row.prompt_length for row in module.train_rows)
+
+
+def test_without_validation_split_the_first_documents_are_held_out(make_config, tmp_path, write, tokenizer):
+    write(tmp_path, "train", [{"text": text} for text in DOCUMENTS])
+    with pytest.raises(DataError, match="has no split validation.*set data.val_samples=N"):
+        build(make_config, tokenizer, str(tmp_path))
+    module = build(make_config, tokenizer, str(tmp_path), val_samples=3, packing="packed")
+    tokens = [tokenizer.decode(row.tokens) for row in module.train_rows]
+    assert tokens[0].startswith(DOCUMENTS[3])
+    assert tokenizer.decode(module.val_rows[0][0].tokens).startswith(DOCUMENTS[0])
+
+
+def test_hub_arguments(make_config, tokenizer, monkeypatch):
+    calls = []
+
+    def load_dataset(name, subset, *, split, revision, streaming):
+        calls.append((name, subset, split, revision, streaming))
+        return [{"body": text} for text in DOCUMENTS]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    options = {"subset": "en", "revision": "abc", "text_field": "body", "streaming": True, "max_steps": 5}
+    module = build(make_config, tokenizer, None, name="some/text", **options)
+    next(iter(module.train_dataloader()))
+    assert set(calls) == {("some/text", "en", split, "abc", True) for split in ("train", "validation")}
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        ({"text_field": "body"}, "train.jsonl row 1 has no field body: expected body; found text"),
+        ({"prompt_min": 90}, "data.prompt_min=90, data.prompt_max=80: expected 2 <= min <= max"),
+        ({"continuation": 0}, "data.continuation=0: expected at least 1"),
+        (
+            {"continuation": 30},
+            r"data.prompt_max=80 \+ data.continuation=30 exceed the longest row \(data.max_length=100",
+        ),
+        ({"context": 70}, "model's context 70"),
+    ],
+)
+def test_bad_settings(make_config, corpus, tokenizer, data, message):
+    with pytest.raises(DataError, match=message):
+        build(make_config, tokenizer, corpus, **data)
+
+
+def test_field_of_another_type(make_config, tmp_path, write, tokenizer):
+    write(tmp_path, "train", [{"text": "a"}, {"text": 3}])
+    write(tmp_path, "validation", [{"text": DOCUMENTS[1]}])
+    with pytest.raises(DataError, match=r"train.jsonl row 2: field text is int, expected str"):
+        build(make_config, tokenizer, str(tmp_path))
+
+
+def test_all_documents_too_short(make_config, tmp_path, write, tokenizer):
+    for split in ("train", "validation"):
+        write(tmp_path, split, [{"text": "the fox"}] * 4)
+    with pytest.raises(DataError, match="the training split of corpus has no rows"):
+        build(make_config, tokenizer, str(tmp_path))
+
+
+def test_packing_needs_an_end_token(make_config, corpus):
+    tok = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"x": 0}, "x")), pad_token="x")
+    with pytest.raises(
+        DataError, match="data.packing=packed puts an end-of-sequence token between documents"
+    ):
+        build(make_config, tok, corpus, packing="packed")
+
+
+def test_real_corpus(shared_data, make_config, tokenizer):
+    options = {"prompt_min": 192, "prompt_max": 512, "continuation": 64, "max_length": 1024}
+    module = build(make_config, tokenizer, str(shared_data), train_samples=40, **options)
+    assert len(module.train_rows) == 40
+    assert len(module.val_rows) <= 121
+    assert {row.prompt_length for [row] in module.val_rows} <= set(range(192, 513, 64))

@@ -1,0 +1,151 @@
+import copy
+
+import pytest
+import torch
+from gates_for import gates_for
+from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import ag
+from ag.attach import lm_logits
+
+IDS = torch.arange(3, 43)[None].repeat(2, 1)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attached_model_without_cache_is_untouched_and_detach_restores_it(tiny_llama, implementation):
+    model = tiny_llama(attn_implementation=implementation)
+    state, hooks = copy.deepcopy(model.state_dict()), [len(m._forward_pre_hooks) for m in model.modules()]
+    mask = torch.ones_like(IDS)
+    mask[1, :7] = 0
+    calls = ({"input_ids": IDS}, {"input_ids": IDS, "attention_mask": mask})
+    plain = [model(**call).logits for call in calls]
+    text = model.generate(IDS, max_new_tokens=5, do_sample=False)
+    ag.attach(model, gates_for(model))
+    for call, want in zip(calls, plain, strict=True):
+        assert torch.equal(model(**call).logits, want)
+    assert torch.equal(model.generate(IDS, max_new_tokens=5, do_sample=False), text)
+    assert model.config._attn_implementation == implementation
+    assert model.state_dict().keys() == state.keys()
+    ag.detach(model)
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert all(layer.self_attn.config is model.config for layer in model.model.layers)
+    for call, want in zip(calls, plain, strict=True):
+        assert torch.equal(model(**call).logits, want)
+    ag.detach(model)
+
+
+def test_own_attention_implementation_can_still_be_changed(tiny_llama):
+    model = tiny_llama()
+    ag.attach(model, gates_for(model))
+    model.set_attn_implementation("eager")
+    out = model(IDS, output_attentions=True)
+    assert len(out.attentions) == 3
+    assert out.attentions[0].shape == (2, 4, 40, 40)
+
+
+def test_an_attached_model_costs_no_gate(tiny_llama, monkeypatch):
+    model = tiny_llama()
+    gates = gates_for(model)
+    ag.attach(model, gates)
+    monkeypatch.setattr(ag.gate.AttentionGate, "forward", lambda *args: pytest.fail("a gate ran"))
+    model(IDS)
+    model.generate(IDS, max_new_tokens=2, do_sample=False)
+
+
+def test_attaching_twice_and_wrong_gates_are_errors(tiny_llama):
+    model = tiny_llama()
+    ag.attach(model, gates_for(model))
+    with pytest.raises(ValueError, match=r"attached already; call ag.detach"):
+        ag.attach(model, gates_for(model))
+    ag.detach(model)
+    other = gates_for(tiny_llama(num_hidden_layers=2))
+    with pytest.raises(ValueError, match=r"num_layers 2 \(the model has 3\)"):
+        ag.attach(model, other)
+
+
+def test_model_without_the_attention_interface_is_refused(tiny_llama):
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64))
+    with pytest.raises(TypeError, match=r"GPT2LMHeadModel does not use the attention interface.*such as Llama"):
+        ag.attach(model, gates_for(tiny_llama()))
+    with pytest.raises(TypeError, match="Linear does not use"):
+        ag.EvictionCache(torch.nn.Linear(2, 2), "full")
+
+
+def test_gates_work_through_peft(tiny_llama):
+    gates = gates_for(tiny_llama())
+    valid, prompts = torch.ones_like(IDS), torch.tensor([30, 25])
+    plain = tiny_llama()
+    want = plain(IDS, gating=ag.Gating(gates, valid, prompts), use_cache=False)
+    assert torch.equal(want.logits, plain(IDS).logits), "without instrument() a gating is ignored"
+    ag.attach(plain, gates)
+    want = plain(IDS, gating=ag.Gating(gates, valid, prompts), use_cache=False).logits
+    wrapped = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    ag.attach(wrapped, gates)
+    torch.testing.assert_close(wrapped(IDS, gating=ag.Gating(gates, valid, prompts), use_cache=False).logits, want)
+    ag.detach(wrapped)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("estimator", ["ste", "soft"])
+def test_gradients_are_the_same_under_gradient_checkpointing(tiny_llama, estimator, offset):
+    def gradients(checkpointing):
+        model = tiny_llama().requires_grad_(False)
+        model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+        gates = gates_for(model, estimator=estimator, layer_offset=offset, first_layer=offset).train()
+        ag.attach(model, gates)
+        torch.manual_seed(7)
+        gating = ag.Gating(gates, torch.ones_like(IDS), torch.tensor([30, 25]))
+        logits = model(IDS, gating=gating, use_cache=False).logits
+        loss = logits[:, 30:].logsumexp(-1).mean() + sum(x.sigmoid().mean() for x in gating.logits.values())
+        loss.backward()
+        return [p.grad for p in gates.parameters()] + [model.model.layers[0].self_attn.q_proj.weight.grad]
+
+    plain, again = gradients(False), gradients(True)
+    assert all(grad is not None and grad.abs().sum() > 0 for grad in plain)
+    for got, want in zip(again, plain, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
+
+
+def test_logit_soft_cap_is_applied(tiny_llama):
+    model = tiny_llama()
+    hidden = torch.randn(3, 64)
+    plain = lm_logits(model, hidden)
+    torch.testing.assert_close(plain, model.lm_head(hidden))
+    model.config.final_logit_softcapping = 5.0
+    torch.testing.assert_close(lm_logits(model, hidden), torch.tanh(plain / 5) * 5)
+
+
+def test_a_gating_fits_one_batch_shape(tiny_llama):
+    model = tiny_llama()
+    gates = gates_for(model)
+    ag.attach(model, gates)
+    with pytest.raises(ValueError, match=r"made for a batch \(2, 39\), not \(2, 40\)"):
+        model(IDS, gating=ag.Gating(gates, torch.ones(2, 39)), use_cache=False)
+    with pytest.raises(ValueError, match="gate.scope=prompt, gate.prefill=sparse: expected batches with a prompt"):
+        ag.Gating(gates_for(model, scope="prompt"), torch.ones(2, 39))
+
+
+def test_an_attached_model_runs_no_more_operations_than_the_plain_one(tiny_llama):
+    """Counts the operations, which is exact, instead of timing them."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    model = tiny_llama()
+    counts = []
+    for attached in (False, True):
+        if attached:
+            ag.attach(model, gates_for(model))
+        with Count() as count:
+            model(IDS)
+        counts.append(count.calls)
+    assert counts[0] == counts[1]

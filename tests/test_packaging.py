@@ -1,0 +1,152 @@
+"""What is installed: our folders inside `ag`, nothing else, and pins that fit the declared bounds."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("data", "callbacks", "kernels", "recipes")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DEPENDENCIES = [Requirement(line) for line in PROJECT["project"]["dependencies"]]
+DEVELOPMENT = [Requirement(line) for line in PROJECT["project"]["optional-dependencies"]["dev"]]
+PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+
+
+def python_from_root(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def packages_on_disk() -> set[str]:
+    """Every folder below `ag`, its links followed, that holds a module or a recipe."""
+    found = set()
+    for folder, below, files in os.walk(ROOT / "ag", followlinks=True):
+        below[:] = [name for name in below if name != "__pycache__"]
+        if any(name.endswith((".py", ".yaml")) for name in files):
+            found.add(".".join(Path(folder).relative_to(ROOT).parts))
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The files of a wheel built from the tracked and new files, not from what an old build left behind."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for entry in ("pyproject.toml", "README.md", "ag", *FOLDERS):
+        if (ROOT / entry).exists():
+            subprocess.run(["cp", "-a", str(ROOT / entry), str(source)], check=True)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", str(out), str(source)], check=True)
+    (built,) = out.glob("ag-*.whl")
+    with zipfile.ZipFile(built) as archive:
+        return archive.namelist()
+
+
+@pytest.mark.parametrize("folder", ["kernels", "recipes"])
+def test_folder_stays_a_namespace(folder: str) -> None:
+    """A regular package `kernels` in the working directory shadows Hugging Face's: transformers breaks."""
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_transformers_imports_from_the_repository_root() -> None:
+    code = "import transformers, importlib.util as u; s = u.find_spec('kernels'); print(s and s.origin)"
+    origin = python_from_root(code)
+    assert origin == "None" or not Path(origin).is_relative_to(ROOT / "kernels")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_link_is_relative_and_resolves(folder: str) -> None:
+    link = ROOT / "ag" / folder
+    assert link.is_symlink() and str(link.readlink()) == f"../{folder}"
+    assert link.resolve() == ROOT / folder
+
+
+def test_modules_exist_once() -> None:
+    """The same object under `ag.data`, whatever the working directory; ruff bans the top-level names."""
+    code = (
+        "import ag.data, ag.callbacks, ag.kernels.gated_attention as k; print(ag.data.__name__, k.__name__)"
+    )
+    assert python_from_root(code) == "ag.data ag.kernels.gated_attention"
+    banned = PROJECT["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]
+    assert set(banned) == {"kernels", "data", "callbacks"}
+
+
+def test_every_folder_is_in_the_package_list() -> None:
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages_on_disk() | {"ag.kernels", "ag.recipes"}
+
+
+def test_wheel_holds_our_folders_below_ag_only(wheel_names: list[str]) -> None:
+    assert {name.split("/")[0] for name in wheel_names} == {"ag", "ag-0.1.0.dist-info"}
+    expected = {f"{package.replace('.', '/')}/" for package in packages_on_disk()}
+    assert expected <= {f"{name.rpartition('/')[0]}/" for name in wheel_names}
+    for name in ("ag/py.typed", "ag/data/__init__.py", "ag/kernels/gated_attention/reference.py"):
+        assert name in wheel_names
+    recipes = {f"ag/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
+    assert recipes <= set(wheel_names)
+    assert not [name for name in wheel_names if "__pycache__" in name]
+
+
+def test_malicious_lightning_releases_are_excluded() -> None:
+    (lightning,) = (d for d in DEPENDENCIES if d.name == "lightning")
+    assert not lightning.specifier.contains("2.6.2") and not lightning.specifier.contains("2.6.3")
+    assert lightning.specifier.contains("2.6.4")
+
+
+def test_oldest_supported_versions_are_allowed() -> None:
+    bounds = {d.name: d.specifier for d in DEPENDENCIES}
+    assert bounds["torch"].contains("2.11.0") and bounds["transformers"].contains("5.17.0")
+    assert not bounds["transformers"].contains("6.0.0")
+
+
+def test_pins_satisfy_the_bounds() -> None:
+    pins = {}
+    for pin in PINS:
+        assert re.fullmatch(r"==[^,*+]+", str(pin.specifier)), f"{pin}: one exact public version"
+        assert pin.url is None
+        pins[canonicalize_name(pin.name)] = Version(str(pin.specifier)[2:])
+    assert len(pins) == len(PINS)
+    for dependency in (*DEPENDENCIES, *DEVELOPMENT):
+        assert dependency.specifier.contains(pins[canonicalize_name(dependency.name)]), dependency
+
+
+def test_flash_attention_is_never_required() -> None:
+    assert [Requirement(d).name for d in PROJECT["project"]["optional-dependencies"]["flash"]] == [
+        "flash-attn"
+    ]
+    assert not {"flash-attn", "triton"} & {d.name for d in (*DEPENDENCIES, *DEVELOPMENT, *PINS)}
+
+
+@pytest.mark.parametrize("script", ["scripts/test.sh", "scripts/quickstart.sh", ".ci/run"])
+def test_script_is_executable_bash(script: str) -> None:
+    path = ROOT / script
+    assert path.stat().st_mode & 0o111
+    assert path.read_text().startswith("#!/usr/bin/env bash\n")
+    subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "setup.sh").write_text((ROOT / "scripts" / "setup.sh").read_text())
+    old = tmp_path / "python-old"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "scripts/setup.sh"],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "PYTHON": str(old)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert (
+        done.stderr == f"Python 3.11 or newer was not found ({old}): install it, or set PYTHON to its path\n"
+    )
+    assert not (tmp_path / ".venv").exists()

