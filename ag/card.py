@@ -26,7 +26,7 @@ prompt is read; the others are dropped from memory.{adapter}
 `PATH` is this folder, `BASE` the base model: {base}{revision}.
 
 ```python
-import ag
+import {module}
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("BASE")
@@ -66,6 +66,7 @@ def model_card(info: Mapping[str, Any], figure: str | None) -> str:
         base=f"`{base['name']}`" if base["name"] else "a causal language model",
         revision=f", revision `{base['revision']}`" if base["revision"] else "",
         adapter=" The LoRA adapter in `adapter/` was trained with them." if adapter else "",
+        module="ag.export" if adapter else "ag",
         load_adapter='model = ag.export.load_adapter(model, "PATH")\n' if adapter else "",
         metrics=_table(
             "metric", {"kept share of the prompt's entries": info["keep_rate"], **info["metrics"]}

@@ -82,7 +82,7 @@ class RunCheckpoint(Checkpoint):
         if improved:
             self._best = value
         path = self._save(trainer)
-        if improved and path is not None and trainer.is_global_zero:
+        if improved and trainer.is_global_zero:
             link(path, self._folder / "best.ckpt")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -108,9 +108,7 @@ class RunCheckpoint(Checkpoint):
         if self._use_step_end:
             checkpoint["loops"]["fit_loop"] = self._step_end
 
-    def _save(self, trainer: Trainer, use_step_end: bool = False) -> Path | None:
-        if getattr(trainer, "fast_dev_run", False):
-            return None
+    def _save(self, trainer: Trainer, use_step_end: bool = False) -> Path:
         path = self._folder / f"step={trainer.global_step:06d}.ckpt"
         self._use_step_end = use_step_end
         trainer.save_checkpoint(path, weights_only=False)

@@ -41,8 +41,6 @@ class Figures(Callback):
             self._save(trainer, "curves", curves(rows))
 
     def _save(self, trainer: Trainer, name: str, figure: Figure) -> None:
-        if getattr(trainer, "fast_dev_run", False):
-            return
         path = self._run_dir / "figures" / f"{name}-{trainer.global_step:06d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lightning import LightningModule, Trainer
+from typing import Any
+
+from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
-
-from ag.callbacks.parameters import parameter_groups
 
 
 class GradientNorms(Callback):
@@ -22,14 +22,11 @@ class GradientNorms(Callback):
     def __init__(self) -> None:
         self.norms: dict[str, Tensor] = {}
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
         """Compute and log the norms."""
-        groups = parameter_groups(pl_module)
         self.norms = {}
-        for name in ("gates", "lora"):
-            gradients = [parameter.grad for parameter in groups[name] if parameter.grad is not None]
+        for name, parameters in pl_module.trainable().items():
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             if gradients:
                 self.norms[name] = get_total_norm(gradients)
         pl_module.log_dict({f"train/grad_norm_{name}": norm for name, norm in self.norms.items()})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lightning import LightningModule, Trainer
+from typing import Any
+
+from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from rich.table import Table
 from torch.nn import Parameter
-
-from ag.callbacks.parameters import parameter_groups
 
 
 def logical_count(parameter: Parameter) -> int:
@@ -24,14 +24,15 @@ def logical_count(parameter: Parameter) -> int:
 class ParameterSummary(Callback):
     """Prints the number of parameters of gates, LoRA and base model, and their share of the base."""
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Print the table on rank 0."""
         if not trainer.is_global_zero:
             return
-        counts = {
-            name: sum(logical_count(parameter) for parameter in parameters)
-            for name, parameters in parameter_groups(pl_module).items()
-        }
+        groups = pl_module.trainable()
+        groups["base"] = [
+            parameter for parameter in pl_module.model.parameters() if not parameter.requires_grad
+        ]
+        counts = {name: sum(map(logical_count, parameters)) for name, parameters in groups.items()}
         table = Table(title="Parameters")
         table.add_column("part")
         table.add_column("count", justify="right")
@@ -45,6 +46,6 @@ class ParameterSummary(Callback):
             "base": counts["base"],
         }
         for name, count in rows.items():
-            share = f"{count / counts['base']:.2%}" if counts["base"] else "-"
-            table.add_row(name, f"{count:,}", share, "no" if name == "base" else "yes")
+            trains = "no" if name == "base" else "yes"
+            table.add_row(name, f"{count:,}", f"{count / counts['base']:.2%}", trains)
         Console().print(table)

@@ -22,7 +22,7 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     """Read, tokenise and batch what ``config.data`` names.
 
     Args:
-        config: the run; ``data``, ``seed`` and ``trainer.max_steps`` are read.
+        config: the run; ``data`` and ``seed`` are read.
         tokenizer: the model's tokenizer.
         context: the model's longest input in tokens.
 
@@ -32,7 +32,4 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     Raises:
         DataError: the data cannot be used; the message names the place and the fix.
     """
-    data = config.data
-    if data.streaming and data.kind != "text":
-        raise DataError(f"data.streaming=true needs data.kind=text, found {data.kind}: set it to false")
-    return _BUILDERS[data.kind](config, tokenizer, context)
+    return _BUILDERS[config.data.kind](config, tokenizer, context)

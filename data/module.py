@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import LightningDataModule
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ag.data.collate import Collator, Row
@@ -17,8 +17,6 @@ from ag.data.sources import DataError
 
 if TYPE_CHECKING:
     from ag.config import DataConfig
-
-Batch = dict[str, Tensor]
 
 
 @dataclass
@@ -91,16 +89,21 @@ class DataModule(LightningDataModule):
         self.data, self.seed = data, seed
         self.truncated, self.truncated_tokens = counts.truncated, counts.truncated_tokens
         self.skipped = counts.skipped
-        self._epoch = self._batch = 0
+        self._restored: dict[str, Any] = {}
         self._order: TrainOrder | None = None
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Training batches, from the restored position on."""
+        """Training batches, from the restored position on.
+
+        Raises:
+            DataError: the rows do not fill one batch, or the restored checkpoint was written with another seed,
+                other rows or another number of rows per step, so that its position means something else.
+        """
         shard = self._shard(self.data.batch_size)
+        epoch, batch = self._position()
         if not isinstance(self.train_rows, Sequence):
-            return self._loader(Stream(self.train_rows, shard, self.seed, start=self._batch))
-        resume = (self._epoch, self._batch)
-        self._order = TrainOrder(len(self.train_rows), shard, self.seed, self._epoch, resume)
+            return self._loader(Stream(self.train_rows, shard, self.seed, start=batch))
+        self._order = TrainOrder(len(self.train_rows), shard, self.seed, epoch, resume=(epoch, batch))
         groups = [(row,) for row in self.train_rows]
         return self._loader(RowGroups(groups, self.collator.filler(self.train_rows[0])), self._order)
 
@@ -121,20 +124,21 @@ class DataModule(LightningDataModule):
         return {"epoch": epoch, "batch": batch, **self._identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where a checkpoint was written.
-
-        Raises:
-            DataError: seed, rows or rows per step differ, so that the position means something else.
-        """
-        for key, now in self._identity().items():
-            if state_dict[key] != now:
-                raise DataError(
-                    f"the checkpoint was written with {key} {state_dict[key]}, this run has {now}: "
-                    "resume with the same seed, data and rows per step (data.batch_size x processes)"
-                )
-        self._epoch, self._batch = state_dict["epoch"], state_dict["batch"]
+        """Remember where a checkpoint was written; :meth:`train_dataloader` continues there."""
+        self._restored = state_dict
         # Lightning looks for resumable loaders only; here the data module is what resumes.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+
+    def _position(self) -> tuple[int, int]:
+        if not self._restored:
+            return 0, 0
+        for key, now in self._identity().items():
+            if self._restored[key] != now:
+                raise DataError(
+                    f"the checkpoint was written with {key} {self._restored[key]}, this run has {now}: "
+                    "resume with the same seed, data and rows per step (data.batch_size x processes)"
+                )
+        return self._restored["epoch"], self._restored["batch"]
 
     def _identity(self) -> dict[str, int | None]:
         return {
@@ -155,9 +159,6 @@ class DataModule(LightningDataModule):
             sampler=sampler,
             collate_fn=self.collator,
             num_workers=self.data.num_workers,
-            pin_memory=self._on_gpu,
+            pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
+            generator=torch.Generator(),  # else every iteration draws from the generator of the gates' noise
         )
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"

@@ -1,9 +1,9 @@
 """Supervised tasks: a prompt and a response, with the loss on the response only.
 
 The prompt is tokenised by itself, so that training sees the prompt tokens that serving feeds. The response is
-what follows them in the tokens of the whole text; only where these do not begin with the prompt's is it
-tokenised by itself (always doing so would give SentencePiece tokenizers a second leading space). It ends with
-the answer, without EOS, so that the log-likelihoods of the choices compare.
+tokenised together with the prompt's last line, whose tokens are then taken off; only where the two merge over
+the border is it tokenised by itself (doing so always would give SentencePiece tokenizers a second leading
+space). It ends with the answer, without EOS, so that the log-likelihoods of the choices compare.
 """
 
 from __future__ import annotations
@@ -107,16 +107,17 @@ class Encoder:
             for number, question in enumerate(questions)
             for choice in (range(len(question.choices)) if every_choice else [question.target])
         ]
-        texts = [questions[number].prompt for number, _ in asked]
+        prompts = tokenize(self.tokenizer, [question.prompt for question in questions])
         answers = [" " + questions[number].choices[choice] for number, choice in asked]
-        prompts = tokenize(self.tokenizer, texts)
-        joint = tokenize(self.tokenizer, [text + answer for text, answer in zip(texts, answers, strict=True)])
+        lines = [questions[number].prompt.rsplit("\n", 1)[-1] for number, _ in asked]
+        before = tokenize(self.tokenizer, lines)
+        joint = tokenize(self.tokenizer, [line + answer for line, answer in zip(lines, answers, strict=True)])
         alone = tokenize(self.tokenizer, answers)
         groups: list[list[Row]] = [[] for _ in questions]
-        for (number, choice), prompt, both, response in zip(asked, prompts, joint, alone, strict=True):
-            if len(both) > len(prompt) and both[: len(prompt)] == prompt:
-                response = both[len(prompt) :]
-            row = self._row(prompt, response, f"{split} row {number + 1}")
+        for (number, choice), line, both, response in zip(asked, before, joint, alone, strict=True):
+            if len(both) > len(line) and both[: len(line)] == line:
+                response = both[len(line) :]
+            row = self._row(prompts[number], response, f"{split} row {number + 1}")
             answer = Answer(number, choice, questions[number].target) if every_choice else None
             groups[number].append(row._replace(answer=answer))
         return groups

@@ -34,17 +34,14 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     Without a validation split, the first ``data.val_samples`` training documents are held out.
 
     Args:
-        config: the run; ``data``, ``seed`` and ``trainer.max_steps`` are read.
+        config: the run; ``data`` and ``seed`` are read.
         tokenizer: the model's tokenizer.
         context: the model's longest input in tokens.
 
     Raises:
-        DataError: missing folder, split or field, lengths that do not fit, no row at all, or streaming
-            without ``trainer.max_steps``.
+        DataError: missing folder, split or field, lengths that do not fit, or no row at all.
     """
     data = config.data
-    if data.streaming and config.trainer.max_steps < 1:
-        raise DataError("data.streaming=true starts again when it ends: set trainer.max_steps")
     folder = local_folder(data.root, data.name) if data.root else None
     source = Source(data.name, data.subset, data.revision, folder)
     held_out = _held_out(source, data)
@@ -200,17 +197,9 @@ class Windows:
             counts: receives the skipped documents.
 
         Raises:
-            DataError: the lengths contradict each other or exceed the longest row.
+            DataError: a window exceeds the longest row.
         """
         shortest, longest, limit = data.prompt_min, data.prompt_max, min(data.max_length, context)
-        if not 2 <= shortest <= longest:
-            raise DataError(
-                f"data.prompt_min={shortest}, data.prompt_max={longest}: expected 2 <= min <= max"
-            )
-        if data.continuation < 1:
-            raise DataError(
-                f"data.continuation={data.continuation}: expected at least 1, which carries the loss"
-            )
         if longest + data.continuation > limit:
             raise DataError(
                 f"data.prompt_max={longest} + data.continuation={data.continuation} exceed the longest row "

@@ -27,6 +27,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -268,6 +269,25 @@ def test_a_local_base_model_is_no_hub_id_in_the_card(tmp_path: Path) -> None:
     export.save(tmp_path / "e", make_gates(), base_model=str(tmp_path))
     front = (tmp_path / "e" / "README.md").read_text().split("---\n")[1]
     assert "base_model" not in yaml.safe_load(front)
+
+
+@pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "plain"])
+def test_the_python_lines_of_the_card_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], adapter: bool
+) -> None:
+    words = Tokenizer(
+        WordLevel({word: index for index, word in enumerate(["?", "Once", "upon", "a", "time"])}, "?")
+    )
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "base")
+    LlamaForCausalLM(MODEL).save_pretrained(tmp_path / "base")
+    export.save(tmp_path / "e", make_gates(), adapter=make_adapter() if adapter else None)
+    card = (tmp_path / "e" / "README.md").read_text()
+    code = card.split("```python\n")[1].split("```")[0]
+    assert ("load_adapter" in code) == adapter
+    code = code.replace("PATH", str(tmp_path / "e")).replace("BASE", str(tmp_path / "base"))
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("Once upon a time")
 
 
 # Adapters
@@ -726,6 +746,17 @@ def test_an_interrupt_between_the_renames_restores_the_earlier_export(tmp_path: 
         trap = Trap(2, interrupt)
         patch.setattr(os, "rename", trap.wrap("rename", os.rename))
         with pytest.raises(KeyboardInterrupt):
+            make_export(folder, seed=2)
+    assert snapshot(folder) == before and hidden(folder) == []
+
+
+def test_an_export_set_aside_by_a_kill_survives_a_failing_one(tmp_path: Path) -> None:
+    folder = make_export(tmp_path / "e", seed=1)
+    before = snapshot(folder)
+    folder.rename(tmp_path / ".e.ag-old")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "write_bytes", lambda *_: no_space())
+        with pytest.raises(ExportError, match="No space left"):
             make_export(folder, seed=2)
     assert snapshot(folder) == before and hidden(folder) == []
 

@@ -57,9 +57,14 @@ class Tiny(LightningModule):
         self.sample_flags: list[tuple[Tensor, Tensor]] = []
         self.val_loss = [1.0]
 
+    def trainable(self) -> dict[str, list[nn.Parameter]]:
+        gates = [] if self.gates is None else list(self.gates.parameters())
+        return {"gates": gates, "lora": [p for p in self.model.parameters() if p.requires_grad]}
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         if self.pause:
-            print(f"batch {batch_idx}", flush=True)
+            if self.global_rank == 0:
+                print(f"batch {batch_idx}", flush=True)
             time.sleep(self.pause)
         if batch_idx == self.fail_batch:
             raise RuntimeError("a bug")

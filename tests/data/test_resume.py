@@ -1,4 +1,4 @@
-"""Real lightning.Trainer runs: a resumed run sees exactly the rows that an uninterrupted one would have seen."""
+"""Real lightning.Trainer runs: a resumed run sees exactly the rows that an uninterrupted one would see."""
 
 import json
 import subprocess
@@ -57,7 +57,7 @@ class Recorder(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
     def on_train_start(self):
-        # Lightning 2.6 forgets to count the epoch that follows a checkpoint of an epoch's last training batch.
+        # Lightning 2.6 forgets to count the epoch after a checkpoint of an epoch's last training batch.
         loop = self.trainer.fit_loop
         progress = loop.epoch_progress
         if loop.restarted_mid_epoch and progress.total.processed == progress.total.started:
@@ -187,3 +187,23 @@ def test_two_processes_see_the_batches_of_one_and_resume(tmp_path):
     ]
     assert full == run(tmp_path, data_module(batch_size=8)).seen
     assert resumed == [full[2:], full[3:], full[4:]]
+
+
+def test_loading_leaves_the_global_generator_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    list(data_module().train_dataloader())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_checkpoint_may_be_validated_with_another_batch_size(tmp_path):
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2)
+    run(tmp_path, data_module(), saver, max_steps=2)
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False
+    )
+    [metrics] = trainer.validate(
+        Recorder(), datamodule=data_module(batch_size=2), ckpt_path=saver.best_model_path, verbose=False
+    )
+    assert metrics["val/loss"] == pytest.approx(2.5)

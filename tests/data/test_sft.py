@@ -111,9 +111,7 @@ def test_response_that_does_not_fit_is_named(make_config, tmp_path, write, token
     good = {"goal": "g", "sol1": "a", "sol2": "b", "label": 0}
     write(tmp_path, "train", [good, good | {"sol1": "the quick brown fox jumps " * 9}])
     write(tmp_path, "validation", [good])
-    with pytest.raises(
-        DataError, match="the response of train row 2 has .* tokens, too many for a row of 16"
-    ):
+    with pytest.raises(DataError, match="the response of train row 2 has .* too many for a row of 16"):
         build(make_config, tokenizer, str(tmp_path), name="piqa", max_length=16)
 
 
@@ -138,15 +136,8 @@ def test_empty_split(make_config, tmp_path, write, tokenizer, split):
 def test_tokenizer_without_padding_and_end(make_config, boolq):
     vocabulary = {"[UNK]": 0}
     tok = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, "[UNK]")))
-    with pytest.raises(
-        DataError, match="neither a padding nor an end-of-sequence token: set tokenizer.pad_token"
-    ):
+    with pytest.raises(DataError, match="neither a padding nor an end-of-sequence token"):
         build(make_config, tok, boolq)
-
-
-def test_streaming_is_for_text(make_config, boolq, tokenizer):
-    with pytest.raises(DataError, match="data.streaming=true needs data.kind=text, found sft"):
-        build(make_config, tokenizer, boolq, streaming=True)
 
 
 def test_hub_is_asked_for_the_table_s_revision(make_config, tokenizer, monkeypatch):
