@@ -1,5 +1,10 @@
 """Learned KV-cache eviction: train Attention-Gates and run them in one inference engine."""
 
+import logging
+
+# on CPU bitsandbytes warns at import that an optional package for speed is not there
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
 from ag.attach import attach as attach
 from ag.attach import detach as detach
 from ag.engine import EvictionCache as EvictionCache

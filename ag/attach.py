@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from ag.errors import UserError
 from ag.gate import fingerprint
 from ag.kernels.gated_attention import gated_attention
 
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from ag.gate import AttentionGates
 
 IMPLEMENTATION = "ag"
+
+
+class UnsupportedModelError(UserError, TypeError):
+    """A model class that cannot take a custom attention function."""
 
 
 @dataclass
@@ -54,9 +59,7 @@ class AttentionCall:
         """
         windowed = self.window is not None and self.q.shape[2] > self.window
         if left_padded or windowed:
-            return gated_attention(
-                self.q, self.k, self.v, None, valid, scaling=self.scaling, window=self.window
-            )
+            return gated_attention(self.q, self.k, self.v, None, valid, scaling=self.scaling, window=self.window)
         name = _own_implementation(self.module)
         name = "sdpa" if name == "eager" else name  # eager needs an n^2 mask to be causal
         own = ALL_ATTENTION_FUNCTIONS[name]
@@ -99,16 +102,15 @@ def attach(model: nn.Module, gates: AttentionGates) -> None:
         gates: made for a model of the same geometry; each layer's gate moves to that layer's device.
 
     Raises:
-        TypeError: when the model class cannot take a custom attention function.
-        ValueError: when gates are attached already or were made for another geometry.
+        UnsupportedModelError: (a TypeError) when the model class cannot take a custom attention function.
+        UserError: (a ValueError) when gates are attached already or were made for another geometry.
     """
     decoder = decoder_of(model)
     attachment = getattr(decoder, "_ag_attachment", None)
     if attachment is not None and attachment.gates is not None:
-        raise ValueError("The model has gates attached already; call ag.detach(model) first.")
+        raise UserError("The model has gates attached already; call ag.detach(model) first.")
     check_geometry(model, gates)
-    for index in gates.layer_indices:
-        gates.layers[str(index)].to(next(decoder.layers[index].parameters()).device)
+    place(model, gates)
     instrument(model).gates = gates
 
 
@@ -136,7 +138,15 @@ def check_geometry(model: nn.Module, gates: AttentionGates) -> None:
     ours, theirs = gates.fingerprint, fingerprint(decoder_of(model).config)
     wrong = [f"{name} {ours[name]} (the model has {theirs[name]})" for name in ours if ours[name] != theirs[name]]
     if wrong:
-        raise ValueError(f"The gates were made for another model: {', '.join(wrong)}.")
+        raise UserError(f"The gates were made for another model: {', '.join(wrong)}.")
+
+
+def place(model: nn.Module, gates: AttentionGates) -> None:
+    """Move each gate to the device of the layer whose input it reads."""
+    layers = decoder_of(model).layers
+    for index in gates.layer_indices:
+        source = layers[index - gates.config.layer_offset]
+        gates.layers[str(index)].to(next(source.parameters()).device)
 
 
 def instrument(model: nn.Module) -> Attachment:
@@ -173,7 +183,7 @@ def decoder_of(model: nn.Module) -> Any:
     layers = getattr(decoder, "layers", None)
     supported = isinstance(base, PreTrainedModel) and base._supports_attention_backend and layers is not None
     if not supported or not all(hasattr(layer, "self_attn") for layer in layers):
-        raise TypeError(
+        raise UnsupportedModelError(
             f"{type(base).__name__} does not use the attention interface of transformers (layers with self_attn and "
             "_supports_attention_backend); use a model that does, such as Llama, Mistral, Qwen2 or Qwen3."
         )
@@ -229,7 +239,9 @@ def _attention(
         return result
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
-            raise TypeError(f"{type(module).__name__} passes {name} to its attention, which gates do not support.")
+            raise UnsupportedModelError(
+                f"{type(module).__name__} passes {name} to its attention, which gates do not support; choose another model."
+            )
     scaling = kwargs.get("scaling")
     call = AttentionCall(
         module,

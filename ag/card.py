@@ -68,9 +68,7 @@ def model_card(info: Mapping[str, Any], figure: str | None) -> str:
         adapter=" The LoRA adapter in `adapter/` was trained with them." if adapter else "",
         module="ag.export" if adapter else "ag",
         load_adapter='model = ag.export.load_adapter(model, "PATH")\n' if adapter else "",
-        metrics=_table(
-            "metric", {"kept share of the prompt's entries": info["keep_rate"], **info["metrics"]}
-        ),
+        metrics=_table("metric", {"kept share of the prompt's entries": info["keep_rate"], **info["metrics"]}),
         figure=f"\n![Measurements of the gates]({figure})\n" if figure else "",
         gate=_table("key", info["gate"]),
     )
@@ -81,6 +79,4 @@ def _table(name: str, rows: Mapping[str, Any]) -> str:
         key: "not measured" if value is None else f"{value:.6g}" if isinstance(value, float) else value
         for key, value in rows.items()
     }
-    return "\n".join(
-        [f"| {name} | value |", "| --- | --- |", *(f"| {key} | {cell} |" for key, cell in cells.items())]
-    )
+    return "\n".join([f"| {name} | value |", "| --- | --- |", *(f"| {key} | {cell} |" for key, cell in cells.items())])

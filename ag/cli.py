@@ -115,9 +115,7 @@ def _help(schema: type[Any], program: str) -> str:
     lines += [f"  {option:<{width}}  {doc}" for option, doc in OPTIONS.items()]
     for section, names in itertools.groupby(known, lambda name: name.rpartition(".")[0]):
         lines += ["", section or "keys and their defaults"]
-        lines += [
-            f"  {assignments[name]:<{width}}  {known[name].doc} ({known[name].expected()})" for name in names
-        ]
+        lines += [f"  {assignments[name]:<{width}}  {known[name].doc} ({known[name].expected()})" for name in names]
     return "\n".join(lines)
 
 
@@ -132,12 +130,8 @@ def _default(value: Any) -> str:
 def _recipes() -> str:
     names = recipe_names()
     width = max(map(len, names), default=0)
-    first_lines = (
-        (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0] for name in names
-    )
-    return "\n".join(
-        f"{name:<{width}}  {line.lstrip('# ')}" for name, line in zip(names, first_lines, strict=True)
-    )
+    first_lines = ((RECIPES / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0] for name in names)
+    return "\n".join(f"{name:<{width}}  {line.lstrip('# ')}" for name, line in zip(names, first_lines, strict=True))
 
 
 def _expand(overrides: dict[str, str]) -> list[dict[str, str]]:

@@ -30,13 +30,9 @@ class ModelConfig:
     revision: str | None = key(None, "git revision of a hub model")
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the frozen weights")
     quantization: Literal["none", "nf4"] = key("none", "nf4: 4-bit weights through bitsandbytes")
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key(
-        "sdpa", "the model's own attention"
-    )
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key("sdpa", "the model's own attention")
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass (non-reentrant)")
-    trust_remote_code: bool = key(
-        False, "run code from the model's repository; only for repositories you trust"
-    )
+    trust_remote_code: bool = key(False, "run code from the model's repository; only for repositories you trust")
 
 
 @dataclass
@@ -61,9 +57,7 @@ class DataConfig:
     revision: str | None = key(None, "git revision of a hub dataset (text)")
     root: str | None = key(None, "local folder of JSON lines with the hub's field names, instead of the hub")
     text_field: str = key("text", "the field that holds a document (text)")
-    max_length: int = key(
-        1024, "longest row in tokens; a longer prompt loses its left part, and is counted", low=2
-    )
+    max_length: int = key(1024, "longest row in tokens; a longer prompt loses its left part, and is counted", low=2)
     packing: Literal["packed", "split"] = key(
         "split", "text: packed rows of max_length tokens, or prompt and continuation"
     )
@@ -100,9 +94,7 @@ class WarmupConfig:
     target: Literal["attention", "obcache_value"] = key(
         "attention", "what later queries pay a key: summed attention, or sqrt(sum A^2) * ||v||"
     )
-    keep: float = key(
-        0.5, "share of the tokens that the flags keep after the warm start", low=0.01, high=0.99
-    )
+    keep: float = key(0.5, "share of the tokens that the flags keep after the warm start", low=0.01, high=0.99)
 
 
 @dataclass
@@ -164,9 +156,7 @@ class WandbConfig:
 class ExportConfig:
     """What is written at the end of a run."""
 
-    merge: bool = key(
-        False, "merge the adapter into a full copy of the base model instead of keeping it apart"
-    )
+    merge: bool = key(False, "merge the adapter into a full copy of the base model instead of keeping it apart")
 
 
 @dataclass

@@ -188,9 +188,7 @@ def check_resume(config: Any, run: str | Path) -> None:
     before = load_config(_run_config(run), type(config))
     for name in keys(type(config)):
         old, new = operator.attrgetter(name)(before), operator.attrgetter(name)(config)
-        free = any(
-            name == key or (key.endswith(".") and name.startswith(key)) for key in MAY_CHANGE_ON_RESUME
-        )
+        free = any(name == key or (key.endswith(".") and name.startswith(key)) for key in MAY_CHANGE_ON_RESUME)
         if old != new and not free:
             raise ConfigError(
                 f"resume={run}: that run has {name}={short(old)}, not {short(new)}; "
@@ -201,7 +199,5 @@ def check_resume(config: Any, run: str | Path) -> None:
 def _run_config(run: str | Path) -> Path:
     path = Path(os.path.expanduser(run)) / "config.yaml"
     if not os.path.isfile(path):
-        raise ConfigError(
-            f"resume={run}: expected a run folder, such as runs/RECIPE/TIME, with a config.yaml"
-        )
+        raise ConfigError(f"resume={run}: expected a run folder, such as runs/RECIPE/TIME, with a config.yaml")
     return path

@@ -81,9 +81,7 @@ def save(
     target = Path(path).resolve()
     _check_replaceable(target)
     picture = None if figure is None else Path(figure).read_bytes()
-    tensors = {
-        name: tensor.detach().float().cpu().contiguous() for name, tensor in gates.state_dict().items()
-    }
+    tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in gates.state_dict().items()}
     _check_finite(target / WEIGHTS, tensors)
     measured = {name: float(value) for name, value in (metrics or {}).items()}
     numbers = {name: value if math.isfinite(value) else None for name, value in measured.items()}
@@ -139,9 +137,7 @@ def load(path: StrPath, model_config: PretrainedConfig | None = None) -> Attenti
     for name, tensor in tensors.items():
         found, wanted = (tensor.dtype, tuple(tensor.shape)), (torch.float32, tuple(expected[name].shape))
         if found != wanted:
-            raise ExportError(
-                f"{file}: {name} is {found}: expected {wanted} from {CONFIG}; export the gates again."
-            )
+            raise ExportError(f"{file}: {name} is {found}: expected {wanted} from {CONFIG}; export the gates again.")
     _check_finite(file, tensors)
     gates.load_state_dict(tensors, assign=True)
     return gates.eval()
@@ -162,9 +158,7 @@ def read_info(path: StrPath) -> dict[str, Any]:
     try:
         info = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise ExportError(
-            f"{file}: not JSON ({error}): expected the file as exported; copy it again."
-        ) from error
+        raise ExportError(f"{file}: not JSON ({error}): expected the file as exported; copy it again.") from error
     validate(file, info)
     return dict(info)
 
@@ -183,9 +177,7 @@ def adapter_path(path: StrPath) -> Path | None:
     return Path(path) / ADAPTER
 
 
-def load_adapter(
-    model: PreTrainedModel, path: StrPath, *, merge: bool = False
-) -> PeftModel | PreTrainedModel:
+def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) -> PeftModel | PreTrainedModel:
     """Put the export's LoRA adapter on its base model, frozen.
 
     Args:
@@ -198,9 +190,7 @@ def load_adapter(
     """
     folder = adapter_path(path)
     if folder is None:
-        raise ExportError(
-            f"{path}: the export has no {ADAPTER} folder: expected one trained with train=gates+lora."
-        )
+        raise ExportError(f"{path}: the export has no {ADAPTER} folder: expected one trained with train=gates+lora.")
     _check_base(Path(path), read_info(path), model.config)
     adapted = PeftModel.from_pretrained(model, str(folder)).eval()
     return adapted.merge_and_unload(safe_merge=True) if merge else adapted
@@ -226,9 +216,7 @@ def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerB
             "set export.merge=false, or load the base with model.quantization=none."
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ExportError(
-            f"{target}: something is in the way: expected no such folder; remove it or name another."
-        )
+        raise ExportError(f"{target}: something is in the way: expected no such folder; remove it or name another.")
     with _staged(target) as folder:
         model.merge_and_unload(safe_merge=True).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -236,9 +224,7 @@ def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerB
 
 def _save_adapter(adapter: PeftModel, folder: Path, base_model: str) -> dict[str, str]:
     if "default" not in adapter.peft_config:
-        raise ExportError(
-            f"{folder.name}: adapters {list(adapter.peft_config)}: expected one named 'default'."
-        )
+        raise ExportError(f"{folder.name}: adapters {list(adapter.peft_config)}: expected one named 'default'.")
     adapter.save_pretrained(str(folder / ADAPTER), selected_adapters=["default"], save_embedding_layers=False)
     (folder / ADAPTER / "README.md").unlink()  # PEFT's template; the model card is one level up
     config, weights = (folder / name for name in ADAPTER_FILES)
@@ -339,17 +325,13 @@ def _parse(file: Path, raw: bytes) -> dict[str, Tensor]:
 def _check_hash(file: Path, raw: bytes, expected: str) -> None:
     digest = hashlib.sha256(raw).hexdigest()
     if digest != expected:
-        raise ExportError(
-            f"{file}: sha256 {digest}: expected {expected}; the file was damaged, copy it again."
-        )
+        raise ExportError(f"{file}: sha256 {digest}: expected {expected}; the file was damaged, copy it again.")
 
 
 def _check_finite(file: Path, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise ExportError(
-                f"{file}: {name} has NaN or infinite values: expected finite weights; train again."
-            )
+            raise ExportError(f"{file}: {name} has NaN or infinite values: expected finite weights; train again.")
 
 
 def _check_base(folder: Path, info: dict[str, Any], model_config: PretrainedConfig) -> None:

@@ -42,9 +42,7 @@ def evicted_heatmap(evicted: NDArray[np.floating], layers: Sequence[int]) -> Fig
     """
     heads = evicted.shape[1]
     width = float(np.clip(1.8 + 0.32 * len(layers), 5, 14))
-    figure = Figure(
-        figsize=(width, float(np.clip(1.7 + 0.32 * heads, 2.4, 9))), dpi=DPI, layout="constrained"
-    )
+    figure = Figure(figsize=(width, float(np.clip(1.7 + 0.32 * heads, 2.4, 9))), dpi=DPI, layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(evicted.T, cmap="YlGnBu", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     _ticks_at(axes, "x", layers)
@@ -84,15 +82,11 @@ def keep_pattern(
     _ticks_at(axes, "y", range(count) if layers is None else layers, step=heads)
     axes.set_ylabel("layer" if heads == 1 else f"layer ({heads} KV heads each)")
     if labelled and tokens is not None:
-        axes.set_xticks(
-            range(length), [token.replace("\n", "\\n") for token in tokens], rotation=90, fontsize=7
-        )
+        axes.set_xticks(range(length), [token.replace("\n", "\\n") for token in tokens], rotation=90, fontsize=7)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axes.set_xlabel("position in the prompt")
-    axes.set_title(
-        f"Evicted tokens (black): {1 - flags.mean():.1%} of a prompt of {length} tokens", fontsize=11
-    )
+    axes.set_title(f"Evicted tokens (black): {1 - flags.mean():.1%} of a prompt of {length} tokens", fontsize=11)
     _bare(axes)
     return figure
 
@@ -129,9 +123,7 @@ def curves(rows: Sequence[dict[str, float]]) -> Figure:
     return figure
 
 
-def _line(
-    axes: Axes, steps: NDArray[np.float64], values: NDArray[np.float64], name: str, colour: str
-) -> None:
+def _line(axes: Axes, steps: NDArray[np.float64], values: NDArray[np.float64], name: str, colour: str) -> None:
     """Draw a noisy metric under its running mean over a thirtieth of the run."""
     window = max(1, len(values) // 30)
     if window > 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,6 +18,7 @@ from ag.callbacks.checkpoint_files import newest_valid
 from ag.cli import parse
 from ag.config import Config
 from ag.configure import dump
+from ag.errors import UserError
 from ag.gate import AttentionGates
 from ag.loggers import build_loggers
 from ag.module import GatedLM
@@ -33,14 +35,13 @@ def main(argv: list[str] | None = None) -> int:
     invocation = parse(sys.argv[1:] if argv is None else argv, Config, "ag.fit")
     try:
         fit(invocation.config, invocation.dry_run)
+    except (UserError, MisconfigurationException) as error:
+        return _fail(f"error: {error}", EXIT_USER_ERROR)
     except callbacks.NonFiniteError as error:
-        return _fail(error, EXIT_NOT_FINITE)
-    except (ValueError, TypeError, FileNotFoundError) as error:
-        if os.environ.get("AG_DEBUG"):
-            raise
-        return _fail(error, EXIT_USER_ERROR)
+        # Lightning's launcher kills the first process, and its exit code, when it sees another one fail
+        return _fail(f"error: {error}", EXIT_NOT_FINITE if os.environ.get("LOCAL_RANK", "0") == "0" else 0)
     except callbacks.Stopped as stopped:
-        return _fail(stopped, int(stopped.code or 0))
+        return _fail(str(stopped), int(stopped.code or 0))
     return 0
 
 
@@ -55,24 +56,26 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
         The run folder, None after a dry run.
 
     Raises:
-        ValueError: (ModelError, DataError, ExportError, ...) naming what is wrong and the fix.
+        UserError: (ModelError, DataError, ExportError, ...) naming what is wrong and the fix.
         ag.callbacks.NonFiniteError: a loss or gradient was not finite; the last checkpoint is kept.
         ag.callbacks.Stopped: on SIGTERM or Ctrl-C, after a checkpoint.
     """
     L.seed_everything(config.seed, workers=True, verbose=False)
-    run_dir = None if dry_run else run_folder(config)
     base, tokenizer = models.load_base(config.model)
     context = base.config.get_text_config().max_position_embeddings
     batches = data.build(config, tokenizer, context)
     gates = None if config.train == "lora" else AttentionGates(base.config, config.gate)
     model = base if config.train == "gates" else models.add_lora(base, config.lora)
     module = GatedLM(config, model, gates)
+    run_dir = None if dry_run else run_folder(config)
     trainer = build_trainer(config, run_dir)
     checkpoint = None if config.resume is None else newest_valid(Path(config.resume))
     module.train()  # Lightning keeps the mode it finds, and checkpointing of activations needs this one
     trainer.fit(module, batches, ckpt_path=checkpoint, weights_only=True)
     if run_dir is None:
         return None
+    if "val/loss" not in trainer.callback_metrics:  # stopped where a validation was due, which Lightning skips then
+        trainer.validate(module, batches, verbose=False)
     if config.checkpoint.patience:
         load_best(module, run_dir)
     if trainer.is_global_zero:
@@ -89,13 +92,13 @@ def run_folder(config: Config) -> Path:
     """Make the folder of a run, ``OUTPUT/RECIPE/TIME``, the same on all ranks, and write its config.yaml.
 
     Raises:
-        ValueError: when several processes were started by torchrun without an id that they share.
+        UserError: when several processes were started by torchrun without an id that they share.
     """
     if config.resume is not None:
         return Path(config.resume)
     name = os.environ.get("AG_RUN") or os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
     if name == "none":
-        raise ValueError("torchrun has no id for this run: start it with torchrun --rdzv-id=NAME.")
+        raise UserError("torchrun has no id for this run: start it with torchrun --rdzv-id=NAME.")
     folder = Path(config.output) / config.recipe / (name or time.strftime("%Y-%m-%d_%H-%M-%S"))
     if int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0) == 0:
         while name is None and folder.exists():  # two runs in one second
@@ -137,7 +140,11 @@ def build_trainer(config: Config, run_dir: Path | None) -> L.Trainer:
 
 
 def write_export(
-    folder: Path, module: GatedLM, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, metrics: dict[str, float]
+    folder: Path,
+    module: GatedLM,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    metrics: dict[str, float],
 ) -> None:
     """Write what was trained: gates with their adapter, or the adapter alone for the baseline.
 
@@ -152,16 +159,16 @@ def write_export(
     measured = {name.removeprefix("val/"): value for name, value in metrics.items() if name.startswith("val/")}
     if "evicted" in measured:
         measured["kept"] = 1 - measured["evicted"]
-    figure = folder.parent / "figures" / "keep_pattern.png"
+    figures = sorted((folder.parent / "figures").glob("keep-0-*.png"))
     if module.gates is not None:
         export.save(
             folder,
             module.gates,
-            base_model=module.config.model.name,
+            base_model=models.hub_name(module.config.model.name),
             base_revision=models.base_revision(base),
             adapter=adapter,
             metrics=measured,
-            figure=figure if figure.exists() else None,
+            figure=figures[-1] if figures else None,
         )
     elif adapter is not None:
         adapter.save_pretrained(str(folder / "adapter"))
@@ -175,8 +182,8 @@ def load_best(module: GatedLM, run_dir: Path) -> None:
     module.load_state_dict(best["state_dict"], strict=False)
 
 
-def _fail(error: BaseException, code: int) -> int:
-    print(f"ag.fit: error: {error}" if code != 143 and code != 130 else f"ag.fit: {error}", file=sys.stderr)
+def _fail(message: str, code: int) -> int:
+    print(f"ag.fit: {message}", file=sys.stderr)
     return code
 
 

@@ -116,8 +116,10 @@ class AttentionGate(nn.Module):
             ``[B, Hkv, T]`` float32. With ``granularity="query_head"`` the largest logit of a group stands for its
             KV head, so that the entry is dropped only when every query head of the group drops it.
         """
-        logits = self._attend(hidden, valid, left_padded) if self.config.kind == "attention" else self.linear(hidden)
-        if self.config.shortcut and self.config.kind == "attention":
+        hidden = hidden.to(next(self.parameters()).dtype)  # a 16-bit model may have float32 gates
+        attention = self.config.kind == "attention"
+        logits = self._attend(hidden, valid, left_padded) if attention else self.linear(hidden)
+        if attention and self.config.shortcut:
             logits = logits + self.linear(hidden)
         batch, length, _ = logits.shape
         return logits.float().view(batch, length, self.kv_heads, -1).amax(-1).transpose(1, 2)
@@ -150,7 +152,9 @@ class AttentionGates(nn.Module):
     def __init__(self, model_config: PretrainedConfig | Mapping[str, Any], config: GateConfig) -> None:
         super().__init__()
         self.config = config
-        self.fingerprint = dict(model_config) if isinstance(model_config, Mapping) else fingerprint(model_config)
+        if isinstance(model_config, PretrainedConfig):
+            model_config = fingerprint(model_config)
+        self.fingerprint = dict(model_config)
         geometry = self.fingerprint
         heads = geometry["num_kv_heads" if config.granularity == "kv_head" else "num_heads"]
         self.layers = nn.ModuleDict(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ag.attach import AttentionCall, Plan
+from ag.errors import UserError
 from ag.gate import AttentionGates
 from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
@@ -23,7 +24,7 @@ class Gating(Plan):
         hard: use the flags as they are, without an estimator's gradient or noise.
 
     Raises:
-        ValueError: when ``scope="prompt"`` or ``prefill="dense"`` has no prompt length.
+        UserError: when ``scope="prompt"`` or ``prefill="dense"`` has no prompt length.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class Gating(Plan):
     ) -> None:
         config = gates.config
         if prompt_length is None and (config.scope == "prompt" or config.prefill == "dense"):
-            raise ValueError(
+            raise UserError(
                 f"gate.scope={config.scope}, gate.prefill={config.prefill}: expected batches with a prompt and a "
                 "response; for plain packed text use scope=causal with prefill=sparse."
             )
@@ -60,7 +61,7 @@ class Gating(Plan):
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         """Check that the batch is the one this object was made for."""
         if (batch, length) != tuple(self.prompt.shape):
-            raise ValueError(f"Gating was made for a batch {tuple(self.prompt.shape)}, not {(batch, length)}.")
+            raise UserError(f"Gating was made for a batch {tuple(self.prompt.shape)}, not {(batch, length)}.")
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Run the gate that reads this layer's input."""
@@ -92,6 +93,11 @@ class Gating(Plan):
             self._dense_until,
         )
 
+    def forget(self, layer: int) -> None:
+        """Free what is held for a layer."""
+        self.logits.pop(layer, None)
+        self._keep.pop(layer, None)
+
     def _run_gate(self, layer: int, hidden: Tensor) -> Tensor | None:
         name = str(layer + self.gates.config.layer_offset)
         if name not in self.gates.layers:
@@ -105,23 +111,29 @@ class Observing(Gating):
 
     Meant to run under ``torch.no_grad()``: only the gates build a graph, so a step costs no backward through the model.
     ``targets`` holds, by gated layer, the log of what later queries paid each prompt key, ``[B, Hkv, T']`` float32.
+    Later queries are those that eviction would bind: the response's with ``prefill="dense"``, else all.
 
     Args:
         gates: gates of the model.
         valid: ``[B, T]``, nonzero on real tokens.
-        prompt_length: ``[B]`` long, or None: then every token counts, and later queries are all those after it.
+        prompt_length: ``[B]`` long, or None: then every token counts.
         target: ``attention``: the mean over queries of the summed weights; ``obcache_value``: the root of the mean of
             squared weights, times the norm of the value (OBCache, value term, of the future).
     """
 
     def __init__(
-        self, gates: AttentionGates, valid: Tensor, prompt_length: Tensor | None = None, target: str = "attention"
+        self,
+        gates: AttentionGates,
+        valid: Tensor,
+        prompt_length: Tensor | None = None,
+        target: str = "attention",
     ) -> None:
         super().__init__(gates, valid, prompt_length)
         self.target = target
         self.window: int | None = None
         self.targets: dict[int, Tensor] = {}
-        self._queries = valid.bool() if prompt_length is None else valid.bool() & ~self.prompt
+        only_responses = prompt_length is not None and gates.config.prefill == "dense"
+        self._queries = valid.bool() & ~self.prompt if only_responses else valid.bool()
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Run the gate with a graph of its own."""

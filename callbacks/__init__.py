@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor
 
 from ag.callbacks.checkpoint import RunCheckpoint
 from ag.callbacks.checkpoint_files import AtomicCheckpointIO, newest_valid
@@ -35,13 +35,12 @@ def build(config: Config, run_dir: Path) -> list[Callback]:
     callbacks: list[Callback] = [
         ParameterSummary(),
         StopOnSignal(),
+        LearningRateMonitor("step"),
         Throughput(config.trainer.log_every),
         gradients,
         FiniteGuard(gradients, run_dir),
         Figures(run_dir),
-        RunCheckpoint(
-            run_dir, config.checkpoint.every_steps, config.checkpoint.keep_last, config.checkpoint.monitor
-        ),
+        RunCheckpoint(run_dir, config.checkpoint.every_steps, config.checkpoint.keep_last, config.checkpoint.monitor),
     ]
     if config.checkpoint.patience:
         # right after the validation, so that its checkpoint holds the updated count

@@ -101,9 +101,7 @@ class RunCheckpoint(Checkpoint):
         except (OSError, RuntimeError) as error:
             warnings.warn(f"step {trainer.global_step} could not be saved: {error}", stacklevel=2)
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Replace the counters of now by those of the end of the last optimiser step."""
         if self._use_step_end:
             checkpoint["loops"]["fit_loop"] = self._step_end

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
+from ag.errors import UserError
+
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """List the checkpoints of a run, newest (most optimiser steps) first; `best.ckpt` is not among them."""
@@ -29,7 +31,7 @@ def newest_valid(run_dir: Path) -> Path:
     Every byte is compared with the checksums in the file, so truncation and flipped bits are both found.
 
     Raises:
-        FileNotFoundError: the run has no intact checkpoint.
+        UserError: the run has no intact checkpoint.
     """
     for path in checkpoints(run_dir):
         try:
@@ -40,9 +42,7 @@ def newest_valid(run_dir: Path) -> Path:
         if damage is None:
             return path
         warnings.warn(f"{path} is damaged ({damage}); trying the one before it", stacklevel=2)
-    raise FileNotFoundError(
-        f"{run_dir} holds no intact checkpoints/step=*.ckpt; start the recipe anew, without resume"
-    )
+    raise UserError(f"{run_dir} holds no intact checkpoints/step=*.ckpt; start the recipe anew, without resume")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -48,6 +48,4 @@ class Figures(Callback):
             if isinstance(logger, WandbLogger):
                 logger.log_image(f"figures/{name}", [str(path)], step=trainer.global_step)
             elif isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_image(
-                    f"figures/{name}", imread(path), trainer.global_step, dataformats="HWC"
-                )
+                logger.experiment.add_image(f"figures/{name}", imread(path), trainer.global_step, dataformats="HWC")

@@ -44,9 +44,7 @@ class FiniteGuard(Callback):
         """Keep the loss of a batch for the check (reading it here would wait for the device every batch)."""
         self._losses.append(loss.detach())
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Check the losses and the gradients of this step.
 
         Raises:

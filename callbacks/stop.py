@@ -53,9 +53,7 @@ class StopOnSignal(Callback):
         self._step = trainer.global_step
         self._listen()
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Leave, now that the metrics of the last step are logged."""
         self._leave_if_agreed(trainer)
 

@@ -28,24 +28,12 @@ class ParameterSummary(Callback):
         """Print the table on rank 0."""
         if not trainer.is_global_zero:
             return
-        groups = pl_module.trainable()
-        groups["base"] = [
-            parameter for parameter in pl_module.model.parameters() if not parameter.requires_grad
-        ]
-        counts = {name: sum(map(logical_count, parameters)) for name, parameters in groups.items()}
-        table = Table(title="Parameters")
-        table.add_column("part")
+        trained = pl_module.trainable()
+        gates, lora = (sum(map(logical_count, trained[name])) for name in ("gates", "lora"))
+        base = sum(logical_count(weight) for weight in pl_module.model.parameters() if not weight.requires_grad)
+        table = Table("part", title="Parameters")
         table.add_column("count", justify="right")
         table.add_column("share of base", justify="right")
-        table.add_column("trained")
-        trained = counts["gates"] + counts["lora"]
-        rows = {
-            "gates": counts["gates"],
-            "LoRA": counts["lora"],
-            "all trained": trained,
-            "base": counts["base"],
-        }
-        for name, count in rows.items():
-            trains = "no" if name == "base" else "yes"
-            table.add_row(name, f"{count:,}", f"{count / counts['base']:.2%}", trains)
+        for name, count in {"gates": gates, "LoRA": lora, "trained": gates + lora, "base": base}.items():
+            table.add_row(name, f"{count:,}", f"{count / base:.2%}")
         Console().print(table)

@@ -37,9 +37,7 @@ class Throughput(Callback):
         """Stop the clock."""
         self._paused = time.perf_counter()
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Let the clock run on, as if validation and what follows it (pictures, checkpoint) took no time."""
         if self._paused is not None:
             self._start += time.perf_counter() - self._paused

@@ -189,8 +189,7 @@ def generate(seed: int, split: str, index: int, shortest: int, longest: int) -> 
     words = int(rng.randint(shortest, longest) / TOKENS_PER_WORD)
     relation = rng.choice(RELATIONS)
     people = [
-        f"{name} the {trade}"
-        for name, trade in zip(rng.sample(NAMES[split], 4), rng.sample(TRADES, 4), strict=True)
+        f"{name} the {trade}" for name, trade in zip(rng.sample(NAMES[split], 4), rng.sample(TRADES, 4), strict=True)
     ]
     choices = rng.sample(relation.answers, 4)
     target = rng.randrange(4)

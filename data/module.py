@@ -90,22 +90,21 @@ class DataModule(LightningDataModule):
         self.truncated, self.truncated_tokens = counts.truncated, counts.truncated_tokens
         self.skipped = counts.skipped
         self._restored: dict[str, Any] = {}
-        self._order: TrainOrder | None = None
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Training batches, from the restored position on.
 
         Raises:
-            DataError: the rows do not fill one batch, or the restored checkpoint was written with another seed,
-                other rows or another number of rows per step, so that its position means something else.
+            DataError: the rows do not fill one batch, or the restored checkpoint was written with another
+                seed, other rows or another number of rows per step: its position means something else.
         """
         shard = self._shard(self.data.batch_size)
         epoch, batch = self._position()
         if not isinstance(self.train_rows, Sequence):
             return self._loader(Stream(self.train_rows, shard, self.seed, start=batch))
-        self._order = TrainOrder(len(self.train_rows), shard, self.seed, epoch, resume=(epoch, batch))
+        order = TrainOrder(len(self.train_rows), shard, self.seed, epoch, resume=(epoch, batch))
         groups = [(row,) for row in self.train_rows]
-        return self._loader(RowGroups(groups, self.collator.filler(self.train_rows[0])), self._order)
+        return self._loader(RowGroups(groups, self.collator.filler(self.train_rows[0])), order)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Validation batches, the same number on every rank."""
@@ -113,32 +112,32 @@ class DataModule(LightningDataModule):
         return self._loader(RowGroups(self.val_rows, self.collator.filler(self.val_rows[0][0])), order)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the next training batch, for the checkpoint."""
-        if self.trainer is None:
-            return {}
-        # Lightning fetches ahead of the step that it runs: what is processed counts, not what was fetched.
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        epoch, batch = self._order.epoch if self._order else 0, progress.state_dict()["current"]["processed"]
-        if progress.is_last_batch:
-            epoch, batch = epoch + 1, 0
-        return {"epoch": epoch, "batch": batch, **self._identity()}
+        """What the position in a checkpoint's loop counters refers to."""
+        return self._identity()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember where a checkpoint was written; :meth:`train_dataloader` continues there."""
+        """Remember what a checkpoint's position refers to; :meth:`train_dataloader` compares."""
         self._restored = state_dict
         # Lightning looks for resumable loaders only; here the data module is what resumes.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
 
     def _position(self) -> tuple[int, int]:
-        if not self._restored:
+        """Epoch and batch where training starts, by Lightning's counters, which a checkpoint restores."""
+        if self.trainer is None:
             return 0, 0
         for key, now in self._identity().items():
-            if self._restored[key] != now:
+            if self._restored.get(key, now) != now:
                 raise DataError(
                     f"the checkpoint was written with {key} {self._restored[key]}, this run has {now}: "
                     "resume with the same seed, data and rows per step (data.batch_size x processes)"
                 )
-        return self._restored["epoch"], self._restored["batch"]
+        epochs = self.trainer.fit_loop.epoch_progress.state_dict()
+        batches = self.trainer.fit_loop.epoch_loop.batch_progress.state_dict()
+        epoch = int(epochs["current"]["processed"])
+        if batches["is_last_batch"]:  # in an epoch that may or may not be counted yet
+            return epoch + int(epochs["total"]["started"] > epochs["total"]["processed"]), 0
+        # Lightning fetches ahead of the step that it runs: what is processed counts, not what was fetched.
+        return epoch, batches["current"]["processed"]
 
     def _identity(self) -> dict[str, int | None]:
         return {

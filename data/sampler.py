@@ -146,7 +146,5 @@ class Stream(IterableDataset[list[Row]]):
                 if len(held) == self.buffer:
                     yield held.pop(rng.integers(len(held)))
             if not held:
-                raise DataError(
-                    "the streamed dataset gave no row: it is empty, or every document is too short"
-                )
+                raise DataError("the streamed dataset gave no row: it is empty, or every document is too short")
             yield from (held[i] for i in rng.permutation(len(held)))

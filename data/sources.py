@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ag.errors import UserError
+
 Record = dict[str, Any]
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """The data cannot be used; the message is one sentence that names the place and the fix."""
 
 
@@ -64,9 +66,7 @@ class Source:
         for file in files:
             if file.is_file():
                 return file
-        raise MissingSplitError(
-            f"{self.folder} has no split {split}: expected {split}.jsonl or {split}.jsonl.gz"
-        )
+        raise MissingSplitError(f"{self.folder} has no split {split}: expected {split}.jsonl or {split}.jsonl.gz")
 
     def _read_hub(self, split: str, streaming: bool) -> Iterator[Record]:
         import datasets
@@ -112,9 +112,7 @@ def check_fields(row: Mapping[str, Any], fields: Mapping[str, type | tuple[type,
     """
     for name, kind in fields.items():
         if name not in row:
-            raise DataError(
-                f"{place} has no field {name}: expected {', '.join(fields)}; found {', '.join(row)}"
-            )
+            raise DataError(f"{place} has no field {name}: expected {', '.join(fields)}; found {', '.join(row)}")
         if not isinstance(row[name], kind):
             kinds = kind if isinstance(kind, tuple) else (kind,)
             wanted = " or ".join(k.__name__ for k in kinds)

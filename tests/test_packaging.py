@@ -71,9 +71,7 @@ def test_link_is_relative_and_resolves(folder: str) -> None:
 
 def test_modules_exist_once() -> None:
     """The same object under `ag.data`, whatever the working directory; ruff bans the top-level names."""
-    code = (
-        "import ag.data, ag.callbacks, ag.kernels.gated_attention as k; print(ag.data.__name__, k.__name__)"
-    )
+    code = "import ag.data, ag.callbacks, ag.kernels.gated_attention as k; print(ag.data.__name__, k.__name__)"
     assert python_from_root(code) == "ag.data ag.kernels.gated_attention"
     banned = PROJECT["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]
     assert set(banned) == {"kernels", "data", "callbacks"}
@@ -118,9 +116,7 @@ def test_pins_satisfy_the_bounds() -> None:
 
 
 def test_flash_attention_is_never_required() -> None:
-    assert [Requirement(d).name for d in PROJECT["project"]["optional-dependencies"]["flash"]] == [
-        "flash-attn"
-    ]
+    assert [Requirement(d).name for d in PROJECT["project"]["optional-dependencies"]["flash"]] == ["flash-attn"]
     assert not {"flash-attn", "triton"} & {d.name for d in (*DEPENDENCIES, *DEVELOPMENT, *PINS)}
 
 
@@ -146,7 +142,5 @@ def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 1
-    assert (
-        done.stderr == f"Python 3.11 or newer was not found ({old}): install it, or set PYTHON to its path\n"
-    )
+    assert done.stderr == f"Python 3.11 or newer was not found ({old}): install it, or set PYTHON to its path\n"
     assert not (tmp_path / ".venv").exists()

@@ -39,8 +39,7 @@ def load(name: str, **overrides: str) -> Config:
 def flat(config: Config) -> dict[str, object]:
     tree = parse_yaml(dump(config))
     return {
-        name: tree[name] if "." not in name else tree[name.split(".")[0]][name.split(".")[1]]
-        for name in keys(Config)
+        name: tree[name] if "." not in name else tree[name.split(".")[0]][name.split(".")[1]] for name in keys(Config)
     }
 
 
@@ -62,9 +61,7 @@ def test_a_recipe_repeats_nothing_of_its_base(name: str) -> None:
     tree = parse_yaml((RECIPES / f"{name}.yaml").read_text())
     base, config = flat(load(tree.pop("base"))), flat(load(name))
     changed = {key for key in base if base[key] != config[key]} - {"recipe"}
-    written = {
-        f"{section}.{key}" for section, inner in tree.items() if isinstance(inner, dict) for key in inner
-    }
+    written = {f"{section}.{key}" for section, inner in tree.items() if isinstance(inner, dict) for key in inner}
     assert changed == written | {key for key, value in tree.items() if not isinstance(value, dict)}
 
 

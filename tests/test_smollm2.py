@@ -197,9 +197,7 @@ def test_failure_leaves_nothing_and_leftovers_of_a_kill_are_cleared(
     wheel.verify(wheel.get())
 
 
-def test_processes_at_once_convert_once(
-    faked: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_processes_at_once_convert_once(faked: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def convert(gguf: Path, out: Path) -> None:
         with (tmp_path / "conversions").open("a") as file:
             file.write(".")

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-
-from ag.attach import AttentionCall, Plan, attached_gates, check_geometry, decoder_of, instrument
+from ag.attach import AttentionCall, Plan, attached_gates, check_geometry, decoder_of, instrument, place
 from ag.engine.policy import Policy, policy
 from ag.engine.storage import RaggedStore, Rows
-from ag.gate import AttentionGates
+from ag.errors import UserError
 from ag.gating import Gating
 
 QUERY_BLOCK = 256  # queries that meet the stored keys at once
@@ -30,8 +29,8 @@ class EvictionCache(Cache, Plan):
         spec: a policy or its text; see :func:`ag.policy`.
 
     Raises:
-        TypeError: when the model class cannot take a custom attention function.
-        ValueError: when the gates were made for another model, or ``gates`` is asked for and none are attached.
+        UnsupportedModelError: when the model class cannot take a custom attention function.
+        UserError: when the gates were made for another model, or ``gates`` is asked for and none are attached.
     """
 
     def __init__(self, model: nn.Module, spec: str | Policy) -> None:
@@ -40,10 +39,13 @@ class EvictionCache(Cache, Plan):
         if self.policy.scorer == "gates" and self.gates is None:
             self.gates = attached_gates(model)
             if self.gates is None:
-                raise ValueError("Policy 'gates': no gates are attached; call ag.attach(model, gates) or name gates:PATH.")
+                raise UserError(
+                    "Policy 'gates': no gates are attached; call ag.attach(model, gates) or name gates:PATH."
+                )
         self._decoder = decoder_of(model)
         if self.gates is not None:
             check_geometry(model, self.gates)
+            place(model, self.gates)
         instrument(model)
         super().__init__(layers=[EvictionLayer(self) for _ in self._decoder.layers])
         #: ``[B, seen]`` bool, False on padding.
@@ -87,17 +89,17 @@ class EvictionCache(Cache, Plan):
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         """Take the padding of the coming tokens; see :class:`ag.attach.Plan`."""
         if decoder is not self._decoder:
-            raise ValueError("This cache was made for another model; make one with EvictionCache(model, ...).")
+            raise UserError("This cache was made for another model; make one with EvictionCache(model, ...).")
         seen = self.get_seq_length()
         device = next(decoder.parameters()).device
         if seen and batch != len(self.valid):
-            raise ValueError(f"This cache holds {len(self.valid)} sequences, not {batch}; make a new cache.")
+            raise UserError(f"This cache holds {len(self.valid)} sequences, not {batch}; make a new cache.")
         if attention_mask is None:
             new = torch.ones(batch, length, dtype=torch.bool, device=device)
         elif attention_mask.ndim == 2 and attention_mask.shape[1] == seen + length:
             new = attention_mask[:, seen:].bool()
         else:
-            raise ValueError(
+            raise UserError(
                 f"attention_mask {tuple(attention_mask.shape)}: expected {(batch, seen + length)}, one entry for each "
                 "token seen and coming."
             )
@@ -124,14 +126,14 @@ class EvictionCache(Cache, Plan):
         """Forget the newest tokens; a negative number is the same as a positive one.
 
         Raises:
-            ValueError: when part of the prompt would go: what it evicted cannot come back.
+            UserError: when part of the prompt would go: what it evicted cannot come back.
         """
         remove = abs(tokens_to_remove)
         if remove == 0:
             return
         prompt = min(layer.prompt_length for layer in self.evicting_layers)
         if self.get_seq_length() - remove < prompt and self.policy.scorer != "full":
-            raise ValueError(f"crop({tokens_to_remove}): only tokens after the prompt can go; prefill a shorter prompt.")
+            raise UserError(f"crop({tokens_to_remove}): only tokens after the prompt can go; prefill a shorter prompt.")
         self.valid = self.valid[:, :-remove]
         for layer in self.evicting_layers:
             layer.crop_to(self.valid)
@@ -219,7 +221,8 @@ class EvictionLayer(CacheLayerMixin):
             recent = cache.valid & (cache.valid.sum(1, keepdim=True) - cache.new_ranks < config.recent_tokens)
             keep = flagged | recent[:, None]
             fleeting = keep & ~flagged
-            self._fleeting = config.recent_tokens
+            self._fleeting = config.recent_tokens if config.recent_tokens > 1 else 0
+            gating.forget(call.layer)
         self.store = RaggedStore(call.k.shape[0], call.k.shape[1], call.k, call.v)
         self.store.append(call.k, call.v, cache.new_ranks, keep, fleeting)
         return out

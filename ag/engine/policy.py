@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ag.errors import UserError
 from ag.gate import AttentionGates
 
 SCORERS = ("full", "gates")
@@ -39,14 +40,14 @@ def policy(spec: str) -> Policy:
         spec: ``full`` keeps everything; ``gates:PATH`` keeps what exported gates flag; ``gates`` those attached.
 
     Raises:
-        ValueError: for an unknown name (the nearest is suggested) or a path that a scorer does not take.
+        UserError: for an unknown name (the nearest is suggested) or a path that a scorer does not take.
         ag.export.ExportError: when the gates cannot be read.
     """
     name, colon, path = spec.partition(":")
     if name not in SCORERS:
         near = difflib.get_close_matches(name, SCORERS, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"Unknown policy {spec!r}: expected one of {', '.join(SCORERS)}{hint}")
+        raise UserError(f"Unknown policy {spec!r}: expected one of {', '.join(SCORERS)}{hint}")
     if colon and (name != "gates" or not path):
-        raise ValueError(f"Policy {spec!r}: expected {'gates:PATH' if name == 'gates' else name}.")
+        raise UserError(f"Policy {spec!r}: expected {'gates:PATH' if name == 'gates' else name}.")
     return Policy(spec, AttentionGates.from_pretrained(Path(path)) if colon else None)

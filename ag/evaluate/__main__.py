@@ -18,6 +18,7 @@ from ag import data, export, models
 from ag.cli import parse
 from ag.config import Config, key
 from ag.configure import load_config
+from ag.errors import UserError
 from ag.evaluate import Scores, score_responses
 
 
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     config = parse(sys.argv[1:] if argv is None else argv, EvaluateConfig, "ag.evaluate").config
     try:
         results = evaluate(config)
-    except ValueError as error:
+    except UserError as error:
         print(f"ag.evaluate: error: {error}", file=sys.stderr)
         return 2
     Console().print(table(results))
@@ -50,7 +51,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Scores]:
     The results are also written to ``evaluation.json`` in the run folder.
 
     Raises:
-        ValueError: (ConfigError, DataError, ...) naming what is wrong with the run and the fix.
+        UserError: (ConfigError, DataError, ...) naming what is wrong with the run and the fix.
     """
     run = Path(config.run)
     recipe = load_config(run / "config.yaml", Config)
@@ -59,7 +60,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Scores]:
     recipe.data.val_batch_size = config.batch_size or recipe.data.val_batch_size
     recipe.data.train_samples = recipe.data.train_samples or recipe.data.batch_size  # it is not used
     if recipe.data.packing == "packed":
-        raise ValueError(f"{run}: packed text has no prompts to evict; evaluate with data.packing=split.")
+        raise UserError(f"{run}: packed text has no prompts to evict; evaluate with data.packing=split.")
     model, tokenizer = models.load_base(recipe.model, device=config.device)
     batches = data.build(recipe, tokenizer, model.config.get_text_config().max_position_embeddings)
     folder = run / "export"

@@ -23,9 +23,7 @@ def test_rows_are_on_disk_at_once_and_share_a_step(tmp_path: Path) -> None:
     metrics.log_metrics({"val/loss": 1e-9}, 1)
     metrics.log_metrics({"train/loss": 1.5}, 2)
     metrics.log_metrics({"val/loss": 0.125}, 2)
-    assert (tmp_path / "metrics.csv").read_text() == (
-        "step,train/loss,val/loss\n1,2.5,\n2,2.0,1e-09\n3,1.5,0.125\n"
-    )
+    assert (tmp_path / "metrics.csv").read_text() == ("step,train/loss,val/loss\n1,2.5,\n2,2.0,1e-09\n3,1.5,0.125\n")
 
 
 def test_a_resumed_run_replaces_the_rows_after_its_checkpoint(tmp_path: Path) -> None:

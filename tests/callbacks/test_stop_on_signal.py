@@ -56,9 +56,7 @@ def test_signal_saves_and_resumes_exactly(tmp_path: Path, signum: int, code: int
     assert newest.name == f"step={steps:06d}.ckpt"
     # the fifth batch is finished; with accumulation its optimiser step, of batches 4 to 7, is finished
     assert steps == (5 if accumulate == 1 else 2)
-    assert [row["step"] for row in read_metrics(tmp_path / "cut" / "metrics.csv")] == list(
-        range(1, steps + 1)
-    )
+    assert [row["step"] for row in read_metrics(tmp_path / "cut" / "metrics.csv")] == list(range(1, steps + 1))
 
     _, resumed = fit(tmp_path / "cut", ckpt_path=newest, **options)
     _, whole = fit(tmp_path / "whole", **options)
@@ -118,9 +116,7 @@ def test_one_rank_gets_the_signal_and_both_stop(tmp_path: Path, rank: int) -> No
         os.kill(process.pid, signal.SIGTERM)
     else:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        ranks = [
-            child for child in children if b"LOCAL_RANK=1" in Path(f"/proc/{child}/environ").read_bytes()
-        ]
+        ranks = [child for child in children if b"LOCAL_RANK=1" in Path(f"/proc/{child}/environ").read_bytes()]
         os.kill(int(ranks[0]), signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143, errors

@@ -44,9 +44,7 @@ def test_people_of_the_splits_differ():
 
 
 def test_generated_again_is_the_same():
-    assert [facts.generate(0, split, i, 192, 512) for split, i, _ in EXAMPLES[:5]] == [
-        e for _, _, e in EXAMPLES[:5]
-    ]
+    assert [facts.generate(0, split, i, 192, 512) for split, i, _ in EXAMPLES[:5]] == [e for _, _, e in EXAMPLES[:5]]
     assert facts.generate(1, "train", 0, 192, 512) != EXAMPLES[0][2]
     assert len({example.prompt for _, _, example in EXAMPLES}) == len(EXAMPLES)
 
@@ -70,9 +68,7 @@ def test_lengths_in_tokens(smollm2):
 
 
 def test_data_module(make_config, tokenizer):
-    config = make_config(
-        kind="facts", train_samples=20, val_samples=6, batch_size=4, val_batch_size=2, max_length=2048
-    )
+    config = make_config(kind="facts", train_samples=20, val_samples=6, batch_size=4, val_batch_size=2, max_length=2048)
     module = ag.data.build(config, tokenizer, 4096)
     assert len(module.train_rows) == 20 and len(module.val_rows) == 6
     batch = next(iter(module.val_dataloader()))

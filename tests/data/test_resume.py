@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from ag.callbacks.checkpoint import RunCheckpoint
 from ag.config import Config
 from ag.data.collate import Collator, Row
 from ag.data.module import Counts, DataModule
@@ -67,7 +68,7 @@ class Recorder(pl.LightningModule):
 
 def run(folder: Path, data: DataModule, checkpoint=None, resume=None, **options) -> Recorder:
     model = Recorder()
-    settings = {"max_epochs": 3, "num_sanity_val_steps": 0} | options
+    settings = {"max_epochs": 3, "num_sanity_val_steps": 0, "callbacks": [checkpoint] if checkpoint else []}
     trainer = pl.Trainer(
         default_root_dir=folder,
         accelerator="cpu",
@@ -75,9 +76,8 @@ def run(folder: Path, data: DataModule, checkpoint=None, resume=None, **options)
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=checkpoint is not None,
-        callbacks=[checkpoint] if checkpoint else [],
         use_distributed_sampler=False,
-        **settings,
+        **settings | options,
     )
     trainer.fit(model, datamodule=data, ckpt_path=resume)
     return model
@@ -97,9 +97,7 @@ def test_every_checkpoint_continues_with_the_next_batch(tmp_path, workers, accum
     assert len(saved) == 18 // accumulate
     chosen = {1, 2, 6 // accumulate, 6 // accumulate + 1, 12 // accumulate + 1} if workers else set(saved)
     for step in chosen & set(saved):
-        resumed = run(
-            tmp_path, data_module(workers), resume=saved[step], accumulate_grad_batches=accumulate
-        ).seen
+        resumed = run(tmp_path, data_module(workers), resume=saved[step], accumulate_grad_batches=accumulate).seen
         assert resumed == full[step * accumulate :], step
 
 
@@ -107,9 +105,7 @@ def test_every_checkpoint_continues_with_the_next_batch(tmp_path, workers, accum
 @pytest.mark.parametrize("val_every", [None, 2], ids=["val-epoch", "val-2"])
 def test_checkpoints_at_validation_continue(tmp_path, val_every, options):
     options = options | {"val_check_interval": val_every}
-    saver = ModelCheckpoint(
-        tmp_path, "{step}", monitor="val/loss", save_top_k=-1, save_on_train_epoch_end=False
-    )
+    saver = ModelCheckpoint(tmp_path, "{step}", monitor="val/loss", save_top_k=-1, save_on_train_epoch_end=False)
     full = run(tmp_path, data_module(), saver, **options).seen
     saved = checkpoints(tmp_path)
     assert sorted(saved) == (list(range(2, 19, 2)) if val_every else [6, 12, 18])
@@ -182,9 +178,7 @@ def test_two_processes_see_the_batches_of_one_and_resume(tmp_path):
     )
     subprocess.run([sys.executable, str(script)], check=True, timeout=300, cwd=tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    full, *resumed = [
-        [a + b for a, b in zip(*ranks, strict=True)] for ranks in zip(first, second, strict=True)
-    ]
+    full, *resumed = [[a + b for a, b in zip(*ranks, strict=True)] for ranks in zip(first, second, strict=True)]
     assert full == run(tmp_path, data_module(batch_size=8)).seen
     assert resumed == [full[2:], full[3:], full[4:]]
 
@@ -200,10 +194,26 @@ def test_loading_leaves_the_global_generator_alone():
 def test_a_checkpoint_may_be_validated_with_another_batch_size(tmp_path):
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2)
     run(tmp_path, data_module(), saver, max_steps=2)
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False
-    )
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
     [metrics] = trainer.validate(
         Recorder(), datamodule=data_module(batch_size=2), ckpt_path=saver.best_model_path, verbose=False
     )
     assert metrics["val/loss"] == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize("crash, kept", [(5, 4), (8, 6), (11, 10)])
+def test_a_crash_between_optimiser_steps_repeats_the_unfinished_one(tmp_path, crash, kept):
+    """Steps end after batches 4 and 6 of each epoch; the checkpoint holds the counters of then."""
+    options = {"accumulate_grad_batches": 4, "limit_val_batches": 0}
+    full = run(tmp_path, data_module(), **options).seen
+
+    class Crashing(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if len(module.seen) == crash:
+                raise KeyError("crash")
+
+    saver = RunCheckpoint(tmp_path, every_steps=0, keep_last=1, monitor="val/loss")
+    with pytest.raises(KeyError):
+        run(tmp_path, data_module(), saver, callbacks=[saver, Crashing()], **options)
+    [path] = (tmp_path / "checkpoints").glob("step=*.ckpt")
+    assert run(tmp_path, data_module(), resume=path, **options).seen == full[kept:]

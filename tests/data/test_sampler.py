@@ -55,9 +55,7 @@ def test_resume_starts_later_in_its_epoch_only():
 
 
 def test_too_few_rows_for_one_batch():
-    with pytest.raises(
-        DataError, match=r"7 training rows do not fill one batch of 8 \(data.batch_size 4 x 2 proc"
-    ):
+    with pytest.raises(DataError, match=r"7 training rows do not fill one batch of 8 \(data.batch_size 4 x 2 proc"):
         TrainOrder(7, Shard(4, 0, 2), 0)
 
 
@@ -92,9 +90,7 @@ def test_stream_gives_every_row_once_a_pass_in_a_new_order():
 def test_stream_workers_and_ranks_share_without_overlap():
     one = stream(shard=Shard(4))
     assert stream(workers=2, shard=Shard(4)) == one
-    assert (
-        join([stream(workers=workers, shard=Shard(2, rank, 2)) for rank, workers in ((0, 2), (1, 0))]) == one
-    )
+    assert join([stream(workers=workers, shard=Shard(2, rank, 2)) for rank, workers in ((0, 2), (1, 0))]) == one
     assert Counter(itertools.chain.from_iterable(one)).most_common(1)[0][1] <= 48 // 23 + 1
 
 

@@ -66,9 +66,7 @@ def test_validation_batches_hold_whole_questions(make_config, boolq, tokenizer):
     assert answers == [" yes", " no"]
 
 
-def test_prompt_tokens_are_those_of_the_prompt_alone(
-    make_config, boolq, tokenizer, bos_tokenizer, spm_tokenizer
-):
+def test_prompt_tokens_are_those_of_the_prompt_alone(make_config, boolq, tokenizer, bos_tokenizer, spm_tokenizer):
     for tok in (tokenizer, bos_tokenizer, spm_tokenizer):
         module = build(make_config, tok, boolq)
         for row, raw in zip(module.train_rows, BOOLQ, strict=True):
@@ -82,9 +80,7 @@ def test_prompt_tokens_are_those_of_the_prompt_alone(
 def test_response_is_tokenised_alone_where_the_joint_text_merges_over_the_border(make_config):
     vocabulary = {"a": 0, "b": 1, " ": 2, "a b": 3, "a ": 4, "</s>": 5}
     merges = [("a", " "), ("a ", "b")]
-    tok = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.BPE(vocabulary, merges)), eos_token="</s>"
-    )
+    tok = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, merges)), eos_token="</s>")
     assert tok("a b")["input_ids"] == [3]
     (group,) = sft.Encoder(tok, 10).encode([Example("a", ["b"], 0)], "train", every_choice=False)
     assert group[0].tokens.tolist() == [0, 2, 1] and group[0].prompt_length == 1
@@ -127,9 +123,7 @@ def test_first_rows_only(make_config, boolq, tokenizer):
 def test_empty_split(make_config, tmp_path, write, tokenizer, split):
     for name in ("train", "validation"):
         write(tmp_path / "boolq", name, [] if name == split else BOOLQ)
-    with pytest.raises(
-        DataError, match=f"the {'training' if split == 'train' else split} split of boolq has no rows"
-    ):
+    with pytest.raises(DataError, match=f"the {'training' if split == 'train' else split} split of boolq has no rows"):
         build(make_config, tokenizer, str(tmp_path))
 
 
@@ -149,20 +143,14 @@ def test_hub_is_asked_for_the_table_s_revision(make_config, tokenizer, monkeypat
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     build(make_config, tokenizer, None, name="piqa")
-    assert calls == [
-        ("ybisk/piqa", None, split, "refs/convert/parquet", False) for split in ("train", "validation")
-    ]
+    assert calls == [("ybisk/piqa", None, split, "refs/convert/parquet", False) for split in ("train", "validation")]
 
 
 def test_filler_rows_on_the_rank_that_runs_out(make_config, boolq, tokenizer):
     module = build(make_config, tokenizer, boolq)
     filler = module.collator.filler(module.val_rows[0][0])
     batch = module.collator([filler])
-    assert (
-        batch["question"].tolist() == [-1]
-        and batch["target"].tolist() == [-1]
-        and batch["choice"].tolist() == [0]
-    )
+    assert batch["question"].tolist() == [-1] and batch["target"].tolist() == [-1] and batch["choice"].tolist() == [0]
     assert batch["attention_mask"].tolist() == [[True]] and batch["labels"].tolist() == [[-100]]
 
 

@@ -28,11 +28,7 @@ def test_missing_folder(tmp_path):
 
 def test_root_may_be_the_folder_itself(tmp_path, write):
     write(tmp_path / "boolq", "train", ROWS)
-    assert (
-        local_folder(str(tmp_path), "boolq")
-        == local_folder(str(tmp_path / "boolq"), "boolq")
-        == tmp_path / "boolq"
-    )
+    assert local_folder(str(tmp_path), "boolq") == local_folder(str(tmp_path / "boolq"), "boolq") == tmp_path / "boolq"
 
 
 @pytest.mark.parametrize(

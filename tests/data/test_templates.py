@@ -106,9 +106,7 @@ def test_bad_rows_are_named(row, message):
 
 
 def test_missing_field_is_named():
-    with pytest.raises(
-        DataError, match=r"file row 1 has no field sol1: expected goal, sol1, sol2, label; found goal"
-    ):
+    with pytest.raises(DataError, match=r"file row 1 has no field sol1: expected goal, sol1, sol2, label; found goal"):
         list(examples(TASKS["piqa"], [{"goal": "x"}], "file"))
 
 

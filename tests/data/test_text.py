@@ -43,9 +43,7 @@ def test_packing_loses_and_repeats_no_token(make_config, corpus, tokenizer, cont
     length = min(100, context)
     assert [len(row.tokens) for row in module.train_rows[:-1]] == [length] * (len(module.train_rows) - 1)
     packed = list(itertools.chain.from_iterable(row.tokens.tolist() for row in module.train_rows))
-    assert packed == [
-        token for text in DOCUMENTS for token in [*plain(tokenizer, text), tokenizer.eos_token_id]
-    ]
+    assert packed == [token for text in DOCUMENTS for token in [*plain(tokenizer, text), tokenizer.eos_token_id]]
 
 
 def test_packed_batches_carry_loss_everywhere(make_config, corpus, bos_tokenizer):
@@ -88,9 +86,7 @@ def test_windows_depend_on_the_seed_alone(make_config, corpus, tokenizer):
 
 def test_continuation_carries_the_loss(make_config, corpus, tokenizer):
     for batch in build(make_config, tokenizer, corpus).train_dataloader():
-        for labels, ids, prompt in zip(
-            batch["labels"], batch["input_ids"], batch["prompt_length"], strict=True
-        ):
+        for labels, ids, prompt in zip(batch["labels"], batch["input_ids"], batch["prompt_length"], strict=True):
             assert (labels != -100).nonzero().flatten().tolist() == list(range(prompt, prompt + 4))
             assert labels[prompt : prompt + 4].tolist() == ids[prompt : prompt + 4].tolist()
 
@@ -186,9 +182,7 @@ def test_all_documents_too_short(make_config, tmp_path, write, tokenizer):
 
 def test_packing_needs_an_end_token(make_config, corpus):
     tok = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"x": 0}, "x")), pad_token="x")
-    with pytest.raises(
-        DataError, match="data.packing=packed puts an end-of-sequence token between documents"
-    ):
+    with pytest.raises(DataError, match="data.packing=packed puts an end-of-sequence token between documents"):
         build(make_config, tok, corpus, packing="packed")
 
 

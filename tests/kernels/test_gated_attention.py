@@ -49,7 +49,7 @@ def test_chunked_equals_reference(length, heads, kv_heads, dim, case, soft):
     expected, expected_grads = run(reference_gated_attention, tensors, options, weight)
     out, grads = run(chunked_gated_attention, tensors, options, weight)
     torch.testing.assert_close(out, expected, atol=1e-10, rtol=1e-10)
-    for name, got, want in zip("q k v keep".split(), grads, expected_grads, strict=True):
+    for name, got, want in zip(["q", "k", "v", "keep"], grads, expected_grads, strict=True):
         torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9, msg=lambda m, name=name: f"d{name}: {m}")
 
 
