@@ -2,9 +2,6 @@
 
 import logging
 
-# on CPU bitsandbytes warns at import that an optional package for speed is not there
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
 from ag.attach import attach as attach
 from ag.attach import detach as detach
 from ag.engine import EvictionCache as EvictionCache
@@ -13,3 +10,6 @@ from ag.engine import policy as policy
 from ag.gate import AttentionGates as AttentionGates
 from ag.gate import GateConfig as GateConfig
 from ag.gating import Gating as Gating
+
+# on CPU bitsandbytes warns at import that an optional package for speed is not there
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

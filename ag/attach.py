@@ -63,7 +63,7 @@ class AttentionCall:
         name = _own_implementation(self.module)
         name = "sdpa" if name == "eager" else name  # eager needs an n^2 mask to be causal
         own = ALL_ATTENTION_FUNCTIONS[name]
-        out, _ = own(self.module, self.q, self.k, self.v, None, dropout=0.0, scaling=self.scaling)
+        out: Tensor = own(self.module, self.q, self.k, self.v, None, dropout=0.0, scaling=self.scaling)[0]
         return out.transpose(1, 2)
 
 
@@ -168,8 +168,8 @@ def instrument(model: nn.Module) -> Attachment:
         module.config = copy.copy(module.config)
         module.config._attn_implementation = IMPLEMENTATION
         module._ag_own_config = configs[-1][1]
-    decoder._ag_attachment = Attachment(handles, configs)
-    return decoder._ag_attachment
+    attachment = decoder._ag_attachment = Attachment(handles, configs)
+    return attachment
 
 
 def decoder_of(model: nn.Module) -> Any:
@@ -178,11 +178,11 @@ def decoder_of(model: nn.Module) -> Any:
     Raises:
         TypeError: when there is none, or it does not use the attention interface.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _unwrapped(model)
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
-    layers = getattr(decoder, "layers", None)
-    supported = isinstance(base, PreTrainedModel) and base._supports_attention_backend and layers is not None
-    if not supported or not all(hasattr(layer, "self_attn") for layer in layers):
+    layers = getattr(decoder, "layers", ())
+    supported = isinstance(base, PreTrainedModel) and base._supports_attention_backend
+    if not (supported and layers and all(hasattr(layer, "self_attn") for layer in layers)):
         raise UnsupportedModelError(
             f"{type(base).__name__} does not use the attention interface of transformers (layers with self_attn and "
             "_supports_attention_backend); use a model that does, such as Llama, Mistral, Qwen2 or Qwen3."
@@ -192,10 +192,14 @@ def decoder_of(model: nn.Module) -> Any:
 
 def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     """Apply the language model head to final hidden states ``[..., d]``, with the model's own soft cap."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _unwrapped(model)
     logits: Tensor = base.get_output_embeddings()(hidden)
     cap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _unwrapped(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,8 +207,7 @@ def _before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     plan = kwargs.get("gating") or cache
     if not isinstance(plan, Plan):
         return None
-    tokens = kwargs.get("inputs_embeds")
-    tokens = kwargs.get("input_ids", args[0] if args else None) if tokens is None else tokens
+    tokens: Tensor = next(x for x in (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args) if x is not None)
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     plan.begin(decoder, mask, tokens.shape[0], tokens.shape[1])
     # transformers hands a mask of four dimensions on as it is, so no n^2 mask is built; the plan has the padding
@@ -233,15 +236,13 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Serve the attention interface: the plan's attention, or the model's own when there is no plan."""
     if ag_plan is None:
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         own: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(_own_implementation(module), eager)
         result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **kwargs)
         return result
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} passes {name} to its attention, which gates do not support; choose another model."
-            )
+            raise UnsupportedModelError(f"{type(module).__name__} attends with {name}, which gates do not support.")
     scaling = kwargs.get("scaling")
     call = AttentionCall(
         module,

@@ -110,11 +110,12 @@ def gate_means(gates: AttentionGates, gating: Gating) -> dict[Literal["soft", "h
     probability = torch.stack([gates.probability(logits) for logits in gating.logits.values()])
     flags = (probability > gates.config.threshold).float() + (probability - probability.detach())
     count = global_sum(counted.sum()) * probability.shape[0] * probability.shape[2]
-    means: dict[Literal["soft", "hard"], Tensor] = {}
-    for name, values in (("soft", probability), ("hard", flags)):
+
+    def mean(values: Tensor) -> Tensor:
         local = (values * counted).sum() / count.clamp_min(1)
-        means[name] = global_sum(local) + world_size() * (local - local.detach())
-    return means
+        return global_sum(local) + world_size() * (local - local.detach())
+
+    return {"soft": mean(probability), "hard": mean(flags)}
 
 
 def eviction_loss(mean: Tensor, beta: float) -> Tensor:

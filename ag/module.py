@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 
 from ag import losses
 from ag.attach import decoder_of, instrument
@@ -132,7 +133,7 @@ class GatedLM(L.LightningModule):
         values["loss"] = loss
         self.log_dict({f"val/{name}": value.float() for name, value in values.items()}, prog_bar=False)
         for metric in self.children():
-            if hasattr(metric, "compute") and hasattr(metric, "reset"):
+            if isinstance(metric, Metric):
                 metric.reset()
 
     def configure_optimizers(self) -> Any:
@@ -145,7 +146,7 @@ class GatedLM(L.LightningModule):
             betas=(optim.beta1, optim.beta2),
             weight_decay=optim.weight_decay,
         )
-        rates = [partial(self.learning_rate, name, total=total) for name in trained]
+        rates: list[Callable[[int], float]] = [partial(self.learning_rate, name, total=total) for name in trained]
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -235,7 +236,7 @@ class GatedLM(L.LightningModule):
     def _over_all_layers(self, evicted: Tensor) -> Tensor:
         """Turn a share over gated layers into one over all layers of the model."""
         assert self.gates is not None
-        return evicted * len(self.gates.layers) / self.gates.fingerprint["num_layers"]
+        return evicted * (len(self.gates.layers) / int(self.gates.fingerprint["num_layers"]))
 
     def _log_gates(self, stage: str, means: dict[Any, Tensor], evicted: Tensor, counted: Tensor) -> None:
         share = (evicted & counted[None, :, None]).sum() / (counted.sum() * evicted.shape[0] * evicted.shape[2])

@@ -169,7 +169,7 @@ class EvictionLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, cache: EvictionCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
         self.reset()
 

@@ -89,9 +89,11 @@ class RaggedStore:
         rows, longest = len(self.lengths), int(self.lengths.max())
         if bool((self.lengths == longest).all()) and bool((self._capacities == self._capacities[0]).all()):
             capacity = int(self._capacities[0])
-            return Rows(*(x.view(rows, capacity, *x.shape[1:])[:, :longest] for x in parts), None)
+            keys, values, ranks, fleeting = (x.view(rows, capacity, *x.shape[1:])[:, :longest] for x in parts)
+            return Rows(keys, values, ranks, fleeting, None)
         index, valid = self._index(longest)
-        return Rows(*(x[index] for x in parts), valid)
+        keys, values, ranks, fleeting = (x[index] for x in parts)
+        return Rows(keys, values, ranks, fleeting, valid)
 
     def retain(self, keep: Tensor) -> None:
         """Keep the tokens where ``keep`` ``[R, N]`` (laid out as :meth:`padded`) is True and free the others."""

@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from ag import data, export, models
 from ag.cli import parse
@@ -61,13 +62,14 @@ def evaluate(config: EvaluateConfig) -> dict[str, Scores]:
     recipe.data.train_samples = recipe.data.train_samples or recipe.data.batch_size  # it is not used
     if recipe.data.packing == "packed":
         raise UserError(f"{run}: packed text has no prompts to evict; evaluate with data.packing=split.")
-    model, tokenizer = models.load_base(recipe.model, device=config.device)
-    batches = data.build(recipe, tokenizer, model.config.get_text_config().max_position_embeddings)
+    base, tokenizer = models.load_base(recipe.model, device=config.device)
+    model: nn.Module = base
+    batches = data.build(recipe, tokenizer, base.config.get_text_config().max_position_embeddings)
     folder = run / "export"
     if recipe.train == "lora":
-        model = PeftModel.from_pretrained(model, str(folder / "adapter"))
+        model = PeftModel.from_pretrained(base, str(folder / "adapter"))
     elif recipe.train == "gates+lora":
-        model = export.load_adapter(model, folder)
+        model = export.load_adapter(base, folder)
     policies = {"full cache": "full"} | ({"gates": f"gates:{folder}"} if recipe.train != "lora" else {})
     results = {
         name: score_responses(model.eval(), batches.val_dataloader(), policy) for name, policy in policies.items()

@@ -79,7 +79,7 @@ def score_responses(model: nn.Module, batches: Iterable[dict[str, Tensor]], poli
 
 
 def _score(model: nn.Module, batch: dict[str, Tensor], cache: EvictionCache) -> tuple[Tensor, Tensor, float, int]:
-    """Return the losses ``[N]`` of the response tokens, the row ``[N]`` of each, kept share and bytes of the prompts."""
+    """Return the losses ``[N]`` of the response tokens, the row ``[N]`` of each, kept share and bytes."""
     decoder = decoder_of(model)
     ids, lengths, prompt = batch["input_ids"], batch["attention_mask"].sum(1), batch["prompt_length"]
     longest, device = int(prompt.max()), ids.device

@@ -145,5 +145,6 @@ def chunked_gated_attention(
     The softmax runs in float32 (float64 for float64 arguments) whatever the type of q; only the row sums are saved, so
     that the backward computes each tile again.
     """
-    out: Tensor = _ChunkedGatedAttention.apply(q, k, v, keep, key_valid, scaling, recent, sinks, window, dense_until)
+    options = (key_valid, scaling, recent, sinks, window, dense_until)
+    out: Tensor = _ChunkedGatedAttention.apply(q, k, v, keep, *options)  # type: ignore[no-untyped-call]
     return out
