@@ -1,0 +1,66 @@
+"""`python -m ag.fit` in this process or in its own, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ag import fit
+from ag.callbacks.checkpoint_files import checkpoints
+from ag.loggers import read_metrics
+
+TINY_GATES = 2 * (4 * 32 * 16 - 32 * 16 + 16 * 2)
+
+
+def train(recipe: Path, output: Path, *overrides: str) -> Path:
+    """Run the command here, expect success, return the run folder."""
+    before = runs(output)
+    assert fit.main([f"recipe={recipe}", f"output={output}", *overrides]) == 0
+    [run] = runs(output) - before
+    return run
+
+
+def resume(run: Path, *overrides: str) -> Path:
+    assert fit.main([f"resume={run}", *overrides]) == 0
+    return run
+
+
+def start(*arguments: str | Path, script: Path | None = None, **options: Any) -> subprocess.Popen[str]:
+    """Run the command, or a script in its place, in a process of its own."""
+    program = ["-m", "ag.fit"] if script is None else [str(script)]
+    return subprocess.Popen(
+        [sys.executable, *program, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        **options,
+    )
+
+
+def runs(output: Path) -> set[Path]:
+    """The run folders of the tests' recipes, all named after their file."""
+    return set(output.glob("*/*"))
+
+
+def logged(run: Path) -> list[dict[str, float]]:
+    """metrics.csv without what depends on the clock."""
+    return [
+        {name: value for name, value in row.items() if name != "train/tokens_per_second"}
+        for row in read_metrics(run / "metrics.csv")
+    ]
+
+
+def column(run: Path, name: str) -> list[float]:
+    return [row[name] for row in logged(run) if name in row]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """Trained weights in the newest checkpoint."""
+    state: dict[str, torch.Tensor] = torch.load(checkpoints(run)[0], weights_only=True)["state_dict"]
+    return state

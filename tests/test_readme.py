@@ -1,0 +1,80 @@
+"""Every command that README.md and docs/ show is run here, reduced, or checked to be what it says."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+SMALL = (
+    "data.val_samples=2 data.batch_size=2 data.val_batch_size=2 trainer.max_steps=3 trainer.val_every=0 "
+    "warmup.regress_steps=1 optim.warmup_steps=0 trainer.accelerator=cpu trainer.precision=32-true"
+).split()
+
+
+def commands(page):
+    """The shell commands of a page, comments dropped and variables put in."""
+    variables = {}
+    for language, block in BLOCK.findall(page.read_text()):
+        if language != "sh":
+            continue
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            words = [part for word in words for part in (shlex.split(variables[word]) if word in variables else [word])]
+            if len(words) == 1 and re.match(r"^[A-Z]+=", words[0]):
+                name, _, value = words[0].partition("=")
+                variables[f"${name}"] = value
+            elif words:
+                yield words
+
+
+ALL = [(page.name, words) for page in PAGES for words in commands(page)]
+
+
+def run(*words, **options):
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=550, cwd=ROOT, **options)
+
+
+@pytest.mark.parametrize(("page", "words"), ALL, ids=[f"{page}: {' '.join(words)[:90]}" for page, words in ALL])
+def test_command_is_one_that_the_tests_cover(page, words):
+    if words[:2] == ["python", "-m"] and words[2] in ("ag.fit", "ag.generate", "ag.evaluate"):
+        arguments = [word for word in words[3:] if word not in ("--dry-run", "-m")]
+        if words[2] == "ag.fit" and "--help" not in arguments and "--recipes" not in arguments:
+            done = run("-m", *words[2:3], *(["-m"] if "-m" in words[3:] else []), *arguments, "--print")
+            assert done.returncode == 0, done.stderr
+            assert "recipe: " in done.stdout
+        else:
+            keys = {word.partition("=")[0] for word in arguments}
+            shown = run("-m", words[2], "--help").stdout
+            assert all(key.startswith("--") or f"{key}=" in shown for key in keys), keys
+    elif words[0] == "bash":
+        assert (ROOT / words[1]).is_file()
+    else:
+        assert words[0] in ("python", "pip"), f"{words}: no test knows this command"
+
+
+@pytest.mark.slow
+def test_the_commands_by_hand_and_the_python_example_work(tmp_path, smollm2):
+    """fit, generate, evaluate and the Python block of the README, on a few rows."""
+    readme = (ROOT / "README.md").read_text()
+    fit = next(words for words in commands(ROOT / "README.md") if words[2:4] == ["ag.fit", "recipe=quickstart"])
+    done = run(*fit[1:], *SMALL, f"output={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "quickstart").iterdir()
+    place = {"runs/quickstart/TIME": str(folder)}
+    for program in ("ag.generate", "ag.evaluate"):
+        words = next(words for words in commands(ROOT / "README.md") if words[2:3] == [program])
+        words = [word.replace(*next(iter(place.items()))) for word in words]
+        done = run(*words[1:])
+        assert done.returncode == 0, done.stderr
+        assert "evicted" in done.stdout.lower()
+    (example,) = (block for language, block in BLOCK.findall(readme) if language == "python")
+    assert len(example.strip().splitlines()) <= 11
+    done = run("-c", example.replace(*next(iter(place.items()))))
+    assert done.returncode == 0, done.stderr
+    assert "Once upon a time" in done.stdout
