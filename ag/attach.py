@@ -87,6 +87,7 @@ class Plan(ABC):
 class Attachment:
     """What :func:`attach` changed, kept on the decoder so that :func:`detach` can undo it."""
 
+    base: nn.Module
     handles: list[RemovableHandle]
     configs: list[tuple[nn.Module, PretrainedConfig]]
     gates: AttentionGates | None = None
@@ -124,6 +125,7 @@ def detach(model: nn.Module) -> None:
         handle.remove()
     for module, config in attachment.configs:
         module.config = config  # type: ignore[assignment]
+    vars(attachment.base).pop("generate", None)
     del decoder._ag_attachment
 
 
@@ -168,7 +170,9 @@ def instrument(model: nn.Module) -> Attachment:
         module.config = copy.copy(module.config)
         module.config._attn_implementation = IMPLEMENTATION
         module._ag_own_config = configs[-1][1]
-    attachment = decoder._ag_attachment = Attachment(handles, configs)
+    base = _unwrapped(model)
+    base.generate = partial(_generate, base)
+    attachment = decoder._ag_attachment = Attachment(base, handles, configs)
     return attachment
 
 
@@ -200,6 +204,17 @@ def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
 
 def _unwrapped(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate, but not from a prompt in chunks: a cache takes the first forward pass for the whole prompt."""
+    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None) or model.generation_config
+    chunk = kwargs.get("prefill_chunk_size") or config.prefill_chunk_size or model.generation_config.prefill_chunk_size
+    if chunk and isinstance(kwargs.get("past_key_values"), Plan):
+        raise UserError(
+            f"prefill_chunk_size={chunk}: an EvictionCache takes the prompt in one forward pass; leave it out."
+        )
+    return type(model).generate(model, *args, **kwargs)
 
 
 def _before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -40,7 +40,7 @@ from ag.manifest import (
     validate,
 )
 
-__all__ = ["ExportError", "adapter_path", "load", "load_adapter", "read_info", "save", "save_merged"]
+__all__ = ["ExportError", "adapter_path", "load", "load_adapter", "read_info", "save", "save_adapter", "save_merged"]
 
 CONFIG, CARD, FIGURE = "gate_config.json", "README.md", "figure.png"
 VERSIONS = {name: version(name) for name in ("ag", "torch", "transformers", "peft", "safetensors")}
@@ -79,7 +79,7 @@ def save(
         OSError: when the figure cannot be read.
     """
     target = Path(path).resolve()
-    _check_replaceable(target)
+    _check_replaceable(target, {WEIGHTS, CONFIG, CARD, FIGURE, ADAPTER}, CONFIG)
     picture = None if figure is None else Path(figure).read_bytes()
     tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in gates.state_dict().items()}
     _check_finite(target / WEIGHTS, tensors)
@@ -222,6 +222,23 @@ def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerB
         tokenizer.save_pretrained(folder)
 
 
+def save_adapter(path: StrPath, adapter: PeftModel, *, base_model: str = "") -> None:
+    """Write a LoRA adapter without gates, into ``path/adapter``; whole or absent, as :func:`save`.
+
+    Args:
+        path: folder to write, or to replace when it holds nothing but an adapter.
+        adapter: the model with a LoRA adapter named ``default``.
+        base_model: hub id or folder of the base model, for PEFT.
+
+    Raises:
+        ExportError: when something else is in the way, a weight is not finite, or the disk refuses.
+    """
+    target = Path(path).resolve()
+    _check_replaceable(target, {ADAPTER}, ADAPTER)
+    with _staged(target) as folder:
+        _save_adapter(adapter, folder, base_model)
+
+
 def _save_adapter(adapter: PeftModel, folder: Path, base_model: str) -> dict[str, str]:
     if "default" not in adapter.peft_config:
         raise ExportError(f"{folder.name}: adapters {list(adapter.peft_config)}: expected one named 'default'.")
@@ -244,11 +261,11 @@ def _sibling(target: Path, role: str) -> Path:
     return target.with_name(f".{target.name}.ag-{role}")
 
 
-def _check_replaceable(target: Path) -> None:
+def _check_replaceable(target: Path, known: set[str], needed: str) -> None:
     if not target.exists():
         return
     names = {entry.name for entry in target.iterdir()} if target.is_dir() else {target.name}
-    if names and (CONFIG not in names or names - {WEIGHTS, CONFIG, CARD, FIGURE, ADAPTER}):
+    if names and (needed not in names or names - known):
         raise ExportError(
             f"{target}: it holds other things than an export ({', '.join(sorted(names)[:3])}): expected an "
             "export to replace, an empty folder or none; choose another path."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -14,13 +15,14 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ag import callbacks, data, export, models
+from ag.attach import decoder_of
 from ag.callbacks.checkpoint_files import newest_valid
 from ag.cli import parse
 from ag.config import Config
 from ag.configure import dump
 from ag.errors import UserError
 from ag.gate import AttentionGates
-from ag.loggers import build_loggers
+from ag.loggers import build_loggers, read_metrics
 from ag.module import GatedLM
 
 EXIT_USER_ERROR, EXIT_NOT_FINITE = 2, 3
@@ -29,13 +31,13 @@ EXIT_USER_ERROR, EXIT_NOT_FINITE = 2, 3
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code.
 
-    Codes: 0 done; 2 something is wrong with the configuration, the data, the model or the run to resume (one line on
-    stderr); 3 a loss or gradient was not finite; 143 and 130 stopped by SIGTERM and Ctrl-C, after a checkpoint.
+    Codes: 0 done; 2 something is wrong with the configuration, the data, the model, the run to resume or the disk (one
+    line on stderr); 3 a loss or gradient was not finite; 143 and 130 stopped by SIGTERM and Ctrl-C, after a checkpoint.
     """
     invocation = parse(sys.argv[1:] if argv is None else argv, Config, "ag.fit")
     try:
         fit(invocation.config, invocation.dry_run)
-    except (UserError, MisconfigurationException) as error:
+    except (UserError, MisconfigurationException, OSError) as error:
         return _fail(f"error: {error}", EXIT_USER_ERROR)
     except callbacks.NonFiniteError as error:
         # Lightning's launcher kills the first process, and its exit code, when it sees another one fail
@@ -62,6 +64,7 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
     """
     L.seed_everything(config.seed, workers=True, verbose=False)
     base, tokenizer = models.load_base(config.model)
+    decoder_of(base)  # raises for a model that gates cannot be attached to, before the data are read
     context = base.config.get_text_config().max_position_embeddings
     batches = data.build(config, tokenizer, context)
     gates = None if config.train == "lora" else AttentionGates(base.config, config.gate)
@@ -71,15 +74,20 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
     trainer = build_trainer(config, run_dir)
     checkpoint = None if config.resume is None else newest_valid(Path(config.resume))
     module.train()  # Lightning keeps the mode it finds, and checkpointing of activations needs this one
-    trainer.fit(module, batches, ckpt_path=checkpoint, weights_only=True)
+    if run_dir is not None:
+        os.environ["AG_RUN"] = run_dir.name  # the ranks that Lightning starts inherit it
+    try:
+        trainer.fit(module, batches, ckpt_path=checkpoint, weights_only=True)
+    finally:
+        os.environ.pop("AG_RUN", None)
     if run_dir is None:
         return None
-    if "val/loss" not in trainer.callback_metrics:  # stopped where a validation was due, which Lightning skips then
+    if module.validated_step != trainer.global_step:
         trainer.validate(module, batches, verbose=False)
-    if config.checkpoint.patience:
-        load_best(module, run_dir)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if config.checkpoint.patience and (run_dir / "checkpoints" / "best.ckpt").exists():
+        metrics = load_best(module, run_dir)
     if trainer.is_global_zero:
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         write_export(run_dir / "export", module, base, tokenizer, metrics)
         if batches.truncated:
             print(f"{batches.truncated} prompts lost {batches.truncated_tokens} tokens on their left.")
@@ -92,7 +100,8 @@ def run_folder(config: Config) -> Path:
     """Make the folder of a run, ``OUTPUT/RECIPE/TIME``, the same on all ranks, and write its config.yaml.
 
     Raises:
-        UserError: when several processes were started by torchrun without an id that they share.
+        UserError: when several processes were started by torchrun without an id that they share, or the id of another
+            run.
     """
     if config.resume is not None:
         return Path(config.resume)
@@ -100,12 +109,17 @@ def run_folder(config: Config) -> Path:
     if name == "none":
         raise UserError("torchrun has no id for this run: start it with torchrun --rdzv-id=NAME.")
     folder = Path(config.output) / config.recipe / (name or time.strftime("%Y-%m-%d_%H-%M-%S"))
-    if int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0) == 0:
-        while name is None and folder.exists():  # two runs in one second
+    if int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0) != 0:
+        return folder
+    if name is not None and folder.exists():
+        raise UserError(f"{folder} is there already: continue it with resume={folder}, or give the run another id.")
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            break
+        except FileExistsError:  # two runs in one second
             folder = folder.with_name(f"{folder.name}-1")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(dump(config))
-    os.environ["AG_RUN"] = folder.name  # the ranks that Lightning starts inherit it
+    (folder / "config.yaml").write_text(dump(config))
     return folder
 
 
@@ -171,15 +185,18 @@ def write_export(
             figure=figures[-1] if figures else None,
         )
     elif adapter is not None:
-        adapter.save_pretrained(str(folder / "adapter"))
+        export.save_adapter(folder, adapter, base_model=models.hub_name(module.config.model.name))
     if module.config.export.merge and adapter is not None:
+        shutil.rmtree(folder.parent / "merged", ignore_errors=True)  # of this run, before it was resumed
         export.save_merged(adapter, folder.parent / "merged", tokenizer)
 
 
-def load_best(module: GatedLM, run_dir: Path) -> None:
-    """Put the weights of the best checkpoint into the module."""
+def load_best(module: GatedLM, run_dir: Path) -> dict[str, float]:
+    """Put the weights of the best checkpoint into the module; returns the metrics of its step."""
     best = torch.load(run_dir / "checkpoints" / "best.ckpt", map_location="cpu", weights_only=True)
     module.load_state_dict(best["state_dict"], strict=False)
+    rows = {row["step"]: row for row in read_metrics(run_dir / "metrics.csv")}
+    return rows[best["global_step"]]
 
 
 def _fail(message: str, code: int) -> int:

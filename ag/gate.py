@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
 
 
@@ -146,7 +147,7 @@ class AttentionGates(nn.Module):
         config: hyper-parameters of the gates.
 
     Raises:
-        ValueError: when ``first_layer`` leaves no layer with a gate.
+        UserError: when ``first_layer`` leaves no layer with a gate.
     """
 
     def __init__(self, model_config: PretrainedConfig | Mapping[str, Any], config: GateConfig) -> None:
@@ -165,7 +166,7 @@ class AttentionGates(nn.Module):
             }
         )
         if not self.layers:
-            raise ValueError(
+            raise UserError(
                 f"gate.first_layer={config.first_layer}: the model has {geometry['num_layers']} layers, "
                 "so that no layer gets a gate; choose a smaller one."
             )
@@ -214,7 +215,7 @@ def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
     """Return the geometry of a base model that gates depend on.
 
     Raises:
-        ValueError: when the configuration is not that of a decoder with attention heads.
+        UserError: when the configuration is not that of a decoder with attention heads.
     """
     text = model_config.get_text_config()
     try:
@@ -229,7 +230,7 @@ def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
             "windowed_layers": _alternating_windows(text),
         }
     except AttributeError as error:
-        raise ValueError(f"{type(text).__name__} is not the configuration of a decoder: {error}.") from error
+        raise UserError(f"{type(text).__name__} is not the configuration of a decoder: {error}.") from error
 
 
 def _alternating_windows(text: PretrainedConfig) -> list[int]:

@@ -62,7 +62,10 @@ class MetricsFile(Logger):
         """
         step_done = (step or 0) + 1
         if not self._row:
-            self._rewrite([row for row in read_metrics(self._path) if row["step"] < step_done])
+            rows = {row["step"]: row for row in read_metrics(self._path)}
+            if all(name.startswith("val/") for name in metrics):  # of the step that the run is resumed from
+                self._row = rows.get(step_done, {})
+            self._rewrite([row for step, row in rows.items() if step < step_done])
         same = step_done == self._row.get("step")
         self._row = {**(self._row if same else {"step": step_done}), **metrics}
         if not self._row.keys() <= set(self._columns):

@@ -138,6 +138,7 @@ def regression_loss(gates: AttentionGates, observed: Observing, keep: float) -> 
     boundary = torch.logit(torch.tensor(config.threshold)).item() - config.bias
     total = torch.zeros((), device=observed.prompt.device)
     mask = observed.payable(observed.window)[:, None]
+    tokens = global_sum(mask.sum()) / world_size()
     for layer, target in observed.targets.items():
         count = mask.sum(-1, keepdim=True).clamp_min(1)
         mean = (target * mask).sum(-1, keepdim=True) / count
@@ -145,7 +146,7 @@ def regression_loss(gates: AttentionGates, observed: Observing, keep: float) -> 
         z = centred / (centred.square().sum(-1, keepdim=True) / count).sqrt().clamp_min(1e-6)
         cut = z.masked_fill(~mask, float("nan")).nanquantile(1 - keep, dim=-1, keepdim=True).nan_to_num(0.0)
         loss = F.smooth_l1_loss(observed.logits[layer], z - cut + boundary, reduction="none")
-        total = total + (loss * mask).sum() / (mask.sum() * loss.shape[1]).clamp_min(1)
+        total = total + (loss * mask).sum() / (tokens * loss.shape[1]).clamp_min(1)
     return total / max(len(observed.targets), 1)
 
 

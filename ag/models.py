@@ -173,7 +173,10 @@ def load_base(
             "give a whole causal language model"
         )
     if device is not None and config.quantization == "none":
-        model.to(device)  # type: ignore[arg-type]  # transformers wraps it without its type
+        try:
+            model.to(device)  # type: ignore[arg-type]  # transformers wraps it without its type
+        except (RuntimeError, AssertionError) as error:
+            raise ModelError(f"device={device}: {_first_line(error)}; give cpu, or a device that has room") from error
     _set_pad_token(config.name, model, tokenizer)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

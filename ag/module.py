@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
@@ -49,6 +50,8 @@ class GatedLM(L.LightningModule):
             self.evicted_share = EvictedShare(len(gates.layers), gates.fingerprint["num_kv_heads"])
         #: Share of evicted tokens by gated layer and KV head ``[L, Hkv]``, of the last validation.
         self.evicted: Tensor | None = None
+        #: Optimiser steps done before the last validation; None before the first.
+        self.validated_step: int | None = None
         #: Flags ``[L, Hkv, T]`` (True: kept) and token ids ``[T]`` of the first validation prompts.
         self.sample_flags: list[tuple[Tensor, Tensor]] = []
 
@@ -59,6 +62,11 @@ class GatedLM(L.LightningModule):
         output = decoder_of(self.model)(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False, **keywords)
         states: Tensor = output.last_hidden_state
         return states
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Seed the noise of the gates and of dropout by the position in the run, so that resuming repeats it."""
+        place = [self.config.seed, self.current_epoch, batch_idx, self.global_rank]
+        torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
@@ -97,7 +105,8 @@ class GatedLM(L.LightningModule):
             )
             self.objective.update(values[right])
         if gating is not None and self.gates is not None:
-            counted = gating.counted()
+            not_filler = (batch["labels"][:, 1:] != -100).any(1, keepdim=True)
+            counted = gating.counted() & not_filler
             evicted = self._evicted_flags(gating)
             self.evicted_share.update(evicted, counted)
             probability = torch.stack([self.gates.probability(x) for x in gating.logits.values()])
@@ -121,7 +130,7 @@ class GatedLM(L.LightningModule):
         values: dict[str, Tensor] = {"lm_loss": nll, "perplexity": nll.exp()}
         if self.config.loss.objective == "kl":
             loss = values["kl_loss"] = self.objective.compute()
-        if self.accuracy.questions:
+        if self.accuracy.update_called:  # on every rank, also on one that had no question
             values["accuracy"] = self.accuracy.compute()
             values["accuracy_norm"] = self.accuracy_norm.compute()
         if self.gates is not None:
@@ -132,13 +141,15 @@ class GatedLM(L.LightningModule):
             loss = loss + self.config.loss.alpha * losses.eviction_loss(mean, self.config.loss.beta)
         values["loss"] = loss
         self.log_dict({f"val/{name}": value.float() for name, value in values.items()}, prog_bar=False)
+        self.validated_step = self.global_step
+        self.log("step", float(self.global_step - 1))  # Lightning counts steps from 0, and one too far after training
         for metric in self.children():
             if isinstance(metric, Metric):
                 metric.reset()
 
     def configure_optimizers(self) -> Any:
         """Return AdamW with one group for the gates and one for the adapters, and their schedule."""
-        optim, total = self.config.optim, int(self.trainer.estimated_stepping_batches)
+        optim = self.config.optim
         trained = {name: parameters for name, parameters in self.trainable().items() if parameters}
         # the schedule returns learning rates, so that the optimiser's own is 1
         optimizer = torch.optim.AdamW(
@@ -146,12 +157,12 @@ class GatedLM(L.LightningModule):
             betas=(optim.beta1, optim.beta2),
             weight_decay=optim.weight_decay,
         )
-        rates: list[Callable[[int], float]] = [partial(self.learning_rate, name, total=total) for name in trained]
+        rates: list[Callable[[int], float]] = [partial(self.learning_rate, name) for name in trained]
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def learning_rate(self, group: str, step: int, *, total: int) -> float:
-        """Return the learning rate of ``gates`` or ``lora`` at an optimiser step of a run of ``total`` steps.
+    def learning_rate(self, group: str, step: int) -> float:
+        """Return the learning rate of ``gates`` or ``lora`` at an optimiser step of the run.
 
         The regression warm start is one cycle for the gates (linear up over its first 30 %, cosine down) and 0 for the
         adapters; then each group warms up linearly to its peak and stays, or falls along a cosine to 0.
@@ -163,13 +174,16 @@ class GatedLM(L.LightningModule):
             fall = 0.5 * (1 + math.cos(math.pi * max(share - 0.3, 0.0) / 0.7))
             return warm.lr * min(rise, fall) if group == "gates" else 0.0
         peak = optim.gate_lr if group == "gates" else optim.lora_lr
-        step, total = step - warm.regress_steps, total - warm.regress_steps
+        step -= warm.regress_steps
         if step < optim.warmup_steps:
             return peak * (step + 1) / optim.warmup_steps
-        if optim.schedule == "constant":
+        step -= optim.warmup_steps
+        # Not at step 0: counting the steps makes the data loader, whose first batch depends on what Lightning restores
+        # from a checkpoint after it has called configure_optimizers.
+        if optim.schedule == "constant" or step == 0:
             return peak
-        share = (step - optim.warmup_steps) / max(total - optim.warmup_steps, 1)
-        return peak * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+        total = self.trainer.estimated_stepping_batches - warm.regress_steps - optim.warmup_steps
+        return peak * 0.5 * (1 + math.cos(math.pi * min(step / max(total, 1), 1.0)))
 
     def trainable(self) -> dict[str, list[nn.Parameter]]:
         """Return the trained parameters of the groups ``gates`` and ``lora``."""
@@ -239,10 +253,12 @@ class GatedLM(L.LightningModule):
         return evicted * (len(self.gates.layers) / int(self.gates.fingerprint["num_layers"]))
 
     def _log_gates(self, stage: str, means: dict[Any, Tensor], evicted: Tensor, counted: Tensor) -> None:
-        share = (evicted & counted[None, :, None]).sum() / (counted.sum() * evicted.shape[0] * evicted.shape[2])
+        numbers = torch.stack([(evicted & counted[None, :, None]).sum(), counted.sum()])
+        gone, tokens = losses.global_sum(numbers)
+        share = gone / (tokens * evicted.shape[0] * evicted.shape[2])
         self._log(f"{stage}/gate_mean_soft", means["soft"])
         self._log(f"{stage}/gate_mean_hard", means["hard"])
-        self._log(f"{stage}/evicted", self._over_all_layers(share), prog_bar=True, sync_dist=True)
+        self._log(f"{stage}/evicted", self._over_all_layers(share), prog_bar=True)
 
     def _forget(self, name: str) -> None:
         """Stop logging a metric that is no longer measured; Lightning repeats its last value until the epoch ends."""

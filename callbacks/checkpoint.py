@@ -22,8 +22,8 @@ class RunCheckpoint(Checkpoint):
 
     A checkpoint is written every `every_steps` optimiser steps, after each validation, at the end, when the
     run is stopped by a signal and, with one process, when it fails. The last three hold the loop counters of
-    the end of the last optimiser step, so a resumed run repeats what was cut short and nothing else, and a
-    run that ended at `trainer.max_steps` goes on in the middle of its epoch when that is raised. After a
+    the end of the last optimiser step, or of the start of the validation that follows it, so a resumed run
+    repeats what was cut short and nothing else, and a run that ended at `trainer.max_steps` goes on in the middle of its epoch when that is raised. After a
     `NonFiniteError` nothing is written: the last checkpoint is the one to go back to.
 
     Args:
@@ -61,6 +61,13 @@ class RunCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin at the step that the run was resumed from, or at 0."""
         self._saved_step = self._step = trainer.global_step
+        # Lightning 2.6 forgets to count the epoch that follows a checkpoint of an epoch's last training batch, and a
+        # second resume would then repeat that epoch
+        loop = trainer.fit_loop
+        epochs = loop.epoch_progress
+        if loop.restarted_mid_epoch and epochs.total.processed == epochs.total.started:
+            epochs.increment_ready()
+            epochs.increment_started()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -72,6 +79,17 @@ class RunCheckpoint(Checkpoint):
         self._step_end = deepcopy(trainer.fit_loop.state_dict())
         if self._every_steps and self._step % self._every_steps == 0:
             self._save(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember that the validation is still to be done; a checkpoint of this step has to know it, too."""
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._step_end = deepcopy(trainer.fit_loop.state_dict())
+        begun = self._step_end["epoch_loop.val_loop.batch_progress"]["total"]
+        begun["ready"] += 1
+        begun["started"] += 1
+        if self._saved_step == trainer.global_step:
+            self._save(trainer, use_step_end=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save, and keep a copy when the monitored metric is the best so far."""

@@ -65,8 +65,8 @@ class StopOnSignal(Callback):
             self._step = trainer.global_step
             self._agree(trainer, pl_module)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave before the validation."""
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave before the first batch of the validation."""
         self._leave_if_agreed(trainer)
 
     def on_validation_batch_end(

@@ -1,9 +1,9 @@
 """The quickstart's own data: passages that hide one fact among distractors, and a question about it.
 
-A passage tells what four people chose (an instrument, a colour, ...) between sentences that matter to nobody,
-and the question is about one of the four. The answer stands in that person's fact only; the wrong answers are
-what the other three chose. So nearly every token can be forgotten, and a few must not be. The people of
-training and validation differ.
+A passage tells one thing about each of four people (an instrument, a colour, ...) between sentences that matter to
+nobody, and the question is about one of the four. The answer is that person's sentence again, so that it takes several
+tokens to give; the wrong answer has another thing of the same kind, which the passage does not name. So nearly every
+token can be forgotten, and a few must not be. The people of training and validation differ.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 TRAIN_ROWS = 2000
 VALIDATION_ROWS = 200
+PEOPLE = 4  # in a passage
 TOKENS_PER_WORD = 1.15  # of these sentences with SmolLM2's tokenizer, punctuation included
 
 
@@ -187,18 +188,23 @@ def generate(seed: int, split: str, index: int, shortest: int, longest: int) -> 
     """
     rng = random.Random(f"{seed}/{split}/{index}")
     words = int(rng.randint(shortest, longest) / TOKENS_PER_WORD)
-    relation = rng.choice(RELATIONS)
-    people = [
-        f"{name} the {trade}" for name, trade in zip(rng.sample(NAMES[split], 4), rng.sample(TRADES, 4), strict=True)
+    names, trades = rng.sample(NAMES[split], PEOPLE), rng.sample(TRADES, PEOPLE)
+    people = [f"{name} the {trade}" for name, trade in zip(names, trades, strict=True)]
+    relations = rng.sample(RELATIONS, PEOPLE)
+    answers = [rng.sample(relation.answers, 2) for relation in relations]
+    asked = rng.randrange(PEOPLE)
+    facts = [
+        [relation.fact.format(who=who, what=what) for what in pair]
+        for relation, who, pair in zip(relations, people, answers, strict=True)
     ]
-    choices = rng.sample(relation.answers, 4)
-    target = rng.randrange(4)
-    question = f"Question: {relation.question.format(who=people[target])}\nAnswer:"
+    question = f"Question: {relations[asked].question.format(who=people[asked])}\nAnswer:"
 
-    sentences = [relation.fact.format(who=who, what=what) for who, what in zip(people, choices, strict=True)]
+    sentences = [right for right, _ in facts]
     missing = words - len(f"{' '.join(sentences)} {question}".split())
     sentences += _fillers(rng, missing)
     rng.shuffle(sentences)
+    target = rng.randrange(2)
+    choices = facts[asked] if target == 0 else facts[asked][::-1]
     return Example(f"{' '.join(sentences)}\n{question}", choices, target)
 
 

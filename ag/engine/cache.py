@@ -126,17 +126,28 @@ class EvictionCache(Cache, Plan):
         """Forget the newest tokens; a negative number is the same as a positive one.
 
         Raises:
-            UserError: when part of the prompt would go: what it evicted cannot come back.
+            UserError: when part of the prompt would go, or recent prompt tokens that are evicted would be recent again.
         """
         remove = abs(tokens_to_remove)
         if remove == 0:
             return
-        prompt = min(layer.prompt_length for layer in self.evicting_layers)
-        if self.get_seq_length() - remove < prompt and self.policy.scorer != "full":
-            raise UserError(f"crop({tokens_to_remove}): only tokens after the prompt can go; prefill a shorter prompt.")
+        if self.gates is not None:
+            self._check_crop(remove)
         self.valid = self.valid[:, :-remove]
         for layer in self.evicting_layers:
             layer.crop_to(self.valid)
+
+    def activate_past_recording(self) -> None:
+        """Prepare for drafts that :meth:`crop` takes back.
+
+        Raises:
+            UserError: when gates have not seen the prompt yet: the first draft comes with it, as if it were a part.
+        """
+        if self.gates is not None and not self.seen_tokens:
+            raise UserError(
+                f"Policy {self.policy.spec!r} cannot tell a prompt from a draft; generate without an assistant model "
+                "and prompt lookup, or use the policy full."
+            )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make the sequences those at ``beam_idx``."""
@@ -158,6 +169,20 @@ class EvictionCache(Cache, Plan):
         self.valid = self.valid[:0, :0]
         for layer in self.evicting_layers:
             layer.reset()
+
+    def _check_crop(self, remove: int) -> None:
+        """Refuse to go back to a state of which something was evicted since."""
+        assert self.gates is not None
+        columns = min(layer.prompt_length for layer in self.evicting_layers)
+        prompt, left = self.valid[:, :columns].sum(1), self.valid[:, :-remove].sum(1)
+        if self.get_seq_length() - remove < columns:
+            raise UserError(f"crop({-remove}): only tokens after the prompt can go; prefill a shorter prompt.")
+        recent = self.gates.config.recent_tokens
+        if bool(((left < prompt + recent - 1) & (left < self.new_ranks[:, 0])).any()):
+            raise UserError(
+                f"crop({-remove}): some of the prompt's {recent} recent tokens are evicted; crop no more than the last "
+                "forward pass, or make a new cache."
+            )
 
 
 class EvictionLayer(CacheLayerMixin):
@@ -185,6 +210,11 @@ class EvictionLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens and hand them on; they are stored after the attention has seen them."""
+        if self.seen + key_states.shape[2] != self._cache.valid.shape[1]:  # the model's hooks did not run
+            raise UserError(
+                "This cache was made for another model, or ag.detach(model) was called since; make one with "
+                "EvictionCache(model, ...)."
+            )
         self.seen += key_states.shape[2]
         return key_states, value_states
 
@@ -268,9 +298,12 @@ class EvictionLayer(CacheLayerMixin):
         return out.view(batch, heads, length, -1)
 
     def _drop_expired(self, store: RaggedStore, stored: Rows) -> None:
-        """Free the prompt tokens that were kept only because they were recent and no longer are."""
-        following = self._cache.valid.sum(1).repeat_interleave(store.kv_heads)
-        gone = following[:, None] - stored.ranks >= self._fleeting
+        """Free the prompt tokens that were kept only because they were recent and no longer are.
+
+        Those that the first query of this pass saw stay, so that :meth:`EvictionCache.crop` can take the pass back.
+        """
+        first = self._cache.new_ranks[:, 0].repeat_interleave(store.kv_heads)
+        gone = first[:, None] - stored.ranks >= self._fleeting
         if bool((stored.fleeting & gone).any()):
             store.retain(~(stored.fleeting & gone))
         if not bool((stored.fleeting & ~gone).any()):

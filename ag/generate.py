@@ -1,0 +1,177 @@
+"""Continue a text with a cache that forgets: ``python -m ag.generate gates=EXPORT prompt=TEXT``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from peft import PeftModel
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ag import export, models, smollm2
+from ag.cli import parse
+from ag.config import ModelConfig, key
+from ag.engine import EvictionCache
+from ag.errors import UserError
+from ag.gate import fingerprint
+
+Model = PreTrainedModel | PeftModel
+
+
+@dataclass
+class GenerateConfig:
+    """What ``python -m ag.generate`` can be told."""
+
+    gates: str | None = key(None, "folder of exported gates; null: a full cache")
+    model: str | None = key(None, "hub id, local folder or alias, instead of the base model that the export names")
+    prompt: str | None = key(None, "the text to continue")
+    file: str | None = key(None, "file with that text, instead of prompt")
+    chat: bool = key(False, "put the text into the tokenizer's chat template, as a user's message")
+    max_new_tokens: int = key(64, "longest continuation in tokens", low=1)
+    temperature: float = key(0.0, "0: the likeliest token each time; above: sample, and how freely", low=0)
+    top_p: float = key(1.0, "sample from the likeliest tokens that together have this probability", low=0, high=1)
+    seed: int = key(0, "seed of the samples", low=0, high=2**32 - 1)
+    device: str = key("cpu", "cpu, cuda, cuda:1, ...")
+    dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
+    compare: bool = key(False, "continue with a full cache as well")
+
+
+@dataclass
+class Generation:
+    """A continuation and what its cache took.
+
+    Attributes:
+        text: the new text.
+        prompt_tokens: tokens of the prompt.
+        new_tokens: tokens of the continuation.
+        evicted: share of the prompt's (token, layer, KV head) entries that were gone at the end.
+        kv_bytes: bytes allocated for keys and values at the end.
+        full_kv_bytes: bytes of the keys and values of every token seen.
+        seconds: for prefill and decoding.
+    """
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    evicted: float
+    kv_bytes: int
+    full_kv_bytes: int
+    seconds: float
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code (2: one line on stderr says what is wrong)."""
+    config = parse(sys.argv[1:] if argv is None else argv, GenerateConfig, "ag.generate").config
+    try:
+        generations = generate(config)
+    except UserError as error:
+        print(f"ag.generate: error: {error}", file=sys.stderr)
+        return 2
+    for name, generation in generations.items():
+        print(f"--- {name} ---\n{generation.text}\n" if len(generations) > 1 else f"{generation.text}\n")
+    Console().print(table(generations))
+    return 0
+
+
+def generate(config: GenerateConfig) -> dict[str, Generation]:
+    """Continue the prompt with the gates, with a full cache, or with both, in that order.
+
+    Raises:
+        UserError: (ModelError, ExportError, ...) naming what is wrong and the fix.
+    """
+    text = _read_prompt(config)
+    model, tokenizer = _load(config)
+    if config.chat and tokenizer.chat_template is None:
+        raise UserError("chat=true: the model's tokenizer has no chat template; set chat=false.")
+    if config.chat:
+        messages = [{"role": "user", "content": text}]
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    ids = tokenizer(text, add_special_tokens=not config.chat, return_tensors="pt", verbose=False)["input_ids"]
+    context, length = model.config.get_text_config().max_position_embeddings, ids.shape[1]
+    if not 0 < length <= context - config.max_new_tokens:
+        raise UserError(
+            f"The prompt has {length} tokens: expected 1 to {context - config.max_new_tokens}, which leave room for "
+            f"max_new_tokens={config.max_new_tokens} in the model's context."
+        )
+    policies = {"gates": f"gates:{config.gates}"} if config.gates else {}
+    if config.compare or not config.gates:
+        policies["full cache"] = "full"
+    return {name: _generate(model, tokenizer, ids.long(), policy, config) for name, policy in policies.items()}
+
+
+def table(generations: dict[str, Generation]) -> Table:
+    """Return the table that the command prints."""
+    first = next(iter(generations.values()))
+    out = Table(title=f"{first.prompt_tokens} prompt tokens")
+    for column in ("cache", "evicted", "new tokens", "KV bytes", "of full", "tokens/s"):
+        out.add_column(column, justify="left" if column == "cache" else "right")
+    for name, row in generations.items():
+        share, speed = row.kv_bytes / row.full_kv_bytes, row.new_tokens / row.seconds
+        cells = (f"{row.evicted:.1%}", f"{row.new_tokens}", f"{row.kv_bytes:,}", f"{share:.1%}", f"{speed:.1f}")
+        out.add_row(name, *cells)
+    return out
+
+
+def _read_prompt(config: GenerateConfig) -> str:
+    if (config.prompt is None) == (config.file is None):
+        raise UserError("Expected one text to continue: give either prompt=TEXT or file=PATH.")
+    if config.prompt is not None:
+        return config.prompt
+    try:
+        return Path(str(config.file)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"file={config.file}: {error}; expected a text file in UTF-8.") from error
+
+
+def _load(config: GenerateConfig) -> tuple[Model, PreTrainedTokenizerBase]:
+    """Load the base model, with the export's adapter where it has one, and the tokenizer."""
+    base = export.read_info(config.gates)["base_model"] if config.gates else {"name": "", "revision": None}
+    name = config.model or base["name"]
+    if not name:
+        raise UserError("No base model is named: give model=NAME, or gates=EXPORT of an export that names one.")
+    revision = None if config.model or base["revision"] == smollm2.REQUIREMENT else base["revision"]
+    model, tokenizer = models.load_base(ModelConfig(name, revision, config.dtype), config.device)
+    if config.gates and export.adapter_path(config.gates):
+        return export.load_adapter(model, config.gates), tokenizer
+    return model, tokenizer
+
+
+def _generate(
+    model: Model, tokenizer: PreTrainedTokenizerBase, ids: Tensor, policy: str, config: GenerateConfig
+) -> Generation:
+    cache = EvictionCache(model, policy)
+    sampling = {"do_sample": True, "temperature": config.temperature, "top_p": config.top_p, "top_k": 0}
+    torch.manual_seed(config.seed)
+    start = time.perf_counter()
+    output = model.generate(  # type: ignore[operator]  # PEFT and transformers declare it differently
+        input_ids=ids.to(config.device),
+        attention_mask=torch.ones_like(ids, device=config.device),
+        past_key_values=cache,
+        max_new_tokens=config.max_new_tokens,
+        **(sampling if config.temperature else {"do_sample": False}),
+    )
+    length = ids.shape[1]
+    new = output[0, length:].tolist()
+    seconds = time.perf_counter() - start
+    size = fingerprint(model.config)
+    entry = size["num_layers"] * size["num_kv_heads"] * size["head_dim"] * next(model.parameters()).element_size()
+    return Generation(
+        text=str(tokenizer.decode(new, skip_special_tokens=True)),
+        prompt_tokens=length,
+        new_tokens=len(new),
+        evicted=(1 - cache.kept_share()) * cache.seen_tokens / length,
+        kv_bytes=cache.nbytes,
+        full_kv_bytes=2 * cache.seen_tokens * entry,
+        seconds=seconds,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""The ragged store against a list of lists."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ag.engine.storage import RaggedStore
+
+DIM = 3
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["append", "append", "retain", "crop", "select"]), st.integers(0, 2**16)), max_size=12
+)
+
+
+class Lists:
+    """The oracle: for each row a list of (identity, rank, fleeting); for each sequence how many tokens it has seen."""
+
+    def __init__(self, batch, heads):
+        self.heads, self.seen = heads, [0] * batch
+        self.rows = [[] for _ in range(batch * heads)]
+        self.identity = 0
+
+    def append(self, store, generator):
+        batch, length = len(self.seen), int(torch.randint(1, 8, (), generator=generator))
+        draw = lambda *shape: torch.rand(shape, generator=generator)  # noqa: E731
+        padded, shared, everything = (draw() < 0.3 for _ in range(3))
+        valid = draw(batch, length) > (0.3 if padded else -1)
+        keep = valid[:, None] & (draw(batch, 1 if shared else self.heads, length) > 0.4)
+        fleeting = draw(batch, self.heads, length) > 0.7
+        if everything:
+            valid, keep = torch.ones_like(valid), None
+        k = torch.zeros(batch, self.heads, length, DIM)
+        ranks = valid.cumsum(1) - 1 + torch.tensor(self.seen)[:, None]
+        for b in range(batch):
+            for h in range(self.heads):
+                for t in range(length):
+                    self.identity += 1
+                    k[b, h, t] = self.identity
+                    if keep is None or keep[b, h if keep.shape[1] > 1 else 0, t]:
+                        token = (self.identity, int(ranks[b, t]), bool(fleeting[b, h, t]))
+                        self.rows[b * self.heads + h].append(token)
+            self.seen[b] += int(valid[b].sum())
+        store.append(k, k + 0.5, ranks, keep, fleeting)
+
+    def retain(self, store, generator):
+        longest = max(map(len, self.rows))
+        keep = torch.rand(len(self.rows), longest, generator=generator) > 0.4
+        self.rows = [[x for x, wanted in zip(row, keep[i], strict=False) if wanted] for i, row in enumerate(self.rows)]
+        store.retain(keep)
+
+    def crop(self, store, generator):
+        self.seen = [int(torch.randint(0, seen + 1, (), generator=generator)) for seen in self.seen]
+        limits = [seen for seen in self.seen for _ in range(self.heads)]
+        self.rows = [[x for x in row if x[1] < limit] for row, limit in zip(self.rows, limits, strict=True)]
+        store.crop(torch.tensor(self.seen))
+
+    def select(self, store, generator):
+        count = int(torch.randint(1, 4, (), generator=generator))
+        chosen = torch.randint(0, len(self.seen), (count,), generator=generator)
+        self.rows = [list(self.rows[b * self.heads + h]) for b in chosen.tolist() for h in range(self.heads)]
+        self.seen = [self.seen[b] for b in chosen.tolist()]
+        store.select_sequences(chosen)
+
+    def check(self, store):
+        assert store.batch == len(self.seen)
+        assert store.lengths.tolist() == [len(row) for row in self.rows]
+        stored = store.padded()
+        if stored.valid is None:
+            assert len({len(row) for row in self.rows}) == 1
+        for i, row in enumerate(self.rows):
+            mine = slice(0, len(row))
+            if stored.valid is not None:
+                assert stored.valid[i].tolist() == [t < len(row) for t in range(stored.valid.shape[1])]
+            assert stored.keys[i, mine].tolist() == [[float(x)] * DIM for x, _, _ in row]
+            assert stored.values[i, mine].tolist() == [[x + 0.5] * DIM for x, _, _ in row]
+            assert stored.ranks[i, mine].tolist() == [rank for _, rank, _ in row]
+            assert stored.fleeting[i, mine].tolist() == [fleeting for _, _, fleeting in row]
+            assert stored.ranks[i, mine].tolist() == sorted({rank for _, rank, _ in row})
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(batch=st.integers(1, 3), heads=st.integers(1, 3), operations=OPERATIONS)
+def test_any_sequence_of_operations_equals_lists(batch, heads, operations):
+    oracle = Lists(batch, heads)
+    store = RaggedStore(batch, heads, torch.empty(1, DIM), torch.empty(1, DIM))
+    for name, seed in [("append", 0), *operations]:
+        getattr(oracle, name)(store, torch.Generator().manual_seed(seed))
+        oracle.check(store)
+
+
+def tokens(batch, heads, length, dim=8):
+    return torch.randn(batch, heads, length, dim)
+
+
+def test_memory_is_at_most_a_tenth_more_than_what_is_kept():
+    torch.manual_seed(0)
+    store = RaggedStore(2, 3, torch.empty(1, 8), torch.empty(1, 8, dtype=torch.bfloat16))
+    k, ranks = tokens(2, 3, 1500), torch.arange(1500).expand(2, -1)
+    keep = torch.rand(2, 3, 1500) > torch.tensor([0.1, 0.5, 0.8])[:, None]
+    store.append(k, k.bfloat16(), ranks, keep)
+    token = 8 * (4 + 2)
+    for step in range(300):
+        kept = int(store.lengths.sum()) * token
+        assert int(store.lengths.min()) >= 256
+        assert kept <= store.nbytes <= 1.1 * kept
+        k = tokens(2, 3, 1)
+        store.append(k, k.bfloat16(), torch.full((2, 1), 1500 + step), None)
+    before = store.nbytes
+    store.retain(torch.rand(6, int(store.lengths.max())) > 0.05)
+    kept = int(store.lengths.sum()) * token
+    assert store.nbytes < before
+    assert kept <= store.nbytes <= 1.1 * kept
+
+
+@pytest.mark.parametrize(("prompt", "steps", "most"), [(0, 100, 6), (256, 512, 19)])
+def test_appending_rarely_copies_the_buffer(prompt, steps, most):
+    """A copy buys 1/16 of a row, at least 16 tokens: log(768 / 256) / log(1 + 1/16) = 18.1 copies for 512 tokens."""
+    store = RaggedStore(1, 2, torch.empty(1, 8), torch.empty(1, 8))
+    if prompt:
+        store.append(tokens(1, 2, prompt), tokens(1, 2, prompt), torch.arange(prompt)[None], None)
+    places = [store.keys.data_ptr()]
+    for step in range(steps):
+        store.append(tokens(1, 2, 1), tokens(1, 2, 1), torch.full((1, 1), prompt + step), None)
+        if store.keys.data_ptr() != places[-1]:
+            places.append(store.keys.data_ptr())
+    assert store.lengths.tolist() == [prompt + steps] * 2
+    assert 1 <= len(places) - 1 <= most
+
+
+def test_rows_of_equal_length_are_read_without_a_copy():
+    store = RaggedStore(2, 2, torch.empty(1, 8), torch.empty(1, 8))
+    keep = torch.arange(40).expand(2, 2, 40) % 2 == 0
+    store.append(tokens(2, 2, 40), tokens(2, 2, 40), torch.arange(40).expand(2, -1), keep)
+    stored = store.padded()
+    assert stored.valid is None
+    assert stored.keys.data_ptr() == store.keys.data_ptr()
+    assert stored.values.data_ptr() == store.values.data_ptr()
+
+
+def test_a_row_that_kept_nothing():
+    store = RaggedStore(1, 2, torch.empty(1, 8), torch.empty(1, 8))
+    k = tokens(1, 2, 5)
+    store.append(k, k, torch.arange(5)[None], torch.tensor([[[False] * 5, [True, False, True, False, True]]]))
+    stored = store.padded()
+    assert stored.valid.tolist() == [[False] * 3, [True] * 3]
+    assert torch.equal(stored.keys[1], k[0, 1, ::2])
+    store.append(k[:, :, :1], k[:, :, :1], torch.full((1, 1), 5), None)
+    assert store.lengths.tolist() == [1, 4]
+    assert store.padded().ranks[0, :1].tolist() == [5]

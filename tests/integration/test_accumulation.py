@@ -1,0 +1,60 @@
+"""trainer.accumulate=8 with one row against one step of 8 rows.
+
+The LM part is the same: every row weighs the same. The eviction part is ``|mean - beta|``, and its mean is taken over a
+batch of all ranks, not over accumulated ones. It is the same when the parts have equally many gated tokens and lie on
+the same side of beta, and differs otherwise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from command import column, train, weights
+
+ACCUMULATED = ["data.batch_size=1", "trainer.accumulate=8"]
+WHOLE = ["data.batch_size=8", "trainer.accumulate=1"]
+# text: prompts of one length; the default data have prompts of many lengths
+EQUAL_LENGTHS = [
+    *("data.kind=text", "data.name=words", "data.max_length=80"),
+    *("data.prompt_min=64", "data.prompt_max=64", "data.continuation=16"),
+]
+
+
+def both(recipe: Path, folder: Path, *overrides: str) -> tuple[Path, Path]:
+    overrides = ("train=gates+lora", "trainer.max_steps=2", *overrides)
+    return tuple(train(recipe, folder, *parts, *overrides) for parts in (ACCUMULATED, WHOLE))
+
+
+def gate_gradient(run: Path) -> float:
+    """Gradient norm of the gates in the first step."""
+    return column(run, "train/grad_norm_gates")[0]
+
+
+def equal(one: Path, other: Path) -> None:
+    for name in ("train/grad_norm_gates", "train/grad_norm_lora"):
+        assert column(one, name) == pytest.approx(column(other, name), rel=1e-4)
+    torch.testing.assert_close(weights(one), weights(other), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[], EQUAL_LENGTHS], ids=["many lengths", "one length"])
+def test_lm_part_is_the_same(lengths: list[str], recipe: Path, tmp_path: Path) -> None:
+    equal(*both(recipe, tmp_path, "loss.alpha=0", *lengths))
+
+
+def test_eviction_part_is_the_same_on_one_side_of_beta(recipe: Path, tmp_path: Path) -> None:
+    equal(*both(recipe, tmp_path, "loss.beta=0", "loss.alpha=100", *EQUAL_LENGTHS))
+
+
+def test_eviction_part_differs_across_beta(recipe: Path, tmp_path: Path) -> None:
+    still = ["optim.gate_lr=0", "optim.lora_lr=0", "train=gates+lora", "trainer.max_steps=8", "data.batch_size=1"]
+    means = sorted(column(train(recipe, tmp_path, *still, *EQUAL_LENGTHS), "train/gate_mean_soft"))
+    beta = (means[1] + means[2]) / 2  # two of the eight parts lie below
+    one, other = both(recipe, tmp_path, f"loss.beta={beta}", "loss.alpha=100", *EQUAL_LENGTHS)
+    assert gate_gradient(one) < 0.9 * gate_gradient(other)  # parts on both sides pull in opposite directions
+
+
+def test_eviction_part_differs_between_lengths(recipe: Path, tmp_path: Path) -> None:
+    one, other = both(recipe, tmp_path, "loss.beta=0", "loss.alpha=100")
+    assert abs(gate_gradient(one) / gate_gradient(other) - 1) > 1e-3  # each row weighs the same, or each token

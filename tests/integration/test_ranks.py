@@ -1,0 +1,139 @@
+"""Two gloo processes with b rows each are one process with 2 b; when one fails, the job ends."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from command import column, logged, runs, start, train, weights
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig
+
+import ag
+from ag import losses
+from ag.gating import Observing
+
+TWO_RANKS = ["trainer.devices=2", "trainer.strategy=ddp"]
+LENGTHS = torch.tensor([[9, 3], [20, 14]])  # valid tokens of the rows of both ranks
+
+
+class Losses(torch.nn.Module):
+    """The losses that average over gated tokens, as functions of the gates alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = LlamaConfig(hidden_size=8, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
+        self.gates = ag.AttentionGates(config, ag.GateConfig(num_heads=1, head_dim=4, bias=0.0))
+
+    def forward(self, hidden: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+        observed = Observing(self.gates, torch.arange(hidden.shape[1]) < lengths[:, None])
+        for layer in self.gates.layer_indices:
+            observed.enter_layer(layer, hidden)
+            observed.targets[layer] = hidden[:, : lengths.max(), :2].transpose(1, 2)
+        means = losses.gate_means(self.gates, observed)
+        rows, _ = observed.counted().nonzero(as_tuple=True)
+        values = observed.logits[0].square().mean(1)[observed.counted()]
+        return {
+            "soft": losses.eviction_loss(means["soft"], 0.1),
+            "hard": losses.eviction_loss(means["hard"], 0.1),
+            "regression": losses.regression_loss(self.gates, observed, keep=0.5),
+            "samples": losses.sample_mean(values, rows, len(hidden)),
+        }
+
+
+def hidden_states() -> torch.Tensor:
+    return torch.randn(2, 2, 20, 8, generator=torch.Generator().manual_seed(1))
+
+
+def values_and_gradients(model: torch.nn.Module, hidden: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+    found = {}
+    for name in ("soft", "hard", "regression", "samples"):
+        model.zero_grad()
+        loss = model(hidden, lengths)[name]
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        found[name] = torch.cat([loss.detach()[None], *(gradient.flatten() for gradient in gradients)])
+    return found
+
+
+def work(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    model = DistributedDataParallel(Losses(), find_unused_parameters=True)
+    torch.save(values_and_gradients(model, hidden_states()[rank], LENGTHS[rank]), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_losses_and_gradients_are_those_of_the_global_batch(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    whole = values_and_gradients(Losses(), hidden_states().flatten(0, 1), LENGTHS.flatten())
+    parts = [values_and_gradients(Losses(), hidden_states()[rank], LENGTHS[rank]) for rank in (0, 1)]
+    for name, expected in whole.items():
+        torch.testing.assert_close(first[name][1:], expected[1:], rtol=1e-5, atol=1e-6)  # gradients
+        torch.testing.assert_close(second[name][1:], first[name][1:], rtol=0, atol=0)
+        if name in ("soft", "hard"):
+            assert first[name][0] == second[name][0] == pytest.approx(expected[0].item(), abs=1e-6)
+        else:
+            assert (first[name][0] + second[name][0]).item() / 2 == pytest.approx(expected[0].item(), abs=1e-6)
+        naive = (parts[0][name] + parts[1][name]) / 2
+        assert (naive - expected).abs().max() > 1e-3 or name == "samples"
+
+
+@pytest.mark.slow
+def test_two_ranks_train_like_one_with_twice_the_rows(recipe: Path, tmp_path: Path) -> None:
+    # two steps of regression, four of the losses; 5 questions, so that one rank gets a filler row
+    overrides = ["train=gates+lora", "warmup.regress_steps=2", "trainer.max_steps=6", "data.val_samples=5"]
+    arguments = [f"recipe={recipe}", *overrides, *TWO_RANKS, f"output={tmp_path / 'two'}"]
+    process = start(*arguments, "data.batch_size=2", "data.val_batch_size=1")
+    one = train(recipe, tmp_path / "one", *overrides, "data.batch_size=4", "data.val_batch_size=2")
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    [two] = runs(tmp_path / "two")
+    assert len(column(two, "train/eviction_loss")) == 4
+    for row, expected in zip(logged(two), logged(one), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    torch.testing.assert_close(weights(two), weights(one), rtol=1e-4, atol=1e-5)
+
+
+FAILING = """
+import os
+from ag import fit
+from ag.module import GatedLM
+
+step = GatedLM.training_step
+
+
+def training_step(self, batch, batch_idx):
+    if batch_idx == 2 and os.environ["LOCAL_RANK"] == "{rank}":
+        raise RuntimeError("this rank is broken")
+    return step(self, batch, batch_idx)
+
+
+GatedLM.training_step = training_step
+raise SystemExit(fit.main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_rank_ends_the_job(rank: int, recipe: Path, tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(rank=rank))
+    # one question: a rank without any takes part in the validation all the same
+    overrides = [*TWO_RANKS, "data.val_samples=1", "trainer.val_every=1", "trainer.max_steps=4"]
+    process = start(f"recipe={recipe}", f"output={tmp_path / 'runs'}", *overrides, script=script)
+    try:
+        _, errors = process.communicate(timeout=90)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode != 0
+    assert "this rank is broken" in errors
+    [run] = runs(tmp_path / "runs")
+    assert column(run, "val/accuracy") == [1.0, 1.0] or column(run, "val/accuracy") == [0.0, 0.0]
+    assert [path.name for path in (run / "checkpoints").glob("step=*")] != []

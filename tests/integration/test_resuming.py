@@ -1,0 +1,200 @@
+"""A run that was cut short and resumed leaves the numbers of one that was not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from command import column, logged, resume, runs, start, train, weights
+
+from ag import fit
+from ag.callbacks.checkpoint_files import checkpoints
+from ag.module import GatedLM
+
+# noise in the gates and the adapters, optimiser steps of two batches, epochs of 12 batches
+RUN = [
+    "train=gates+lora",
+    "gate.estimator=soft",
+    "lora.dropout=0.1",
+    "trainer.accumulate=2",
+    "trainer.max_epochs=3",
+    "trainer.val_every=4",
+    "checkpoint.every_steps=3",
+]
+STEPS = 18
+
+
+@pytest.fixture(scope="module")
+def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing interrupted."""
+    run = train(recipe, tmp_path_factory.mktemp("whole"), *RUN)
+    assert column(run, "step") == list(range(1, STEPS + 1))
+    return run
+
+
+def equal(run: Path, whole: Path) -> None:
+    assert logged(run) == logged(whole)
+    torch.testing.assert_close(weights(run), weights(whole), rtol=0, atol=0)
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, step: str, number: int, *arguments: str) -> None:
+    """Run the command here, with a SIGTERM in the n-th call, counted from 0, of a step of the module."""
+    calls = iter(range(10_000))
+    original = getattr(GatedLM, step)
+
+    def wrapper(self, batch, batch_idx):
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GatedLM, step, wrapper)
+        assert fit.main([*arguments]) == 143
+
+
+# in the first and second half of an accumulation, where a validation is due, at the ends of epochs and of the run,
+# and in validations, of which the third is at the end of an epoch and at a checkpoint (two batches each)
+@pytest.mark.parametrize(
+    ("where", "number", "step"),
+    [
+        ("training", 8, 5),
+        ("training", 9, 5),
+        ("training", 15, 8),
+        ("training", 11, 6),
+        ("training", 12, 7),
+        ("training", 35, 18),
+        ("validation", 2, 8),
+        ("validation", 5, 12),
+    ],
+)
+def test_terminated_anywhere(
+    where: str, number: int, step: int, recipe: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(monkeypatch, f"{where}_step", number, f"recipe={recipe}", f"output={tmp_path}", *RUN)
+    [run] = runs(tmp_path)
+    assert checkpoints(run)[0].name == f"step={step:06d}.ckpt"
+    assert not (run / "export").exists()
+    resume(run)
+    equal(run, whole)
+
+
+def test_resumed_twice_from_the_end_of_an_epoch(
+    recipe: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(monkeypatch, "training_step", 11, f"recipe={recipe}", f"output={tmp_path}", *RUN)
+    [run] = runs(tmp_path)
+    interrupted(monkeypatch, "training_step", 11, f"resume={run}")
+    assert checkpoints(run)[0].name == "step=000012.ckpt"
+    resume(run)
+    equal(run, whole)
+
+
+EPOCHS = ["trainer.max_epochs=3", "data.num_workers=2", "data.batch_size=4", "checkpoint.patience=3"]
+
+
+@pytest.fixture(scope="module")
+def epochs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run with two workers and a validation after each epoch of 6 steps."""
+    return train(recipe, tmp_path_factory.mktemp("epochs"), *EPOCHS)
+
+
+@pytest.mark.parametrize(("where", "number", "step"), [("training", 8, 9), ("training", 5, 6), ("validation", 3, 12)])
+def test_terminated_anywhere_with_workers(
+    where: str, number: int, step: int, recipe: Path, epochs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(monkeypatch, f"{where}_step", number, f"recipe={recipe}", f"output={tmp_path}", *EPOCHS)
+    [run] = runs(tmp_path)
+    assert checkpoints(run)[0].name == f"step={step:06d}.ckpt"
+    resume(run)
+    equal(run, epochs)
+    bests = [torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True) for folder in (run, epochs)]
+    assert bests[0]["global_step"] == bests[1]["global_step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL], ids=lambda signum: signum.name)
+def test_killed_with_workers(signum: signal.Signals, recipe: Path, whole: Path, tmp_path: Path) -> None:
+    process = start(f"recipe={recipe}", f"output={tmp_path}", *RUN, "data.num_workers=2")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(f"step 7/{STEPS} "):
+            break
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == (143 if signum == signal.SIGTERM else -signal.SIGKILL), errors
+    assert "Traceback" not in errors
+    if signum == signal.SIGTERM:
+        assert errors.strip().splitlines()[-1].startswith("ag.fit: stopped by SIGTERM after step ")
+    [run] = runs(tmp_path)
+    assert len(logged(run)) < STEPS
+    resume(run)
+    equal(run, whole)
+
+
+def test_finished_run_is_left_as_it_is(recipe: Path, whole: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    before = (run / "metrics.csv").read_bytes(), (run / "export" / "gate_config.json").read_bytes()
+    resume(run)
+    assert ((run / "metrics.csv").read_bytes(), (run / "export" / "gate_config.json").read_bytes()) == before
+    equal(run, whole)
+
+
+def test_more_epochs_than_before(recipe: Path, tmp_path: Path) -> None:
+    # a constant rate, as the cosine's shape depends on the number of steps
+    constant = [*RUN, "optim.schedule=constant"]
+    run = train(recipe, tmp_path / "resumed", *constant, "trainer.max_epochs=1")
+    resume(run, "trainer.max_epochs=2")
+    whole = train(recipe, tmp_path / "whole", *constant, "trainer.max_epochs=2")
+    torch.testing.assert_close(weights(run), weights(whole), rtol=0, atol=0)
+    assert column(run, "train/loss") == column(whole, "train/loss")
+
+
+def test_truncated_checkpoint(whole: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    newest, before = checkpoints(run)
+    assert (newest.name, before.name) == ("step=000018.ckpt", "step=000016.ckpt")
+    newest.write_bytes(newest.read_bytes()[:1000])
+    with pytest.warns(UserWarning, match=r"step=000018.ckpt is damaged .*; trying the one before it"):
+        resume(run)
+    equal(run, whole)
+
+
+def test_no_checkpoint(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints")))
+    assert fit.main([f"resume={run}"]) == 2
+    assert "holds no intact checkpoints" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("loss.beta=0.3", "that run has loss.beta=0.4, not 0.3; leave loss.beta as it was"),
+        ("train=gates", "that run has train='gates+lora', not 'gates'; leave train as it was"),
+        ("data.batch_size=4", "that run has data.batch_size=2, not 4; leave data.batch_size as it was"),
+        ("recipe=quickstart", "that run has recipe='tiny', not 'quickstart'; leave recipe as it was"),
+    ],
+)
+def test_resume_with_another_configuration(
+    override: str, message: str, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fit.models, "load_base", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(SystemExit) as exit:
+        fit.main([f"resume={whole}", override])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_checkpoint_of_another_recipe(
+    recipe: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The configuration fits, the checkpoint in the folder does not."""
+    run = train(recipe, tmp_path, *RUN, "train=gates", "trainer.max_epochs=1")
+    for path in checkpoints(run):
+        path.unlink()
+    shutil.copy(checkpoints(whole)[0], run / "checkpoints")
+    assert fit.main([f"resume={run}", "trainer.max_epochs=9"]) == 2
+    assert "16 tensors are missing or unknown" in capsys.readouterr().err

@@ -1,0 +1,239 @@
+"""What a run leaves behind: for everything that can be trained, and every loss."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import wandb
+from command import column, logged, resume, train, weights
+from matplotlib.image import imread
+from peft import PeftModel
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
+
+import ag
+from ag import data
+from ag.config import Config
+from ag.configure import load_config, resolve
+from ag.losses import token_nll
+from ag.models import load_base
+
+STEPS = 4
+BETA = 0.4
+GATE = 4 * 32 * 16 - 32 * 16 + 16 * 2  # q, k, v of 2 heads of 8 on hidden states of 32, and a logit for 2 KV heads
+LORA = 2 * 8 * (2 * (32 + 32) + 2 * (32 + 16))  # rank 8 on q, k, v, o of 2 layers
+
+
+@dataclass
+class Case:
+    """Overrides of a run, and what they make of it."""
+
+    overrides: list[str]
+    gates: int = 2 * GATE
+    lora: int = 0
+    objective: str = "lm_loss"
+    choices: bool = True
+    extra: set[str] = field(default_factory=set)
+
+
+TEXT = ["data.kind=text", "data.name=words"]
+PACKED = [*TEXT, "data.packing=packed", "data.max_length=64", "gate.scope=causal"]
+SPLIT = [*TEXT, "data.prompt_min=48", "data.prompt_max=64", "data.continuation=16", "data.max_length=80"]
+CASES = {
+    "gates": Case([]),
+    "gates+lora": Case(["train=gates+lora"], lora=LORA),
+    "lora": Case(["train=lora"], gates=0, lora=LORA),
+    "kl": Case(["train=gates+lora", "loss.objective=kl"], lora=LORA, objective="kl_loss"),
+    "regress": Case(["loss.objective=regress"], objective="regress_loss"),
+    "warm start": Case(["train=gates+lora", "warmup.regress_steps=2"], lora=LORA, extra={"train/regress_loss"}),
+    "soft estimator, hard mean": Case(["gate.estimator=soft", "loss.mean=hard"]),
+    "dense prefill": Case(["gate.prefill=dense", "gate.sink_tokens=2", "gate.recent_tokens=4"]),
+    "linear": Case(["gate.kind=linear"], gates=2 * 32 * 2),
+    "query heads": Case(["gate.granularity=query_head"], gates=2 * (GATE + 16 * 2)),
+    "layer before": Case(["gate.layer_offset=1", "gate.first_layer=1"], gates=GATE),
+    "later layers": Case(["gate.first_layer=1", "gate.shortcut=true"], gates=GATE + 32 * 2),
+    "packed text": Case(PACKED, choices=False),
+    "split text": Case(SPLIT, choices=False),
+    "bf16": Case(["train=gates+lora", "trainer.precision=bf16-mixed"], lora=LORA),
+}
+
+
+def columns(case: Case) -> set[str]:
+    """The promised columns of metrics.csv."""
+    names = {"step", "epoch", "train/loss", f"train/{case.objective}", "train/tokens_per_second"}
+    names |= {"val/loss", "val/lm_loss", "val/perplexity"} | case.extra
+    if case.objective == "kl_loss":
+        names.add("val/kl_loss")
+    if case.choices:
+        names |= {"val/accuracy", "val/accuracy_norm"}
+    if case.gates:
+        gates = ("gate_mean_soft", "gate_mean_hard", "evicted")
+        names |= {f"{stage}/{name}" for stage in ("train", "val") for name in gates}
+        names |= {"lr-AdamW/gates", "train/grad_norm_gates"}
+        if case.objective != "regress_loss":
+            names.add("train/eviction_loss")
+    if case.lora:
+        names |= {"lr-AdamW/lora", "train/grad_norm_lora"}
+    return names
+
+
+def validation_rows(config: Config) -> list[data.module.Row]:
+    _, tokenizer = load_base(config.model)
+    return [row for group in data.build(config, tokenizer, 512).val_rows for row in group]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_run_folder(case: Case, recipe: Path, tmp_path: Path) -> None:
+    overrides = [*case.overrides, f"trainer.max_steps={STEPS}", "trainer.val_every=2"]
+    run = train(recipe, tmp_path, *overrides)
+
+    given = dict(word.split("=") for word in overrides)
+    config = resolve(Config, {"recipe": str(recipe), "output": str(tmp_path)} | given)
+    assert load_config(run / "config.yaml", Config) == config
+
+    rows = logged(run)
+    assert (run / "metrics.csv").read_text().split("\n")[0].split(",")[0] == "step"
+    assert {name for row in rows for name in row} == columns(case) - {"train/tokens_per_second"}
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    for row in rows:
+        check_sums(row, config)
+
+    state = weights(run)
+    gates = {name: tensor for name, tensor in state.items() if name.startswith("gates.")}
+    lora = {name: tensor for name, tensor in state.items() if ".lora_" in name}
+    assert state.keys() == gates.keys() | lora.keys()
+    assert sum(tensor.numel() for tensor in gates.values()) == case.gates
+    assert sum(tensor.numel() for tensor in lora.values()) == case.lora
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    saved = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert saved == ["best.ckpt", "step=000002.ckpt", "step=000004.ckpt"]
+
+    drawn = sorted(path.name for path in (run / "figures").iterdir())
+    pictures = ["evicted", "keep-0", "keep-1"] if case.gates else []  # a batch has two questions or two texts
+    expected = [f"{name}-{step:06d}.png" for name in pictures for step in (2, STEPS)]
+    assert drawn == sorted([*expected, f"curves-{STEPS:06d}.png"])
+    assert all(imread(run / "figures" / name).std() > 0 for name in drawn)
+
+    check_export(run, config, gates, lora)
+
+
+def check_sums(row: dict[str, float], config: Config) -> None:
+    """Each loss is what the formulas make of its parts."""
+    gated, mean = config.train != "lora", f"gate_mean_{config.loss.mean}"
+    if "train/eviction_loss" in row:
+        assert row["train/eviction_loss"] == pytest.approx(abs(row[f"train/{mean}"] - BETA), abs=1e-6)
+    parts = [row.get(f"train/{name}", 0.0) for name in ("lm_loss", "kl_loss", "regress_loss", "eviction_loss")]
+    assert row["train/loss"] == pytest.approx(sum(parts), rel=1e-6)
+    if "val/loss" in row:
+        assert row["val/perplexity"] == pytest.approx(math.exp(row["val/lm_loss"]), rel=1e-5)
+        eviction = abs(row[f"val/{mean}"] - BETA) if gated else 0.0
+        assert row["val/loss"] == pytest.approx(row.get("val/kl_loss", row["val/lm_loss"]) + eviction, rel=1e-5)
+        if gated and config.gate.first_layer == 0 and config.gate.sink_tokens == 0:
+            assert row["val/evicted"] == pytest.approx(1 - row["val/gate_mean_hard"], abs=1e-6)
+
+
+def check_export(run: Path, config: Config, gates: dict[str, torch.Tensor], lora: dict[str, torch.Tensor]) -> None:
+    """The export holds the last weights, and gives the last validation loss with tokens really evicted."""
+    base, _ = load_base(config.model)
+    model = base
+    if lora:
+        model = PeftModel.from_pretrained(base, str(run / "export" / "adapter")).eval()
+        adapter = load_file(run / "export" / "adapter" / "adapter_model.safetensors")
+        trained = {name.removeprefix("model.").replace(".default", ""): tensor for name, tensor in lora.items()}
+        torch.testing.assert_close(adapter, trained, rtol=0, atol=0)
+    assert (run / "export" / "adapter").is_dir() == bool(lora)
+    assert (run / "export" / "gate_config.json").is_file() == bool(gates)
+    if gates:
+        exported = ag.AttentionGates.from_pretrained(run / "export")
+        assert exported.config == config.gate
+        trained = {name.removeprefix("gates."): tensor for name, tensor in gates.items()}
+        torch.testing.assert_close(dict(exported.state_dict()), trained, rtol=0, atol=0)
+    if "packed" in config.data.packing or config.trainer.precision != "32-true":
+        return  # packed text has no response; bfloat16 rounds differently
+
+    last = logged(run)[-1]
+    losses, held, seen = [], 0.0, 0
+    for row in validation_rows(config):
+        if row.answer is not None and row.answer.choice != row.answer.target:
+            continue
+        ids, length = torch.from_numpy(row.tokens).long()[None], row.prompt_length
+        cache = ag.EvictionCache(model, f"gates:{run / 'export'}" if gates else "full")
+        with torch.no_grad():
+            start = model(ids[:, :length], past_key_values=cache)
+            if config.gate.recent_tokens == 1:  # then nothing is held for a while only
+                held, seen = held + length * cache.kept_share(), seen + length
+            rest = model(ids[:, length:], past_key_values=cache)
+        logits = torch.cat([start.logits[:, -1:], rest.logits[:, :-1]], 1)
+        losses += torch.nn.functional.cross_entropy(logits[0], ids[0, length:], reduction="none").tolist()
+    assert last["val/lm_loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
+    if gates and seen:
+        assert last["val/evicted"] == pytest.approx(1 - held / seen, abs=1e-6)
+
+
+def test_gradient_checkpointing_changes_no_number(recipe: Path, tmp_path: Path) -> None:
+    overrides = ["train=gates+lora", "gate.estimator=soft", "lora.dropout=0.2", "trainer.max_steps=3"]
+    plain, saving = (
+        logged(train(recipe, tmp_path, *overrides, f"model.gradient_checkpointing={value}"))
+        for value in ("false", "true")
+    )
+    for one, other in zip(plain, saving, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_merged_model_speaks_like_base_and_adapter(recipe: Path, tmp_path: Path, tiny_base: Path) -> None:
+    run = train(recipe, tmp_path, "train=gates+lora", "trainer.max_steps=2", "export.merge=true")
+    base = AutoModelForCausalLM.from_pretrained(tiny_base)
+    ids = torch.randint(4, 99, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = base(ids).logits
+        expected = PeftModel.from_pretrained(base, str(run / "export" / "adapter")).eval()(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(run / "merged")(ids).logits
+    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
+    assert (expected - before).abs().max() > 1e-2
+    resume(run, "trainer.max_steps=4")  # and writes the merged model again
+    with torch.no_grad():
+        assert not torch.equal(AutoModelForCausalLM.from_pretrained(run / "merged")(ids).logits, merged)
+
+
+def test_early_stopping_exports_the_best_weights_with_their_metrics(recipe: Path, tmp_path: Path) -> None:
+    # rates that make it worse from the second validation on
+    overrides = ["train=gates+lora", "optim.lora_lr=0.3", "optim.schedule=constant", "checkpoint.patience=2"]
+    run = train(recipe, tmp_path, *overrides, "trainer.max_steps=40", "trainer.val_every=1")
+    losses = column(run, "val/loss")
+    best = losses.index(min(losses)) + 1
+    assert len(losses) == best + 2 < 40
+    state = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
+    assert state["global_step"] == best
+    gates = {name.removeprefix("gates."): tensor for name, tensor in state["state_dict"].items() if "gates." in name}
+    torch.testing.assert_close(load_file(run / "export" / "gates.safetensors"), gates, rtol=0, atol=0)
+    assert json.loads((run / "export" / "gate_config.json").read_text())["metrics"]["loss"] == min(losses)
+
+
+def test_metrics_of_the_export_are_those_of_the_last_step(recipe: Path, tmp_path: Path) -> None:
+    run = train(recipe, tmp_path, "trainer.max_steps=3", "trainer.val_every=2", "checkpoint.patience=9")
+    assert [row["step"] for row in logged(run) if "val/loss" in row] == [2, 3]
+    run = train(recipe, tmp_path, "trainer.max_steps=3")  # an epoch has 12
+    [row] = [row for row in logged(run) if "val/loss" in row]
+    metrics = json.loads((run / "export" / "gate_config.json").read_text())["metrics"]
+    assert (row["step"], row["val/loss"]) == (3, metrics["loss"])
+
+
+def test_all_loggers(recipe: Path, tmp_path: Path) -> None:
+    loggers = "logger=[csv,tensorboard,wandb]"
+    run = train(recipe, tmp_path, loggers, "wandb.offline=true", "trainer.max_steps=3", "trainer.val_every=3")
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    for name in ("train/lm_loss", "train/eviction_loss", "train/grad_norm_gates", "val/loss"):
+        assert [event.value for event in events.Scalars(name)] == pytest.approx(column(run, name), rel=1e-6)
+    [offline] = (run / "wandb").glob("offline-run-*")
+    wandb.teardown()  # writes what is left
+    [record] = offline.glob("run-*.wandb")
+    assert record.stat().st_size > 1000
+    assert len(list(offline.glob("files/media/images/figures/*.png"))) == 4

@@ -1,0 +1,105 @@
+import math
+
+import pytest
+import torch
+
+from ag.kernels.column_sums import column_sums
+from ag.kernels.column_sums.reference import reference_column_sums
+
+OPTIONS = {
+    "plain": {},
+    "power": {"power": 2},
+    "skip": {"skip": 4},
+    "mean": {"mean": True},
+    "window": {"window": 9},
+    "left-padding": {"padding": "left"},
+    "right-padding": {"padding": "right", "mean": True},
+    "responses": {"queries": "last"},
+    "all": {"padding": "left", "power": 2, "skip": 3, "mean": True, "window": 31, "queries": "some"},
+}
+
+
+def inputs(length, heads, kv_heads, dim=12, padding=None, queries="all", **options):
+    generator = torch.Generator().manual_seed(length * 7 + heads)
+    q, k = (2 * torch.randn(2, h, length, dim, generator=generator, dtype=torch.float64) for h in (heads, kv_heads))
+    valid = torch.ones(2, length, dtype=torch.bool)
+    if padding:
+        valid[1, length - length // 3 :] = False
+        valid = valid.flip(1) if padding == "left" else valid
+        options["key_valid"] = valid
+    counting = {"all": valid, "last": torch.arange(length) >= length - 5, "some": torch.arange(length) % 3 > 0}[queries]
+    return q, k, {"scaling": dim**-0.5, "queries": counting & valid} | options
+
+
+def loops(q, k, scaling, queries, key_valid=None, window=None, power=1, skip=0, mean=False):
+    """The definition, one pair at a time."""
+    batch, heads, length, _ = q.shape
+    out = torch.zeros(batch, heads, length, dtype=q.dtype)
+    for b in range(batch):
+        for h in range(heads):
+            paid = [[] for _ in range(length)]
+            for j in range(length):
+                seen = [t for t in range(j + 1) if window is None or j - t < window]
+                seen = [t for t in seen if key_valid is None or key_valid[b, t]]
+                weights = [math.exp(scaling * float(q[b, h, j] @ k[b, h * k.shape[1] // heads, t])) for t in seen]
+                for t, weight in zip(seen, weights, strict=True):
+                    if queries[b, j] and j - t >= skip:
+                        paid[t].append((weight / sum(weights)) ** power)
+            for t, values in enumerate(paid):
+                out[b, h, t] = sum(values) / max(len(values) if mean else 1, 1)
+    return out
+
+
+@pytest.mark.parametrize("case", OPTIONS, ids=str)
+def test_both_versions_equal_loops(case):
+    q, k, options = inputs(23, 4, 2, **OPTIONS[case])
+    want = loops(q, k, **options)
+    for function in (column_sums, reference_column_sums):
+        torch.testing.assert_close(function(q, k, **options), want, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("case", OPTIONS, ids=str)
+@pytest.mark.parametrize(("length", "heads", "kv_heads"), [(129, 6, 2), (300, 3, 3), (257, 4, 1)])
+def test_chunked_equals_reference(length, heads, kv_heads, case):
+    q, k, options = inputs(length, heads, kv_heads, **OPTIONS[case])
+    want = reference_column_sums(q, k, **options)
+    got = column_sums(q, k, **options)
+    assert got.shape == (2, heads, length)
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
+    single = column_sums(q.float(), k.float(), **options)
+    assert single.dtype == torch.float32
+    assert (single.double() - want).norm() / want.norm() < 1e-5
+    assert column_sums(q.bfloat16(), k.bfloat16(), **options).dtype == torch.float32
+
+
+def test_every_query_pays_one():
+    q, k, options = inputs(150, 4, 2, padding="left")
+    total = column_sums(q, k, **options).sum(-1)
+    torch.testing.assert_close(total, options["queries"].sum(1, keepdim=True).double().expand(-1, 4))
+
+
+def test_no_query_counts():
+    q, k, options = inputs(40, 2, 1)
+    options["queries"] = torch.zeros(2, 40, dtype=torch.bool)
+    assert column_sums(q, k, **options, mean=True).abs().sum() == 0
+
+
+def test_memory_is_linear_in_length():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            self.size = max(self.size, *(x.numel() for x in [out] if isinstance(x, torch.Tensor)), 0)
+            return out
+
+    sizes = []
+    for length in (512, 1024, 2048):
+        q, k, options = inputs(length, 2, 1, power=2, mean=True)
+        with Largest() as largest:
+            column_sums(q, k, **options)
+        sizes.append(largest.size)
+    assert sizes[1] <= 2.01 * sizes[0]
+    assert sizes[2] <= 2.01 * sizes[1]

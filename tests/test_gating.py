@@ -1,0 +1,129 @@
+"""The training forward pass against one written out with dense masks (``by_hand``)."""
+
+import by_hand
+import pytest
+import torch
+from gates_for import gates_for
+
+import ag
+from ag.errors import UserError
+
+LENGTHS, PROMPTS = (26, 19, 8), (18, 11, 2)
+VARIANTS = {
+    "causal": {},
+    "prompt": {"scope": "prompt"},
+    "recent-sinks": {"recent_tokens": 4, "sink_tokens": 2},
+    "dense": {"prefill": "dense", "recent_tokens": 3},
+    "previous-layer": {"layer_offset": 1, "first_layer": 1},
+    "linear": {"kind": "linear", "granularity": "query_head"},
+}
+
+
+def padded(side):
+    rows = [torch.randint(3, 128, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
+    ids, valid = torch.zeros(3, 26, dtype=torch.long), torch.zeros(3, 26, dtype=torch.bool)
+    places = [slice(26 - n, 26) if side == "left" else slice(0, n) for n in LENGTHS]
+    for i, (row, place) in enumerate(zip(rows, places, strict=True)):
+        ids[i, place], valid[i, place] = row, True
+    return rows, places, ids, valid
+
+
+def run(model, gating, ids, valid):
+    positions = (valid.long().cumsum(1) - 1).clamp_min(0)
+    return model(ids, position_ids=positions, gating=gating, use_cache=False).logits
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_mistral"])
+def test_logits_and_flags_of_a_padded_batch(family, variant, side, request):
+    model = request.getfixturevalue(family)()
+    gates = gates_for(model, **VARIANTS[variant])
+    ag.attach(model, gates)
+    rows, places, ids, valid = padded(side)
+    for hard in (False, True):
+        gating = ag.Gating(gates, valid, torch.tensor(PROMPTS), hard)
+        with torch.no_grad():
+            logits = run(model, gating, ids, valid)
+        assert list(gating.logits) == gates.layer_indices
+        for b, (row, place, prompt) in enumerate(zip(rows, places, PROMPTS, strict=True)):
+            want, flags = by_hand.forward(model, gates, row, prompt)
+            assert (logits[b, place] - want).abs().max() < 1e-4
+            gated = gating.counted()[b].nonzero().flatten()
+            assert gated.tolist() == list(range(place.start, place.start + prompt))
+            for layer, said in gating.logits.items():
+                assert torch.equal(gates.flags(said)[b][:, gated], flags[layer])
+
+
+def test_plain_text_is_gated_to_its_end(tiny_llama):
+    model = tiny_llama()
+    gates = gates_for(model)
+    ag.attach(model, gates)
+    rows, places, ids, valid = padded("right")
+    gating = ag.Gating(gates, valid)
+    with torch.no_grad():
+        logits = run(model, gating, ids, valid)
+    assert torch.equal(gating.counted(), valid)
+    for b, (row, place) in enumerate(zip(rows, places, strict=True)):
+        assert (logits[b, place] - by_hand.forward(model, gates, row, len(row))[0]).abs().max() < 1e-4
+
+
+def test_straight_through_slope_is_the_sigmoids(tiny_llama):
+    """A kept token's gradient: the sigmoid's slope times the finite difference in the weight of its flag."""
+    model = tiny_llama(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1).double().requires_grad_(False)
+    gates = gates_for(model, kind="linear").double()
+    ag.attach(model, gates)
+    ids = torch.randint(3, 128, (1, 12), generator=torch.Generator().manual_seed(1))
+    valid, prompt = torch.ones_like(ids), torch.tensor([9])
+
+    def loss(flags=None):
+        gating = ag.Gating(gates, valid, prompt)
+        if flags is not None:
+            gates.keep = lambda logits: flags
+        out = model(ids, gating=gating, use_cache=False).logits[0, 8:].logsumexp(-1).sum()
+        vars(gates).pop("keep", None)
+        return out, gating
+
+    value, gating = loss()
+    logits = gating.logits[0]
+    (got,) = torch.autograd.grad(value, logits)
+    probability = torch.sigmoid(logits.detach().double())
+    flags = (probability > 0.5).double()
+    assert 0 < flags.sum() < 9
+    for t in range(9):
+        if flags[0, 0, t]:
+            moved = [flags.clone(), flags.clone()]
+            moved[0][0, 0, t] += 1e-2
+            moved[1][0, 0, t] -= 1e-2
+            with torch.no_grad():
+                weight = (loss(moved[0])[0] - loss(moved[1])[0]) / 2e-2
+            slope = probability[0, 0, t] * (1 - probability[0, 0, t])
+            assert float(got[0, 0, t]) == pytest.approx(
+                float(weight * slope), rel=1e-2, abs=1e-5
+            )  # norms run in float32
+    assert (got[0, 0][flags[0, 0] == 0] != 0).any(), "evicted tokens learn nothing"
+
+
+def test_soft_flags_are_noisy_in_training_only(tiny_llama):
+    model = tiny_llama()
+    gates = gates_for(model, estimator="soft")
+    ag.attach(model, gates)
+    _, _, ids, valid = padded("right")
+
+    def logits(hard=False):
+        with torch.no_grad():
+            return run(model, ag.Gating(gates, valid, torch.tensor(PROMPTS), hard), ids, valid)[valid]
+
+    assert not torch.equal(gates.train() and logits(), logits())
+    assert torch.equal(logits(hard=True), logits(hard=True))
+    want = logits(hard=True)
+    gates.eval()
+    torch.testing.assert_close(logits(), want)
+
+
+def test_the_gating_of_responses_needs_prompts(tiny_llama):
+    model = tiny_llama()
+    for changes in ({"scope": "prompt"}, {"prefill": "dense"}):
+        with pytest.raises(UserError, match="use scope=causal with prefill=sparse"):
+            ag.Gating(gates_for(model, **changes), torch.ones(1, 4))
+    ag.Gating(gates_for(model), torch.ones(1, 4))

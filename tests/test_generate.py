@@ -1,0 +1,183 @@
+"""The command ``ag.generate``: its texts and numbers against forward passes under masks and against transformers."""
+
+import pytest
+import torch
+from gates_for import gates_for
+
+import ag
+from ag import export, models, smollm2
+from ag.config import LoraConfig
+from ag.gating import Gating
+from ag.generate import GenerateConfig, generate, main
+
+PROMPT = "Rosa the potter has a ticket to Rome. It rained on the pier. Where does Rosa go?"
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_llama, tiny_tokenizer):
+    """A base model with its tokenizer, and an export of gates for it."""
+    folder = tmp_path_factory.mktemp("generate")
+    model = tiny_llama()
+    model.save_pretrained(folder / "base")
+    tiny_tokenizer.save_pretrained(folder / "base")
+    gates = gates_for(model, scope="prompt", sink_tokens=2)
+    export.save(folder / "export", gates, base_model=str(folder / "base"))
+    export.save(folder / "nameless", gates)
+    return folder
+
+
+def config(folder, **values):
+    return GenerateConfig(**{"gates": str(folder / "export"), "prompt": PROMPT, "max_new_tokens": NEW} | values)
+
+
+def greedy_under_masks(model, gates, ids):
+    """Continue with one masked forward pass over everything for each token; returns the text's ids and the share."""
+    tokens, length = list(ids), torch.tensor([len(ids)])
+    for _ in range(NEW):
+        row = torch.tensor([tokens])
+        gating = Gating(gates, torch.ones_like(row), length, hard=True)
+        tokens.append(int(model(input_ids=row, gating=gating, use_cache=False).logits[0, -1].argmax()))
+    kept = torch.stack([gates.flags(logits) for logits in gating.logits.values()])
+    kept[..., : gates.config.sink_tokens] = True
+    return tokens[len(ids) :], 1 - float(kept.float().mean())
+
+
+def test_text_and_numbers_are_those_of_masked_forward_passes(folder, tiny_llama, tiny_tokenizer):
+    model = tiny_llama()
+    gates = export.load(folder / "export")
+    ag.attach(model, gates)
+    ids = tiny_tokenizer(PROMPT)["input_ids"]
+    expected, evicted = greedy_under_masks(model, gates, ids)
+    assert 0.2 < evicted < 0.8
+    [(name, found)] = generate(config(folder)).items()
+    assert (name, found.text, found.new_tokens) == (
+        "gates",
+        tiny_tokenizer.decode(expected, skip_special_tokens=True),
+        NEW,
+    )
+    assert (found.prompt_tokens, found.evicted) == (len(ids), pytest.approx(evicted))
+    seen, token = len(ids) + NEW - 1, 3 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, head size, bytes
+    assert found.full_kv_bytes == seen * token
+    held = found.full_kv_bytes - evicted * len(ids) * token
+    assert held <= found.kv_bytes < held + 32 * token  # and some slack to append to
+
+
+def test_compare_adds_the_text_of_transformers_own_cache(folder, tiny_llama, tiny_tokenizer):
+    ids = tiny_tokenizer(PROMPT, return_tensors="pt")
+    expected = tiny_llama().generate(**ids, max_new_tokens=NEW, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    both = generate(config(folder, compare=True))
+    assert list(both) == ["gates", "full cache"]
+    assert both["gates"] != both["full cache"]
+    assert (both["full cache"].text, both["full cache"].evicted) == (
+        tiny_tokenizer.decode(expected, skip_special_tokens=True),
+        0,
+    )
+    assert both["full cache"].kv_bytes >= both["full cache"].full_kv_bytes > both["gates"].kv_bytes
+    [(name, alone)] = generate(config(folder, gates=None, model=str(folder / "base"))).items()
+    assert (name, alone.text) == ("full cache", both["full cache"].text)
+
+
+def test_adapter_of_the_export_takes_part(folder, tiny_llama, tiny_tokenizer, tmp_path):
+    adapted = models.add_lora(tiny_llama(), LoraConfig())
+    torch.manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    gates = export.load(folder / "export")
+    export.save(tmp_path / "export", gates, base_model=str(folder / "base"), adapter=adapted)
+    ag.attach(adapted, gates)
+    expected, _ = greedy_under_masks(adapted.eval(), gates, tiny_tokenizer(PROMPT)["input_ids"])
+    found = generate(config(tmp_path))["gates"].text
+    assert found == tiny_tokenizer.decode(expected, skip_special_tokens=True)
+    assert found != generate(config(folder))["gates"].text
+
+
+def test_samples_follow_the_seed(folder):
+    def text(**values):
+        return generate(config(folder, **values))["gates"].text
+
+    assert text(temperature=1.5, seed=1) == text(temperature=1.5, seed=1) != text(temperature=1.5, seed=2)
+    assert text(temperature=1.5, seed=1, top_p=1e-6) == text(temperature=1e-4, seed=2) == text()
+
+
+def test_prompt_from_a_file(folder, tmp_path):
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    found = generate(config(folder, prompt=None, file=str(tmp_path / "prompt.txt")))["gates"]
+    assert found.text == generate(config(folder))["gates"].text
+
+
+def test_chat_template(folder, tiny_llama, tiny_tokenizer, tmp_path):
+    template = "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}{% endfor %}{{ '\\n>' }}"
+    tiny_llama().save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    chat = generate(config(folder, model=str(tmp_path), chat=True))["gates"]
+    by_hand = generate(config(folder, prompt=f"[user] {PROMPT}\n>"))["gates"]
+    assert (chat.text, chat.prompt_tokens) == (by_hand.text, by_hand.prompt_tokens)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "asked"), [("abc123", "abc123"), (smollm2.REQUIREMENT, None)], ids=["commit", "wheel"]
+)
+def test_base_model_has_the_revision_of_the_export(folder, tmp_path, monkeypatch, recorded, asked):
+    gates = export.load(folder / "export")
+    export.save(tmp_path / "export", gates, base_model="someone/model", base_revision=recorded)
+    seen = []
+
+    def load_base(model, device):
+        seen.append((model.name, model.revision, model.dtype, device))
+        raise models.ModelError("enough")
+
+    monkeypatch.setattr(models, "load_base", load_base)
+    with pytest.raises(models.ModelError, match="enough"):
+        generate(config(tmp_path, dtype="bfloat16"))
+    assert seen == [("someone/model", asked, "bfloat16", "cpu")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Expected one text to continue: give either prompt=TEXT or file=PATH."),
+        (["prompt=a", "file=b"], "Expected one text to continue: give either prompt=TEXT or file=PATH."),
+        (["file=FOLDER/none.txt"], "file=FOLDER/none.txt: [Errno 2] No such file or directory"),
+        (["file=FOLDER/export/gates.safetensors"], "expected a text file in UTF-8"),
+        (["prompt=''"], "The prompt has 0 tokens: expected 1 to 448, which leave room for max_new_tokens=64"),
+        (["prompt=abc", "max_new_tokens=510"], "The prompt has 3 tokens: expected 1 to 2, which leave room"),
+        (["prompt=abc", "chat=true"], "chat=true: the model's tokenizer has no chat template; set chat=false."),
+        (["prompt=abc", "gates=FOLDER/nameless"], "No base model is named: give model=NAME, or gates=EXPORT"),
+        (["prompt=abc", "gates=null"], "No base model is named: give model=NAME, or gates=EXPORT"),
+        (["prompt=abc", "gates=FOLDER/base"], "FOLDER/base/gate_config.json: no such file"),
+        (["prompt=abc", "model=FOLDER/none"], "is no folder with a config.json"),
+        (["prompt=abc", "device=nonsense"], "device=nonsense: "),
+    ],
+)
+def test_bad_input_is_one_line(folder, capsys, words, message):
+    given = [word.replace("FOLDER", str(folder)) for word in words]
+    if not any(word.startswith("gates=") for word in given):
+        given.append(f"gates={folder / 'export'}")
+    assert main(given) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("ag.generate: error: ")
+    assert message.replace("FOLDER", str(folder)) in error
+
+
+def test_other_base_model(folder, tiny_llama, tiny_tokenizer, tmp_path, capsys):
+    tiny_llama(num_hidden_layers=2).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    assert main([f"gates={folder / 'export'}", "prompt=abc", f"model={tmp_path}"]) == 2
+    assert "num_layers 3 (the model has 2)" in capsys.readouterr().err
+
+
+def test_command_prints_the_texts_and_a_table(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    words = [f"gates={folder / 'export'}", f"prompt={PROMPT}", f"max_new_tokens={NEW}", "compare=true"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    both = generate(config(folder, compare=True))
+    assert out.startswith(f"--- gates ---\n{both['gates'].text}\n\n--- full cache ---\n{both['full cache'].text}\n")
+    assert f"{len(PROMPT)} prompt tokens" in out
+    for generation in both.values():
+        assert f"{generation.evicted:.1%}" in out and f"{generation.kv_bytes:,}" in out
+    assert main(words[:-1]) == 0
+    assert capsys.readouterr().out.startswith(f"{both['gates'].text}\n")

@@ -1,0 +1,254 @@
+"""The losses against explicit sums, their gradients against autograd in float64."""
+
+import math
+
+import pytest
+import torch
+from gates_for import gates_for
+from torch.nn import functional as F
+
+import ag
+from ag import losses
+from ag.gating import Observing
+
+LABELS = torch.full((3, 9), -100)
+LABELS[0, 5:] = torch.tensor([7, 8, 9, 10])
+LABELS[1, 1:4] = torch.tensor([3, 4, 5])
+LABELS[2, 0] = 3  # nothing comes before the first token: it carries no loss
+
+
+def head(model):
+    return model.double().requires_grad_(False)
+
+
+def states(seed, requires_grad=True):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(3, 9, 64, generator=generator, dtype=torch.double).requires_grad_(requires_grad)
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("chunk", [3, 7, 1024])
+def test_token_nll_and_its_gradient(tiny_llama, chunk, cap):
+    model, hidden = head(tiny_llama()), states(1)
+    model.config.final_logit_softcapping = cap
+    nll, rows = losses.token_nll(model, hidden, LABELS, chunk)
+    assert rows.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    logits = hidden @ model.lm_head.weight.T
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    want = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), LABELS[:, 1:].flatten(), reduction="none")
+    want = want[LABELS[:, 1:].flatten() != -100]
+    assert nll.dtype == torch.float32
+    torch.testing.assert_close(nll, want)
+    weight = torch.arange(1.0, 8.0)
+    got, expected = (torch.autograd.grad((x * weight).sum(), hidden, retain_graph=True)[0] for x in (nll, want))
+    assert expected.abs().sum() > 0
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("chunk", [3, 1024])
+def test_token_kl_and_its_gradient(tiny_llama, chunk):
+    model, hidden, teacher = head(tiny_llama()), states(1), states(2)
+    kl, rows = losses.token_kl(model, hidden, teacher, LABELS, chunk)
+    assert rows.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    carries = LABELS[:, 1:] != -100
+    p, q = ((x @ model.lm_head.weight.T).softmax(-1)[:, :-1][carries] for x in (teacher, hidden))
+    want = (p * (p.log() - q.log())).sum(-1)
+    torch.testing.assert_close(kl, want.float(), atol=1e-5, rtol=1e-4)
+    got = torch.autograd.grad(kl.sum(), hidden, retain_graph=True)[0]
+    torch.testing.assert_close(got, torch.autograd.grad(want.sum(), hidden)[0], atol=1e-5, rtol=1e-4)
+    assert torch.autograd.grad(kl.sum(), teacher, allow_unused=True)[0] is None
+    same, _ = losses.token_kl(model, hidden, hidden, LABELS, chunk)
+    assert same.abs().max() < 1e-6
+
+
+def test_no_label_at_all(tiny_llama):
+    nll, rows = losses.token_nll(head(tiny_llama()), states(1), torch.full((3, 9), -100))
+    assert (len(nll), len(rows)) == (0, 0)
+    assert losses.sample_mean(nll, rows, 3) == 0
+
+
+def test_logits_of_one_chunk_exist_at_once(tiny_llama):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        """The most rows of any [N, 128] that is not the head's own [64, 128]."""
+
+        rows = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.ndim == 2 and out.shape[1] == 128 and len(out) != 64:
+                self.rows = max(self.rows, len(out))
+            return out
+
+    model = tiny_llama().requires_grad_(False)
+    hidden, labels = torch.randn(2, 40, 64, requires_grad=True), torch.randint(3, 128, (2, 40))
+    with Largest() as largest:
+        losses.token_nll(model, hidden, labels, chunk=5)[0].sum().backward()
+    assert largest.rows == 5
+
+
+def test_sample_mean_weighs_rows_alike():
+    values = torch.tensor([1.0, 2.0, 6.0, 10.0], requires_grad=True)
+    mean = losses.sample_mean(values, torch.tensor([0, 0, 0, 2]), 4)
+    assert float(mean) == pytest.approx((3.0 + 10.0) / 2)
+    mean.backward()
+    assert values.grad.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
+
+
+def fake_gating(gates, valid, prompts):
+    """A gating whose logits are given: leaves that gradients reach."""
+    gating = ag.Gating(gates, valid, prompts)
+    shape = (len(valid), 2, gating.counted().shape[1])
+    generator = torch.Generator().manual_seed(3)
+    gating.logits = {layer: torch.randn(shape, generator=generator).requires_grad_() for layer in (0, 2)}
+    return gating
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("prompts", [None, [4, 6, 2]])
+def test_gate_means_and_their_gradients(tiny_llama, prompts, padding):
+    gates = gates_for(tiny_llama(), bias=0.7, threshold=0.6)
+    valid = torch.arange(9) < torch.tensor([[9], [7], [3]])
+    valid = valid if padding == "right" else valid.flip(1)
+    gating = fake_gating(gates, valid, None if prompts is None else torch.tensor(prompts))
+    means = losses.gate_means(gates, gating)
+    soft, hard, slopes = [], [], {}
+    for layer, logits in gating.logits.items():
+        slopes[layer] = torch.zeros_like(logits)
+        for b in range(3):
+            columns = valid[b].nonzero().flatten().tolist()
+            for t in columns[: None if prompts is None else prompts[b]]:
+                for h in range(2):
+                    p = 1 / (1 + math.exp(-(float(logits[b, h, t]) + 0.7)))
+                    soft.append(p)
+                    hard.append(float(p > 0.6))
+                    slopes[layer][b, h, t] = p * (1 - p)
+    assert float(means["soft"]) == pytest.approx(sum(soft) / len(soft), rel=1e-5)
+    assert float(means["hard"]) == pytest.approx(sum(hard) / len(hard), rel=1e-5)
+    assert 0 < float(means["hard"]) < 1
+    for mean in means.values():
+        grads = torch.autograd.grad(mean, list(gating.logits.values()), retain_graph=True)
+        for got, slope in zip(grads, slopes.values(), strict=True):
+            torch.testing.assert_close(got, slope / len(soft))
+
+
+@pytest.mark.parametrize(("mean", "slope"), [(0.7, 1.0), (0.1, -1.0)])
+def test_eviction_loss(mean, slope):
+    value = torch.tensor(mean, requires_grad=True)
+    loss = losses.eviction_loss(value, 0.4)
+    assert float(loss) == pytest.approx(abs(mean - 0.4))
+    loss.backward()
+    assert float(value.grad) == slope
+    assert float(losses.eviction_loss(torch.tensor(0.25), 0.25)) == 0
+
+
+class Seen:
+    """A finished observation: what :class:`ag.gating.Observing` holds after its forward pass."""
+
+    def __init__(self, targets, logits, mask):
+        self.targets, self.logits, self.window, self.prompt = targets, logits, None, mask
+        self.payable = lambda window: mask
+
+
+def test_regression_by_hand(tiny_llama):
+    """Standardised: (1, 2, 3) gives -1.2247, 0, 1.2247; a third to keep puts the cut at their 2/3 quantile, 0.4082."""
+    gates = gates_for(tiny_llama(), threshold=0.3, bias=0.5)
+    target, logits = (
+        torch.tensor([[[1.0, 2.0, 3.0, 50.0]]]),
+        torch.tensor([[[0.1, -2.0, 3.0, 9.0]]], requires_grad=True),
+    )
+    mask = torch.tensor([[True, True, True, False]])
+    loss = losses.regression_loss(gates, Seen({0: target}, {0: logits}, mask), keep=1 / 3)
+    boundary = math.log(0.3 / 0.7) - 0.5
+    distance = [
+        value - (z - 1.5**0.5 / 3 + boundary)
+        for value, z in zip([0.1, -2.0, 3.0], [-(1.5**0.5), 0, 1.5**0.5], strict=True)
+    ]
+    want = sum(0.5 * d * d if abs(d) < 1 else abs(d) - 0.5 for d in distance) / 3
+    assert float(loss) == pytest.approx(want, rel=1e-5)
+    loss.backward()
+    assert logits.grad.flatten().tolist() == pytest.approx([*(max(-1, min(1, d)) / 3 for d in distance), 0], rel=1e-4)
+
+
+@pytest.mark.parametrize("keep", [0.25, 0.5, 0.8])
+@pytest.mark.parametrize(("threshold", "bias"), [(0.5, 2.0), (0.3, 0.0)])
+def test_regression_learns_to_keep_the_asked_share(tiny_llama, keep, threshold, bias):
+    """The minimum has as many flags open, in every row and head, as tokens are to be kept: the best paid ones."""
+    gates = gates_for(tiny_llama(), threshold=threshold, bias=bias)
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(41) < torch.tensor([[41], [21]])
+    target = torch.randn(2, 2, 41, generator=generator) * 5 - 9
+    logits = torch.zeros(2, 2, 41, requires_grad=True)
+    optimizer = torch.optim.LBFGS([logits], max_iter=200, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = losses.regression_loss(gates, Seen({1: target}, {1: logits}, mask), keep)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert float(closure()) < 1e-6
+    flags = gates.flags(logits.detach())
+    for b, length in enumerate((41, 21)):
+        for h in range(2):
+            kept = int(flags[b, h, :length].sum())
+            assert abs(kept - keep * length) <= 1
+            best = target[b, h, :length].topk(kept).indices
+            assert flags[b, h, best].all()
+
+
+@pytest.mark.parametrize("target", ["attention", "obcache_value"])
+@pytest.mark.parametrize(("prefill", "recent", "window"), [("sparse", 1, None), ("dense", 3, None), ("sparse", 2, 6)])
+def test_observed_payments(tiny_llama, tiny_mistral, target, prefill, recent, window):
+    """From the attention matrices that the eager model returns, one key at a time."""
+    options = {"attn_implementation": "eager"}
+    model = tiny_llama(**options) if window is None else tiny_mistral(sliding_window=window, **options)
+    model.requires_grad_(False)
+    gates = gates_for(model, prefill=prefill, recent_tokens=recent)
+    ids = torch.randint(3, 128, (2, 14), generator=torch.Generator().manual_seed(2))
+    valid, prompts, lengths = torch.ones_like(ids), [9, 4], [14, 11]
+    valid[1, 11:] = 0
+    plain = model(ids, attention_mask=valid, output_attentions=True, use_cache=False)
+    values = {}
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, index=index: values.update({index: out}))
+    ag.attach(model, gates)
+    observed = Observing(gates, valid, torch.tensor(prompts), target)
+    with torch.no_grad():
+        hidden = model(ids, gating=observed, use_cache=False).logits
+    real = valid.bool()
+    torch.testing.assert_close(hidden[real], plain.logits[real], atol=1e-4, rtol=1e-4)
+    payable = observed.payable(observed.window)
+    for layer in range(3):
+        for b in range(2):
+            for t in range(prompts[b]):
+                first = prompts[b] if prefill == "dense" else 0
+                queries = [
+                    j for j in range(first, lengths[b]) if j - t >= recent and (window is None or j - t < window)
+                ]
+                assert bool(payable[b, t]) == bool(queries)
+                for kv in range(2) if queries else ():
+                    weights = plain.attentions[layer][b, 2 * kv : 2 * kv + 2, queries, t].double()
+                    if target == "attention":
+                        want = weights.mean(1).mean().log()
+                    else:
+                        norm = values[layer][b, t].view(2, 16)[kv].norm()
+                        want = (weights.square().mean(1).mean().sqrt() * norm).log()
+                    assert float(observed.targets[layer][b, kv, t]) == pytest.approx(float(want), abs=2e-4)
+            assert not payable[b, prompts[b] :].any()
+
+
+def test_regression_trains_the_gates_only(tiny_llama):
+    model = tiny_llama()
+    gates = gates_for(model)
+    ag.attach(model, gates)
+    ids = torch.randint(3, 128, (2, 20), generator=torch.Generator().manual_seed(2))
+    observed = Observing(gates, torch.ones_like(ids), torch.tensor([14, 9]))
+    with torch.no_grad():
+        out = model(ids, gating=observed, use_cache=False).logits
+    losses.regression_loss(gates, observed, 0.5).backward()
+    assert not out.requires_grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad.abs().sum() > 0 for parameter in gates.parameters())

@@ -1,0 +1,105 @@
+"""Metrics against counting by hand; two ranks are imitated by merging their states, as torchmetrics does."""
+
+import math
+
+import pytest
+import torch
+
+from ag.metrics import EvictedShare, MultipleChoiceAccuracy
+
+
+def merged(first, second):
+    """What a rank computes after torchmetrics has summed the states over the ranks."""
+    out = type(first)(*getattr(first, "arguments", ()))
+    for name, reduce in first._reductions.items():
+        assert reduce.__name__ == "dim_zero_sum"
+        setattr(out, name, reduce(torch.stack([getattr(first, name), getattr(second, name)])))
+    out._update_count = 1
+    return out
+
+
+def evictions(seed, rows):
+    generator = torch.Generator().manual_seed(seed)
+    evicted = torch.rand(3, rows, 2, 11, generator=generator) < 0.4
+    counted = torch.arange(11) < torch.randint(1, 12, (rows, 1), generator=generator)
+    return evicted, counted
+
+
+def test_evicted_share():
+    metric = EvictedShare(3, 2)
+    batches = [evictions(0, 4), evictions(1, 2)]
+    for batch in batches:
+        metric.update(*batch)
+    want = torch.zeros(3, 2)
+    for layer in range(3):
+        for head in range(2):
+            gone = tokens = 0
+            for evicted, counted in batches:
+                for b in range(len(counted)):
+                    for t in range(11):
+                        if counted[b, t]:
+                            tokens += 1
+                            gone += int(evicted[layer, b, head, t])
+            want[layer, head] = gone / tokens
+    torch.testing.assert_close(metric.compute().float(), want)
+    parts = [EvictedShare(3, 2), EvictedShare(3, 2)]
+    for part, batch in zip(parts, batches, strict=True):
+        part.arguments = (3, 2)
+        part.update(*batch)
+    torch.testing.assert_close(merged(*parts).compute(), metric.compute())
+    metric.reset()
+    assert metric.compute().tolist() == [[0.0, 0.0]] * 3
+
+
+def test_evicted_share_counts_more_than_a_float_can():
+    metric = EvictedShare(1, 1)
+    metric.tokens += 2**24
+    metric.update(torch.ones(1, 1, 1, 1, dtype=torch.bool), torch.ones(1, 1, dtype=torch.bool))
+    assert float(metric.tokens) == 2**24 + 1
+    assert float(metric.compute()) == 1 / (2**24 + 1)
+
+
+def answers(lengths, losses, question, choice, target):
+    """Arguments of ``update``: row i has ``lengths[i]`` answer tokens, each with the loss ``losses[i]``."""
+    rows = torch.tensor([i for i, n in enumerate(lengths) for _ in range(n)], dtype=torch.long)
+    nll = torch.tensor([losses[i] for i in rows.tolist()])
+    return nll, rows, *(torch.tensor(x) for x in (question, choice, target))
+
+
+@pytest.mark.parametrize(("normalise", "right"), [(False, 1), (True, 3)])
+def test_multiple_choice_accuracy(normalise, right):
+    """Sums 7 and 3, 2 and 8, 1 and 5; means 1 and 3, 2 and 1, 1 and 5; the right answers are 0, 1, 0."""
+    metric = MultipleChoiceAccuracy(normalise)
+    lengths, losses = [7, 1, 1, 8, 1, 1], [1.0, 3.0, 2.0, 1.0, 1.0, 5.0]
+    metric.update(*answers(lengths, losses, [4, 4, 9, 9, 5, 5], [0, 1, 0, 1, 0, 1], [0, 0, 1, 1, 0, 0]))
+    assert (float(metric.correct), float(metric.questions)) == (right, 3)
+    assert float(metric.compute()) == pytest.approx(right / 3)
+
+
+def test_the_best_answer_is_the_likeliest_wherever_its_row_is():
+    metric = MultipleChoiceAccuracy()
+    metric.update(*answers([2, 1, 1, 2], [1.0, 0.5, 9.0, 0.1], [3, 1, 1, 3], [0, 2, 0, 1], [1, 2, 2, 1]))
+    assert (float(metric.correct), float(metric.questions)) == (2, 2)
+
+
+def test_padding_questions_and_rows_without_tokens():
+    metric = MultipleChoiceAccuracy(normalise=True)
+    metric.update(*answers([1, 1, 0, 0], [0.5, 1.0, 0, 0], [0, 0, -1, -1], [0, 1, 0, 0], [0, 0, -1, -1]))
+    assert (float(metric.correct), float(metric.questions)) == (1, 1)
+    empty = MultipleChoiceAccuracy()
+    empty.update(*answers([0], [0.0], [-1], [0], [-1]))
+    assert math.isnan(float(empty.compute()))
+
+
+def test_the_first_of_equal_answers_wins():
+    metric = MultipleChoiceAccuracy()
+    metric.update(*answers([1, 1], [0.5, 0.5], [0, 0], [0, 1], [1, 1]))
+    metric.update(*answers([1, 1], [0.5, 0.5], [0, 0], [0, 1], [0, 0]))
+    assert (float(metric.correct), float(metric.questions)) == (1, 2)
+
+
+def test_accuracy_over_two_ranks():
+    parts = [MultipleChoiceAccuracy(), MultipleChoiceAccuracy()]
+    parts[0].update(*answers([1, 1], [0.1, 0.5], [0, 0], [0, 1], [0, 0]))
+    parts[1].update(*answers([1, 1, 1, 1], [0.1, 0.5, 0.1, 0.5], [1, 1, 2, 2], [0, 1, 0, 1], [1, 1, 1, 1]))
+    assert float(merged(*parts).compute()) == pytest.approx(1 / 3)

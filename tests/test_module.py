@@ -1,0 +1,368 @@
+"""GatedLM against sums written out from ``by_hand`` forward passes."""
+
+import math
+import warnings
+from types import SimpleNamespace
+
+import by_hand
+import lightning as L
+import pytest
+import torch
+from gates_for import gates_for
+from lightning.pytorch.loggers.logger import Logger
+
+from ag import models
+from ag.config import Config, LoraConfig, LossConfig, OptimConfig, WarmupConfig
+from ag.errors import UserError
+from ag.module import GatedLM
+from ag.validate import ConfigWarning
+
+ROWS = [(12, 18), (7, 16), (9, 11), (5, 18)]  # prompt, length
+
+
+def batch(rows=ROWS, seed=0, **more):
+    longest = max(length for _, length in rows)
+    ids = torch.randint(3, 128, (len(rows), longest), generator=torch.Generator().manual_seed(seed))
+    columns, lengths = torch.arange(longest), torch.tensor([length for _, length in rows])[:, None]
+    prompts = torch.tensor([prompt for prompt, _ in rows])
+    valid = columns < lengths
+    labels = ids.masked_fill(~(valid & (columns >= prompts[:, None])), -100)
+    out = {"input_ids": ids.masked_fill(~valid, 0), "attention_mask": valid, "labels": labels, "prompt_length": prompts}
+    return out | {name: torch.tensor(value) for name, value in more.items()}
+
+
+def build(make, train="gates", gate=None, lora_noise=0.0, **parts):
+    """A module on a tiny model; its log goes to ``module.logged``."""
+    base = make().requires_grad_(False)
+    gates = None if train == "lora" else gates_for(base, **(gate or {}))
+    model = base if train == "gates" else models.add_lora(base, LoraConfig(rank=2))
+    for name, parameter in model.named_parameters():
+        if lora_noise and "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=lora_noise)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)
+        config = Config(train=train, **parts)
+    module = GatedLM(config, model, gates)
+    module.logged = {}
+    module.log = lambda name, value, **_: module.logged.update({name: float(value)})
+    return module
+
+
+def rows_of(data):
+    for i, length in enumerate(data["attention_mask"].sum(1).tolist()):
+        yield data["input_ids"][i, :length], int(data["prompt_length"][i])
+
+
+def plain(module):
+    return module.model.get_base_model() if hasattr(module.model, "get_base_model") else module.model
+
+
+def nll_of(logits, tokens, prompt):
+    return -logits[prompt - 1 : -1].log_softmax(-1).gather(1, tokens[prompt:, None])[:, 0]
+
+
+def measure(module, data, probabilities=None):
+    """Losses of the response tokens of each row, and the flags of its prompt ``[L, Hkv, prompt]``.
+
+    Adds the gates' probabilities to the list ``probabilities``.
+    """
+    losses, flags = [], []
+    for tokens, prompt in rows_of(data):
+        logits, said = by_hand.forward(plain(module), module.gates, tokens, prompt, probabilities)
+        losses.append(nll_of(logits, tokens, prompt))
+        flags.append(torch.stack(list(said.values())))
+    return losses, flags
+
+
+@pytest.mark.parametrize("mean", ["soft", "hard"])
+@pytest.mark.parametrize("gate", [{}, {"first_layer": 1, "sink_tokens": 2, "scope": "prompt"}], ids=["plain", "sinks"])
+def test_the_loss_of_a_training_step(tiny_llama, mean, gate):
+    module = build(tiny_llama, gate=gate, loss=LossConfig(alpha=3.0, beta=0.2, mean=mean))
+    data = batch()
+    loss = module.training_step(data, 0)
+    losses, flags = measure(module, data)
+    lm = sum(float(x.mean()) for x in losses) / len(losses)
+    kept = sum(float(f.sum()) for f in flags) / sum(f.numel() for f in flags)
+    assert module.logged["train/lm_loss"] == pytest.approx(lm, abs=1e-5)
+    assert module.logged["train/gate_mean_hard"] == pytest.approx(kept, abs=1e-6)
+    gate_mean = module.logged[f"train/gate_mean_{mean}"]
+    assert module.logged["train/eviction_loss"] == pytest.approx(abs(gate_mean - 0.2), abs=1e-6)
+    assert float(loss) == pytest.approx(lm + 3 * abs(gate_mean - 0.2), abs=1e-5)
+    assert module.logged["train/loss"] == pytest.approx(float(loss))
+    gone = sum(float((~f[..., gate.get("sink_tokens", 0) :]).sum()) for f in flags)
+    gated = sum(f.numel() for f in flags) * 3 / len(module.gates.layers)
+    assert module.logged["train/evicted"] == pytest.approx(gone / gated, abs=1e-6)
+    loss.backward()
+    assert all(p.grad.abs().sum() > 0 for p in module.gates.parameters())
+    assert all(p.grad is None for p in module.model.parameters())
+
+
+def trainer(tmp_path, **options):
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    return L.Trainer(default_root_dir=tmp_path, enable_checkpointing=False, **quiet | options)
+
+
+class Lines(Logger):
+    """Keeps the log lines."""
+
+    name = version = ""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def log_hyperparams(self, *args):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.lines.append(metrics)
+
+
+class Batches(torch.utils.data.Dataset):
+    def __init__(self, *batches):
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
+
+
+def loader(*batches):
+    return torch.utils.data.DataLoader(Batches(*batches), batch_size=None)
+
+
+def validate(module, tmp_path, *batches):
+    del module.log
+    out = trainer(tmp_path).validate(module, loader(*batches), verbose=False)[0]
+    return out
+
+
+def questions():
+    """Two batches of questions of two answers each; the second one ends with a row that is only padding."""
+    first = batch(
+        [(9, 12), (9, 15), (4, 8), (4, 6)], 1, question=[0, 0, 1, 1], choice=[0, 1, 0, 1], target=[0, 0, 1, 1]
+    )
+    second = batch([(11, 13), (11, 16), (1, 1)], 2, question=[2, 2, -1], choice=[0, 1, 0], target=[1, 1, -1])
+    return first, second
+
+
+@pytest.mark.parametrize("gate", [{}, {"first_layer": 1, "sink_tokens": 2}], ids=["plain", "sinks"])
+def test_validation_metrics_by_hand(tiny_llama, tmp_path, gate):
+    module = build(tiny_llama, gate=gate, loss=LossConfig(alpha=2.0, beta=0.9))
+    batches = questions()
+    got = validate(module, tmp_path, *batches)
+    tokens, correct, correct_norm, flags, probabilities = [], 0, 0, [], []
+    for data in batches:
+        losses, said = measure(module, data, probabilities)
+        flags += said
+        for q in {int(x) for x in data["question"] if x >= 0}:
+            mine = (data["question"] == q).nonzero().flatten().tolist()
+            target = int(data["target"][mine[0]])
+            tokens.append(losses[mine[target]])
+            sums, means = ([float(f(losses[i])) for i in mine] for f in (torch.sum, torch.mean))
+            correct += sums.index(min(sums)) == target
+            correct_norm += means.index(min(means)) == target
+    nll = float(torch.cat(tokens).mean())
+    assert got["val/lm_loss"] == pytest.approx(nll, abs=1e-5)
+    assert got["val/perplexity"] == pytest.approx(math.exp(nll), rel=1e-4)
+    assert got["val/accuracy"] == pytest.approx(correct / 3)
+    assert got["val/accuracy_norm"] == pytest.approx(correct_norm / 3)
+    sinks = gate.get("sink_tokens", 0)
+    total = sum(f.shape[-1] for f in flags)
+    kept = sum(f.sum() for f in flags) / sum(f.numel() for f in flags)
+    share = sum((~f[..., sinks:]).sum(-1) for f in flags) / total
+    assert got["val/gate_mean_hard"] == pytest.approx(float(kept), abs=1e-6)
+    torch.testing.assert_close(module.evicted, share)
+    assert got["val/evicted"] == pytest.approx(float(share.mean()) * len(module.gates.layers) / 3, abs=1e-6)
+    assert got["val/gate_mean_soft"] == pytest.approx(float(torch.cat(probabilities).mean()), abs=1e-5)
+    assert got["val/loss"] == pytest.approx(nll + 2 * abs(got["val/gate_mean_soft"] - 0.9), abs=1e-5)
+
+
+def test_validation_starts_anew_each_time(tiny_llama, tmp_path):
+    module = build(tiny_llama)
+    first, second = questions()
+    log = module.log
+    alone = validate(module, tmp_path, first)
+    module.log = log
+    validate(module, tmp_path, second)
+    module.log = log
+    assert validate(module, tmp_path, first) == alone
+
+
+def test_sample_flags_are_those_of_the_first_prompts(tiny_llama, tmp_path):
+    module = build(tiny_llama, gate={"sink_tokens": 1})
+    data = batch([*ROWS, (6, 9)])
+    validate(module, tmp_path, data, batch(seed=5))
+    assert len(module.sample_flags) == 4
+    for (flags, ids), (tokens, prompt), said in zip(
+        module.sample_flags, rows_of(data), measure(module, data)[1], strict=False
+    ):
+        assert ids.tolist() == tokens[:prompt].tolist()
+        assert torch.equal(flags, said | (torch.arange(prompt) < 1))
+    with_answers = build(tiny_llama)
+    first, _ = questions()
+    validate(with_answers, tmp_path, first)
+    prompts = [first["input_ids"][0, :9].tolist(), first["input_ids"][2, :4].tolist()]
+    assert [ids.tolist() for _, ids in with_answers.sample_flags] == prompts
+
+
+def test_regression_steps_train_the_gates_without_a_backward_pass_of_the_model(tiny_llama, tmp_path):
+    module = build(
+        tiny_llama, train="gates+lora", warmup=WarmupConfig(regress_steps=3, lr=0.01), optim=OptimConfig(lora_lr=1)
+    )
+    del module.log
+    seen = []
+    for layer in plain(module).model.layers:
+        layer.register_forward_hook(lambda m, a, out: seen.append(out.requires_grad))
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    run = trainer(tmp_path, max_steps=3)
+    run.fit(module, loader(*[batch(seed=i) for i in range(5)]))
+    assert seen == [False] * 3 * 3
+    for name, parameter in module.named_parameters():
+        changed = not torch.equal(parameter, before[name])
+        assert changed == name.startswith("gates."), name
+    assert "train/regress_loss" in run.callback_metrics
+    lines = Lines()
+    run = trainer(tmp_path, max_steps=5, logger=lines, log_every_n_steps=1)
+    run.fit(module, loader(*[batch(seed=i) for i in range(5)]))
+    assert seen[9:] == [False] * 9 + [True] * 2 * 3
+    assert any(not torch.equal(p, before[name]) for name, p in module.named_parameters() if "lora_B" in name)
+    measured = [[name in line for name in ("train/regress_loss", "train/lm_loss")] for line in lines.lines]
+    assert measured == [[True, False]] * 3 + [[False, True]] * 2
+
+
+def test_a_run_of_regression_only(tiny_llama, tmp_path):
+    module = build(
+        tiny_llama, loss=LossConfig(objective="regress"), warmup=WarmupConfig(keep=0.3), optim=OptimConfig(gate_lr=0.04)
+    )
+    del module.log
+    run = trainer(tmp_path, max_steps=60)
+    data, values = batch(), []
+    log = module.log
+    module.log = lambda name, value, **k: (
+        values.append(float(value)) if name == "train/regress_loss" else 0,
+        log(name, value, **k),
+    )
+    run.fit(module, loader(*[data] * 60))
+    assert values[-1] < 0.3 * values[0]
+    assert float(run.callback_metrics["train/gate_mean_hard"]) == pytest.approx(0.3, abs=0.1)
+
+
+def test_the_teacher_has_open_gates_and_no_adapter(tiny_llama):
+    module = build(tiny_llama, train="gates+lora", gate={"bias": 1000.0}, loss=LossConfig(objective="kl", alpha=0.0))
+    data = batch()
+    assert abs(float(module.training_step(data, 0))) < 1e-6
+    assert "train/lm_loss" not in module.logged
+    module = build(
+        tiny_llama, train="gates+lora", lora_noise=0.2, loss=LossConfig(objective="kl", alpha=0.0, chunk_tokens=5)
+    )
+    loss = module.training_step(data, 0)
+    base, want = tiny_llama(), []
+    for tokens, prompt in rows_of(data):
+        with torch.no_grad():
+            teacher = base(tokens[None]).logits[0, prompt - 1 : -1].log_softmax(-1)
+        student = by_hand.forward(plain(module), module.gates, tokens, prompt)[0][prompt - 1 : -1].log_softmax(-1)
+        want.append(float((teacher.exp() * (teacher - student)).sum(-1).mean()))
+    assert float(loss) == pytest.approx(sum(want) / len(want), rel=1e-4)
+    assert float(loss) > 0.1
+    loss.backward()
+    groups = module.trainable()
+    assert all(p.grad.abs().sum() > 0 for p in [*groups["gates"], *groups["lora"]])
+
+
+def test_kl_in_validation(tiny_llama, tmp_path):
+    module = build(tiny_llama, loss=LossConfig(objective="kl", alpha=0.0))
+    data = batch()
+    filler = batch([(1, 1)])
+    got = validate(module, tmp_path, data, filler)
+    values = []
+    for tokens, prompt in rows_of(data):
+        with torch.no_grad():
+            teacher = tiny_llama()(tokens[None]).logits[0, prompt - 1 : -1].log_softmax(-1)
+        student = by_hand.forward(module.model, module.gates, tokens, prompt)[0][prompt - 1 : -1].log_softmax(-1)
+        values.append((teacher.exp() * (teacher - student)).sum(-1))
+    assert got["val/kl_loss"] == got["val/loss"] == pytest.approx(float(torch.cat(values).mean()), rel=1e-4)
+
+
+def test_the_adapter_only_baseline(tiny_llama, tmp_path):
+    module = build(tiny_llama, train="lora", lora_noise=0.1)
+    data = batch()
+    loss = module.training_step(data, 0)
+    with torch.no_grad():
+        logits = [plain(module)(tokens[None]).logits[0] for tokens, _ in rows_of(data)]
+    losses = [nll_of(x, *row) for x, row in zip(logits, rows_of(data), strict=True)]
+    assert float(loss) == pytest.approx(sum(float(x.mean()) for x in losses) / 4, abs=1e-5)
+    assert set(module.logged) == {"train/lm_loss", "train/loss"}
+    loss.backward()
+    assert all(p.grad is not None for p in module.trainable()["lora"])
+    assert module.trainable()["gates"] == []
+    got = validate(module, tmp_path, data)
+    assert set(got) - {"step"} == {"val/lm_loss", "val/perplexity", "val/loss"}
+    assert got["val/loss"] == pytest.approx(float(torch.cat(losses).mean()), abs=1e-5)
+
+
+def rates(module, group, total, steps=None):
+    module._trainer = SimpleNamespace(estimated_stepping_batches=total)
+    return [module.learning_rate(group, step) for step in range(steps or total)]
+
+
+def test_learning_rates(tiny_llama):
+    optim = {"gate_lr": 0.8, "lora_lr": 0.2, "warmup_steps": 4}
+    module = build(tiny_llama, optim=OptimConfig(**optim))
+    got = rates(module, "gates", 12, 13)
+    assert got[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
+    assert got[8] == pytest.approx(0.4)
+    assert got[6] == pytest.approx(0.8 * (1 + math.cos(math.pi / 4)) / 2)
+    assert got[12] == pytest.approx(0)
+    assert rates(module, "lora", 12) == pytest.approx([x / 4 for x in got[:12]])
+    constant = build(tiny_llama, optim=OptimConfig(**optim, schedule="constant"))
+    assert rates(constant, "gates", 8) == pytest.approx([0.2, 0.4, 0.6] + [0.8] * 5)
+    warm = build(tiny_llama, optim=OptimConfig(**optim), warmup=WarmupConfig(regress_steps=10, lr=3.0))
+    cycle = rates(warm, "gates", 22)
+    assert cycle[:3] == pytest.approx([1.0, 2.0, 3.0])
+    assert cycle[9] == pytest.approx(0)
+    assert cycle[3:10] == sorted(cycle[3:10], reverse=True)
+    assert cycle[4] == pytest.approx(3 * (1 + math.cos(math.pi * 2 / 7)) / 2)
+    assert rates(warm, "lora", 22)[:10] == [0.0] * 10
+    assert cycle[10:] == pytest.approx(got[:12])
+
+
+def test_the_optimiser_has_a_group_for_each_part(tiny_llama, tmp_path):
+    optim = OptimConfig(gate_lr=0.5, lora_lr=0.25, weight_decay=0.1, beta1=0.8, beta2=0.7, warmup_steps=2)
+    for train, names in (("gates+lora", ["gates", "lora"]), ("gates", ["gates"]), ("lora", ["lora"])):
+        module = build(tiny_llama, train=train, optim=optim)
+        del module.log
+        run = trainer(tmp_path, max_steps=1)
+        run.fit(module, loader(*[batch()] * 2))
+        groups = run.optimizers[0].param_groups
+        assert [group["name"] for group in groups] == names
+        assert all((group["betas"], group["weight_decay"]) == ((0.8, 0.7), 0.1) for group in groups)
+        for group in groups:
+            assert group["lr"] == {"gates": 0.5, "lora": 0.25}[group["name"]]  # after the first of two warm-up steps
+            assert {id(p) for p in group["params"]} == {id(p) for p in module.trainable()[group["name"]]}
+        trained = {id(p) for group in groups for p in group["params"]}
+        assert trained == {id(p) for p in module.parameters() if p.requires_grad}
+
+
+def test_a_checkpoint_holds_what_is_trained(tiny_llama):
+    module = build(tiny_llama, train="gates+lora", lora_noise=0.3)
+    saved = {"state_dict": dict(module.state_dict())}
+    module.on_save_checkpoint(saved)
+    names = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert set(saved["state_dict"]) == names
+    assert all("lora_" in name or name.startswith("gates.layers.") for name in names)
+    assert len(names) == 3 * 4 * 2 + 3 * 4
+    other = build(tiny_llama, train="gates+lora", gate={"seed": 7})
+    other.on_load_checkpoint(saved)
+    other.load_state_dict(saved["state_dict"], strict=other.strict_loading)
+    data = batch()
+    assert float(other.training_step(data, 0)) == float(module.training_step(data, 0))
+    for odd in (build(tiny_llama), build(tiny_llama, train="gates+lora", gate={"kind": "linear"})):
+        with pytest.raises(
+            UserError, match=r"tensors are missing or unknown, the first being (gates|model)\.[a-z0-9_.A-Z]+;"
+        ):
+            odd.on_load_checkpoint(saved)
+    with pytest.raises(UserError, match="24 tensors are missing or unknown, the first being model.base_model.*lora_A"):
+        build(tiny_llama).on_load_checkpoint(saved)
