@@ -23,8 +23,9 @@ class RunCheckpoint(Checkpoint):
     A checkpoint is written every `every_steps` optimiser steps, after each validation, at the end, when the
     run is stopped by a signal and, with one process, when it fails. The last three hold the loop counters of
     the end of the last optimiser step, or of the start of the validation that follows it, so a resumed run
-    repeats what was cut short and nothing else, and a run that ended at `trainer.max_steps` goes on in the middle of its epoch when that is raised. After a
-    `NonFiniteError` nothing is written: the last checkpoint is the one to go back to.
+    repeats what was cut short and nothing else, and a run that ended at `trainer.max_steps` goes on in the
+    middle of its epoch when that is raised. After a `NonFiniteError` nothing is written: the last checkpoint
+    is the one to go back to.
 
     Args:
         run_dir: the run folder.
@@ -63,9 +64,9 @@ class RunCheckpoint(Checkpoint):
         self._saved_step = self._step = trainer.global_step
         # Lightning 2.6 forgets to count the epoch that follows a checkpoint of an epoch's last training batch, and a
         # second resume would then repeat that epoch
-        loop = trainer.fit_loop
-        epochs = loop.epoch_progress
-        if loop.restarted_mid_epoch and epochs.total.processed == epochs.total.started:
+        epochs = trainer.fit_loop.epoch_progress
+        total = epochs.state_dict()["total"]
+        if trainer.fit_loop.restarted_mid_epoch and total["processed"] == total["started"]:
             epochs.increment_ready()
             epochs.increment_started()
 

@@ -511,7 +511,7 @@ def test_resume_may_change_what_does_not_touch_the_result(run: Path, override: s
         ("model.dtype=bfloat16", "model.dtype", "'float32'", "'bfloat16'"),
         ("loss.alpha=1", "loss.alpha", "3.0", "1"),
         ("seed=1", "seed", "0", "1"),
-        ("data.batch_size=1", "data.batch_size", "4", "1"),
+        ("data.batch_size=1", "data.batch_size", "2", "1"),
         ("trainer.devices=2", "trainer.devices", "1", "2"),
         ("train=lora warmup.regress_steps=0", "train", "'gates'", "'lora'"),
     ],

@@ -208,7 +208,7 @@ def test_observed_payments(tiny_llama, tiny_mistral, target, prefill, recent, wi
     model.requires_grad_(False)
     gates = gates_for(model, prefill=prefill, recent_tokens=recent)
     ids = torch.randint(3, 128, (2, 14), generator=torch.Generator().manual_seed(2))
-    valid, prompts, lengths = torch.ones_like(ids), [9, 4], [14, 11]
+    valid, prompts, lengths = torch.ones_like(ids), [9, 10], [14, 11]
     valid[1, 11:] = 0
     plain = model(ids, attention_mask=valid, output_attentions=True, use_cache=False)
     values = {}

@@ -14,8 +14,6 @@ from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.loggers import read_metrics
 
-TINY_GATES = 2 * (4 * 32 * 16 - 32 * 16 + 16 * 2)
-
 
 def train(recipe: Path, output: Path, *overrides: str) -> Path:
     """Run the command here, expect success, return the run folder."""

@@ -58,7 +58,7 @@ def tiny_data(tmp_path_factory) -> Path:
     rng = random.Random(0)
 
     def words(shortest: int, longest: int) -> str:
-        return " ".join(rng.choice(["ash", "birch", "elm", "oak", "yew"]) for _ in range(rng.randint(shortest, longest)))
+        return " ".join(rng.choices(["ash", "birch", "elm", "oak", "yew"], k=rng.randint(shortest, longest)))
 
     def question() -> dict[str, object]:
         return {"passage": words(1, 24), "question": f"is it {words(1, 2)}", "answer": rng.random() < 0.5}

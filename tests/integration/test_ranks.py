@@ -50,7 +50,9 @@ def hidden_states() -> torch.Tensor:
     return torch.randn(2, 2, 20, 8, generator=torch.Generator().manual_seed(1))
 
 
-def values_and_gradients(model: torch.nn.Module, hidden: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+def values_and_gradients(
+    model: torch.nn.Module, hidden: torch.Tensor, lengths: torch.Tensor
+) -> dict[str, torch.Tensor]:
     found = {}
     for name in ("soft", "hard", "regression", "samples"):
         model.zero_grad()

@@ -21,7 +21,6 @@ import ag
 from ag import data
 from ag.config import Config
 from ag.configure import load_config, resolve
-from ag.losses import token_nll
 from ag.models import load_base
 
 STEPS = 4
