@@ -13,6 +13,7 @@ os.environ |= {
     "WANDB_MODE": "offline",
     "TOKENIZERS_PARALLELISM": "false",
     "MPLBACKEND": "Agg",
+    "OMP_NUM_THREADS": "1",  # one test process a core, and the processes that tests start
 }
 
 import pytest

@@ -12,6 +12,7 @@ import torch
 from tiny_run import fit, weights
 
 from ag.callbacks import AtomicCheckpointIO, newest_valid
+from ag.errors import UserError
 from ag.loggers import read_metrics
 
 
@@ -116,7 +117,7 @@ def test_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, damage: str) -
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds no intact"):
+    with pytest.raises(UserError, match="holds no intact"):
         newest_valid(tmp_path)
 
 
