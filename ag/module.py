@@ -39,12 +39,8 @@ class GatedLM(L.LightningModule):
         self.config, self.model, self.gates = config, model, gates
         self.strict_loading = False  # checkpoints hold trainable weights only
         instrument(model)
-        self.nll, self.soft, self.hard, self.objective = (
-            MeanMetric(),
-            MeanMetric(),
-            MeanMetric(),
-            MeanMetric(),
-        )
+        self.nll, self.objective = MeanMetric(), MeanMetric()
+        self.soft, self.hard = MeanMetric(), MeanMetric()
         self.accuracy, self.accuracy_norm = MultipleChoiceAccuracy(), MultipleChoiceAccuracy(normalise=True)
         if gates is not None:
             self.evicted_share = EvictedShare(len(gates.layers), gates.fingerprint["num_kv_heads"])
@@ -104,21 +100,8 @@ class GatedLM(L.LightningModule):
                 self.model, hidden, self._teacher(batch), batch["labels"], self.config.loss.chunk_tokens
             )
             self.objective.update(values[right])
-        if gating is not None and self.gates is not None:
-            not_filler = (batch["labels"][:, 1:] != -100).any(1, keepdim=True)
-            counted = gating.counted() & not_filler
-            evicted = self._evicted_flags(gating)
-            self.evicted_share.update(evicted, counted)
-            probability = torch.stack([self.gates.probability(x) for x in gating.logits.values()])
-            probability = probability.movedim(0, -1)[counted[:, None].expand(probability.shape[1:])]
-            if len(probability):
-                self.soft.update(probability)
-                self.hard.update((probability > self.gates.config.threshold).float())
-            if batch_idx == 0:
-                first = right.new_ones(len(counted)) if "choice" not in batch else batch["choice"] == 0
-                for row in first.nonzero().flatten()[:SAMPLES].tolist():
-                    ids = batch["input_ids"][row, : counted.shape[1]][counted[row]]
-                    self.sample_flags.append((~evicted[:, row, :, counted[row]].cpu(), ids.cpu()))
+        if gating is not None:
+            self._measure_gates(batch, gating, keep_samples=batch_idx == 0)
 
     def on_validation_epoch_start(self) -> None:
         """Forget the pictures of the validation before."""
@@ -235,6 +218,24 @@ class GatedLM(L.LightningModule):
         self._log("train/loss", loss, sync_dist=True)
         # every trained parameter takes part, else DistributedDataParallel waits for the adapters' gradients
         return loss + 0.0 * sum(parameter.sum() for parameter in self.trainable()["lora"])
+
+    def _measure_gates(self, batch: dict[str, Tensor], gating: Gating, keep_samples: bool) -> None:
+        """Count evicted tokens and gate means of a validation batch; keep flags for the pictures."""
+        assert self.gates is not None
+        not_filler = (batch["labels"][:, 1:] != -100).any(1, keepdim=True)
+        counted = gating.counted() & not_filler
+        evicted = self._evicted_flags(gating)
+        self.evicted_share.update(evicted, counted)
+        probability = torch.stack([self.gates.probability(x) for x in gating.logits.values()])
+        probability = probability.movedim(0, -1)[counted[:, None].expand(probability.shape[1:])]
+        if len(probability):
+            self.soft.update(probability)
+            self.hard.update((probability > self.gates.config.threshold).float())
+        if keep_samples:
+            first = not_filler[:, 0] if "choice" not in batch else not_filler[:, 0] & (batch["choice"] == 0)
+            for row in first.nonzero().flatten()[:SAMPLES].tolist():
+                ids = batch["input_ids"][row, : counted.shape[1]][counted[row]]
+                self.sample_flags.append((~evicted[:, row, :, counted[row]].cpu(), ids.cpu()))
 
     def _gating(self, batch: dict[str, Tensor], hard: bool = False) -> Gating:
         assert self.gates is not None
