@@ -13,7 +13,7 @@ import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,14 @@ class AttentionCall:
     v: Tensor
     scaling: float
     window: int | None
+
+    def at(self, columns: Tensor) -> AttentionCall:
+        """Return the same call for the tokens in ``columns`` ``[B, T']``."""
+
+        def pick(x: Tensor) -> Tensor:
+            return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+        return replace(self, q=pick(self.q), k=pick(self.k), v=pick(self.v))
 
     def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
         """Attend causally to every new token, ``[B, H, T, D]``; by the model's own implementation where it can.

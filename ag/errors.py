@@ -3,3 +3,9 @@
 
 class UserError(ValueError):
     """Something the user can fix, told in one sentence; the commands print it and leave with exit code 2."""
+
+
+def require(part: object, name: str, holds: bool, expected: str) -> None:
+    """Raise a :class:`UserError` that names an attribute's value, unless something holds."""
+    if not holds:
+        raise UserError(f"{type(part).__name__}: {name}={getattr(part, name)!r}: expected {expected}.")

@@ -265,6 +265,7 @@ class GatedLM(L.LightningModule):
         """Stop logging a metric that is no longer measured; Lightning repeats its last value until the epoch ends."""
         if self._trainer is not None and self.trainer._results is not None:
             self.trainer._results.pop(f"training_step.{name}", None)
+            self.trainer.callback_metrics.pop(name, None)
 
     def _log(self, name: str, value: Tensor, **keywords: Any) -> None:
         self.log(name, value.detach(), batch_size=1, **keywords)

@@ -1,15 +1,30 @@
-"""What to evict: a policy is named by a short text, such as ``full`` or ``gates:PATH``."""
+"""What to evict: a policy is parts, named by a short text such as ``snapkv+caote@pyramid``."""
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import torch
+from torch import Tensor
+
+from ag.engine.allocators import OPTIONS, Allocator, published_tau
+from ag.engine.scorers import SCORERS, RowScorer, Scorer
+from ag.engine.scorers.snapkv import SnapKV
+from ag.engine.wrappers import NEED_ROWS, WRAPPERS
 from ag.errors import UserError
 from ag.gate import AttentionGates
 
-SCORERS = ("full", "gates")
+ALLOCATORS = tuple(OPTIONS)
+ALIASES = {"pyramidkv": "snapkv@pyramid"}
+
+Option = str | int | float | bool | None
+Part = TypeVar("Part", bound=Scorer | Allocator)
 
 
 @dataclass(frozen=True)
@@ -18,36 +33,190 @@ class Policy:
 
     Attributes:
         spec: the text it was made from.
-        gates: gates read from a folder, None for ``gates`` alone (those attached to the model) and other scorers.
+        budget: tokens per KV head (int) or share of the prompt (float); None: nothing is evicted, or what flags say.
+        schedule: when something is evicted; see :func:`policy`.
+        options: hyper-parameters that were given.
+        scorer: says what a token is worth; None for ``full``.
+        allocator: shares the budget among layers and heads.
+        gates: gates read from a folder; None for ``gates`` alone (those attached to the model) and other scorers.
     """
 
     spec: str
-    gates: AttentionGates | None = field(default=None, compare=False, repr=False)
+    budget: int | float | None = None
+    schedule: str = "prefill"
+    options: Mapping[str, Option] = field(default_factory=dict, hash=False)
+    scorer: Scorer | None = field(default=None, compare=False)
+    allocator: Allocator = field(default_factory=Allocator, compare=False)
+    gates: AttentionGates | None = field(default=None, compare=False)
 
     @property
-    def scorer(self) -> str:
-        """Name of the scorer, without its path."""
-        return self.spec.partition(":")[0]
+    def by_gates(self) -> bool:
+        """Whether gates take part."""
+        return self.spec.startswith("gates")
+
+    @property
+    def block(self) -> int | None:
+        """Tokens of a prompt between evictions; None: the whole prompt."""
+        return next((int(part[7:]) for part in self.schedule.split("+") if part.startswith("blocks:")), None)
+
+    @property
+    def steps(self) -> int | None:
+        """Tokens after the prompt between evictions; None: nothing more is evicted."""
+        parts = self.schedule.split("+")
+        return 1 if "every" in parts else next((int(part[6:]) for part in parts if part.startswith("steps:")), None)
+
+    def capacity(self, lengths: Tensor) -> Tensor:
+        """Return the tokens per KV head ``[B]`` that prompts of these lengths may keep, the mean over layers."""
+        assert self.budget is not None
+        if isinstance(self.budget, int):
+            return torch.full_like(lengths, self.budget)
+        tokens = lengths.double() * self.budget + 1e-9  # 0.29 of 100 are 29, though 0.29 * 100 is a little less
+        return tokens.floor().long().clamp_min(1)
 
     def __repr__(self) -> str:
-        return f"ag.policy({self.spec!r})"
+        given: dict[str, Option] = {} if self.budget is None else {"budget": self.budget}
+        given |= {} if self.schedule == "prefill" else {"schedule": self.schedule}
+        words = [repr(self.spec), *(f"{name}={value!r}" for name, value in (given | dict(self.options)).items())]
+        return f"ag.policy({', '.join(words)})"
 
 
-def policy(spec: str) -> Policy:
+def policy(spec: str, budget: int | float | None = None, schedule: str = "prefill", **options: Option) -> Policy:
     """Make a policy.
 
     Args:
-        spec: ``full`` keeps everything; ``gates:PATH`` keeps what exported gates flag; ``gates`` those attached.
+        spec: ``SCORER[+WRAPPER][@ALLOCATOR]``. Scorers: full, streaming_llm, h2o, scissorhands, tova, snapkv, cake,
+            knorm,
+            random, ``gates`` (those attached to the model) or ``gates:PATH`` (exported ones). Wrappers: vatp, caote,
+            fastcaote, obcache_value, obcache_key, obcache_joint. Allocators: uniform, pyramid, preference, heads. The
+            name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), and cake without an allocator for
+            ``cake@preference``.
+        budget: tokens per KV head, or as a float in (0, 1] a share of each prompt's own tokens. Gates without a
+            budget keep what their flags say; with one the most probable tokens stay.
+        schedule: ``prefill``: once, after the prompt; ``blocks:m``: also within the prompt, after every m tokens, so
+            that never more than the budget and a block are held; ``every``: after every forward pass behind the prompt;
+            ``steps:n``: there, after every n tokens. Parts are joined by +, for example ``blocks:128+every``.
+        options: hyper-parameters of the parts, such as ``window=32``; see their classes. ``tau="llama2-7b-chat-4k"``
+            looks up the published temperatures of ``preference`` for a model and a budget in tokens.
 
     Raises:
-        UserError: for an unknown name (the nearest is suggested) or a path that a scorer does not take.
+        UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
         ag.export.ExportError: when the gates cannot be read.
     """
-    name, colon, path = spec.partition(":")
-    if name not in SCORERS:
-        near = difflib.get_close_matches(name, SCORERS, 1)
+    match = re.fullmatch(r"(.*?)(?:@([^/@]*))?", spec, re.DOTALL)  # a path may hold an @
+    assert match is not None
+    body, allocator = match.groups()
+    head, _, path = body.partition(":")
+    if path:
+        path, plus, wrapper = path.rpartition("+") if body.rpartition("+")[2] in WRAPPERS else (path, "", "")
+    else:
+        head, plus, wrapper = head.partition("+")
+    if head in ALIASES and allocator is None:
+        head, _, allocator = ALIASES[head].partition("@")
+    _known(head, ("full", *SCORERS, *ALIASES), "policy", spec)
+    if head in ALIASES:
+        raise UserError(
+            f"Policy {spec!r}: {head} stands for {ALIASES[head]}, allocator included; name the parts instead."
+        )
+    if path and head != "gates" or ":" in body and not path:
+        raise UserError(f"Policy {spec!r}: expected {'gates:PATH' if head == 'gates' else head}.")
+    if plus:
+        _known(wrapper, WRAPPERS, "wrapper", spec)
+    if head == "full" and (plus or allocator is not None or schedule != "prefill"):
+        acting = wrapper if plus else f"allocator {allocator}" if allocator is not None else f"schedule {schedule}"
+        raise UserError(f"Policy {spec!r}: {acting} cannot act on full, because nothing is evicted.")
+    shared = allocator is not None
+    allocator = ("preference" if head == "cake" else "uniform") if allocator is None else allocator
+    _known(allocator, ALLOCATORS, "allocator", spec)
+    _check_budget(spec, head, budget, bool(wrapper) or shared or schedule != "prefill")
+    if options and head == "gates" and budget is None:
+        raise UserError(
+            f"Policy {spec!r}: {next(iter(options))} has no meaning without a budget: the gates' flags decide."
+        )
+    _check_schedule(spec, schedule, allocator)
+    gates = AttentionGates.from_pretrained(Path(path)) if path else None
+    rest = dict(options)
+    if allocator == "preference" and (model := rest.pop("tau", None)) is not None:
+        rest["tau1"], rest["tau2"] = published_tau(str(model), budget)
+    mine = {name: rest.pop(name) for name in OPTIONS[allocator] if name in rest}
+    scorer = None if head == "full" else _scorer(spec, head, wrapper, rest)
+    parts = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
+    if allocator == "preference" and isinstance(parts[-1], SnapKV):  # one window observes for both
+        mine.setdefault("observers", parts[-1].window)
+    sharing = _make(Allocator, mine, kind=allocator)
+    if rest:
+        names = sorted({f.name for part in parts for f in fields(part)} - {"inner"} | set(OPTIONS[allocator]))
+        _known(next(iter(rest)), names, "option", spec)
+    return Policy(spec, budget, schedule, options, scorer, sharing, gates)
+
+
+def _scorer(spec: str, head: str, wrapper: str, options: dict[str, Option]) -> Scorer:
+    """Make the scorer and its wrapper; an option goes to the wrapper when that defines it, else to the base."""
+    base = SCORERS[head]
+    reason = base.alone or (wrapper in NEED_ROWS and not issubclass(base, RowScorer) and base.rowless)
+    if wrapper and reason:
+        raise UserError(f"Policy {spec!r}: {wrapper} cannot act on {head}, because {reason}.")
+    if wrapper and head == "tova" and wrapper != "vatp" and options.setdefault("scope", "kv_head") == "layer":
+        raise UserError(
+            f"Policy {spec!r}: scope=layer has no meaning, because {wrapper} scores each head; leave it out."
+        )
+    if not wrapper:
+        return _make(base, options)
+    own = vars(WRAPPERS[wrapper]).get("__annotations__", {})
+    mine = {name: options.pop(name) for name in list(options) if name in own}
+    return _make(WRAPPERS[wrapper], mine, inner=_make(base, options))
+
+
+def _make(part: type[Part], options: dict[str, Option], **fixed: Any) -> Part:
+    names = [f.name for f in fields(part) if f.name not in fixed]
+    given: dict[str, Any] = {name: options.pop(name) for name in names if name in options}
+    hints = get_type_hints(part)
+    for name, value in given.items():
+        _check_type(f"{part.__name__}: {name}={value!r}", value, hints[name])
+    return part(**given, **fixed)
+
+
+def _check_type(what: str, value: Option, hint: Any) -> None:
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if get_origin(hint) is Literal:
+        fits, expected = value in get_args(hint), " or ".join(map(str, get_args(hint)))
+    else:
+        fits = type(value) in kinds or (float in kinds and type(value) is int)
+        expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+    if not fits:
+        raise UserError(f"{what}: expected {expected}.")
+
+
+def _check_budget(spec: str, head: str, budget: int | float | None, needed: bool) -> None:
+    if head == "full":
+        if budget is not None:
+            raise UserError(
+                f"Policy {spec!r}: budget={budget} has no meaning, because nothing is evicted; leave it out."
+            )
+    elif budget is None:
+        if head != "gates" or needed:
+            raise UserError(
+                f"Policy {spec!r} needs a budget: tokens per KV head (256), or a share of the prompt (0.25)."
+            )
+    elif type(budget) not in (int, float) or not budget > 0 or (isinstance(budget, float) and budget > 1):
+        raise UserError(f"budget={budget}: expected tokens (an int of at least 1) or a share (a float in (0, 1]).")
+
+
+def _check_schedule(spec: str, schedule: str, allocator: str) -> None:
+    kinds = [part.partition(":")[0] for part in schedule.split("+")]
+    if not re.fullmatch(r"(prefill|every|(blocks|steps):[1-9]\d*)(\+(every|(blocks|steps):[1-9]\d*))*", schedule):
+        raise UserError(f"schedule={schedule!r}: expected prefill, blocks:m, every, steps:n, or some joined by +.")
+    if len(set(kinds)) < len(kinds) or {"every", "steps"} <= set(kinds) or {"prefill", "blocks"} <= set(kinds):
+        raise UserError(f"schedule={schedule!r}: expected at most one part for the prompt and one for what follows.")
+    if allocator == "preference" and "blocks" in kinds:
+        raise UserError(
+            f"Policy {spec!r} with schedule={schedule!r}: preference compares layers, which see a prompt's blocks one "
+            "layer after the other; use the schedule prefill, or another allocator."
+        )
+
+
+def _known(name: str, names: Collection[str], what: str, spec: str) -> None:
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"Unknown policy {spec!r}: expected one of {', '.join(SCORERS)}{hint}")
-    if colon and (name != "gates" or not path):
-        raise UserError(f"Policy {spec!r}: expected {'gates:PATH' if name == 'gates' else name}.")
-    return Policy(spec, AttentionGates.from_pretrained(Path(path)) if colon else None)
+        expected = f"expected one of {', '.join(names)}" if names else "it takes none"
+        raise UserError(f"Unknown {what} {name!r} in {spec!r}: {expected}{hint}")

@@ -1,4 +1,4 @@
-"""Compare the full cache with the gates of a run: ``python -m ag.evaluate run=RUN``."""
+"""Compare what caches keep: ``python -m ag.evaluate run=RUN policies=[full,gates,h2o] budgets=[0.5,0.25]``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from torch import nn
 
 from ag import data, export, models
 from ag.cli import parse
-from ag.config import Config, key
+from ag.config import Config, DataConfig, ModelConfig, key
 from ag.configure import load_config
+from ag.engine import Policy, policy
 from ag.errors import UserError
 from ag.evaluate import Scores, score_responses
 
@@ -27,10 +28,17 @@ from ag.evaluate import Scores, score_responses
 class EvaluateConfig:
     """What ``python -m ag.evaluate`` can be told."""
 
-    run: str = key("???", "run folder of ag.fit, with an export")
-    root: str | None = key(None, "local folder of the data, instead of the run's data.root")
+    run: str | None = key(None, "run folder of ag.fit: its model, export and data")
+    model: str = key("smollm2", "without a run: hub id, local folder, or the alias smollm2")
+    root: str | None = key(None, "local folder of the data (a run has one; without a run: of plain documents)")
+    policies: list[str] = key(["full", "gates"], "what to compare; gates are those of the run")
+    budgets: list[float] = key([], "shares of the prompt (up to 1) or tokens per KV head, for policies that need one")
+    schedule: str = key("prefill", "when something is evicted, for policies with a budget")
     samples: int | None = key(None, "validate on the first N rows or documents, instead of the run's number", low=1)
+    prompt: int | None = key(None, "tokens of each prompt, instead of the run's (plain documents)", low=1)
+    continuation: int | None = key(None, "tokens scored after it, instead of the run's (plain documents)", low=1)
     batch_size: int | None = key(None, "rows or questions at once, instead of the run's number", low=1)
+    output: str | None = key(None, "JSON file for the results; a run's default is its evaluation.json")
     device: str = key("cpu", "cpu, cuda, cuda:1, ...")
 
 
@@ -47,36 +55,70 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Scores]:
-    """Score the validation responses of a run with a full cache and with its gates.
-
-    The results are also written to ``evaluation.json`` in the run folder.
+    """Score held-out responses under each policy and budget.
 
     Raises:
-        UserError: (ConfigError, DataError, ...) naming what is wrong with the run and the fix.
+        UserError: (ConfigError, DataError, ...) naming what is wrong with the run or a policy, and the fix.
     """
-    run = Path(config.run)
-    recipe = load_config(run / "config.yaml", Config)
-    recipe.data.root = config.root or recipe.data.root
-    recipe.data.val_samples = config.samples or recipe.data.val_samples
-    recipe.data.val_batch_size = config.batch_size or recipe.data.val_batch_size
-    recipe.data.train_samples = recipe.data.train_samples or recipe.data.batch_size  # it is not used
-    if recipe.data.packing == "packed":
-        raise UserError(f"{run}: packed text has no prompts to evict; evaluate with data.packing=split.")
+    recipe = _recipe(config)
+    plan = _plan(config, recipe)  # unknown names and bad budgets are found before a model is loaded
     base, tokenizer = models.load_base(recipe.model, device=config.device)
     model: nn.Module = base
     batches = data.build(recipe, tokenizer, base.config.get_text_config().max_position_embeddings)
-    folder = run / "export"
-    if recipe.train == "lora":
-        model = PeftModel.from_pretrained(base, str(folder / "adapter"))
-    elif recipe.train == "gates+lora":
-        model = export.load_adapter(base, folder)
-    policies = {"full cache": "full"} | ({"gates": f"gates:{folder}"} if recipe.train != "lora" else {})
-    results = {
-        name: score_responses(model.eval(), batches.val_dataloader(), policy) for name, policy in policies.items()
-    }
-    text = json.dumps({name: asdict(scores) for name, scores in results.items()}, indent=2)
-    (run / "evaluation.json").write_text(text)
+    if config.run is not None and recipe.train == "lora":
+        model = PeftModel.from_pretrained(base, str(Path(config.run) / "export" / "adapter"))
+    elif config.run is not None and recipe.train == "gates+lora":
+        model = export.load_adapter(base, Path(config.run) / "export")
+    results = {name: score_responses(model.eval(), batches.val_dataloader(), one) for name, one in plan.items()}
+    output = config.output or (Path(config.run) / "evaluation.json" if config.run else None)
+    if output is not None:
+        text = json.dumps({name: asdict(scores) for name, scores in results.items()}, indent=2)
+        Path(output).write_text(text)
     return results
+
+
+def _recipe(config: EvaluateConfig) -> Config:
+    """Return the run's configuration, or one for plain documents, with what was given put in."""
+    if config.run is not None:
+        recipe = load_config(Path(config.run) / "config.yaml", Config)
+    elif config.root is None:
+        raise UserError("nothing to evaluate on: give run=RUN, or root=FOLDER of plain documents.")
+    else:
+        recipe = Config(model=ModelConfig(name=config.model), data=DataConfig(kind="text", name="documents"))
+    part = recipe.data
+    if part.packing == "packed":
+        raise UserError(f"{config.run}: packed text has no prompts to evict; evaluate with root=FOLDER and no run.")
+    part.root = config.root or part.root
+    part.val_samples = config.samples or part.val_samples
+    part.val_batch_size = config.batch_size or part.val_batch_size
+    if config.prompt is not None:
+        part.prompt_min = part.prompt_max = config.prompt
+    part.continuation = config.continuation or part.continuation
+    part.max_length = max(part.max_length, part.prompt_max + part.continuation)
+    part.train_samples = part.batch_size = 1  # they are read, and not used
+    return recipe
+
+
+def _plan(config: EvaluateConfig, recipe: Config) -> dict[str, Policy]:
+    """Return the policies by the name of their row."""
+    folder = f"gates:{config.run}/export"
+    trained = config.run is not None and recipe.train != "lora"
+    plan = {}
+    for spec in config.policies:
+        gates = spec.partition("+")[0].partition("@")[0] == "gates"
+        if gates and not trained and config.policies == ["full", "gates"]:
+            continue  # the default, where there are none
+        if gates and not trained:
+            raise UserError(f"policy {spec!r}: there are no gates; give run=RUN of a run that trained some.")
+        named = spec.replace("gates", folder, 1) if gates else spec
+        if spec == "full" or spec == "gates":
+            plan["full cache" if spec == "full" else spec] = policy(named)
+        for share in () if spec == "full" else config.budgets:
+            budget = share if share <= 1 else int(share)
+            plan[f"{spec} {budget}"] = policy(named, budget, config.schedule)
+        if spec not in ("full", "gates") and not config.budgets:
+            raise UserError(f"policy {spec!r} needs budgets=[...]: shares of the prompt such as 0.25, or tokens.")
+    return plan
 
 
 def table(results: dict[str, Scores]) -> Table:

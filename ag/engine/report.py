@@ -1,0 +1,44 @@
+"""What a cache holds and what its decisions took, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Report:
+    """A cache in numbers; its text is a table.
+
+    Attributes:
+        policy: repr of the policy.
+        tokens: tokens that went by, summed over sequences, padding not counted.
+        kept: by layer and KV head, tokens still held, summed over sequences.
+        nbytes: by layer, bytes allocated for keys and values.
+        seconds: by layer, time spent on scores and decisions.
+    """
+
+    policy: str
+    tokens: int
+    kept: list[list[int]]
+    nbytes: list[int]
+    seconds: list[float]
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the (token, layer, KV head) entries that is still held."""
+        counts = [count for heads in self.kept for count in heads]
+        return sum(counts) / (self.tokens * len(counts)) if self.tokens and counts else 1.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.policy}: {self.kept_share:.1%} of {self.tokens:,} tokens held",
+            f"{'layer':>5} {'least':>9} {'mean':>11} {'most':>9} {'of all':>7} {'KV bytes':>15} {'scoring s':>10}",
+        ]
+        for index, (heads, size, time) in enumerate(zip(self.kept, self.nbytes, self.seconds, strict=True)):
+            mean = sum(heads) / len(heads) if heads else 0.0
+            share = mean / self.tokens if self.tokens else 1.0
+            least, most = min(heads, default=0), max(heads, default=0)
+            lines.append(f"{index:>5} {least:>9,} {mean:>11,.1f} {most:>9,} {share:>7.1%} {size:>15,} {time:>10.4f}")
+        mean = self.tokens * self.kept_share
+        total = f"{'all':>5} {'':>9} {mean:>11,.1f} {'':>9} {self.kept_share:>7.1%} {sum(self.nbytes):>15,}"
+        return "\n".join([*lines, f"{total} {sum(self.seconds):>10.4f}"])

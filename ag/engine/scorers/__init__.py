@@ -1,0 +1,24 @@
+"""The scorers by name: to add one, write its file and a line here."""
+
+from ag.engine.scorers.base import RowScorer as RowScorer
+from ag.engine.scorers.base import Scorer as Scorer
+from ag.engine.scorers.cake import Cake
+from ag.engine.scorers.controls import KNorm, Random
+from ag.engine.scorers.gates import Gates
+from ag.engine.scorers.h2o import H2O
+from ag.engine.scorers.scissorhands import Scissorhands
+from ag.engine.scorers.snapkv import SnapKV
+from ag.engine.scorers.streaming_llm import StreamingLLM
+from ag.engine.scorers.tova import Tova
+
+SCORERS: dict[str, type[Scorer]] = {
+    "streaming_llm": StreamingLLM,
+    "h2o": H2O,
+    "scissorhands": Scissorhands,
+    "tova": Tova,
+    "snapkv": SnapKV,
+    "cake": Cake,
+    "gates": Gates,
+    "random": Random,
+    "knorm": KNorm,
+}

@@ -1,0 +1,115 @@
+"""What every scorer offers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ag.engine.observe import Observation, Statistic, attention
+from ag.errors import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer(ABC):
+    """Says how much each held token is worth; its fields are its hyper-parameters.
+
+    Attributes:
+        sinks: first tokens of a sequence that always stay.
+        recent: newest tokens that always stay.
+    """
+
+    sinks: int = 0
+    recent: int = 0
+
+    #: Why no wrapper may act on this scorer; empty when any may.
+    alone: ClassVar[str] = ""
+    #: Why the wrappers that need attention rows (vatp, obcache) may not; empty when they may.
+    rowless: ClassVar[str] = ""
+
+    #: Whether it has to see every query, also when nothing is evicted.
+    follows: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        require(self, "sinks", self.sinks >= 0, "0 or more")
+        require(self, "recent", self.recent >= 0, "0 or more")
+
+    @property
+    def lookback(self) -> int:
+        """Earlier queries that a decision has to be shown beside the new ones."""
+        return 0
+
+    @abstractmethod
+    def score(self, seen: Observation) -> Tensor:
+        """Return ``[B, Hkv, N]`` float32, higher is kept; finite on every slot that competes."""
+
+    def heads(self, seen: Observation) -> Tensor:
+        """Return a score not below 0 by query head, ``[B, H, N]``, over all held tokens: what CAOTE normalises."""
+        score = self.score(seen)
+        lowest = score.masked_fill(~seen.key_valid, float("inf")).amin(-1, keepdim=True)
+        return (score - lowest).masked_fill(~seen.key_valid, 0.0).repeat_interleave(seen.group, 1)
+
+    def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
+        """Return ``[B, Hkv, N]`` bool: tokens that stay whatever their score.
+
+        Args:
+            seen: the layer.
+            capacity: ``[B]`` long, tokens per KV head that the budget allows, on average over layers.
+        """
+        return (seen.key_ranks < self.sinks) | (seen.age < self.recent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowScorer(Scorer):
+    """A scorer that sums a statistic of attention rows over queries."""
+
+    @abstractmethod
+    def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
+        """Return the summed statistic by query head, ``[B, H, N]``."""
+
+    def raw(self, seen: Observation) -> Tensor:
+        """Return the score by query head before pooling, ``[B, H, N]``."""
+        return self.sums(seen)
+
+    def reduce(self, seen: Observation, heads: Tensor) -> Tensor:
+        """Turn ``[B, H, N]`` into one score per KV head, ``[B, Hkv, N]``: the group's mean."""
+        return group_mean(heads, seen)
+
+    def pool(self, seen: Observation, score: Tensor, before_window: bool = True) -> Tensor:
+        """Smooth a score ``[B, *, N]`` over neighbours in the cache; a plain scorer returns it as it is."""
+        return score
+
+    def score(self, seen: Observation) -> Tensor:
+        """Return the reduced score, pooled."""
+        return self.pool(seen, self.reduce(seen, self.raw(seen)))
+
+    def heads(self, seen: Observation) -> Tensor:
+        """Return the score by query head, pooled over all held tokens."""
+        return self.pool(seen, self.raw(seen), before_window=False)
+
+
+def group_mean(values: Tensor, seen: Observation) -> Tensor:
+    """Average ``[B, H, N]`` over the query heads of each KV head, ``[B, Hkv, N]``."""
+    return values.view(len(values), -1, seen.group, values.shape[-1]).mean(2)
+
+
+def group_sum(values: Tensor, seen: Observation) -> Tensor:
+    """Sum ``[B, H, N]`` over the query heads of each KV head, ``[B, Hkv, N]``."""
+    return values.view(len(values), -1, seen.group, values.shape[-1]).sum(2)
+
+
+def pooled(values: Tensor, inside: Tensor, kernel: int, kind: str) -> Tensor:
+    """Pool ``[B, C, N]`` along the last dimension, only what is ``inside`` ``[B, Hkv, N]``; the rest counts as 0.
+
+    Both kinds have stride 1 and padding ``kernel // 2``; ``avg`` divides by ``kernel`` at the edges too, as torch
+    does by default and the papers' codes therefore do.
+    """
+    inside = inside.repeat_interleave(values.shape[1] // inside.shape[1], 1)
+    values = values.masked_fill(~inside, 0.0)
+    if kind == "avg":
+        return F.avg_pool1d(values, kernel, stride=1, padding=kernel // 2)
+    return F.max_pool1d(values, kernel, stride=1, padding=kernel // 2)

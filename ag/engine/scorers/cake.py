@@ -1,0 +1,34 @@
+"""CAKE's indicator: attention that is high, or that varies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from ag.engine.observe import Observation, attention
+from ag.engine.scorers.snapkv import SnapKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cake(SnapKV):
+    """Mean plus ``gamma`` times the variance of the attention over an observation window, pooled.
+
+    Source: "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences", code antgroup/cakekv. The layer
+    budgets of the same paper are the allocator ``preference``.
+
+    Attributes:
+        gamma: weight of the variance.
+    """
+
+    kernel: int = 5
+    pooling: Literal["max", "avg"] = "avg"
+    gamma: float = 200.0
+
+    def raw(self, seen: Observation) -> Tensor:
+        """Return the indicator; while decoding, the attention of the newest query alone, as officially."""
+        if seen.decoding:
+            return seen.rows(1).total(attention)
+        mean, variance = seen.rows(self.window).moments()
+        return mean + self.gamma * variance

@@ -1,0 +1,47 @@
+"""Controls: what a policy must beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ag.engine.observe import Observation
+from ag.engine.scorers.base import Scorer
+
+ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # multipliers of xxHash
+
+
+@dataclass(frozen=True, kw_only=True)
+class Random(Scorer):
+    """Tokens by chance: a hash of (seed, layer, head, place), so that padding and batch change nothing.
+
+    Attributes:
+        seed: another one draws other tokens.
+    """
+
+    seed: int = 0
+    alone: ClassVar[str] = "a score drawn by chance has nothing to act on"
+
+    def score(self, seen: Observation) -> Tensor:
+        """Return numbers in [0, 1)."""
+        heads = torch.arange(seen.key_ranks.shape[1], device=seen.key_ranks.device)[:, None]
+        mixed = seen.key_ranks.long() * ODD[0] + heads * ODD[1] + (self.seed * 1000 + seen.layer) * ODD[2]
+        for shift in (15, 13, 16):
+            mixed = mixed & 0xFFFFFFFF
+            mixed = (mixed ^ (mixed >> shift)) * ODD[shift % 3]
+        return (mixed & 0xFFFFFF).float() / 2**24
+
+
+@dataclass(frozen=True, kw_only=True)
+class KNorm(Scorer):
+    """Keys with a small norm (Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy")."""
+
+    rowless: ClassVar[str] = "it has no attention rows to act on"
+
+    def score(self, seen: Observation) -> Tensor:
+        """Return ``-||k||``."""
+        norms: Tensor = torch.linalg.vector_norm(seen.k.float(), dim=-1)
+        return -norms

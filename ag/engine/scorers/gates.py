@@ -1,0 +1,25 @@
+"""Attention-Gates, ranked: the tokens that the gates find most worth keeping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ag.engine.observe import Observation
+from ag.engine.scorers.base import Scorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gates(Scorer):
+    """The probability of the layer's gate, for a budget; without one, the flags decide (see :class:`ag.gating.Gating`).
+
+    In a layer without a gate every token is worth the same, so that the first ones stay.
+    """
+
+    rowless: ClassVar[str] = "it has no attention rows to act on"
+
+    def score(self, seen: Observation) -> Tensor:
+        """Return the probability, 1 without a gate."""
+        return seen.gate if seen.gate is not None else seen.key_ranks.new_ones(seen.key_ranks.shape).float()

@@ -1,0 +1,48 @@
+"""Scissorhands: attention over the last few hundred queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ag.engine.observe import AttentionRows, Observation, Statistic, attention
+from ag.engine.scorers.base import RowScorer
+from ag.errors import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scissorhands(RowScorer):
+    """Attention summed over the last ``window`` queries, or how often it was not below the uniform level.
+
+    Source: Liu et al. 2023, "Scissorhands", in the reading of VATP (Guo et al. 2024): sliding sum, window 400, 10
+    recents.
+
+    Attributes:
+        window: queries that count.
+        count: count the queries that paid at least ``1 / t`` (t: the keys a query saw) instead of summing.
+        recent: newest tokens that stay.
+    """
+
+    window: int = 400
+    count: bool = False
+    recent: int = 10
+
+    follows: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        super().__post_init__()
+        require(self, "window", self.window >= 1, "1 or more")
+
+    def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
+        """Return the sums over the window, rows as they were when seen."""
+        rows = seen.rows(min(self.window, seen.new))
+        values = (_above_uniform if self.count and statistic is attention else statistic)(rows)
+        return seen.latest("rows", rows.counted[:, None, :, None] * values, rows.counted, self.window).sum(2)
+
+
+def _above_uniform(rows: AttentionRows) -> Tensor:
+    level = 1 / rows.visible.sum(-1, keepdim=True)  # times t instead, float32 would put uniform attention below 1
+    return (rows.visible & (rows.a >= level)).float()

@@ -1,0 +1,54 @@
+"""SnapKV: what the last queries of the prompt attend to, pooled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from ag.engine.observe import Observation, Statistic, attention
+from ag.engine.scorers.base import RowScorer, pooled
+from ag.errors import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(RowScorer):
+    """Attention summed over an observation window, pooled along the tokens before it; the window itself stays.
+
+    Source: Li et al. 2024, "SnapKV"; code FasterDecoding/SnapKV (its LongBench settings). Deviation: the mean over the
+    query heads of a KV head, taken before pooling.
+
+    Attributes:
+        window: last queries that observe; their tokens stay and count within the budget.
+        kernel: width of the pooling, odd.
+        pooling: ``max`` or ``avg``.
+    """
+
+    window: int = 32
+    kernel: int = 7
+    pooling: Literal["max", "avg"] = "max"
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        super().__post_init__()
+        require(self, "window", self.window >= 1, "1 or more")
+        require(self, "kernel", self.kernel >= 1 and self.kernel % 2 == 1, "an odd number")
+
+    @property
+    def lookback(self) -> int:
+        """Earlier queries of the window."""
+        return self.window - 1
+
+    def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
+        """Return the sums over the window."""
+        return seen.rows(self.window).total(statistic)
+
+    def pool(self, seen: Observation, score: Tensor, before_window: bool = True) -> Tensor:
+        """Pool along the tokens before the window, or along all of them."""
+        inside = seen.key_valid & (seen.age >= self.window) if before_window else seen.key_valid
+        return pooled(score, inside, self.kernel, self.pooling)
+
+    def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
+        """Return the sinks, the window and the newest tokens."""
+        return (seen.key_ranks < self.sinks) | (seen.age < max(self.window, self.recent))

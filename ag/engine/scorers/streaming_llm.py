@@ -1,0 +1,30 @@
+"""StreamingLLM: the first tokens and the newest ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ag.engine.observe import Observation
+from ag.engine.scorers.base import Scorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingLLM(Scorer):
+    """Attention sinks and a window of the newest tokens.
+
+    Source: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"; code
+    mit-han-lab/streaming-llm. Deviation: keys keep their original positions.
+
+    Attributes:
+        sinks: first tokens that stay.
+    """
+
+    sinks: int = 4
+    alone: ClassVar[str] = "it keeps positions, and has no score to act on"
+
+    def score(self, seen: Observation) -> Tensor:
+        """Return the position."""
+        return seen.key_ranks.float()

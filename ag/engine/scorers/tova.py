@@ -1,0 +1,35 @@
+"""TOVA: what the newest query attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from ag.engine.observe import Observation, Statistic, attention
+from ag.engine.scorers.base import RowScorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tova(RowScorer):
+    """Attention of the newest query.
+
+    Source: Oren et al. 2024, "Transformers are Multi-State RNNs"; code schwartz-lab-NLP/TOVA. Deviation: the newest
+    token stays (``recent=0`` for the official behaviour).
+
+    Attributes:
+        scope: ``layer``: the mean over all query heads, so that all KV heads keep the same; ``kv_head``: over the
+        group. recent: newest tokens that stay.
+    """
+
+    scope: Literal["layer", "kv_head"] = "layer"
+    recent: int = 1
+
+    def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
+        """Return the statistic of the newest query."""
+        return seen.rows(1).total(statistic)
+
+    def reduce(self, seen: Observation, heads: Tensor) -> Tensor:
+        """Average over the heads of the scope; a head that no longer holds a token pays it 0."""
+        return super().reduce(seen, heads) if self.scope == "kv_head" else seen.over_layer(heads)

@@ -1,0 +1,48 @@
+"""The one place that turns scores into decisions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def select(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -> Tensor:
+    """Keep what is protected and the best of the rest, up to a capacity.
+
+    Args:
+        score: ``[B, Hkv, N]``; of equal scores the lower index is kept first.
+        protected: ``[B, Hkv, N]`` bool, kept whatever the score.
+        valid: ``[B, Hkv, N]`` bool, the slots that hold a token.
+        capacity: ``[B, Hkv]`` long, tokens to keep, not fewer than are protected; heads that hold fewer keep all.
+
+    Returns:
+        ``[B, Hkv, N]`` bool.
+    """
+    protected = protected & valid
+    rivals = valid & ~protected
+    order = score.masked_fill(~rivals, float("-inf")).argsort(dim=-1, descending=True, stable=True)
+    place = torch.empty_like(order).scatter_(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    )
+    return protected | (rivals & (place < (capacity - protected.sum(-1))[..., None]))
+
+
+def select_over_heads(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor, floor: float) -> Tensor:
+    """Share the capacity of a layer among its heads by one top-k over all of them (Feng et al. 2024, "Ada-KV").
+
+    Args:
+        score: ``[B, Hkv, N]``.
+        protected: ``[B, Hkv, N]`` bool.
+        valid: ``[B, Hkv, N]`` bool.
+        capacity: ``[B]`` long, tokens per KV head on average.
+        floor: share of the capacity that every head keeps at least.
+
+    Returns:
+        ``[B, Hkv, N]`` bool, ``Hkv * capacity`` of them True where so many are held.
+    """
+    batch, heads, _ = score.shape
+    least = (capacity * floor).long()[:, None].expand(batch, heads)
+    least = torch.maximum(least, (protected & valid).sum(-1))
+    sure = select(score, protected, valid, least)
+    score, sure, every = (x.reshape(batch, 1, -1) for x in (score, sure, valid))
+    return select(score, sure, every, capacity[:, None] * heads).view_as(valid)

@@ -1,0 +1,17 @@
+"""The wrappers by name."""
+
+from ag.engine.wrappers.base import Wrapper as Wrapper
+from ag.engine.wrappers.caote import Caote, FastCaote
+from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue
+from ag.engine.wrappers.vatp import Vatp
+
+WRAPPERS: dict[str, type[Wrapper]] = {
+    "vatp": Vatp,
+    "caote": Caote,
+    "fastcaote": FastCaote,
+    "obcache_value": OBCacheValue,
+    "obcache_key": OBCacheKey,
+    "obcache_joint": OBCacheJoint,
+}
+#: Wrappers that replace or multiply sums of attention rows, and so need a base that has them.
+NEED_ROWS = ("vatp", "obcache_value", "obcache_key", "obcache_joint")

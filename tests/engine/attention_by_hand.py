@@ -1,0 +1,142 @@
+"""The oracle of the engine's parts: tiny layers with ragged keys, and their attention written out pair by pair."""
+
+import math
+
+import torch
+
+from ag.engine.observe import Observation
+
+
+class Scene:
+    """One layer, as an observation and as plain lists in float64.
+
+    ``lengths`` are the sequences' tokens. ``ragged``: each KV head holds a random part of them (the newest always);
+    ``queries``: only so many of the last tokens are there as queries; ``sharp`` stretches the logits.
+    """
+
+    def __init__(
+        self,
+        seed=0,
+        lengths=(9,),
+        heads=4,
+        kv_heads=2,
+        dim=8,
+        padding="left",
+        ragged=False,
+        window=None,
+        queries=None,
+        sharp=1.0,
+        dtype=torch.float32,
+        layer=0,
+        gate=False,
+    ):
+        make = torch.Generator().manual_seed(seed)
+        self.lengths, self.heads, self.kv_heads, self.window = lengths, heads, kv_heads, window
+        self.group, self.scaling = heads // kv_heads, 0.3
+        batch, longest = len(lengths), max(lengths)
+        columns = min(queries or longest, longest)
+        query_ranks = torch.full((batch, columns), -1)
+        query_valid = torch.zeros(batch, columns, dtype=torch.bool)
+        q = torch.randn(batch, heads, columns, dim, generator=make) * sharp
+        self.columns = []  # of each sequence: (column, rank) of the queries that exist
+        for b, n in enumerate(lengths):
+            here = min(columns, n)
+            first = columns - here if padding == "left" else 0
+            self.columns.append([(first + i, n - here + i) for i in range(here)])
+            for column, rank in self.columns[-1]:
+                query_ranks[b, column], query_valid[b, column] = rank, True
+            query_ranks[b, first + here :] = n - 1  # what a running count gives on right padding
+        self.held = [[list(range(n)) for _ in range(kv_heads)] for n in lengths]
+        if ragged:
+            for b, n in enumerate(lengths):
+                for g in range(kv_heads):
+                    keep = torch.rand(n, generator=make) < 0.6
+                    self.held[b][g] = [p for p in range(n) if bool(keep[p]) or p == n - 1]
+        slots = max(len(x) for row in self.held for x in row)
+        k = torch.randn(batch, kv_heads, slots, dim, generator=make) * 5  # free slots hold anything finite
+        v = torch.randn(batch, kv_heads, slots, dim, generator=make) * 5
+        ranks = torch.randint(0, longest, (batch, kv_heads, slots), generator=make)
+        valid = torch.zeros(batch, kv_heads, slots, dtype=torch.bool)
+        tokens_k = torch.randn(batch, kv_heads, longest, dim, generator=make)
+        tokens_v = torch.randn(batch, kv_heads, longest, dim, generator=make)
+        for b in range(batch):
+            for g in range(kv_heads):
+                for slot, p in enumerate(self.held[b][g]):
+                    k[b, g, slot], v[b, g, slot] = tokens_k[b, g, p], tokens_v[b, g, p]
+                    ranks[b, g, slot], valid[b, g, slot] = p, True
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        self.q, self.k, self.v = q.double(), k.double(), v.double()
+        self.gate = torch.rand(batch, kv_heads, slots, generator=make) if gate else None
+        self._parts = (q, k, v, self.scaling, query_ranks, ranks, query_valid, valid)
+        self._layer, self._dense = layer, {}
+
+    @property
+    def seen(self):
+        """The scene as an observation, a new one each time: scorers record in it what they saw."""
+        return Observation(*self._parts, layer=self._layer, window=self.window, gate=self.gate)
+
+    def places(self):
+        """Every (sequence, KV head)."""
+        return [(b, g) for b in range(len(self.lengths)) for g in range(self.kv_heads)]
+
+    def query_heads(self, g):
+        """The query heads of a KV head."""
+        return range(g * self.group, (g + 1) * self.group)
+
+    def dense(self, b, h):
+        """Weights, logits, visibility ``[queries, held tokens]`` of one query head, oldest query first, float64."""
+        if (b, h) not in self._dense:
+            held, g = self.held[b][h // self.group], h // self.group
+            a = torch.zeros(len(self.columns[b]), len(held), dtype=torch.float64)
+            s, visible = torch.zeros_like(a), torch.zeros_like(a, dtype=torch.bool)
+            for i, (column, rank) in enumerate(self.columns[b]):
+                for slot, p in enumerate(held):
+                    if p <= rank and (self.window is None or rank - p < self.window):
+                        visible[i, slot] = True
+                        s[i, slot] = self.scaling * float(self.q[b, h, column] @ self.k[b, g, slot])
+                if visible[i].any():
+                    top = max(float(s[i, j]) for j in range(len(held)) if visible[i, j])
+                    size = sum(math.exp(float(s[i, j]) - top) for j in range(len(held)) if visible[i, j])
+                    for slot in range(len(held)):
+                        if visible[i, slot]:
+                            a[i, slot] = math.exp(float(s[i, slot]) - top) / size
+            self._dense[b, h] = a, s, visible
+        return self._dense[b, h]
+
+    def values(self, b, g):
+        """Values of what a KV head holds, ``[held tokens, D]`` float64."""
+        return self.v[b, g, : len(self.held[b][g])]
+
+    def column_sums(self, b, h, last=None):
+        """What each held token is paid by the queries (the last so many), as a list."""
+        a = self.dense(b, h)[0]
+        first = 0 if last is None else max(0, len(a) - last)
+        return [sum(float(a[i, j]) for i in range(first, len(a))) for j in range(a.shape[1])]
+
+
+def group_mean(lists):
+    """Mean of equally long lists, element by element."""
+    return [sum(x) / len(x) for x in zip(*lists, strict=True)]
+
+
+def pool(values, kernel, kind):
+    """Pool a list: stride 1, what lies beyond the ends counts as 0 (avg) or not at all (max)."""
+    half, result = kernel // 2, []
+    for i in range(len(values)):
+        near = values[max(0, i - half) : i + half + 1]
+        result.append(max(near) if kind == "max" else sum(near) / kernel)
+    return result
+
+
+def agree(scene, got, expected, skip=lambda b, g, p: False, rtol=2e-5):
+    """Assert that ``[B, Hkv, N]`` holds the lists ``expected[b, g]`` on every held slot that is not skipped."""
+    compared = 0
+    for b, g in scene.places():
+        scale = max((abs(x) for x in expected[b, g]), default=0.0)
+        for slot, p in enumerate(scene.held[b][g]):
+            if not skip(b, g, p):
+                want, have = expected[b, g][slot], float(got[b, g, slot])
+                assert abs(have - want) <= rtol * max(abs(want), 0.1 * scale) + 1e-12, (b, g, p, have, want)
+                compared += 1
+    assert compared
+    return compared

@@ -1,0 +1,171 @@
+"""Whole policies in the plainest way: one token at a time, known by its place in the text, in float64.
+
+Written from the specification, for one unpadded sequence and a layer's own q, k, v; nothing is shared with the library.
+"""
+
+from collections import defaultdict
+
+import torch
+
+
+def attention_row(q, k, i, held, scaling, window=None):
+    """Weights that query ``i`` of one head pays the tokens ``held``, a dict; ``q [T, D]``, ``k [T, D]`` float64."""
+    seen = [t for t in held if t <= i and (window is None or i - t < window)]
+    logits = torch.stack([q[i] @ k[t] for t in seen]) * scaling
+    return dict(zip(seen, logits.softmax(0).tolist(), strict=True))
+
+
+def pooled(values, kernel, kind):
+    """Pool a list with zeros around it."""
+    half, out = kernel // 2, []
+    for p in range(len(values)):
+        near = [values[j] if 0 <= j < len(values) else 0.0 for j in range(p - half, p + half + 1)]
+        out.append(max(near) if kind == "max" else sum(near) / kernel)
+    return out
+
+
+class Layer:
+    """One layer under a policy: feed it events, ask what each KV head holds."""
+
+    def __init__(self, name, q, k, scaling, capacity, options, window=None):
+        self.name, self.q, self.k, self.scaling = name, q.double(), k.double(), scaling
+        self.capacity, self.options, self.window = capacity, options, window
+        self.heads, self.kv_heads = len(q), len(k)
+        self.group = self.heads // self.kv_heads
+        self.held = [[] for _ in range(self.kv_heads)]
+        self.rows = [[] for _ in range(self.heads)]  # every query's weights as they were when it attended
+        self.decoding = False
+
+    def arrive(self, tokens):
+        """New tokens come, attend, and are remembered."""
+        for head in range(self.kv_heads):
+            self.held[head] = self.held[head] + tokens
+        for head in range(self.heads):
+            mine = self.held[head // self.group]
+            for i in tokens:
+                row = attention_row(self.q[head], self.k[head // self.group], i, mine, self.scaling, self.window)
+                self.rows[head].append(row)
+        self.newest = tokens[-1]
+
+    def evict(self):
+        """Keep what is protected and the best of the rest, the earlier of equals."""
+        scores = self.scores()
+        for head, mine in enumerate(self.held):
+            safe = [t for t in mine if self.protected(t)]
+            rest = sorted((t for t in mine if t not in safe), key=lambda t, h=head: (-scores[h][t], t))
+            self.held[head] = sorted(safe + rest[: max(0, self.capacity - len(safe))])
+
+    def protected(self, t):
+        age, options = self.newest - t, self.options
+        recent = {
+            "h2o": options.get("recent", self.capacity // 2),
+            "tova": options.get("recent", 1),
+            "scissorhands": options.get("recent", 10),
+            "streaming_llm": 0,
+        }.get(self.name, options.get("window", 32))
+        sinks = options.get("sinks", 4 if self.name == "streaming_llm" else 0)
+        return t < sinks or age < recent
+
+    def sums(self, head, first=0):
+        """Remembered attention by token, of the queries from the ``first`` on."""
+        total = defaultdict(float)
+        for row in self.rows[head][first:]:
+            for t, weight in row.items():
+                total[t] += weight
+        return total
+
+    def members(self, kv_head):
+        return range(kv_head * self.group, (kv_head + 1) * self.group)
+
+    def mean(self, kv_head, by_head):
+        """Average dicts over the query heads of a KV head, for the tokens held."""
+        return {t: sum(by_head[h].get(t, 0.0) for h in self.members(kv_head)) / self.group for t in self.held[kv_head]}
+
+    def scores(self):
+        """One dict by token a KV head."""
+        return [getattr(self, self.name)(head) for head in range(self.kv_heads)]
+
+    def streaming_llm(self, head):
+        return {t: float(t) for t in self.held[head]}
+
+    def h2o(self, head):
+        window = self.options.get("window")
+        if window is None:
+            return self.mean(head, {h: self.sums(h) for h in self.members(head)})
+        first = max(0, (self.prompt if self.decoding else len(self.rows[0])) - window)
+        return self.mean(head, {h: self.sums(h, first) for h in self.members(head)})
+
+    def scissorhands(self, head):
+        last = self.options.get("window", 400)
+        if not self.options.get("count"):
+            return self.mean(head, {h: self.sums(h, max(0, len(self.rows[h]) - last)) for h in self.members(head)})
+        counts = {h: defaultdict(float) for h in self.members(head)}
+        for h in counts:
+            for row in self.rows[h][-last:]:
+                for t, weight in row.items():
+                    counts[h][t] += weight >= 1 / len(row)
+        return self.mean(head, counts)
+
+    def tova(self, head):
+        newest = {h: self.rows[h][-1] for h in range(self.heads)}
+        if self.options.get("scope") == "kv_head":
+            return self.mean(head, newest)
+        return {
+            t: sum(newest[h].get(t, 0.0) for h in range(self.heads) if t in self.held[h // self.group]) / self.heads
+            for t in self.held[head]
+        }
+
+    def observed(self, head, last):
+        """Rows of the last queries on the keys that are held today, by query head."""
+        mine, first = self.held[head], max(0, self.newest + 1 - last)
+        return {
+            h: [
+                attention_row(self.q[h], self.k[head], i, mine, self.scaling, self.window)
+                for i in range(first, self.newest + 1)
+            ]
+            for h in self.members(head)
+        }
+
+    def pool(self, head, score, kernel, kind):
+        """Pool over the held tokens before the window; the window's own score does not matter."""
+        window = self.options.get("window", 32)
+        before = [t for t in self.held[head] if self.newest - t >= window]
+        return dict.fromkeys(self.held[head], 0.0) | dict(
+            zip(before, pooled([score[t] for t in before], kernel, kind), strict=True)
+        )
+
+    def snapkv(self, head):
+        rows = self.observed(head, self.options.get("window", 32))
+        sums = {h: {t: sum(row.get(t, 0.0) for row in rows[h]) for t in self.held[head]} for h in rows}
+        return self.pool(head, self.mean(head, sums), self.options.get("kernel", 7), self.options.get("pooling", "max"))
+
+    def cake(self, head):
+        score = {}
+        for h, rows in self.observed(head, 1 if self.decoding else self.options.get("window", 32)).items():
+            for t in self.held[head]:
+                weights = torch.tensor([row.get(t, 0.0) for row in rows], dtype=torch.float64)
+                spread = 0.0 if len(rows) == 1 else float(weights.var())
+                score[h, t] = (
+                    float(weights.mean()) + (0.0 if self.decoding else self.options.get("gamma", 200.0)) * spread
+                )
+        mean = {t: sum(score[h, t] for h in self.members(head)) / self.group for t in self.held[head]}
+        return self.pool(head, mean, self.options.get("kernel", 5), "avg")
+
+
+def follow(layer, prompt, lengths, block=None, steps=None):
+    """Feed a layer a prompt and passes of ``lengths`` tokens under a schedule; what it held after each pass."""
+    layer.prompt = prompt
+    block, held = block or prompt, []
+    for start in range(0, prompt, block):
+        layer.arrive(list(range(start, min(start + block, prompt))))
+        layer.evict()
+    held.append([list(head) for head in layer.held])
+    layer.decoding, seen, since = True, prompt, 0
+    for length in lengths:
+        layer.arrive(list(range(seen, seen + length)))
+        seen, since = seen + length, since + length
+        if steps is not None and since >= steps:
+            layer.evict()
+            since = 0
+        held.append([list(head) for head in layer.held])
+    return held

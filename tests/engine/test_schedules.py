@@ -1,0 +1,592 @@
+"""Schedules: physical drop against masks, whole policies against slow ones, budgets, padding, state that moves."""
+
+import gc
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import slow_policies
+import torch
+from gates_for import gates_for
+from held import check, contents, feed, run
+
+import ag
+from ag import models
+from ag.config import ModelConfig
+from ag.engine.cache import EvictionCache
+from ag.engine.observe import Observation
+from ag.engine.storage import RaggedStore
+from ag.engine.wrappers import WRAPPERS
+from ag.errors import UserError
+
+STEPS = 8
+GREEDY = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+PROMPTS = (29, 23)
+ROWS = [torch.randint(3, 128, (p + STEPS,), generator=torch.Generator().manual_seed(p)) for p in PROMPTS]
+SCHEDULES = ("prefill", "blocks:7", "every", "steps:3", "blocks:7+every")
+SNAP = {"window": 4, "kernel": 3}
+SCORERS = {
+    "streaming_llm": {"sinks": 2},
+    "h2o": {},
+    "h2o-window": {"window": 5},
+    "h2o-sinks": {"sinks": 2, "recent": 3},
+    "scissorhands": {"window": 9, "recent": 3},
+    "scissorhands-count": {"window": 9, "recent": 3, "count": True},
+    "tova": {},
+    "tova-kv_head": {"scope": "kv_head", "recent": 0},
+    "snapkv": SNAP,
+    "cake@uniform": SNAP | {"kernel": 5},
+    "gates": {},
+    "gates-recent": {"recent": 3, "sinks": 1},
+    "random": {},
+    "knorm": {"recent": 2},
+}
+BASES = {"h2o": {}, "snapkv": SNAP, "tova": {}, "cake": SNAP}
+POLICIES = SCORERS | {
+    f"{base}+{wrapper}@uniform": options | ({"sinks": 2} if wrapper == "vatp" else {})
+    for base, options in BASES.items()
+    for wrapper in WRAPPERS
+}
+POLICIES |= {f"{base}+{wrapper}": {} for base in ("knorm", "gates") for wrapper in ("caote", "fastcaote")}
+POLICIES |= {
+    f"{base}@{allocator}": options | ({"observers": 4} if allocator == "preference" else {})
+    for base, options in (BASES | {"scissorhands": SCORERS["scissorhands"], "gates": {}, "h2o+caote": {}}).items()
+    for allocator in ("pyramid", "preference", "heads")
+}
+CASES = [
+    (name, schedule)
+    for name in POLICIES
+    for schedule in SCHEDULES
+    if not ("@preference" in name and "blocks" in schedule)
+]
+
+
+def make(name, schedule, budget=0.5, **options):
+    spec = name.partition("-")[0]
+    return ag.policy(spec, budget=budget, schedule=schedule, **POLICIES.get(name, {}) | options)
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_llama):
+    model = tiny_llama()
+    ag.attach(model, gates_for(model))
+    return model
+
+
+def observed_calls(monkeypatch):
+    """By layer, the q, k, v of every forward pass from now on."""
+    calls, attend = defaultdict(list), EvictionCache.attend
+    monkeypatch.setattr(
+        EvictionCache, "attend", lambda self, call: calls[call.layer].append(call) or attend(self, call)
+    )
+    return calls
+
+
+@pytest.mark.parametrize(("name", "schedule"), CASES, ids=lambda x: x)
+def test_physical_drop_equals_masking_alone_and_in_padded_batches(llama, name, schedule):
+    """Also: each sequence of a padded batch holds, after every pass, the tokens that it holds alone."""
+    policy = make(name, schedule)
+    alone = [run(llama, policy, [row], [p]) for row, p in zip(ROWS, PROMPTS, strict=True)]
+    for row, result in zip(ROWS, alone, strict=True):
+        check(llama, [row], result)
+    for side in ("left", "right"):
+        batch = run(llama, policy, ROWS, PROMPTS, side)
+        check(llama, ROWS, batch)
+        for b, result in enumerate(alone):
+            for together, single in zip(batch.held, result.held, strict=True):
+                assert [layer[b] for layer in together] == [layer[0] for layer in single]
+    last = [n for layer in alone[0].held[-1] for n in map(len, layer[0])]
+    assert min(last) < PROMPTS[0] - 3, "nothing was evicted"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+@pytest.mark.parametrize("name", ["h2o", "snapkv+caote", "tova", "scissorhands@heads", "knorm", "cake@uniform"])
+@pytest.mark.parametrize("family", ["tiny_mistral", "tiny_qwen2", "tiny_qwen3", "alternating"])
+def test_other_models(family, name, schedule, request):
+    """Mistral's window covers all layers, which evict all the same; windowed layers beside full ones are left alone."""
+    if family == "alternating":
+        kinds = ["full_attention", "sliding_attention", "full_attention"]
+        model = request.getfixturevalue("tiny_qwen2")(use_sliding_window=True, sliding_window=9, layer_types=kinds)
+    else:
+        model = request.getfixturevalue(family)()
+    options = SNAP if name.startswith("snapkv") else {}
+    result = run(model, make(name, schedule, **options), ROWS, PROMPTS, "left", [1, 4, 1, 2])
+    check(model, ROWS, result)
+    lengths = [max(map(len, layer[0])) for layer in result.held[-1]]
+    if family == "alternating":
+        assert lengths[1] == PROMPTS[0] + STEPS
+        lengths.pop(1)
+    assert max(lengths) < PROMPTS[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h2o", "snapkv+obcache_joint@pyramid", "cake", "tova"])
+def test_smollm2(smollm2, name):
+    model, tokenizer = models.load_base(ModelConfig(name=str(smollm2)))
+    text = "A gate looks at every token of the prompt and says whether later tokens will want to see it again. "
+    rows = [torch.tensor(tokenizer(text * n).input_ids) for n in (4, 3)]
+    prompts = [len(row) - STEPS for row in rows]
+    schedule = "every" if name == "cake" else "blocks:16+every"
+    options = {} if name in ("h2o", "tova") else {"window": 8, "sinks": 1}  # without the sink float32 is lost
+    policy = ag.policy(name, 0.4, schedule, **options)
+    result = run(model, policy, rows, prompts)
+    check(model, rows, result)
+    assert max(len(head) for head in result.held[-1][0][0]) < prompts[0] - 10
+    check(model.double(), rows, run(model, policy, rows, prompts), 1e-9)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "steps:5", "blocks:1", "blocks:16+steps:2"])
+@pytest.mark.parametrize(
+    "name", [name for name in SCORERS if not name.startswith(("gates", "random", "knorm"))] + ["cake", "snapkv-avg"]
+)
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_mistral"])
+def test_what_is_held_is_what_the_policy_says(family, name, schedule, request, monkeypatch):
+    """Every layer's own q, k, v go to a slow version of the whole policy, which must hold the same after every pass."""
+    model, prompt, passes = request.getfixturevalue(family)(), 40, [1, 1, 3, 1, 1, 1, 2, 1, 1]
+    spec, capacity = name.partition("-")[0].partition("@")[0], 15
+    options = {"pooling": "avg", "window": 3} if name == "snapkv-avg" else POLICIES.get(name, SNAP)
+    row = torch.randint(3, 128, (prompt + sum(passes),), generator=torch.Generator().manual_seed(5))
+    calls = observed_calls(monkeypatch)
+    policy = ag.policy(f"{spec}@uniform", budget=capacity, schedule=schedule, **options)
+    result = run(model, policy, [row], [prompt], steps=passes)
+    for layer, seen in calls.items():
+        q, k = (torch.cat([getattr(call, x)[0] for call in seen], 1) for x in ("q", "k"))
+        slow = slow_policies.Layer(spec, q, k, seen[0].scaling, capacity, options, seen[0].window)
+        wanted = slow_policies.follow(slow, prompt, passes, policy.block, policy.steps)
+        assert [held[layer][0] for held in result.held] == wanted
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("schedule", ["every", "steps:3", "steps:4"])
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "tova", "scissorhands-count", "gates@heads", "cake@preference"])
+def test_padding_in_later_turns(llama, name, schedule, side):
+    """A pass brings each sequence another number of tokens, or none; steps count a sequence's own tokens."""
+    policy, passes = make(name, schedule), [[29, 20], [3, 1], [2, 0], [1, 1], [0, 4], [1, 3], [1, 1]]
+    rows = [row[: sum(n[b] for n in passes)] for b, row in enumerate(ROWS)]
+    batch = feed(EvictionCache(llama, policy), llama, rows, passes, side)
+    check(llama, rows, batch)
+    for b, row in enumerate(rows):
+        mine = [[n[b]] for n in passes if n[b]]
+        alone = feed(EvictionCache(llama, policy), llama, [row], mine)
+        together = [held for held, n in zip(batch.held, passes, strict=True) if n[b]]
+        for left, right in zip(together, alone.held, strict=True):
+            assert [layer[b] for layer in left] == [layer[0] for layer in right]
+
+
+@pytest.mark.parametrize("schedule", ["blocks:5", "every", "steps:3", "blocks:7+every"])
+@pytest.mark.parametrize(
+    "name", ["h2o", "h2o-window", "h2o@pyramid", "h2o@heads", "h2o+caote@heads", "scissorhands@heads"]
+)
+def test_what_is_recorded_moves_with_its_token(llama, name, schedule, monkeypatch):
+    """The sums in every slot are those of the token in it, followed by its identity through padding and evictions."""
+    calls, prompts = observed_calls(monkeypatch), (31, 22)
+    policy = make(name, schedule + "+steps:6" * schedule.startswith("blocks:5"))
+    rows = [torch.randint(3, 128, (n + STEPS,), generator=torch.Generator().manual_seed(n)) for n in prompts]
+    result = run(llama, policy, rows, prompts)
+    for index, layer in enumerate(result.cache.evicting_layers):
+        q, k = (torch.cat([getattr(call, x) for call in calls[index]], 2).double() for x in ("q", "k"))
+        if "rows" in layer.memory:
+            sums = layer.memory["rows"].sum(2)
+        else:
+            sums = layer.memory.get("sums", 0) + layer.memory.get("window", torch.zeros(1, 1, 1, 1)).sum(2)
+        for b, columns in enumerate(result.cache.valid):
+            for head in range(4):
+                rows = [  # by query: token to weight
+                    slow_policies.attention_row(
+                        q[b, head][columns],
+                        k[b, head // 2][columns],
+                        i,
+                        arrival.held[b][head // 2],
+                        calls[0][0].scaling,
+                    )
+                    for arrival in result.arrivals[index]
+                    for i in arrival.new[b]
+                ]
+                if name == "h2o-window":
+                    rows = rows[prompts[b] - 5 :]
+                elif name.startswith("scissorhands"):
+                    rows = rows[-9:]
+                held = result.held[-1][index][b][head // 2]
+                wanted = torch.tensor([sum(row.get(t, 0.0) for row in rows) for t in held])
+                torch.testing.assert_close(sums[b, head, : len(held)], wanted, atol=1e-5, rtol=1e-5)
+                assert not sums[b, head, len(held) :].any()
+
+
+def test_the_latest_rows_of_each_sequence():
+    """A row may be all zero, when what it paid is gone; it counts as one all the same."""
+    make, memory = torch.Generator().manual_seed(0), {}
+    wanted = [[torch.zeros(5)] * 4, [torch.zeros(5)] * 4]
+    for number in ([3, 1], [1, 1], [1, 0], [0, 2], [2, 2], [1, 1], [0, 1], [4, 3]):
+        width = max(number)
+        rows = torch.rand(2, 1, width, 5, generator=make) * (torch.rand(2, 1, width, 1, generator=make) < 0.6)
+        counted = torch.arange(width) >= width - torch.tensor(number)[:, None]
+        rows = rows * counted[:, None, :, None]
+        for b, n in enumerate(number):
+            wanted[b] = (wanted[b] + list(rows[b, 0, width - n :]))[-4:]
+        got = Observation.latest(SimpleNamespace(memory=memory), "rows", rows, counted, 4)
+        for b in range(2):
+            assert torch.equal(got[b, 0], torch.stack(wanted[b])[-got.shape[2] :])
+
+
+# ---- budgets
+
+
+def per_layer(held, row=0):
+    return [[len(head) for head in layer[row]] for layer in held]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", [name for name in POLICIES if "@" not in name.replace("@uniform", "")])
+def test_a_uniform_budget_is_exact(llama, name, schedule):
+    options = {"recent": 3} if name.startswith("scissorhands") else {}
+    result = run(llama, make(name, schedule, 13, **options), [ROWS[0]], [29])
+    assert per_layer(result.held[0]) == [[13, 13]] * 3
+    step = ag.policy("knorm", 1, schedule).steps
+    for after, held in enumerate(result.held[1:], 1):
+        assert per_layer(held) == [[13 + (after if step is None else after % step)] * 2] * 3
+
+
+def test_a_share_of_each_row_s_own_prompt(llama):
+    for schedule in ("prefill", "every", "blocks:4+every"):
+        result = run(llama, ag.policy("tova", 0.3, schedule), ROWS, PROMPTS)
+        for held in result.held[:1] if schedule == "prefill" else result.held:
+            assert (per_layer(held, 0), per_layer(held, 1)) == ([[8, 8]] * 3, [[6, 6]] * 3)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", [name for name in POLICIES if "@" in name and "@uniform" not in name])
+def test_uneven_budgets_are_exact_and_stay(llama, name, schedule):
+    """C tokens a head over all layers, or over the heads of a layer; while decoding every layer keeps its own."""
+    allocator = name.partition("@")[2]
+    if allocator == "preference" and "blocks" in schedule:
+        return
+    policy = make(name, schedule, 12)
+    result = run(llama, policy, [ROWS[0]], [29])
+    settled = [sum(layer) for layer in per_layer(result.held[0])]
+    assert sum(settled) == 2 * 12 * 3
+    if allocator == "heads":
+        assert settled == [24] * 3
+        assert min(map(min, per_layer(result.held[0]))) >= 2
+    else:
+        assert all(first == second for first, second in per_layer(result.held[0]))
+        assert len(set(settled)) > 1
+    for after, held in enumerate(result.held[1:], 1):
+        extra = 2 * (after if policy.steps is None else after % policy.steps)
+        assert [sum(layer) for layer in per_layer(held)] == [n + extra for n in settled]
+
+
+@pytest.mark.parametrize("schedule", ["every", "steps:3", "blocks:4+every"])
+@pytest.mark.parametrize("name", ["h2o", "snapkv@pyramid", "cake@preference", "tova@heads", "h2o@pyramid"])
+def test_a_prompt_that_fits_is_cut_to_the_mean_later(llama, name, schedule):
+    if "preference" in name and "blocks" in schedule:
+        return
+    policy = make(name, schedule, 12)
+    result = run(llama, policy, [ROWS[0]], [9], steps=[1] * 15)
+    for after, held in enumerate(result.held):
+        extra = after % policy.steps if after else 0
+        wanted = [[min(12 + extra, 9 + after)] * 2] * 3
+        if name.endswith("heads") and 9 + after > 12:
+            assert [sum(layer) for layer in per_layer(held)] == [2 * (12 + extra)] * 3
+        else:
+            assert per_layer(held) == wanted
+
+
+LONG = [
+    pytest.param(600, 64, 32, id="600"),
+    pytest.param(8192, 512, 128, id="8k", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("prompt", "budget", "block"), LONG)
+@pytest.mark.parametrize("name", ["h2o", "snapkv+caote", "tova", "streaming_llm", "h2o@pyramid", "tova@heads"])
+def test_a_long_prompt_in_blocks_never_holds_more_than_budget_and_block(tiny_llama, name, prompt, budget, block):
+    """Measured at every arrival: in the store of a layer by head, and in the bytes of all layers."""
+    model, sizes, append = tiny_llama(max_position_embeddings=prompt), [], RaggedStore.append
+    policy = make(name, f"blocks:{block}", budget)
+    cache, ids = EvictionCache(model, policy), torch.randint(3, 128, (1, prompt))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def recording(store, *args):
+            before = store.lengths.clone()
+            append(store, *args)
+            sizes.append((before.tolist(), store.lengths.tolist(), store.nbytes))
+
+        patch.setattr(RaggedStore, "append", recording)
+        with torch.no_grad():
+            model(ids, past_key_values=cache, logits_to_keep=1)
+    assert len(sizes) == 3 * -(-prompt // block)
+    most = [budget] * 3
+    if "pyramid" in name:
+        most = [int(cache.evicting_layers[i].store.lengths.max()) for i in range(3)]
+        assert sum(most) == 3 * budget
+        assert most[0] > most[1] > most[2]
+    per_row = len(sizes) // 3
+    for index, (before, after, nbytes) in enumerate(sizes):
+        mean = 2 * most[index // per_row]
+        if "heads" in name:
+            assert sum(before) <= mean
+        else:
+            assert max(before) <= mean // 2
+        assert sum(after) <= mean + 2 * block
+        held = sum(after) * 2 * 16 * 4
+        assert nbytes <= max(1.2 * held, held + 2 * 17 * 2 * 16 * 4)
+
+
+@pytest.mark.parametrize("steps", [pytest.param(300, id="300"), pytest.param(2000, id="2000", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "scissorhands@heads"])
+def test_decoding_with_every_holds_flat_memory(tiny_llama, name, steps):
+    model = tiny_llama(max_position_embeddings=steps + 64)
+    cache, sizes, everything = EvictionCache(model, make(name, "every", 32)), [], []
+    ids = torch.randint(3, 128, (1, 40 + steps), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=cache, logits_to_keep=1)
+        for t in range(40, 40 + steps):
+            model(ids[:, t : t + 1], past_key_values=cache)
+            sizes.append(cache.nbytes)
+            if t in (40 + steps // 3, 39 + steps):
+                everything.append(all_bytes())
+    assert all(int(layer.store.lengths.sum()) == 64 for layer in cache.evicting_layers)
+    if name.endswith("heads"):
+        assert max(sizes) - min(sizes) <= 3 * 2 * 4 * 2 * 16 * 4  # a head's slack follows its length
+    else:
+        assert len(set(sizes)) == 1
+    assert (
+        everything[1] - everything[0] <= 64 * steps
+    )  # what is known of each token of the input: its validity, its rank
+    assert cache.seen_tokens == 40 + steps
+
+
+def all_bytes():
+    """Bytes of every tensor storage that Python can reach."""
+    gc.collect()
+    found = {}
+    for x in gc.get_objects():
+        if type(x) in (torch.Tensor, torch.nn.Parameter):
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("schedule", ["prefill", "blocks:7", "every", "blocks:7+steps:3"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_budget_that_suffices_changes_no_word(llama, tiny_llama, name, schedule, plain_text):
+    if "@preference" in name and "blocks" in schedule:
+        return
+    batch, wanted = plain_text
+    cache = EvictionCache(llama, make(name, schedule, 60))
+    assert torch.equal(llama.generate(**batch, past_key_values=cache, **GREEDY), wanted)
+    assert cache.kept_share() == 1.0
+    if schedule == "prefill":
+        cache = EvictionCache(llama, make(name, schedule, 1.0))
+        assert torch.equal(llama.generate(**batch, past_key_values=cache, **GREEDY), wanted)
+
+
+@pytest.fixture(scope="module")
+def plain_text(tiny_llama):
+    """A left-padded batch and what the untouched model makes of it."""
+    ids, mask = torch.zeros(2, 29, dtype=torch.long), torch.zeros(2, 29, dtype=torch.long)
+    for b, (row, p) in enumerate(zip(ROWS, PROMPTS, strict=True)):
+        ids[b, 29 - p :], mask[b, 29 - p :] = row[:p], 1
+    batch = {"input_ids": ids, "attention_mask": mask}
+    return batch, tiny_llama().generate(**batch, **GREEDY)
+
+
+# ---- sequences that move, tokens that are taken back
+
+
+@pytest.mark.parametrize("schedule", ["prefill", "every", "steps:3", "blocks:7+every"])
+@pytest.mark.parametrize("name", ["h2o", "scissorhands@heads", "snapkv", "gates", "h2o@pyramid", "cake@preference"])
+def test_sequences_move_with_what_was_recorded(llama, name, schedule):
+    """Reordered, repeated and dropped sequences go on as they would have alone."""
+    if "@preference" in name and "blocks" in schedule:
+        return
+    policy, order = make(name, schedule), [1, 1, 0]
+    alone = [run(llama, policy, [row], [p]) for row, p in zip(ROWS, PROMPTS, strict=True)]
+    for how in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
+        cache = EvictionCache(llama, policy)
+        half = [row[: p + 4] for row, p in zip(ROWS, PROMPTS, strict=True)]
+        feed(cache, llama, half, [PROMPTS, *[[1, 1]] * 4])
+        if how == "batch_repeat_interleave":
+            chosen = [0, 0, 1, 1]
+            cache.batch_repeat_interleave(2)
+        else:
+            chosen = order
+            getattr(cache, how)(torch.tensor(order))
+        mask = cache.valid.long()
+        for step in range(4, STEPS):
+            mask = torch.cat([mask, torch.ones(len(chosen), 1, dtype=torch.long)], 1)
+            new = torch.stack([ROWS[b][PROMPTS[b] + step] for b in chosen])[:, None]
+            with torch.no_grad():
+                logits = llama(
+                    new, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1, past_key_values=cache
+                ).logits
+            for place, b in enumerate(chosen):
+                assert (logits[place, 0] - alone[b].logits[0][PROMPTS[b] + step]).abs().max() < 1e-4
+                for layer in range(3):
+                    assert contents(cache.evicting_layers[layer].store)[place] == alone[b].held[step + 1][layer][0]
+
+
+@pytest.mark.parametrize("schedule", ["every", "steps:3", "blocks:7+every"])
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "scissorhands@heads", "h2o@pyramid"])
+def test_beam_search(llama, name, schedule, plain_text):
+    """With room for all it is that of the untouched model; without, its best beam is what its tokens alone make."""
+    batch = plain_text[0]
+    beams = {"num_beams": 3, "max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    cache = EvictionCache(llama, make(name, schedule, 60))
+    assert torch.equal(llama.generate(**batch, past_key_values=cache, **beams), llama.generate(**batch, **beams))
+    cache = EvictionCache(llama, make(name, schedule, 12))
+    wanted = {"output_scores": True, "return_dict_in_generate": True}
+    out = llama.generate(**batch, past_key_values=cache, **beams, **wanted)
+    for b, p in enumerate(PROMPTS):
+        row = out.sequences[b][29 - p :]
+        logits = run(llama, make(name, schedule, 12), [row], [p]).logits[0][p - 1 : -1]
+        score = logits.log_softmax(-1).gather(1, row[p:, None]).sum() / 10
+        assert float(out.sequences_scores[b]) == pytest.approx(float(score), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["h2o", "scissorhands@heads", "snapkv", "gates", "h2o@pyramid", "cake@preference"])
+def test_reset_forgets_all_that_was_recorded(llama, name):
+    policy = make(name, "steps:3")
+    cache = run(llama, policy, ROWS, PROMPTS).cache
+    assert any(x > 0 for x in cache.report().seconds)
+    cache.reset()
+    assert cache.decision is None
+    for layer, new in zip(cache.evicting_layers, EvictionCache(llama, policy).evicting_layers, strict=True):
+        mine, fresh = vars(layer), vars(new)
+        assert {k: v for k, v in mine.items() if k not in ("_cache", "_decided")} == {
+            k: v for k, v in fresh.items() if k not in ("_cache", "_decided")
+        }
+        assert mine["_decided"].numel() == 0
+    again = feed(cache, llama, [ROWS[1]], [[23], *[[1]] * STEPS])
+    assert again.held == run(llama, policy, [ROWS[1]], [23]).held
+
+
+def test_nothing_is_remembered_that_no_later_decision_needs(llama):
+    for name in ("h2o", "scissorhands", "snapkv", "gates"):
+        for schedule in ("prefill", "blocks:7"):
+            for layer in run(llama, make(name, schedule), ROWS, PROMPTS).cache.evicting_layers:
+                assert (layer.memory, layer._lookback, layer._probability) == ({}, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "budget", "fed", "back"),
+    [
+        ("h2o", "prefill", 12, 5, 5),
+        ("snapkv@pyramid", "blocks:7", 12, 5, 3),
+        ("tova", "every", 60, 5, 5),
+        ("tova+caote", "steps:3", 12, 5, 2),  # the third token was the last that something had to go for
+        ("knorm", "every", 31, 2, 1),
+        ("random@heads", "steps:6", 12, 5, 5),
+    ],
+)
+def test_crop_where_nothing_was_evicted_since(llama, name, schedule, budget, fed, back):
+    row, wrong, policy = ROWS[0], ROWS[1], make(name, schedule, budget)
+    wanted = run(llama, policy, [row[: 29 + fed - back + 3]], [29], steps=[1] * (fed - back) + [1] * 3)
+    cache = EvictionCache(llama, policy)
+    feed(cache, llama, [torch.cat([row[: 29 + fed - back], wrong[:back]])], [[29], *[[1]] * fed])
+    cache.crop(-back)
+    assert [contents(layer.store) for layer in cache.evicting_layers] == wanted.held[fed - back]
+    with torch.no_grad():
+        for step in range(fed - back, fed - back + 3):
+            place = 29 + step
+            mask = torch.ones(1, place + 1, dtype=torch.long)
+            got = llama(row[None, place : place + 1], attention_mask=mask, past_key_values=cache).logits[0, 0]
+            assert (got - wanted.logits[0][place]).abs().max() < 1e-4
+            assert [contents(layer.store) for layer in cache.evicting_layers] == wanted.held[step + 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "fed", "back", "message"),
+    [
+        ("tova", "every", 3, 1, r"crop\(-1\): ag.policy\('tova'.* has evicted something since"),
+        ("tova", "steps:3", 5, 3, r"crop\(-3\): .* has evicted something since"),
+        ("h2o", "every", 3, 1, r"crop\(-1\): .* has recorded the queries"),
+        ("snapkv", "steps:3", 2, 1, r"crop\(-1\): .* has recorded the queries"),
+        ("tova", "prefill", 3, 4, r"crop\(-4\): only tokens after the prompt can go"),
+        ("h2o", "blocks:7", 3, 4, r"crop\(-4\): only tokens after the prompt can go"),
+    ],
+)
+def test_crop_where_something_was(llama, name, schedule, fed, back, message):
+    cache = EvictionCache(llama, make(name, schedule, 12))
+    before = feed(cache, llama, [ROWS[0][: 29 + fed]], [[29], *[[1]] * fed]).held[-1]
+    with pytest.raises(UserError, match=message):
+        cache.crop(-back)
+    assert [contents(layer.store) for layer in cache.evicting_layers] == before
+    assert cache.seen_tokens == 29 + fed
+
+
+def test_drafts_are_refused(llama, plain_text):
+    ids = plain_text[0]["input_ids"][:1]
+    for name, schedule in (("h2o", "prefill"), ("tova", "every")):
+        cache = EvictionCache(llama, make(name, schedule, 12))
+        with pytest.raises(UserError, match=f"Policy '{name}' cannot tell a prompt from a draft"):
+            llama.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
+        feed(cache, llama, [ROWS[0][:29]], [[29]])
+        if schedule == "every":
+            with pytest.raises(UserError, match="'tova'.* evicts while drafts come"):
+                cache.activate_past_recording()
+        else:
+            cache.activate_past_recording()
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize("schedule", ["prefill", "every", "blocks:7"])
+@pytest.mark.parametrize("name", ["h2o", "tova@heads", "cake", "knorm+caote"])
+def test_scores_that_are_not_finite(tiny_llama, name, schedule):
+    if name == "cake" and schedule == "blocks:7":
+        return
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
+    spec = name.replace("+", r"\+")
+    with pytest.raises(FloatingPointError, match=rf"layer 1: ag.policy\('{spec}', budget=12.* not finite"):
+        run(model, make(name, schedule, 12, **({} if name != "cake" else SNAP)), [ROWS[0]], [29])
+
+
+def test_a_budget_below_what_is_protected_matters_when_something_has_to_go(llama):
+    message = r"ag.policy\('snapkv', budget=20.*: 20 tokens per KV head are fewer than the {} that it protects"
+    for schedule in ("prefill", "every", "steps:30", "blocks:7"):
+        policy = ag.policy("snapkv", budget=20, schedule=schedule, window=32)
+        with pytest.raises(UserError, match=message.format(21 if "blocks" in schedule else 29)):
+            run(llama, policy, [ROWS[0]], [29])
+        with pytest.raises(UserError, match="protects"):  # the other sequence's prompt fits
+            run(llama, policy, [ROWS[0], ROWS[1]], [29, 15], steps=[1])
+        if schedule == "every":
+            run(llama, policy, [ROWS[0]], [15], steps=[1] * 5)
+            with pytest.raises(UserError, match=message.format(21)):
+                run(llama, policy, [ROWS[0]], [15], steps=[1] * 6)
+        else:
+            assert per_layer(run(llama, policy, [ROWS[0]], [15], steps=[1] * 20).held[-1]) == [[35, 35]] * 3
+
+
+def test_preference_in_blocks_is_refused():
+    for spec in ("cake", "h2o@preference"):
+        with pytest.raises(UserError, match="schedule='blocks:7': preference compares layers"):
+            ag.policy(spec, budget=12, schedule="blocks:7")
+
+
+# ---- the report
+
+
+def test_report(llama):
+    cache = EvictionCache(llama, make("h2o@heads", "every", 12))
+    empty = cache.report()
+    assert (empty.tokens, empty.kept, empty.nbytes, empty.kept_share) == (0, [[], [], []], [0, 0, 0], 1.0)
+    assert str(empty).startswith("ag.policy('h2o@heads', budget=12, schedule='every'): 100.0% of 0 tokens held")
+    result = feed(cache, llama, ROWS, [PROMPTS, *[[1, 1]] * STEPS])
+    report = cache.report()
+    held = result.held[-1]
+    assert report.kept == [[sum(len(layer[b][h]) for b in range(2)) for h in range(2)] for layer in held]
+    assert report.tokens == sum(PROMPTS) + 2 * STEPS
+    assert sum(report.nbytes) == cache.nbytes
+    assert report.kept_share == pytest.approx(cache.kept_share()) == 24 * 2 * 3 / (report.tokens * 6)
+    assert all(0 < x < 10 for x in report.seconds)
+    lines = str(report).splitlines()
+    assert len(lines) == 2 + 3 + 1
+    for index, line in enumerate(lines[2:5]):
+        cells = line.replace(",", "").split()
+        assert cells[:4] == [str(index), str(min(report.kept[index])), "24.0", str(max(report.kept[index]))]
+        assert cells[5] == str(report.nbytes[index])
+    assert lines[-1].split()[:3] == ["all", "24.0", f"{report.kept_share:.1%}"]
+    assert len({len(line) for line in lines[1:]}) == 1

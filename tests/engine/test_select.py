@@ -1,0 +1,87 @@
+"""The one place that selects, on random shapes: exact counts, protection, padding, ties."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ag.engine.select import select, select_over_heads
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+@st.composite
+def cases(draw):
+    """Scores with many ties, padding anywhere, protection that may lie on padding too, and capacities that hold it."""
+    batch, heads, tokens = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 24))
+    shape, dtype = (batch, heads, tokens), draw(st.sampled_from(DTYPES))
+    make = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    score = torch.randn(shape, generator=make)
+    levels = draw(st.sampled_from([1, 2, 5, 1000]))
+    score = ((score * levels).round() / levels).to(dtype)
+    valid = torch.rand(shape, generator=make) < draw(st.sampled_from([0.3, 0.8, 1.1]))
+    protected = torch.rand(shape, generator=make) < draw(st.sampled_from([-0.1, 0.2, 0.6]))
+    fixed = (protected & valid).sum(-1)
+    capacity = fixed + torch.randint(0, tokens + 3, fixed.shape, generator=make)
+    # what does not compete may hold anything
+    score = torch.where(valid & ~protected, score, torch.tensor(draw(st.sampled_from([float("nan"), 1e4]))).to(dtype))
+    return score, protected, valid, capacity
+
+
+def by_hand(score, protected, valid, capacity):
+    """One head: the protected, then the best of the rest, the lower index first."""
+    sure = [p for p in range(len(score)) if valid[p] and protected[p]]
+    rivals = sorted((p for p in range(len(score)) if valid[p] and not protected[p]), key=lambda p: (-score[p], p))
+    return sorted(sure + rivals[: capacity - len(sure)])
+
+
+@given(cases())
+@settings(max_examples=300, deadline=None)
+def test_select(case):
+    score, protected, valid, capacity = case
+    before = [x.clone() for x in case]
+    keep = select(*case)
+    assert keep.dtype == torch.bool
+    assert keep.shape == score.shape
+    assert not (keep & ~valid).any()
+    assert bool(keep[protected & valid].all())
+    assert torch.equal(keep.sum(-1), torch.minimum(capacity, valid.sum(-1)))
+    for b in range(score.shape[0]):
+        for g in range(score.shape[1]):
+            wanted = by_hand(*(x[b, g].tolist() for x in (score, protected, valid)), int(capacity[b, g]))
+            assert keep[b, g].nonzero().flatten().tolist() == wanted
+    assert all(torch.equal(x, y) or x.is_floating_point() for x, y in zip(case, before, strict=True))
+
+
+@given(cases(), st.integers(0, 12), st.sampled_from([0.0, 0.2, 0.5]))
+@settings(max_examples=300, deadline=None)
+def test_select_over_heads(case, extra, floor):
+    score, protected, valid, _ = case
+    batch, heads, _ = score.shape
+    capacity = (protected & valid).sum(-1).amax(1) + extra
+    keep = select_over_heads(score, protected, valid, capacity, floor)
+    held = valid.sum((1, 2))
+    assert torch.equal(keep.sum((1, 2)), torch.minimum(capacity * heads, held))
+    assert not (keep & ~valid).any()
+    assert bool(keep[protected & valid].all())
+    for b in range(batch):
+        assert bool((keep[b].sum(-1) >= torch.minimum((capacity[b] * floor).long(), valid[b].sum(-1))).all())
+        kept = [(-float(score[b, g, p]), g, p) for g, p in (keep[b] & ~protected[b]).nonzero().tolist()]
+        lost = [(-float(score[b, g, p]), g, p) for g, p in (valid[b] & ~protected[b] & ~keep[b]).nonzero().tolist()]
+        for value, g, p in lost:  # within a head nothing worse stays, ties to the lower index
+            assert all(other < (value, g, p) for other in kept if other[1] == g)
+        if not floor:  # and over the heads as well
+            assert not kept or not lost or max(kept) < min(lost)
+
+
+def test_ties_keep_the_lower_index():
+    score = torch.zeros(1, 1, 6)
+    valid = torch.tensor([[[True, True, False, True, True, True]]])
+    protected = torch.tensor([[[False, False, False, False, False, True]]])
+    keep = select(score, protected, valid, torch.tensor([[4]]))
+    assert keep[0, 0].nonzero().flatten().tolist() == [0, 1, 3, 5]
+
+
+def test_ties_over_heads_keep_the_lower_head_then_the_lower_index():
+    score, none = torch.zeros(1, 3, 4), torch.zeros(1, 3, 4, dtype=torch.bool)
+    keep = select_over_heads(score, none, ~none, torch.tensor([2]), 0.0)
+    assert keep[0].tolist() == [[True] * 4, [True, True, False, False], [False] * 4]

@@ -1,0 +1,396 @@
+"""Wrappers against what they stand for: removing a token, shrinking a pair, autograd; in float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_by_hand import Scene, agree, group_mean, pool
+
+from ag.engine.observe import AttentionRows
+from ag.engine.scorers.cake import Cake
+from ag.engine.scorers.controls import KNorm
+from ag.engine.scorers.gates import Gates
+from ag.engine.scorers.h2o import H2O
+from ag.engine.scorers.scissorhands import Scissorhands
+from ag.engine.scorers.snapkv import SnapKV
+from ag.engine.scorers.tova import Tova
+from ag.engine.wrappers import NEED_ROWS, WRAPPERS
+from ag.engine.wrappers.caote import Caote, FastCaote, removal_error
+from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue, joint_error, key_error, value_error
+from ag.engine.wrappers.vatp import Vatp
+
+SCENES = {
+    "one": {"lengths": (10,)},
+    "group3-left": {"lengths": (11, 5, 1), "heads": 6},
+    "right": {"lengths": (4, 12), "padding": "right"},
+    "ragged": {"lengths": (15, 6), "ragged": True},
+    "sharp": {"lengths": (10,), "sharp": 6.0},
+}
+PARTS = {"value": (1.0, 0.0), "key": (0.0, 1.0), "joint": (1.0, 1.0)}  # how much of v and of k is pruned
+CLOSED = {"value": value_error, "key": key_error, "joint": joint_error}
+OBCACHE = {"value": OBCacheValue, "key": OBCacheKey, "joint": OBCacheJoint}
+ROW_BASES = {
+    "h2o": H2O(recent=2),
+    "h2o-window": H2O(window=3),
+    "scissorhands": Scissorhands(window=4, recent=3),
+    "tova": Tova(),
+    "tova-head": Tova(scope="kv_head"),
+    "snapkv": SnapKV(window=3, kernel=3),
+    "snapkv-avg": SnapKV(window=2, kernel=5, pooling="avg", sinks=1),
+    "cake": Cake(window=3),
+}
+
+
+@pytest.fixture(params=SCENES, ids=str)
+def scene(request):
+    return Scene(seed=21, **SCENES[request.param])
+
+
+def skip_window(scene, base):
+    window = base.window if isinstance(base, SnapKV) else 0
+    return lambda b, g, p: p >= scene.lengths[b] - window
+
+
+def base_score(scene, base):
+    """The base's score by KV head before any pooling, as lists (``test_scorers`` holds it to its formula)."""
+    score = base.reduce(scene.seen, base.raw(scene.seen))
+    return {(b, g): [float(x) for x in score[b, g, : len(scene.held[b][g])]] for b, g in scene.places()}
+
+
+def pooled_prefix(scene, base, scores):
+    """Pool the lists as the base does, on the tokens before its window; 0 on the window."""
+    if not isinstance(base, SnapKV):
+        return scores
+    result = {}
+    for (b, g), values in scores.items():
+        before = [i for i, p in enumerate(scene.held[b][g]) if p < scene.lengths[b] - base.window]
+        result[b, g] = pool([values[i] for i in before], base.kernel, base.pooling)
+        result[b, g] += [0.0] * (len(values) - len(before))
+    return result
+
+
+# ---- VATP
+
+
+@pytest.mark.parametrize("base", ROW_BASES, ids=str)
+@pytest.mark.parametrize("norm", [1, 2, "inf"])
+def test_vatp_multiplies_before_pooling(scene, norm, base):
+    inner = ROW_BASES[base]
+    scores = base_score(scene, inner)
+    for (b, g), values in scores.items():
+        for slot, value in enumerate(scene.values(b, g)):
+            sizes = [abs(float(x)) for x in value]
+            size = {1: sum(sizes), 2: math.sqrt(sum(x * x for x in sizes)), "inf": max(sizes)}[norm]
+            values[slot] *= size
+    got = Vatp(inner=inner, norm=norm).score(scene.seen)
+    agree(scene, got, pooled_prefix(scene, inner, scores), skip=skip_window(scene, inner))
+
+
+def test_vatp_defaults():
+    assert (Vatp(inner=H2O()).norm, Vatp(inner=H2O()).sinks) == (1, 20)
+
+
+# ---- OBCache
+
+
+def rows_in_float64(queries=5, keys=7, group=2, dim=6, seed=0, sharp=1.0):
+    """Rows of one KV head as OBCache sees them, and the q, k, v they come from."""
+    make = torch.Generator().manual_seed(seed)
+    q = torch.randn(group, queries, dim, generator=make, dtype=torch.float64) * sharp
+    k, v = (torch.randn(keys, dim, generator=make, dtype=torch.float64) for _ in range(2))
+    visible = torch.arange(keys) <= torch.arange(queries)[:, None] + keys - queries
+    s = (q @ k.T).masked_fill(~visible, 0.0)
+    a = s.masked_fill(~visible, -torch.inf).softmax(-1)
+    seen = visible.expand(group, -1, -1)[None]
+    counted = torch.ones(1, queries, dtype=torch.bool)
+    return AttentionRows(a[None], s[None], seen, (a @ v)[None], v[None, None], counted), q, k, v, visible
+
+
+def shrunk_outputs(q, k, v, visible, p, by_value, by_key):
+    """Outputs ``[G, queries, D]`` with one pair scaled by ``1 - by_value`` and ``1 - by_key``."""
+    chosen = (torch.arange(len(k)) == p).double()[:, None]
+    logits = q @ (k * (1 - chosen * by_key)).T
+    return logits.masked_fill(~visible, -torch.inf).softmax(-1) @ (v * (1 - chosen * by_value))
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_closed_forms_are_the_first_order_change(part):
+    """``sum_i ||d o_i||^2`` with ``d o_i = -A [v + s (v - o_i)]``, and the derivative that autograd finds."""
+    rows, q, k, v, visible = rows_in_float64()
+    closed = rows.total(CLOSED[part])[0]
+    share_v, share_k = PARTS[part]
+    for p in range(len(k)):
+        slope = torch.autograd.functional.jacobian(
+            lambda step, p=p: shrunk_outputs(q, k, v, visible, p, share_v * step, share_k * step),
+            torch.zeros((), dtype=torch.float64),
+        )
+        for h in range(2):
+            defined = 0.0
+            for i in range(5):
+                a, s, o = rows.a[0, h, i, p], rows.s[0, h, i, p], rows.o[0, h, i]
+                change = -a * (share_v * v[p] + share_k * s * (v[p] - o))
+                defined += float(change @ change)
+            assert float(closed[h, p]) == pytest.approx(defined, rel=1e-10, abs=1e-14)
+            assert float(closed[h, p]) == pytest.approx(float(slope[h].square().sum()), rel=1e-10, abs=1e-14)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_finite_differences_approach_the_closed_form(part):
+    """Scaling a pair by (1 - eps): the squared change over eps^2 tends to the closed form, linearly in eps."""
+    rows, q, k, v, visible = rows_in_float64(seed=3)
+    closed = rows.total(CLOSED[part])[0].sum(0)
+    share_v, share_k = PARTS[part]
+    whole = shrunk_outputs(q, k, v, visible, 0, 0.0, 0.0)
+    worst = []
+    for eps in (1e-2, 1e-3, 1e-4):
+        ratios = []
+        for p in range(len(k)):
+            moved = shrunk_outputs(q, k, v, visible, p, share_v * eps, share_k * eps)
+            ratios.append(float((moved - whole).square().sum() / eps**2 / closed[p]))
+        worst.append(max(abs(ratio - 1) for ratio in ratios))
+    if part == "value":  # exact for a step of any size
+        assert max(worst) < 1e-8
+    else:
+        assert worst[0] < 0.1
+        assert worst[0] / worst[1] == pytest.approx(10, rel=0.1)
+        assert worst[1] / worst[2] == pytest.approx(10, rel=0.1)
+
+
+def test_the_cross_term_counts_twice():
+    rows, *_ = rows_in_float64(seed=4)
+    cross = (rows.a.square() * rows.s * (rows.value_norms() - rows.dot_outputs())).sum(2)
+    parts = {name: rows.total(error) for name, error in CLOSED.items()}
+    assert torch.allclose(parts["joint"], parts["value"] + parts["key"] + 2 * cross, rtol=1e-10)
+    assert float(parts["joint"].min()) >= 0
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+@pytest.mark.parametrize("base", ROW_BASES, ids=str)
+def test_obcache_sums_the_error_over_the_queries_of_its_base_and_the_group(scene, base, part):
+    inner, (share_v, share_k) = ROW_BASES[base], PARTS[part]
+    queries = {"h2o": None, "h2o-window": 3, "scissorhands": 4, "tova": 1, "tova-head": 1}.get(base, 0)
+    last = inner.window if queries == 0 else queries
+    scores = {}
+    for b, g in scene.places():
+        values, total = scene.values(b, g), [0.0] * len(scene.held[b][g])
+        for h in scene.query_heads(g):
+            a, s, _ = scene.dense(b, h)
+            outputs = a @ values
+            for i in range(0 if last is None else max(0, len(a) - last), len(a)):
+                for p, value in enumerate(values):
+                    change = a[i, p] * (share_v * value + share_k * s[i, p] * (value - outputs[i]))
+                    total[p] += float(change @ change)
+        scores[b, g] = total
+    got = OBCACHE[part](inner=inner).score(scene.seen)
+    agree(scene, got, pooled_prefix(scene, inner, scores), skip=skip_window(scene, inner), rtol=1e-4)
+
+
+def test_the_group_sum_is_the_error_of_the_concatenated_output():
+    scene = Scene(seed=2, lengths=(8,), heads=6)
+    got = OBCacheValue(inner=H2O()).score(scene.seen)
+    for g in range(2):
+        for p in range(8):
+            error = 0.0
+            for i in range(8):
+                outputs = [float(scene.dense(0, h)[0][i, p]) * scene.values(0, g)[p] for h in scene.query_heads(g)]
+                error += float(torch.cat(outputs).square().sum())
+            assert float(got[0, g, p]) == pytest.approx(error, rel=1e-5)
+
+
+def test_the_key_error_over_caote_is_a_function_of_the_pair():
+    """One query: ``E_key / CAOTE^2 = s^2 (1 - A)^2``."""
+    rows, *_ = rows_in_float64(queries=1, group=1)
+    a, s = rows.a[0, 0, 0], rows.s[0, 0, 0]
+    caote = removal_error(a, rows.v[0, 0])
+    assert torch.allclose(rows.total(key_error)[0, 0] / caote.square(), s.square() * (1 - a).square(), rtol=1e-9)
+
+
+def test_half_precision_does_not_underflow():
+    """A uniform weight of 1/600, squared, is 0 in float16."""
+    scene = Scene(lengths=(600,), dtype=torch.float16, sharp=0.0, heads=1, kv_heads=1)
+    score = OBCacheValue(inner=Tova(recent=0)).score(scene.seen)[0, 0].double()
+    wanted = scene.v[0, 0].square().sum(-1) / 600**2
+    assert torch.allclose(score, wanted, rtol=1e-4)
+
+
+# ---- CAOTE
+
+
+def without(weights, values, j):
+    """The output when token j is gone and the rest is normalised anew."""
+    rest = [p for p in range(len(values)) if p != j]
+    size = sum(float(weights[p]) for p in rest)
+    return sum((float(weights[p]) / size * values[p] for p in rest), torch.zeros_like(values[0]))
+
+
+def test_caote_on_tova_is_the_change_of_the_output_on_removal(scene):
+    """Of the group's concatenated outputs, for the newest query: remove the key, attend again."""
+    expected = {}
+    for b, g in scene.places():
+        values, held = scene.values(b, g), len(scene.held[b][g])
+        expected[b, g] = []
+        for p in range(held):
+            change = 0.0
+            for h in scene.query_heads(g):
+                logits = scene.dense(b, h)[1][-1]
+                others = torch.cat([logits[:p], logits[p + 1 :]])
+                left = torch.cat([values[:p], values[p + 1 :]])
+                now = others.softmax(0) @ left if held > 1 else torch.zeros_like(values[0])
+                change += float((logits.softmax(0) @ values - now).square().sum())
+            expected[b, g].append(math.sqrt(change))
+    agree(scene, Caote(inner=Tova(scope="kv_head")).score(scene.seen), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("base", ROW_BASES, ids=str)
+def test_caote_on_any_base_is_the_change_of_the_pseudo_output(scene, base):
+    inner, expected = ROW_BASES[base], {}
+    heads = inner.heads(scene.seen).double()
+    for b, g in scene.places():
+        values, held = scene.values(b, g), len(scene.held[b][g])
+        total = [0.0] * held
+        for h in scene.query_heads(g):
+            weights = heads[b, h, :held] / heads[b, h, :held].sum()
+            for j in range(held):
+                if held > 1:
+                    total[j] += float((weights @ values - without(weights, values, j)).square().sum())
+                else:
+                    total[j] += float(values[0].square().sum())
+        expected[b, g] = [math.sqrt(x) for x in total]
+    agree(scene, Caote(inner=inner).score(scene.seen), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gap", [1e-3, 1e-6, 1e-7, 1e-9, 1e-12, 1e-20, 1e-35])
+def test_weights_near_one(gap):
+    """float32 weights, of which the largest rounds to 1, against float64."""
+    make = torch.Generator().manual_seed(1)
+    values = torch.randn(6, 4, generator=make, dtype=torch.float64)
+    for top in range(6):
+        weights = torch.rand(6, generator=make, dtype=torch.float64)
+        weights[top] = 0.0
+        weights *= gap / weights.sum()
+        weights[top] = 1 - gap
+        output = weights @ values
+        exact = torch.stack([(output - without(weights, values, j)).norm() for j in range(6)])
+        got = removal_error(weights.float(), values.float()).double()
+        assert float(got[top]) == pytest.approx(float(exact[top]), rel=1e-5)
+        assert got.argmax() == top
+        # the others move the output by their weight, which a denominator clamped at 1e-6 must not shrink
+        others = [j for j in range(6) if j != top]
+        scaled = weights[others] * (values[others] - values[top]).norm(dim=-1)
+        assert torch.allclose(got[others], scaled, rtol=2e-3)
+
+
+def test_a_weight_of_exactly_one():
+    values = torch.tensor([[3.0, 4.0], [1.0, 1.0], [2.0, 0.0]])
+    got = removal_error(torch.tensor([1.0, 0.0, 0.0]), values)
+    assert got.tolist() == [5.0, 0.0, 0.0]
+
+
+def test_a_dominant_token_ranks_first():
+    """Log-odds from 2 to 60: the token that holds nearly all the attention is the last to go."""
+    make = torch.Generator().manual_seed(7)
+    for odds in range(2, 61):
+        logits = torch.rand(9, generator=make)
+        logits[4] += odds
+        values = torch.randn(9, 8, generator=make)
+        got = removal_error(logits.softmax(0), values)
+        assert bool(got.isfinite().all())
+        exact = logits.double().softmax(0)
+        others = exact[torch.arange(9) != 4] / exact[torch.arange(9) != 4].sum()
+        change = exact[4] * (values[4] - others @ values.double()[torch.arange(9) != 4]).norm()
+        assert float(got[4]) == pytest.approx(float(change), rel=1e-4)
+        assert odds < 8 or got.argmax() == 4
+
+
+@pytest.mark.parametrize("base", [Tova(scope="kv_head"), H2O(recent=2), SnapKV(window=3, kernel=3)])
+def test_fastcaote_measures_from_the_mean_of_the_held_values(scene, base):
+    heads, expected = base.heads(scene.seen).double(), {}
+    for b, g in scene.places():
+        values, held = scene.values(b, g), len(scene.held[b][g])
+        mean = sum(values) / held
+        expected[b, g] = []
+        for j in range(held):
+            total = 0.0
+            for h in scene.query_heads(g):
+                weight = float(heads[b, h, j] / heads[b, h, :held].sum())
+                total += (weight / max(1 - weight, 1e-6) * float((mean - values[j]).norm())) ** 2
+            expected[b, g].append(math.sqrt(total))
+    agree(
+        scene, FastCaote(inner=base).score(scene.seen), expected, rtol=1e-4, skip=lambda b, g, p: scene.lengths[b] < 2
+    )
+
+
+@pytest.mark.parametrize("base", [KNorm(), Gates()], ids=["knorm", "gates"])
+def test_caote_on_a_score_without_rows_shifts_it_to_zero(base):
+    scene = Scene(seed=5, lengths=(9, 5), gate=True)
+    plain, expected = base.score(scene.seen).double(), {}
+    for b, g in scene.places():
+        values, held = scene.values(b, g), len(scene.held[b][g])
+        shifted = plain[b, g, :held] - plain[b, g, :held].min()
+        weights = shifted / shifted.sum()
+        change = [(weights @ values - without(weights, values, j)).norm() for j in range(held)]
+        expected[b, g] = [math.sqrt(2) * float(x) for x in change]  # both query heads of the group
+    agree(scene, Caote(inner=base).score(scene.seen), expected, rtol=1e-4)
+
+
+# ---- all wrappers
+
+
+COMBINATIONS = [
+    pytest.param(WRAPPERS[wrapper](inner=inner), id=f"{base}+{wrapper}")
+    for wrapper in WRAPPERS
+    for base, inner in (ROW_BASES | {"knorm": KNorm(), "gates": Gates(recent=2)}).items()
+    if wrapper not in NEED_ROWS or base in ROW_BASES
+]
+
+
+@pytest.mark.parametrize("scorer", COMBINATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_scores_are_finite_with_masked_pairs_and_huge_logits(scorer, dtype):
+    scene = Scene(seed=8, lengths=(14, 1, 6), ragged=True, dtype=dtype, sharp=300.0, gate=True)
+    score = scorer.score(scene.seen)
+    assert score.dtype == torch.float32
+    assert score.shape == scene.seen.key_valid.shape
+    assert bool(score[scene.seen.key_valid].isfinite().all())
+    assert float(score[scene.seen.key_valid].min()) >= 0
+
+
+@pytest.mark.parametrize("scorer", COMBINATIONS)
+def test_free_slots_change_nothing(scorer):
+    clean, dirty = (Scene(seed=8, lengths=(14, 6), ragged=True) for _ in range(2))
+    valid = clean.seen.key_valid
+    dirty._parts[1][~valid], dirty._parts[2][~valid] = 1e30, float("nan")
+    assert torch.equal(scorer.score(clean.seen)[valid], scorer.score(dirty.seen)[valid])
+
+
+@pytest.mark.parametrize("scorer", COMBINATIONS)
+def test_wrappers_keep_the_protection_of_their_base(scorer):
+    scene = Scene(seed=8, lengths=(14, 3), ragged=True)
+    seen, capacity = scene.seen, torch.tensor([7, 3])
+    extra = replace(scorer, sinks=2, recent=4).protected(seen, capacity)
+    inner, own = scorer.inner.protected(seen, capacity), scorer.protected(seen, capacity)
+    first, age = seen.key_ranks < scorer.sinks, seen.age
+    newest = age < (1 if isinstance(scorer, Caote) else 0)
+    assert torch.equal(own, inner | first | newest)
+    assert torch.equal(extra, inner | (seen.key_ranks < 2) | (age < 4))
+    if isinstance(scorer, Caote):
+        for b, g in scene.places():
+            assert own[b, g, scene.held[b][g].index(scene.lengths[b] - 1)]
+
+
+@pytest.mark.parametrize("scorer", COMBINATIONS)
+def test_wrappers_see_the_queries_that_their_base_needs(scorer):
+    assert scorer.follows == scorer.inner.follows
+    assert scorer.lookback == scorer.inner.lookback
+
+
+def test_tova_in_layer_scope_under_vatp_is_the_layer_mean_times_the_norm():
+    """Section 13, point 5."""
+    scene = Scene(seed=3, lengths=(9,))
+    got = Vatp(inner=Tova()).score(scene.seen)
+    paid = group_mean([[float(x) for x in scene.dense(0, h)[0][-1]] for h in range(4)])
+    expected = {
+        (0, g): [a * float(v.abs().sum()) for a, v in zip(paid, scene.values(0, g), strict=True)] for g in range(2)
+    }
+    agree(scene, got, expected)

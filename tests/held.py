@@ -1,0 +1,139 @@
+"""What a cache held when each token attended, and the forward pass that this stands for, written out with dense masks.
+
+Nothing here is shared with the library's attention: the logits of a run are recomputed from the record alone.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import ag
+from ag.engine.storage import RaggedStore
+
+
+@dataclass
+class Arrival:
+    """Tokens that came to a layer: their ranks by sequence, and what each head held with them, ranks too."""
+
+    new: list[list[int]]
+    held: list[list[list[int]]]
+
+
+@dataclass
+class Run:
+    """A run of a cache: by layer every arrival; after every pass what each layer, sequence and head holds."""
+
+    cache: ag.EvictionCache
+    arrivals: list[list[Arrival]]
+    held: list[list[list[list[list[int]]]]] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)  # [own tokens, V] by sequence
+
+    def visible(self, layer, row, length):
+        """``[Hkv, length, length]`` bool: what each query saw of the tokens that its head held when it attended."""
+        heads = len(self.arrivals[layer][0].held[row])
+        seen = torch.zeros(heads, length, length, dtype=torch.bool)
+        for arrival in self.arrivals[layer]:
+            for query in arrival.new[row]:
+                for head in range(heads):
+                    seen[head, query, [t for t in arrival.held[row][head] if t <= query]] = True
+        return seen
+
+
+def contents(store):
+    """Ranks that a store holds, by sequence and head."""
+    ranks, lengths = store.padded().ranks, store.lengths.tolist()
+    rows = [ranks[i, :n].tolist() for i, n in enumerate(lengths)]
+    return [rows[i : i + store.kv_heads] for i in range(0, len(rows), store.kv_heads)]
+
+
+@contextmanager
+def watched(cache):
+    """Record every arrival of tokens at the stores of a cache."""
+    arrivals, append = [[] for _ in cache.layers], RaggedStore.append
+
+    def recording(store, k, v, ranks, keep, fleeting=None):
+        append(store, k, v, ranks, keep, fleeting)
+        layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
+        real = torch.ones_like(ranks, dtype=torch.bool) if keep is None else keep[:, 0]
+        new = [r[flags].tolist() for r, flags in zip(ranks, real, strict=True)]
+        arrivals[layer].append(Arrival(new, contents(store)))
+
+    RaggedStore.append = recording
+    try:
+        yield arrivals
+    finally:
+        RaggedStore.append = append
+
+
+def run(model, policy, rows, prompts, side="left", steps=None):
+    """Prefill the first ``prompts[b]`` tokens of each row in one padded batch and feed the others in ``steps`` passes.
+
+    ``steps`` are numbers of tokens a pass, by default one each.
+    """
+    steps = steps or [1] * (len(rows[0]) - prompts[0])
+    return feed(ag.EvictionCache(model, policy), model, rows, [prompts, *([n] * len(rows) for n in steps)], side)
+
+
+@torch.no_grad()
+def feed(cache, model, rows, passes, side="left"):
+    """Feed rows in passes, each of which takes so many tokens of each row, padded on a side."""
+    done = [0] * len(rows)
+    mask = torch.zeros(len(rows), 0, dtype=torch.long)
+    with watched(cache) as arrivals:
+        result, outs = Run(cache, arrivals), []
+        for lengths in passes:
+            longest = max(lengths)
+            ids, flags = (torch.zeros(len(rows), longest, dtype=torch.long) for _ in range(2))
+            for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+                place = slice(longest - n, longest) if side == "left" else slice(0, n)
+                ids[b, place], flags[b, place] = row[done[b] : done[b] + n], 1
+            mask, done = torch.cat([mask, flags], 1), [d + n for d, n in zip(done, lengths, strict=True)]
+            positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -longest:]
+            outs.append(model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits)
+            result.held.append([contents(layer.store) for layer in cache.evicting_layers])
+    result.logits = [row[flags] for row, flags in zip(torch.cat(outs, 1), mask.bool(), strict=True)]
+    return result
+
+
+@torch.no_grad()
+def masked_logits(model, ids, visible):
+    """Logits ``[T, V]`` of one row when queries see the keys of ``visible``, ``[Hkv, T, T]`` bool for each layer."""
+    config, decoder, length = model.config, model.get_decoder(), len(ids)
+    kv_heads = config.num_key_value_heads
+    group = config.num_attention_heads // kv_heads
+    x = decoder.embed_tokens(ids)[None]
+    turn = decoder.rotary_emb(x, torch.arange(length)[None])
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    for index, (layer, seen) in enumerate(zip(decoder.layers, visible, strict=True)):
+        window = windows(config)[index]
+        seen = seen if window is None else seen & (distance < window)
+        hidden, attention = layer.input_layernorm(x), layer.self_attn
+        q, k, v = (
+            proj(hidden).view(1, length, -1, attention.head_dim)
+            for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *turn)
+        k, v = k.repeat_interleave(group, 1), v.transpose(1, 2).repeat_interleave(group, 1)
+        scores = (q @ k.mT * attention.head_dim**-0.5).masked_fill(~seen.repeat_interleave(group, 0), float("-inf"))
+        x = x + attention.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return model.lm_head(decoder.norm(x))[0]
+
+
+def windows(config):
+    """The sliding window of each layer, or None."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def check(model, rows, result, tolerance=1e-4):
+    """Assert that the logits of a run are those of its record under masks."""
+    for b, row in enumerate(rows):
+        visible = [result.visible(layer, b, len(row)) for layer in range(len(result.arrivals))]
+        wanted = masked_logits(model, row, visible)
+        assert (result.logits[b] - wanted).abs().max() <= tolerance
