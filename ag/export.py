@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ag.card import model_card
+from ag.files import fsync
 from ag.gate import AttentionGates, GateConfig, fingerprint
 from ag.manifest import (
     ADAPTER,
@@ -285,11 +286,11 @@ def _staged(target: Path) -> Iterator[Path]:
         new.mkdir()
         yield new
         for entry in (*new.rglob("*"), new):
-            _fsync(entry)
+            fsync(entry)
         if target.exists():
             os.rename(target, old)
         os.rename(new, target)
-        _fsync(target.parent)
+        fsync(target.parent)
     except (OSError, SafetensorError) as error:
         raise ExportError(
             f"{target}: the export could not be written ({error}): expected a disk with room and permission; "
@@ -305,14 +306,6 @@ def _restore(old: Path, target: Path) -> None:
     """Give an earlier export its name back when a failure or a kill came between the two renames."""
     if old.exists() and not target.exists():
         os.rename(old, target)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read(folder: Path, name: str, limit: int | None = None) -> bytes:

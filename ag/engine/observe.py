@@ -129,6 +129,10 @@ class Observation:
         return self._v.float().masked_fill(~self.key_valid[..., None], 0.0)
 
     @cached_property
+    def _keys(self) -> Tensor:
+        return self.k.float()
+
+    @cached_property
     def lengths(self) -> Tensor:
         """Tokens each sequence has seen, ``[B]``: one more than the rank of its newest query."""
         return self.query_ranks.masked_fill(~self.query_valid, -1).amax(1) + 1
@@ -207,7 +211,7 @@ class Observation:
         width = columns.shape[1]
         q = self.q.gather(2, columns[:, None, :, None].expand(batch, heads, width, dim)).float()
         ranks, counted = self.query_ranks.gather(1, columns), self.query_valid.gather(1, columns)
-        s = q.view(batch, self.k.shape[1], -1, dim) @ self.k.float().mT * self.scaling
+        s = q.view(batch, self.k.shape[1], -1, dim) @ self._keys.mT * self.scaling
         s = s.view(batch, self.k.shape[1], self.group, width, -1)
         distance = ranks[:, None, :, None] - self.key_ranks[:, :, None]
         visible = (distance >= 0) & self.key_valid[:, :, None]

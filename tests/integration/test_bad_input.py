@@ -220,7 +220,7 @@ def test_disk_full_while_exporting(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_fsync", no_space)
+        patch.setattr(export, "fsync", no_space)
         message = fails(f"train={train_what}", "trainer.max_steps=2")
     assert "export: the export could not be written ([Errno 28] No space left on device)" in message
     [run] = runs(tmp_path / "runs")
