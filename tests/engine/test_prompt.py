@@ -43,5 +43,7 @@ def test_together_is_as_alone(tiny_llama, prefix):
         following = torch.tensor([[5, 6, 7], [8, 9, 10]])
         both = torch.cat([mask, torch.ones(2, 3, dtype=torch.long)], 1)
         with torch.no_grad():
-            logits = [model(following, attention_mask=both, past_key_values=x).logits for x in (cache, alone)]
+            logits = [
+                model(following, both, both.cumsum(1)[:, -3:] - 1, past_key_values=x).logits for x in (cache, alone)
+            ]
         torch.testing.assert_close(*logits, atol=1e-5, rtol=0)
