@@ -113,7 +113,8 @@ class EvictionLayer(CacheLayerMixin):
             valid = cache.valid if cache.padded_step else None
             out = call.dense(valid, cache.left_padded)
             self.store.append(call.k, call.v, cache.new_ranks, cache.valid[:, None])
-            self._decide(call, self.store.padded(), decision, cache.new_ranks, cache.valid, cache.valid.any(1))
+            held, due = self.store.padded(), cache.valid.any(1)
+            self._decide(call, held, decision, cache.new_ranks, cache.valid, due, out)
         else:
             out = torch.zeros_like(call.q)
             # the columns of each sequence's own tokens, so that its blocks do not depend on padding
@@ -124,13 +125,20 @@ class EvictionLayer(CacheLayerMixin):
                 held = self.store.padded()
                 mixed = self._attend(piece, held, ranks).masked_fill(~valid[:, None, :, None], 0.0)
                 out.scatter_(2, part[:, None, :, None].expand_as(mixed), mixed)
-                self._decide(piece, held, decision, ranks, valid, valid.any(1))
+                self._decide(piece, held, decision, ranks, valid, valid.any(1), mixed)
         if policy.steps is None:  # no later decision needs these
             self.memory, self._lookback, self._probability = {}, None, None
         return out
 
     def _decide(
-        self, call: AttentionCall, held: Rows, decision: Decision, ranks: Tensor, valid: Tensor, due: Tensor
+        self,
+        call: AttentionCall,
+        held: Rows,
+        decision: Decision,
+        ranks: Tensor,
+        valid: Tensor,
+        due: Tensor,
+        out: Tensor,
     ) -> None:
         """Show the policy tokens that were just stored, and free what it lets go.
 
@@ -141,6 +149,7 @@ class EvictionLayer(CacheLayerMixin):
             ranks: ``[B, T]`` long.
             valid: ``[B, T]`` bool.
             due: ``[B]`` bool, sequences of which something may go now; of the others the scorer only takes note.
+            out: the attention outputs of the new tokens, ``[B, H, T, D]``.
         """
         cache, scorer, start = self._cache, self._cache.policy.scorer, time.perf_counter()
         assert scorer is not None
@@ -169,6 +178,7 @@ class EvictionLayer(CacheLayerMixin):
             cache.valid[:, : self.prompt_length].sum(1),
             self.seen > self.prompt_length,
             call.memo,
+            out,
         )
         if any_due:
             for index, keep in decision.decide(seen, due).items():
@@ -242,7 +252,7 @@ class EvictionLayer(CacheLayerMixin):
             new, counts = cache.valid[:, -length:], cache.valid.sum(1)
             due = counts - self._decided >= steps
             self._decided = torch.where(due, counts, self._decided)
-            self._decide(call, stored, decision, cache.new_ranks, new, due)
+            self._decide(call, stored, decision, cache.new_ranks, new, due, out)
         return out
 
     def _attend(self, call: AttentionCall, stored: Rows, ranks: Tensor) -> Tensor:
