@@ -21,18 +21,21 @@ def value_error(rows: AttentionRows) -> Tensor:
 def key_error(rows: AttentionRows) -> Tensor:
     """``A^2 s^2 ||v_p - o_i||^2``, when the logit becomes 0 (first order)."""
     distance = torch.add(rows.output_norms(), rows.dot_outputs(), alpha=-2).add_(rows.value_norms()).clamp_min_(0.0)
-    return distance.mul_(rows.a).mul_(rows.a).mul_(rows.s).mul_(rows.s)
+    change = rows.a * rows.s
+    return distance.mul_(change).mul_(change)
 
 
 def joint_error(rows: AttentionRows) -> Tensor:
     """``A^2 ||(1 + s) v_p - s o_i||^2``, when both do (first order; the cross term has the factor +2).
 
-    Written as ``A^2 (||v||^2 + s (2 d + s (2 d + ||o||^2 - ||v||^2)))`` with ``d = ||v||^2 - <o, v>``, in place.
+    Written as ``A^2 (||v||^2 + s (2 ||v||^2 - 2 <o, v> + s ||v - o||^2))``, with few passes over memory.
     """
-    norms = rows.value_norms()
-    twice = torch.add(2 * norms, rows.dot_outputs(), alpha=-2)
-    size = torch.add(twice, rows.output_norms()).sub_(norms).mul_(rows.s).add_(twice).mul_(rows.s).add_(norms)
-    return size.clamp_min_(0.0).mul_(rows.a).mul_(rows.a)
+    norms, dots = rows.value_norms(), rows.dot_outputs()
+    distance = torch.add(rows.output_norms(), dots, alpha=-2).add_(norms)
+    slope = torch.add(2 * norms, dots, alpha=-2, out=dots)
+    torch.addcmul(slope, rows.s, distance, out=distance)
+    torch.addcmul(norms, rows.s, distance, out=distance)
+    return distance.clamp_min_(0.0).mul_(rows.a).mul_(rows.a)
 
 
 @dataclass(frozen=True, kw_only=True)
