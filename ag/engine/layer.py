@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -139,19 +140,41 @@ class EvictionLayer(CacheLayerMixin):
         first = not len(store.lengths) or not bool(store.lengths.any())
         raw, call = call, self._turned_back(call, self._places_of(part)) if self._by_slot else call
         store.append(call.k, call.v, part.ranks, part.real[:, None] if padded else None)
-        held = self._stored()
-        masks = self._judge(call, held, decision, part.ranks, part.real, cache.due(part))
-        if cache.policy.evict_before_attend and call.layer in masks:
-            out = self._attend(call, held, part.ranks, masks[call.layer])
-        elif first:
-            out = raw.dense(part.real if padded else None, padded and not bool(part.real[:, 0].all()))
-        else:
-            out = self._attend(call, held, part.ranks)
-        self._apply(masks)
+
+        def dense() -> Tensor:
+            return raw.dense(part.real if padded else None, padded and not bool(part.real[:, 0].all()))
+
+        out = self._act(call, decision, part, cache.due(part), dense if first else None)
         return out.masked_fill(~part.real[:, None, :, None], 0.0) if padded else out
 
+    def _act(
+        self,
+        call: AttentionCall,
+        decision: Decision,
+        part: Part,
+        due: Tensor,
+        dense: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """Attend to what is stored, the new tokens among it, and evict: in the order of the policy."""
+        held = self._stored()
+        if self._cache.policy.evict_before_attend and bool(due.any()):
+            masks = self._judge(call, held, decision, part, due)
+            out = self._attend(call, held, part.ranks, masks[call.layer])
+        else:
+            out = self._attend(call, held, part.ranks) if dense is None else dense()
+            masks = self._judge(call, held, decision, part, due, out)
+        for index, keep in masks.items():
+            self._cache.evicting_layers[index].retain(keep)
+        return out
+
     def _judge(
-        self, call: AttentionCall, held: Rows, decision: Decision, ranks: Tensor, valid: Tensor, due: Tensor
+        self,
+        call: AttentionCall,
+        held: Rows,
+        decision: Decision,
+        part: Part,
+        due: Tensor,
+        out: Tensor | None = None,
     ) -> dict[int, Tensor]:
         """Show the policy tokens that were just stored; returns what stays ``[B, Hkv, N]``, by layer.
 
@@ -159,14 +182,14 @@ class EvictionLayer(CacheLayerMixin):
             call: q, k and v of the new tokens.
             held: all that is stored, the new tokens among it.
             decision: the policy at work.
-            ranks: ``[B, T]`` long.
-            valid: ``[B, T]`` bool.
+            part: which tokens these are.
             due: ``[B]`` bool, sequences of which something may go now; of the others the scorer only takes note.
+            out: what the new tokens attended to, ``[B, H, T, D]``, where that is known.
         """
         cache, policy, start = self._cache, self._cache.policy, time.perf_counter()
         assert policy.scorer is not None
         lookback = policy.lookback if cache.reading else policy.scorer.lookback
-        q, query_ranks, query_valid = self._with_lookback(call.q, ranks, valid, lookback)
+        q, query_ranks, query_valid = self._with_lookback(call.q, part.ranks, part.real, lookback)
         any_due = bool(due.any())
         if not (any_due or policy.scorer.follows):
             return {}
@@ -191,6 +214,7 @@ class EvictionLayer(CacheLayerMixin):
             cache.prompt_lengths,
             not cache.reading,
             call.memo,
+            out,
         )
         masks = {}
         if any_due:
@@ -199,13 +223,6 @@ class EvictionLayer(CacheLayerMixin):
             policy.scorer.score(seen)
         self.scoring_seconds += time.perf_counter() - start
         return masks
-
-    def _apply(self, masks: dict[int, Tensor]) -> None:
-        """Free what the policy lets go, in this layer and those before."""
-        start = time.perf_counter()
-        for index, keep in masks.items():
-            self._cache.evicting_layers[index].retain(keep)
-        self.scoring_seconds += time.perf_counter() - start
 
     @property
     def _by_slot(self) -> bool:
@@ -298,19 +315,16 @@ class EvictionLayer(CacheLayerMixin):
         assert store is not None
         call = self._turned_back(call, cache.places) if self._by_slot else call
         store.append(call.k, call.v, cache.ranks, cache.real[:, None] if cache.padded else None)
-        stored, masks = self._stored(), {}
         steps, decision = cache.policy.steps, cache.decision
-        if steps is not None and decision is not None and call.layer in decision.layers and not cache.reading:
-            counts = cache.counts
-            due = counts - self._decided >= steps
-            self._decided = torch.where(due, counts, self._decided)
-            masks = self._judge(call, stored, decision, cache.ranks, cache.real, due)
-        keep = masks.get(call.layer) if cache.policy.evict_before_attend else None
-        out = self._attend(call, stored, cache.ranks, keep)
-        if self._fleeting:
-            self._drop_expired(store, stored)
-        self._apply(masks)
-        return out
+        if steps is None or decision is None or call.layer not in decision.layers or cache.reading:
+            stored = self._stored()
+            out = self._attend(call, stored, cache.ranks)
+            if self._fleeting:
+                self._drop_expired(store, stored)
+            return out
+        due = cache.counts - self._decided >= steps
+        self._decided = torch.where(due, cache.counts, self._decided)
+        return self._act(call, decision, Part(None, cache.ranks, cache.real), due)
 
     def _attend(self, call: AttentionCall, stored: Rows, ranks: Tensor, keep: Tensor | None = None) -> Tensor:
         """Attend from queries of ranks ``[B, T]`` to everything stored, ``[B, H, T, D]``.
