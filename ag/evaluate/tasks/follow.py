@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,13 @@ from ag.engine import EvictionCache
 
 
 @torch.no_grad()
-def score(model: nn.Module, cache: EvictionCache, last: Tensor, answers: list[list[int]]) -> list[Tensor]:
-    """Return the log-likelihoods ``[T]`` of each answer's tokens in nats, float32, on the CPU.
+def score(
+    model: nn.Module, cache: EvictionCache, last: Tensor, answers: list[list[int]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return for each answer its tokens' log-likelihoods ``[T]`` in nats, float32, and whether each is the likeliest.
 
     The answers share one prompt and are fed as one batch padded on the right; where the policy evicts while decoding,
-    in pieces of as many tokens as come between two evictions.
+    in pieces of as many tokens as come between two evictions. The results are on the CPU.
 
     Args:
         model: the model.
@@ -31,10 +33,12 @@ def score(model: nn.Module, cache: EvictionCache, last: Tensor, answers: list[li
     if len(answers) > 1:
         cache.batch_repeat_interleave(len(answers))
     states = torch.cat([last.expand(len(answers), -1)[:, None], feed(model, cache, tokens[:, :-1], mask[:, :-1])], 1)
-    return [
-        -F.cross_entropy(lm_logits(model, row[: len(answer)]).float(), ids[: len(answer)], reduction="none").cpu()
-        for row, ids, answer in zip(states, tokens, answers, strict=True)
-    ]
+    found = []
+    for row, ids, answer in zip(states, tokens, answers, strict=True):
+        logits, right = lm_logits(model, row[: len(answer)]).float(), ids[: len(answer)]
+        nats = -F.cross_entropy(logits, right, reduction="none")
+        found.append((nats.cpu(), (logits.argmax(-1) == right).cpu()))
+    return found
 
 
 @torch.no_grad()
@@ -57,7 +61,9 @@ def feed(model: nn.Module, cache: EvictionCache, tokens: Tensor, mask: Tensor | 
 
 
 @torch.no_grad()
-def greedy(model: nn.Module, cache: EvictionCache, last: Tensor, most: int, stop: Container[int]) -> list[int]:
+def greedy(
+    model: nn.Module, cache: EvictionCache, last: Tensor, most: int, stop: Collection[int], least: int = 0
+) -> list[int]:
     """Return the likeliest tokens one after the other.
 
     Args:
@@ -66,10 +72,14 @@ def greedy(model: nn.Module, cache: EvictionCache, last: Tensor, most: int, stop
         last: ``[1, d]``, the final hidden state of the prompt's last token.
         most: at most so many.
         stop: tokens that end the text; they are not part of it.
+        least: the text does not end before it has so many.
     """
     found: list[int] = []
     while len(found) < most:
-        token = int(lm_logits(model, last[0]).argmax())
+        logits = lm_logits(model, last[0])
+        if len(found) < least:
+            logits[list(stop)] = -torch.inf
+        token = int(logits.argmax())
         if token in stop:
             break
         found.append(token)

@@ -90,6 +90,7 @@ class Needles(PromptTask):
 
     metric: ClassVar[str] = "exact match"
     word: ClassVar[str] = r"\d+"
+    join: ClassVar[str] = ", "
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -122,7 +123,7 @@ class Needles(PromptTask):
         for repeat, (length, depth) in plan:
             rng = random.Random(f"{self.seed}/{self.name}/{length}/{depth}/{repeat}")
             puzzle = self.puzzle(rng)
-            most = len(tokenize(tokenizer, [" " + ", ".join(puzzle.answers)])[0]) + SPARE
+            most = len(tokenize(tokenizer, [" " + self.join.join(puzzle.answers)])[0]) + SPARE
             if length + most > max_tokens:
                 too_long += 1
                 continue
@@ -284,6 +285,7 @@ class Variables(Needles):
 
     metric: ClassVar[str] = "recall"
     word: ClassVar[str] = r"[A-Z]{5}"
+    join: ClassVar[str] = ", VAR "
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -305,7 +307,8 @@ class Variables(Needles):
         needles = [lines[i].pop(0) for i in turns]
         intro = "The following text sets variables to numbers and to each other. Keep track of them."
         asked = f"Question: Which {length} variables have the value {values[0]}?"
-        return Puzzle(intro, needles, f"{asked}\nAnswer: The variables with the value {values[0]} are", chains[0])
+        lead = f"Answer: {length} variables have the value {values[0]}, they are: VAR"
+        return Puzzle(intro, needles, f"{asked}\n{lead}", chains[0])
 
 
 def _numbers(rng: random.Random, many: int) -> list[str]:

@@ -106,7 +106,7 @@ class Continuation(Documents, PromptTask):
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Document
     ) -> tuple[float, Tags]:
         """Return the continuation's mean negative log-likelihood."""
-        return -float(score(model, cache, last, [sample.following])[0].mean()), {}
+        return -float(score(model, cache, last, [sample.following])[0][0].mean()), {}
 
 
 @dataclass(frozen=True)
