@@ -13,7 +13,6 @@ from gates_for import gates_for
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
-from lm_eval.config import evaluate_config
 from lm_eval.tasks import TaskManager
 
 import ag
@@ -143,7 +142,6 @@ def test_a_context_that_is_too_long_loses_its_start_as_with_hf(folder, caplog):
 
 def test_the_command(folder, monkeypatch, capsys):
     """Left out is only the harness's own index of 13,000 tasks, which takes most of a minute."""
-    monkeypatch.setattr(evaluate_config, "TaskManager", partial(TaskManager, include_defaults=False), raising=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
     command = ["lm_eval", "--model", "ag", "--tasks", "tiny_choice", "--device", "cpu", "--include_path", str(folder)]
     model_args = f"pretrained={folder / 'model'},policy=h2o,budget=0.5"
