@@ -57,7 +57,7 @@ def test_first_tokens(tiny_tokenizer):
     assert first_tokens(tiny_tokenizer, words, None) == tiny_tokenizer(words)["input_ids"]
 
     class Dense:  # 100 letters a token
-        bos_token_id = 1
+        bos_token_id = 0
 
         def __call__(self, texts, **_):
             split = [[len(text[i : i + 100]) for i in range(0, len(text), 100)] for text in texts]
