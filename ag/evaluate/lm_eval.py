@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from ag import engine, export
 from ag.evaluate.tasks.follow import score
@@ -40,7 +41,7 @@ class EvictingLM(HFLM):
     before each continuation. ``loglikelihood_rolling`` evicts nothing, since a rolling window has no prompt.
 
     Args:
-        pretrained: hub id, local folder, or the alias smollm2.
+        pretrained: hub id, local folder, the alias smollm2, or a model (then with ``tokenizer``).
         policy: see :func:`ag.policy`; ``gates:EXPORT`` brings the export's adapter along.
         budget: share of the context, or tokens per KV head.
         schedule: when something is evicted.
@@ -49,7 +50,7 @@ class EvictingLM(HFLM):
 
     def __init__(
         self,
-        pretrained: str,
+        pretrained: str | PreTrainedModel,
         policy: str = "full",
         budget: int | float | None = None,
         schedule: str = "prefill",
@@ -63,7 +64,7 @@ class EvictingLM(HFLM):
             path = path[: max(path.rfind("+"), path.rfind("@"), 0)]
         if path and (adapter := export.adapter_path(path)):
             others.setdefault("peft", str(adapter))
-        super().__init__(pretrained=resolve(pretrained), **others)
+        super().__init__(pretrained=resolve(pretrained) if isinstance(pretrained, str) else pretrained, **others)
 
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = False, **others: Any
@@ -72,14 +73,16 @@ class EvictingLM(HFLM):
             plain: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, **others)
             return plain
         groups: dict[tuple[int, ...], list[int]] = {}
+        cut = 0
         for index, (_, context, continuation) in enumerate(requests):
             # hf's rule: what is fed, that is all but the last token, fits the model
             room = self.max_length + 1 - len(continuation)
             if room < 1:
                 raise ValueError(f"A continuation of {len(continuation)} tokens exceeds the context: no task for it.")
             groups.setdefault(tuple(context[-room:]), []).append(index)
-            if len(context) > room:
-                log.warning("The first %d of a context's %d tokens are cut.", len(context) - room, len(context))
+            cut += len(context) > room
+        if cut:
+            log.warning("%d of %d contexts do not fit the model: their first tokens are cut.", cut, len(requests))
         found: dict[int, tuple[float, bool]] = {}
         for context, members in tqdm(groups.items(), disable=disable_tqdm or self.rank != 0, desc="Contexts"):
             [(cache, last)] = engine.prefill(self.model, [self.policy], torch.tensor([context], device=self.device))

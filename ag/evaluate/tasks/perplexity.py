@@ -57,7 +57,7 @@ class Documents(Task):
 
     def texts(self) -> Iterator[str]:
         """Return the documents in their stored order."""
-        hub, folder = self.data or "emozilla/pg19", self.data or self.folder
+        hub, folder = self.data or "emozilla/pg19-test", self.data or self.folder
         splits = (self.split,) if self.split else ("test", "validation")
         return HeldOut.of(self.name, self.root, hub, folder, splits, self.subset).texts(self.text_field)
 

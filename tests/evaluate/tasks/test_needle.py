@@ -8,7 +8,8 @@ import pytest
 import ag
 from ag.errors import UserError
 from ag.evaluate.tasks import GROUPS, make
-from ag.evaluate.tasks.needle import FILLER, KEYS
+from ag.evaluate.tasks.needle import FILLER
+from ag.evaluate.tasks.needle_kinds import KEYS
 
 BOOKS = [{"text": f"Chapter one. {' '.join(f'This is line {i}, and it is long.' for i in range(400))} The end."}]
 KINDS = [*GROUPS["needle"]]
