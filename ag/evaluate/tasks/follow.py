@@ -32,7 +32,9 @@ def score(
     mask = torch.tensor([[i < len(answer) for i in range(longest)] for answer in answers], device=last.device)
     if len(answers) > 1:
         cache.batch_repeat_interleave(len(answers))
-    states = torch.cat([last.expand(len(answers), -1)[:, None], feed(model, cache, tokens[:, :-1], mask[:, :-1])], 1)
+    states = last.expand(len(answers), -1)[:, None]
+    if longest > 1:
+        states = torch.cat([states, feed(model, cache, tokens[:, :-1], mask[:, :-1])], 1)
     found = []
     for row, ids, answer in zip(states, tokens, answers, strict=True):
         logits, right = lm_logits(model, row[: len(answer)]).float(), ids[: len(answer)]
@@ -51,9 +53,8 @@ def feed(model: nn.Module, cache: EvictionCache, tokens: Tensor, mask: Tensor | 
         tokens: ``[B, T]``.
         mask: ``[B, T]`` bool, False on padding, which is on the right.
     """
-    decoder = decoder_of(model)
-    states = [next(model.parameters()).new_empty(len(tokens), 0, decoder.config.hidden_size)]
-    for start in range(0, tokens.shape[1], piece := cache.policy.steps or max(1, tokens.shape[1])):
+    decoder, states = decoder_of(model), []
+    for start in range(0, tokens.shape[1], piece := cache.policy.steps or tokens.shape[1]):
         part = slice(start, start + piece)
         valid = None if mask is None else torch.cat([cache.valid, mask[:, part]], 1)
         states.append(decoder(tokens[:, part], attention_mask=valid, past_key_values=cache).last_hidden_state)
