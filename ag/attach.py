@@ -234,8 +234,10 @@ def _before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     plan.begin(decoder, mask, tokens.shape[0], tokens.shape[1])
     # transformers hands a mask of four dimensions on as it is, so no n^2 mask is built; the plan has the padding
-    kwargs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
-    return args[:1], kwargs
+    ones = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+    if len(args) > 1:
+        return (args[0], ones, *args[2:]), kwargs
+    return args, kwargs | {"attention_mask": ones}
 
 
 def _before_attention(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -70,6 +72,15 @@ class EvictionCache(Cache, Plan):
     def nbytes(self) -> int:
         """Bytes allocated for keys and values."""
         return sum(layer.store.nbytes for layer in self.evicting_layers if layer.store is not None)
+
+    @property
+    def prefill(self) -> Literal["dense", "sparse", "blocks"]:
+        """What later tokens of a prompt see of earlier ones: all, what the gates leave, what blocks left."""
+        if self.policy.block is not None:
+            return "blocks"
+        if self.gates is not None and self.policy.budget is None:
+            return self.gates.config.prefill
+        return "dense"
 
     @property
     def seen_tokens(self) -> int:
