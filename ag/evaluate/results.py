@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 
 from ag.errors import UserError
 from ag.evaluate.tasks import Outcome
+from ag.evaluate.views import View
 from ag.files import fsync
 from ag.keys import fits
 
@@ -124,6 +125,7 @@ class Results:
                 (self.folder / part).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"output={folder}: {error.strerror}; expected a folder that can be written to.") from error
+        self._checked: set[bytes] = set()
 
     def rows(self) -> dict[str, Row]:
         """Return the rows by key; what cannot be used goes to ``results.corrupt.jsonl``, with a warning."""
@@ -135,7 +137,9 @@ class Results:
             for line in filter(None, lines):
                 try:
                     row: Row = read_line(line.decode(), Row)
-                    self._check(row)
+                    if line not in self._checked:
+                        self._check(row)
+                    self._checked.add(line)
                 except (ValueError, OSError) as error:
                     bad.append(line)
                     reason = f"{path}: a row cannot be used and its cell is computed anew ({error}); see {CORRUPT}"
@@ -163,20 +167,19 @@ class Results:
         text = self._beside("samples", row.key, "jsonl").read_text(encoding="utf-8")
         return [read_line(line, Outcome) for line in text.splitlines()]
 
-    def view(self, key: str) -> dict[str, Any] | None:
-        """Return which tokens a cell kept, None where nothing was recorded."""
+    def views(self, key: str) -> list[View]:
+        """Return what a cell kept of a few prompts, nothing where that was not recorded or cannot be read."""
         try:
-            view: dict[str, Any] = json.loads(self._beside("views", key, "json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return view
+            text = self._beside("views", key, "json").read_text(encoding="utf-8")
+            return [View.from_json(view) for view in json.loads(text)]
+        except (OSError, ValueError, TypeError, KeyError):
+            return []
 
-    def append(self, row: Row, outcomes: Iterable[Outcome], view: Mapping[str, Any] | None) -> None:
+    def append(self, row: Row, outcomes: Iterable[Outcome], views: Iterable[View]) -> None:
         """Write what came out of a cell; after a crash it is there as a whole, or not at all."""
         text = "".join(json.dumps(asdict(outcome), allow_nan=False) + "\n" for outcome in outcomes)
         self._replace(self._beside("samples", row.key, "jsonl"), text.encode())
-        if view is not None:
-            self._replace(self._beside("views", row.key, "json"), json.dumps(view).encode())
+        self._replace(self._beside("views", row.key, "json"), json.dumps([view.to_json() for view in views]).encode())
         line = json.dumps(asdict(row), allow_nan=False).encode() + b"\n"
         with FileLock(self.folder / "locks" / ROWS), (self.folder / ROWS).open("a+b") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))

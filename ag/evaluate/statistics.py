@@ -67,22 +67,26 @@ def bootstrap(differences: Vector, level: float = 0.95) -> tuple[float, float]:
 
 
 def sign_flip(differences: Vector) -> float:
-    """Return the two-sided p-value of the mean of differences ``[n]`` when the sign of each is a coin's.
+    """Return the two-sided p-value of the mean of differences ``[n]``; see :func:`sign_flips`."""
+    return float(sign_flips(differences[None])[0])
+
+
+def sign_flips(differences: Vector) -> Vector:
+    """Return the two-sided p-values ``[K]`` of the means of differences ``[K, n]`` when each sign is a coin's.
 
     All 2^n patterns are tried for up to 12 differences; else 10,000 random ones, and the observed pattern counts as
-    one of them, so that p is never 0 (Phipson and Smyth, 2010). Differences of 0 have no sign and are left out.
+    one of them, so that p is never 0 (Phipson and Smyth, 2010).
     """
-    moved = differences[differences != 0]
-    n = len(moved)
-    observed = abs(moved.sum()) * (1 - 1e-12)  # the same sum in another order may round a little lower
+    n = differences.shape[1]
+    observed = np.abs(differences.sum(1)) * (1 - 1e-12)  # the same sum in another order may round a little lower
     if n <= MOST_EXACT:
         signs = np.array(list(itertools.product((1.0, -1.0), repeat=n))).reshape(2**n, n)
-        return float((np.abs(signs @ moved) >= observed).mean())
+        return np.asarray((np.abs(signs @ differences.T) >= observed).mean(0), np.float64)
     generator = np.random.default_rng(SEED)
-    reached = sum(
-        int((np.abs((2 * generator.integers(0, 2, (rows, n), dtype=np.int8) - 1) @ moved) >= observed).sum())
-        for rows in _chunks(n)
-    )
+    reached = np.zeros(len(differences))
+    for rows in _chunks(n):
+        signs = 2.0 * generator.integers(0, 2, (rows, n), dtype=np.int8) - 1
+        reached += (np.abs(signs @ differences.T) >= observed).sum(0)
     return (reached + 1) / (RESAMPLES + 1)
 
 
