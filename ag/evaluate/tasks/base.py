@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ag.engine import Policy
+from ag.engine import EvictionCache, Policy, prefill
 
 Tags = Mapping[str, str | int | float]
 
@@ -38,7 +40,7 @@ class Outcome:
         tokens: prompt tokens.
         kept: share of the (token, layer, KV head) entries that was held after the prompt, measured in the cache.
         kv_bytes: allocated for keys and values at that moment.
-        seconds: for the policy's own work: eviction and answer, and the prompt where no other policy shared it.
+        seconds: of deciding what to evict and of the answer; reading the prompt, which policies share, is not in it.
         tags: what tells samples apart: needle length and depth, subset of a benchmark, bins of a curve.
     """
 
@@ -87,8 +89,8 @@ class Task(ABC):
 
         Args:
             tokenizer: the model's.
-            limit: at most so many samples, the first ones; None: all.
-            max_tokens: the model's context. A sample that needs more is left out and counted.
+            limit: only the first so many; None: all. Those of them that cannot be run are left out and counted.
+            max_tokens: the model's context; a sample with its answer must fit.
 
         Raises:
             UserError: the data is missing or damaged; the message says how to get it.
@@ -109,4 +111,42 @@ class Task(ABC):
 
         Raises:
             UserError: a policy cannot do the task.
+        """
+
+
+@dataclass(frozen=True)
+class PromptTask(Task):
+    """A task whose samples are a prompt, which is read and evicted, and something that follows it."""
+
+    def run(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        policies: Sequence[Policy],
+        samples: Sequence[Any],
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Run policies over samples; see :meth:`Task.run`."""
+        device = next(model.parameters()).device
+        for sample in samples:
+            caches = prefill(model, policies, torch.tensor([sample.prompt], device=device))
+            for index in range(len(policies)):
+                cache, last = caches.pop(0)  # freed before the next answer
+                held = cache.kept_share(), cache.nbytes
+                start = time.perf_counter()
+                score, tags = self.answer(model, tokenizer, cache, last, sample)
+                seconds = time.perf_counter() - start + sum(layer.scoring_seconds for layer in cache.evicting_layers)
+                yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags)
+
+    @abstractmethod
+    def answer(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Any
+    ) -> tuple[float, Tags]:
+        """Return the sample's score and tags.
+
+        Args:
+            model: the model.
+            tokenizer: its tokenizer.
+            cache: has read and evicted the prompt; this sample's own.
+            last: ``[1, d]``, the final hidden state of the prompt's last token.
+            sample: one of those that :meth:`load` gave.
         """
