@@ -61,10 +61,13 @@ class CompareConfig:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (2: one line on stderr says what is wrong)."""
-    config = parse(sys.argv[1:] if argv is None else argv, CompareConfig, "ag.compare").config
+    invocation = parse(sys.argv[1:] if argv is None else argv, CompareConfig, "ag.compare")
     console = Console()
     try:
-        comparison = compare(config, console)
+        if invocation.dry_run:
+            print(*(cell.name for cell in plan(invocation.config)), sep="\n")
+            return 0
+        comparison = compare(invocation.config, console)
     except UserError as error:
         print(f"ag.compare: error: {error}", file=sys.stderr)
         return 2

@@ -144,22 +144,25 @@ def _check_gates(label: str, path: str | None, config: CompareConfig) -> None:
 
 
 def _tasks(config: CompareConfig) -> list[Task]:
-    for what, named in (("task_options", config.task_options), ("roots", config.roots)):
+    """Return the listed tasks, groups spelt out; what is said of a group holds for each of its tasks."""
+    names = tasks.expand(config.tasks)
+    for what, named, listed in (
+        ("task_options", config.task_options, [*config.tasks, *names]),
+        ("roots", config.roots, [*config.tasks, *names]),
+        ("policy_options", config.policy_options, config.policies),
+    ):
         for name in named:
-            if name not in config.tasks:
-                raise UserError(f"{what}.{name}: tasks= does not list {name!r}{nearest(name, config.tasks)}.")
-    for name in config.policy_options:
-        if name not in config.policies:
-            raise UserError(
-                f"policy_options.{name}: policies= does not list {name!r}{nearest(name, config.policies)}."
-            )
-    return [_task(name, config) for name in config.tasks]
+            if name not in listed:
+                owner = "policies" if listed is config.policies else "tasks"
+                raise UserError(f"{what}.{name}: {owner}= does not list {name!r}{nearest(name, listed)}.")
+    return [_task(name, config) for name in names]
 
 
 def _task(name: str, config: CompareConfig) -> Task:
-    root = config.roots.get(name, config.root)
+    said = [listed for listed in config.tasks if listed != name and name in tasks.expand([listed])] + [name]
+    root = next((config.roots[one] for one in reversed(said) if one in config.roots), config.root)
     root = None if root is None else str(Path(root).expanduser().resolve())
-    options = config.task_options.get(name, {})
+    options = {option: value for one in said for option, value in config.task_options.get(one, {}).items()}
     task = tasks.make(name, root, **options)
     if "seed" in {field.name for field in fields(task)} and "seed" not in options:
         task = tasks.make(name, root, **options, seed=config.seed)

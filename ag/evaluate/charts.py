@@ -78,12 +78,15 @@ def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> Mark
     )
     for line in lines:
         colour = f"c{line.number % 8}"
+        if len(line.points) == 1:  # a level to hold the others against
+            (left, y), (end, _) = at(0, line.points[0].y), at(right, line.points[0].y)
+            parts.append(Markup('<path class="line level {}" d="M{},{}H{}"/>').format(colour, left, y, end))
         path = "L".join(",".join(at(point.x, point.y)) for point in line.points)
         parts.append(Markup('<path class="line {}" d="M{}"/>').format(colour, path))
         for point in line.points:
             (x, top), (_, bottom) = at(point.x, point.y + point.error), at(point.x, point.y - point.error)
             _, y = at(point.x, point.y)
-            parts.append(Markup('<path class="line {}" d="M{},{}V{}"/>').format(colour, x, top, bottom))
+            parts.append(Markup('<path class="line error {}" d="M{},{}V{}"/>').format(colour, x, top, bottom))
             parts.append(
                 Markup('<g transform="translate({} {})"><title>{}</title>{}</g>').format(
                     x, y, point.text, mark(line.number)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C", "#A89B00")
 MARKERS = "osD^vP*X"
 CURVE = "nats@"
+LONGEST = 36  # characters of a name
 
 
 def draw(comparison: Comparison) -> Iterator[tuple[str, Figure]]:
@@ -38,6 +39,11 @@ def draw(comparison: Comparison) -> Iterator[tuple[str, Figure]]:
         yield "layers", kept_by_layer(names, shares)
 
 
+def short(name: str) -> str:
+    """Leave out the middle of a long name, such as that of gates in a deep folder."""
+    return name if len(name) <= LONGEST else f"{name[:9]}…{name[10 - LONGEST :]}"
+
+
 def quality(task: str, entries: Sequence[Entry], labels: Sequence[str]) -> Figure:
     """Draw the metric against the share that was really kept, a line for each policy, with standard errors."""
     figure = Figure(figsize=(8, 4.2), dpi=DPI, layout="constrained")
@@ -45,10 +51,12 @@ def quality(task: str, entries: Sequence[Entry], labels: Sequence[str]) -> Figur
     for label in dict.fromkeys(entry.row.label for entry in entries):
         rows = sorted((entry.row for entry in entries if entry.row.label == label), key=lambda row: row.kept or 0)
         number = labels.index(label)
-        kept, means = [row.kept for row in rows], [row.mean for row in rows]
+        kept, means = [row.kept or 0.0 for row in rows], [row.mean or 0.0 for row in rows]
         errors = [row.error or 0.0 for row in rows]
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number // len(COLOURS) % len(MARKERS)]
-        axes.errorbar(kept, means, errors, color=colour, marker=marker, label=label, capsize=2, markersize=5)
+        if len(rows) == 1:  # a level to hold the others against
+            axes.axhline(means[0], color=colour, linestyle="--", linewidth=1, alpha=0.7)
+        axes.errorbar(kept, means, errors, color=colour, marker=marker, label=short(label), capsize=2, markersize=5)
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_xlabel("kept share of the prompt, measured")
     which = "higher" if entries[0].row.higher_is_better else "lower"
@@ -64,12 +72,13 @@ def quality(task: str, entries: Sequence[Entry], labels: Sequence[str]) -> Figur
 def win_matrix(panels: Sequence[tuple[int | float, Wins]]) -> Figure:
     """Draw in how many tasks the policy of a row is better than that of a column, for each budget."""
     most = max(len(wins.names) for _, wins in panels)
-    size = 1.6 + 0.5 * most
+    size = 2.4 + 0.5 * most
     figure = Figure(figsize=(len(panels) * (size + 1.2), size), dpi=DPI, layout="constrained")
     for axes, (budget, wins) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        axes.imshow(wins.share, cmap="PuOr_r", vmin=-0.25, vmax=1.25)
-        axes.set_xticks(range(len(wins.names)), wins.names, rotation=45, ha="right", fontsize=7)
-        axes.set_yticks(range(len(wins.names)), wins.names, fontsize=7)
+        axes.imshow(wins.share, cmap="PuOr", vmin=-0.5, vmax=1.5)
+        names = [short(name) for name in wins.names]
+        axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=7)
+        axes.set_yticks(range(len(names)), names, fontsize=7)
         for (row, column), share in np.ndenumerate(wins.share):
             if row != column and wins.tasks[row, column]:
                 text = f"{share * wins.tasks[row, column]:g}\n({wins.certain[row, column]})"
@@ -88,7 +97,7 @@ def kept_by_layer(names: Sequence[str], shares: np.ndarray[tuple[int, int], np.d
     figure = Figure(figsize=(width, 1.6 + 0.28 * len(names)), dpi=DPI, layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(shares, cmap="YlGnBu", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_yticks(range(len(names)), [short(name) for name in names], fontsize=8)
     every = -(-layers // 32)
     axes.set_xticks(range(0, layers, every), [str(layer) for layer in range(0, layers, every)], fontsize=8)
     axes.set_xlabel("layer")
@@ -121,7 +130,7 @@ def depths(task: str, entries: Sequence[Entry]) -> Figure:
         axes.imshow(cells, cmap="viridis", vmin=0, vmax=1, aspect="auto")
         axes.set_xticks(range(len(lengths)), [str(length) for length in lengths], fontsize=7)
         axes.set_yticks(range(len(depths)), [f"{float(depth):g}" for depth in depths], fontsize=7)
-        axes.set_title(f"{entry.name}: {entry.row.mean:.2f}", fontsize=8)
+        axes.set_title(f"{short(entry.name)}: {entry.row.mean:.2f}", fontsize=8)
     figure.suptitle(f"{task}: {entries[0].row.metric} by length (tokens) and depth of the needle", fontsize=11)
     return figure
 
@@ -138,7 +147,7 @@ def positions(task: str, entries: Sequence[Entry]) -> Figure:
                     bins.setdefault(int(name.removeprefix(CURVE)), []).append(float(value))
         starts = sorted(bins)
         means = [np.mean(bins[start]) for start in starts]
-        axes.plot(starts, means, color=COLOURS[number % len(COLOURS)], label=entry.name, linewidth=1.4)
+        axes.plot(starts, means, color=COLOURS[number % len(COLOURS)], label=short(entry.name), linewidth=1.4)
     axes.set_xlabel("position in the text (tokens)")
     axes.set_ylabel(entries[0].row.metric)
     axes.set_title(task, fontsize=11)

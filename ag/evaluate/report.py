@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from rich import box
 from rich.table import Table
 
 from ag.evaluate import plots
@@ -240,12 +241,13 @@ def _markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]], left: i
 
 def terminal_table(comparison: Comparison) -> Table:
     """Return the table that the command prints."""
-    table = Table()
-    hidden: Callable[[str], bool] = ("left out", "prefill").__contains__
-    for column in ("task", *COLUMNS):
-        if not hidden(column):
-            table.add_column(column, justify="left" if column in ("task", "policy") else "right", overflow="fold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("task", "policy"):
+        table.add_column(column, overflow="fold")
+    for column in ("kept", "score", f"to {comparison.baseline}", "p"):
+        table.add_column(column, justify="right", no_wrap=True)
     for entry in comparison.entries:
-        cells = [cell for column, cell in zip(COLUMNS, entry.cells(), strict=True) if not hidden(column)]
-        table.add_row(entry.row.task, *cells)
+        cells = dict(zip(COLUMNS, entry.cells(), strict=True))
+        difference = cells["difference"].partition(" ")[0]
+        table.add_row(entry.row.task, entry.name, cells["kept"], cells["score"], difference, cells["p"])
     return table

@@ -45,7 +45,10 @@ function chosen(select, list) {
 }
 
 function showPolicies() {
-  choices(policy, prompts[prompt.value].policies.map((one) => one.name));
+  const names = prompts[prompt.value].policies.map((one) => one.name);
+  const first = policy.options.length === 0;
+  choices(policy, names);
+  if (first && names[0] === "full" && names.length > 1) policy.value = 1; // one that evicts
   showLayers();
 }
 
