@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,11 @@ class UnsupportedModelError(UserError, TypeError):
 
 @dataclass
 class AttentionCall:
-    """One call of a layer's attention: q ``[B, H, T, D]``, k and v ``[B, Hkv, T, D]`` of the new tokens, post-RoPE."""
+    """One call of a layer's attention: q ``[B, H, T, D]``, k and v ``[B, Hkv, T, D]`` of the new tokens, post-RoPE.
+
+    What is measured of it is remembered in ``memo``, so that parts of a policy, and caches that read a prompt together,
+    measure once.
+    """
 
     module: nn.Module
     layer: int
@@ -49,6 +53,7 @@ class AttentionCall:
     v: Tensor
     scaling: float
     window: int | None
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def at(self, columns: Tensor) -> AttentionCall:
         """Return the same call for the tokens in ``columns`` ``[B, T']``."""
@@ -56,7 +61,7 @@ class AttentionCall:
         def pick(x: Tensor) -> Tensor:
             return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
-        return replace(self, q=pick(self.q), k=pick(self.k), v=pick(self.v))
+        return replace(self, q=pick(self.q), k=pick(self.k), v=pick(self.v), memo={})
 
     def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
         """Attend causally to every new token, ``[B, H, T, D]``; by the model's own implementation where it can.

@@ -168,6 +168,7 @@ class EvictionLayer(CacheLayerMixin):
             self.memory,
             cache.valid[:, : self.prompt_length].sum(1),
             self.seen > self.prompt_length,
+            call.memo,
         )
         if any_due:
             for index, keep in decision.decide(seen, due).items():

@@ -6,9 +6,10 @@ and whole rows exist only for a window of the last ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +90,7 @@ class Observation:
             the keys (new tokens have 0); what they record now goes there too.
         prompt_lengths: ``[B]`` long, own tokens of each prompt as far as they are known; None: all tokens seen.
         decoding: whether the prompt is over.
+        memo: where measurements are remembered, so that each is made once.
     """
 
     def __init__(
@@ -108,10 +110,12 @@ class Observation:
         memory: dict[str, Tensor] | None = None,
         prompt_lengths: Tensor | None = None,
         decoding: bool = False,
+        memo: dict[Hashable, Any] | None = None,
     ) -> None:
         self.layer, self.gate, self.decoding = layer, gate, decoding
         self.new = q.shape[2] if new is None else new
         self.memory = {} if memory is None else memory
+        self._memo = {} if memo is None else memo
         self._prompt_lengths = prompt_lengths
         self.q, self.k, self.scaling, self.window = q, k, scaling, window
         self.query_ranks, self.key_ranks = query_ranks, key_ranks
@@ -161,17 +165,23 @@ class Observation:
 
     def rows(self, last: int) -> AttentionRows:
         """Return the last ``last`` queries of each sequence, or as many as there are, oldest first."""
-        newest = self.query_valid & (self.query_ranks >= (self.lengths - last)[:, None])
-        width = min(last, self.q.shape[2])
-        order = torch.where(newest, self.query_ranks, -1).argsort(dim=1, stable=True)[:, -width:]
-        return self._rows(order)
+        if ("rows", last) not in self._memo:
+            newest = self.query_valid & (self.query_ranks >= (self.lengths - last)[:, None])
+            width = min(last, self.q.shape[2])
+            order = torch.where(newest, self.query_ranks, -1).argsort(dim=1, stable=True)[:, -width:]
+            self._memo["rows", last] = self._rows(order)
+        rows: AttentionRows = self._memo["rows", last]
+        return rows
 
     def total(self, statistic: Statistic = attention) -> Tensor:
         """Sum a statistic ``[B, H, w, N]`` over all new queries, ``[B, H, N]``."""
-        total = self.q.new_zeros(*self.q.shape[:2], self.k.shape[2], dtype=torch.float32)
-        for rows in self._blocks():
-            total += rows.total(statistic)
-        return total
+        if ("total", statistic) not in self._memo:
+            total = self.q.new_zeros(*self.q.shape[:2], self.k.shape[2], dtype=torch.float32)
+            for rows in self._blocks():
+                total += rows.total(statistic)
+            self._memo["total", statistic] = total
+        summed: Tensor = self._memo["total", statistic]
+        return summed
 
     def accumulated(self, name: str, new: Tensor) -> Tensor:
         """Add ``[..., N]`` to what was recorded under a name; returns and records the sum."""

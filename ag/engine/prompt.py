@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ def prefill(
 class _Attended(AttentionCall):
     """A call whose dense attention is known."""
 
-    output: Tensor
+    output: Tensor = field(kw_only=True)
 
     def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
         return self.output

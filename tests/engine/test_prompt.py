@@ -7,6 +7,7 @@ from gates_for import gates_for
 import ag
 from ag.attach import decoder_of
 from ag.engine import EvictionCache, prefill
+from ag.engine.observe import Observation
 
 POLICIES = [
     ag.policy("full"),
@@ -47,3 +48,16 @@ def test_together_is_as_alone(tiny_llama, prefix):
                 model(following, both, both.cumsum(1)[:, -3:] - 1, past_key_values=x).logits for x in (cache, alone)
             ]
         torch.testing.assert_close(*logits, atol=1e-5, rtol=0)
+
+
+def test_what_is_measured_once_serves_all(tiny_llama, monkeypatch):
+    """One pass over the queries for all sums of attention, and one look at the last 4 for score and preference."""
+    model, looks = tiny_llama().eval(), []
+    rows = Observation._rows
+    monkeypatch.setattr(Observation, "_rows", lambda self, columns: looks.append(1) or rows(self, columns))
+    ids = torch.randint(3, 128, (1, 24), generator=torch.Generator().manual_seed(0))
+    prefill(model, ["full", ag.policy("h2o", 0.5), ag.policy("h2o+vatp", 0.25, sinks=1, recent=1)], ids)
+    assert len(looks) == 3  # one a layer
+    looks.clear()
+    prefill(model, [ag.policy("cake", 0.5, window=4), ag.policy("snapkv", 0.25, window=4)], ids)
+    assert len(looks) == 3
