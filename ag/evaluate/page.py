@@ -112,8 +112,6 @@ def viewer(comparison: Comparison) -> dict[str, Any]:
     for entry in comparison.entries:
         for view in entry.views:
             key = entry.row.task, view.sample
-            prompt = prompts.setdefault(
-                key, {"name": f"{key[0]}: {key[1]}", "pieces": view.pieces, "policies": []}
-            )
+            prompt = prompts.setdefault(key, {"name": f"{key[0]}: {key[1]}", "pieces": view.pieces, "policies": []})
             prompt["policies"].append({"name": entry.name, "kept": view.to_json()["kept"]})
     return {"prompts": list(prompts.values())}

@@ -99,9 +99,7 @@ class Comparison:
     entries: list[Entry]
 
     @classmethod
-    def of(
-        cls, config: CompareConfig, cells: Sequence[Cell], rows: Mapping[str, Row], results: Results
-    ) -> Comparison:
+    def of(cls, config: CompareConfig, cells: Sequence[Cell], rows: Mapping[str, Row], results: Results) -> Comparison:
         """Gather what belongs to the cells, and test each against the baseline."""
         entries = []
         for cell in cells:

@@ -22,6 +22,7 @@ from typing import Any, get_type_hints
 from filelock import FileLock, Timeout
 
 from ag.errors import UserError
+from ag.evaluate.statistics import mean_and_error
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.views import View
 from ag.files import fsync
@@ -154,7 +155,12 @@ class Results:
         return found
 
     def _check(self, row: Row) -> None:
-        if row.problem is None and (row.mean is None or row.kept is None or len(self.outcomes(row)) != row.n):
+        """Raise ``ValueError`` unless a row with a result fits its samples."""
+        if row.problem is not None:
+            return
+        scores = [outcome.score for outcome in self.outcomes(row)]
+        fits_them = len(scores) == row.n > 0 and mean_and_error(scores) == (row.mean, row.error)
+        if not fits_them or row.kept is None or not 0 <= row.kept <= 1:
             raise ValueError("it does not fit its samples")
 
     def outcomes(self, row: Row) -> list[Outcome]:
@@ -214,5 +220,3 @@ class Results:
         fsync(new)
         new.replace(path)
         fsync(path.parent)
-
-

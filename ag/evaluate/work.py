@@ -12,7 +12,6 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from ag import export, models
 from ag.config import ModelConfig
