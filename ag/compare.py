@@ -1,10 +1,10 @@
-"""What to evict with, at my budget, on my tasks: ``python -m ag.compare model=... policies=[full,h2o] budgets=[0.25]``."""
+"""What to evict with, at my budget, on my tasks: ``python -m ag.compare policies=[full,h2o] budgets=[0.25]``."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,18 +12,13 @@ import torch
 from rich.console import Console
 
 from ag.cli import parse
-from ag.config import key
+from ag.config import key, mapping
 from ag.configure import dump
 from ag.errors import UserError
 from ag.evaluate.cells import plan
 from ag.evaluate.report import Comparison, terminal_table, write
 from ag.evaluate.results import CorruptRowWarning, Results
 from ag.evaluate.work import fill
-
-
-def mapping(doc: str) -> Any:
-    """Declare a key whose entries are set one by one: ``key.ENTRY=value``."""
-    return field(default_factory=dict, metadata={"doc": doc})
 
 
 @dataclass

@@ -69,9 +69,9 @@ class Cell:
 
     def failed(self, problem: str, loaded: Loaded, prefill: str) -> Row:
         """Make the row of a cell that has no result."""
-        nothing = {"kept": None, "mean": None, "error": None, "n": 0, "seconds": 0.0, "kv_bytes": 0.0}
-        short = {"too_long": loaded.too_long, "too_short": loaded.too_short}
-        return Row(**self._start(prefill), **nothing, **short, problem=problem)
+        nothing: dict[str, Any] = {"kept": None, "mean": None, "error": None, "n": 0, "seconds": 0.0, "kv_bytes": 0.0}
+        nothing |= {"too_long": loaded.too_long, "too_short": loaded.too_short, "problem": problem}
+        return Row(**self._start(prefill), **nothing)
 
     def _start(self, prefill: str) -> dict[str, Any]:
         return {

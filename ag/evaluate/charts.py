@@ -59,16 +59,16 @@ def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> Mark
         return f"{across:.1f}", f"{down:.1f}"
 
     parts = [Markup('<svg class="chart" viewBox="0 0 {} {}" role="img"><title>{}</title>').format(WIDTH, HEIGHT, title)]
-    for y in MaxNLocator(5).tick_values(low, high):
-        if low <= y <= high:
-            (left, down), (end, _) = at(0, y), at(right, y)
+    for tick in MaxNLocator(5).tick_values(low, high):
+        if low <= tick <= high:
+            (left, down), (end, _) = at(0, tick), at(right, tick)
             parts.append(Markup('<path class="grid" d="M{},{}H{}"/>').format(left, down, end))
-            parts.append(Markup('<text class="end" x="{}" y="{}" dy="4">{:.4g}</text>').format(LEFT - 6, down, y))
-    for x in MaxNLocator(5).tick_values(0, right):
-        if 0 <= x <= right:
-            across, _ = at(x, low)
+            parts.append(Markup('<text class="end" x="{}" y="{}" dy="4">{:.4g}</text>').format(LEFT - 6, down, tick))
+    for tick in MaxNLocator(5).tick_values(0, right):
+        if 0 <= tick <= right:
+            across, _ = at(tick, low)
             text = Markup('<text class="middle" x="{}" y="{}">{:.0f} %</text>')
-            parts.append(text.format(across, HEIGHT - BOTTOM + 16, 100 * x))
+            parts.append(text.format(across, HEIGHT - BOTTOM + 16, 100 * tick))
     middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
     parts.append(Markup('<text class="middle" x="{}" y="{}">{}</text>').format(middle, HEIGHT - 6, x_label))
     parts.append(

@@ -119,7 +119,7 @@ def depths(task: str, entries: Sequence[Entry]) -> Figure:
         axes.set_visible(False)
     for axes, entry in zip(grid, entries, strict=False):
         found = [o for o in entry.outcomes if "depth" in o.tags and "length" in o.tags]
-        lengths, depths = (sorted({o.tags[name] for o in found}) for name in ("length", "depth"))  # type: ignore[type-var]
+        lengths, depths = (sorted({o.tags[name] for o in found}) for name in ("length", "depth"))
         cells = [
             [
                 np.mean([o.score for o in found if (o.tags["length"], o.tags["depth"]) == (length, depth)] or [np.nan])

@@ -76,7 +76,7 @@ def kept_flags(cache: EvictionCache) -> NDArray[np.bool_]:
     return flags
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     """Return the text of each token such that together they are the text, up to characters cut in the middle."""
     texts = []
     for index, one in enumerate(ids):

@@ -45,7 +45,7 @@ def fill(config: CompareConfig, cells: Sequence[Cell], results: Results, console
         while missing := [cell for cell in cells if cell.key not in rows or cell.key in again]:
             bar.update(whole, completed=len(cells) - len(missing))
             with ExitStack() as held:
-                claimed = []
+                claimed: list[Cell] = []
                 for cell in missing:
                     same_task = not claimed or cell.task == claimed[0].task
                     if len(claimed) < config.together and same_task and held.enter_context(results.claim(cell.key)):
