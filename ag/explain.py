@@ -23,7 +23,7 @@ from ag.evaluate import inside, inside_plots, tasks
 from ag.evaluate.tasks import Sample
 from ag.evaluate.views import View, record
 from ag.figures import keep_pattern
-from ag.gate import AttentionGates
+from ag.gate import AttentionGate, AttentionGates
 
 SEARCHED = 10  # samples read for each one wanted, as some are too short
 
@@ -139,11 +139,13 @@ def _attention(config: ExplainConfig, gates: AttentionGates, reading: inside.Rea
     for layer in layers:
         if layer not in having:
             raise UserError(f"layers={config.layers}: layer {layer} has no gate; expected some of {having}.")
-    chosen = [gates.layers[str(layer)] for layer in layers]
-    length = view.kept.shape[2]
-    inputs = [reading.hidden[layer - gates.config.layer_offset][:, :length] for layer in layers]
+    length, theirs = view.kept.shape[2], []
+    for layer in layers:
+        gate = gates.layers[str(layer)]
+        assert isinstance(gate, AttentionGate)
+        hidden = reading.hidden[layer - gates.config.layer_offset][:, :length]
+        theirs.append(inside.gate_map(gate, hidden).mean(0).cpu().numpy())
     ours = [inside.attention_map(reading, layer).mean(0)[:length, :length].cpu().numpy() for layer in layers]
-    theirs = [inside.gate_map(*pair).mean(0).cpu().numpy() for pair in zip(chosen, inputs, strict=True)]
     return inside_plots.attention_maps(layers, ours, theirs, [view.kept[layer] for layer in layers])
 
 

@@ -85,7 +85,8 @@ def gate_map(gate: AttentionGate, hidden: Tensor) -> Tensor:
     if config.scope == "causal":
         later = torch.ones(shape[0], shape[0], dtype=torch.bool, device=hidden.device).triu(1)
         logits = logits.masked_fill(later, float("-inf"))
-    return logits.softmax(-1)
+    weights: Tensor = logits.softmax(-1)
+    return weights
 
 
 def layer_statistics(reading: Reading, observers: int = 32) -> Tensor:
@@ -104,11 +105,11 @@ def output_errors(reading: Reading, kept: Tensor) -> Tensor:
         kept: ``[L, Hkv, P]`` bool, what was kept of the first P.
 
     Returns:
-        ``[L]``: the squared difference of the outputs over heads and queries, by the squared outputs (Figure 3 of CAOTE).
+        ``[L]``: squared difference of the outputs, over heads and queries, by the squared outputs (CAOTE, Figure 3).
     """
     prompt, length = kept.shape[2], reading.length
     errors = []
-    for layer, flags in enumerate(kept):
+    for layer, flags in enumerate(kept.to(reading.calls[0].k.device)):
         held = torch.cat([flags, flags.new_ones(flags.shape[0], length - prompt)], 1)
         full, evicted = (reading.observe(layer, prompt, length, what).rows(length - prompt).o for what in (None, held))
         errors.append(float((evicted - full).square().sum() / full.square().sum()))

@@ -49,7 +49,7 @@ def attention_maps(
 
 
 def entropy_and_variance(statistics: Sequence[Array]) -> Figure:
-    """Draw CAKE's entropy and variance by layer, a thin line for each sample's `[L, 2]` and a thick one for the mean."""
+    """Draw CAKE's entropy and variance by layer, thin lines for each sample's `[L, 2]`, a thick one for the mean."""
     figure = Figure(figsize=(8, 4.6), dpi=DPI, layout="constrained")
     for number, (axes, name) in enumerate(
         zip(figure.subplots(2, 1, sharex=True), ("entropy", "variance"), strict=True)
