@@ -23,7 +23,8 @@ def words(tiny_folder, tmp_path):
 def test_all_pictures(words, tiny_llama, tmp_path, capsys):
     export.save(tmp_path / "gates", gates_for(tiny_llama()), base_model="tiny")
     more = [
-        "policies=[h2o+caote]", "samples=1",
+        "policies=[h2o+caote]",
+        "samples=1",
         "task=needle_single",
         "task_options.lengths=[300]",
         f"gates={tmp_path / 'gates'}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,13 @@ from ag.engine import EvictionCache
 
 
 @torch.no_grad()
-def score(model: nn.Module, cache: EvictionCache, last: Tensor, answers: list[list[int]]) -> list[Tensor]:
-    """Return the log-likelihoods ``[T]`` of each answer's tokens in nats, float32, on the CPU.
+def score(
+    model: nn.Module, cache: EvictionCache, last: Tensor, answers: list[list[int]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return for each answer its tokens' log-likelihoods ``[T]`` in nats, float32, and whether each is the likeliest.
 
     The answers share one prompt and are fed as one batch padded on the right; where the policy evicts while decoding,
-    in pieces of as many tokens as come between two evictions.
+    in pieces of as many tokens as come between two evictions. The results are on the CPU.
 
     Args:
         model: the model.
@@ -30,11 +32,15 @@ def score(model: nn.Module, cache: EvictionCache, last: Tensor, answers: list[li
     mask = torch.tensor([[i < len(answer) for i in range(longest)] for answer in answers], device=last.device)
     if len(answers) > 1:
         cache.batch_repeat_interleave(len(answers))
-    states = torch.cat([last.expand(len(answers), -1)[:, None], feed(model, cache, tokens[:, :-1], mask[:, :-1])], 1)
-    return [
-        -F.cross_entropy(lm_logits(model, row[: len(answer)]).float(), ids[: len(answer)], reduction="none").cpu()
-        for row, ids, answer in zip(states, tokens, answers, strict=True)
-    ]
+    states = last.expand(len(answers), -1)[:, None]
+    if longest > 1:
+        states = torch.cat([states, feed(model, cache, tokens[:, :-1], mask[:, :-1])], 1)
+    found = []
+    for row, ids, answer in zip(states, tokens, answers, strict=True):
+        logits, right = lm_logits(model, row[: len(answer)]).float(), ids[: len(answer)]
+        nats = -F.cross_entropy(logits, right, reduction="none")
+        found.append((nats.cpu(), (logits.argmax(-1) == right).cpu()))
+    return found
 
 
 @torch.no_grad()
@@ -47,9 +53,8 @@ def feed(model: nn.Module, cache: EvictionCache, tokens: Tensor, mask: Tensor | 
         tokens: ``[B, T]``.
         mask: ``[B, T]`` bool, False on padding, which is on the right.
     """
-    decoder = decoder_of(model)
-    states = [next(model.parameters()).new_empty(len(tokens), 0, decoder.config.hidden_size)]
-    for start in range(0, tokens.shape[1], piece := cache.policy.steps or max(1, tokens.shape[1])):
+    decoder, states = decoder_of(model), []
+    for start in range(0, tokens.shape[1], piece := cache.policy.steps or tokens.shape[1]):
         part = slice(start, start + piece)
         valid = None if mask is None else torch.cat([cache.valid, mask[:, part]], 1)
         states.append(decoder(tokens[:, part], attention_mask=valid, past_key_values=cache).last_hidden_state)
@@ -57,7 +62,9 @@ def feed(model: nn.Module, cache: EvictionCache, tokens: Tensor, mask: Tensor | 
 
 
 @torch.no_grad()
-def greedy(model: nn.Module, cache: EvictionCache, last: Tensor, most: int, stop: Container[int]) -> list[int]:
+def greedy(
+    model: nn.Module, cache: EvictionCache, last: Tensor, most: int, stop: Collection[int], least: int = 0
+) -> list[int]:
     """Return the likeliest tokens one after the other.
 
     Args:
@@ -66,10 +73,14 @@ def greedy(model: nn.Module, cache: EvictionCache, last: Tensor, most: int, stop
         last: ``[1, d]``, the final hidden state of the prompt's last token.
         most: at most so many.
         stop: tokens that end the text; they are not part of it.
+        least: the text does not end before it has so many.
     """
     found: list[int] = []
     while len(found) < most:
-        token = int(lm_logits(model, last[0]).argmax())
+        logits = lm_logits(model, last[0])
+        if len(found) < least:
+            logits[list(stop)] = -torch.inf
+        token = int(logits.argmax())
         if token in stop:
             break
         found.append(token)

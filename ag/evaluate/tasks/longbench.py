@@ -101,12 +101,12 @@ class LongBench(PromptTask):
     def answer(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Case
     ) -> tuple[float, Tags]:
-        """Generate greedily and score; samsum's answers end with their first line, as in the benchmark."""
+        """Generate greedily and score; as in the benchmark, samsum's answers have one line, which is not empty."""
         subset = SUBSETS[self.name]
-        stop = end_tokens(model, tokenizer.eos_token_id)
+        stop, least = end_tokens(model, tokenizer.eos_token_id), 0
         if self.name == "samsum":
-            stop |= {int(tokenizer("\n", add_special_tokens=False)["input_ids"][-1])}
-        tokens = greedy(model, cache, last, subset.most, stop)
+            stop, least = stop | {int(tokenizer("\n", add_special_tokens=False)["input_ids"][-1])}, 1
+        tokens = greedy(model, cache, last, subset.most, stop, least)
         text = str(tokenizer.decode(tokens, skip_special_tokens=True))
         found = text.lstrip("\n").split("\n")[0] if subset.first_line else text
         scores = [subset.metric(found, reference, sample.classes) for reference in sample.references]
@@ -120,8 +120,8 @@ class LongBench(PromptTask):
             archive = huggingface_hub.hf_hub_download(HUB, ARCHIVE, repo_type="dataset")
         except (DataError, OSError) as error:
             raise DataError(
-                f"Task {self.name}: {error}. Give root=FOLDER with longbench/{self.name}.jsonl[.gz] in it, or fetch the "
-                f"data once with hf download {HUB} {ARCHIVE} --repo-type dataset and leave root out."
+                f"Task {self.name}: {error}. Give root=FOLDER with longbench/{self.name}.jsonl[.gz] in it, or fetch "
+                f"the data once with hf download {HUB} {ARCHIVE} --repo-type dataset and leave root out."
             ) from error
         return _unzipped(archive, f"data/{self.name}.jsonl")
 

@@ -1,4 +1,4 @@
-"""LongBench's metrics (https://arxiv.org/abs/2308.14508, table 1), each of one answer against one reference, in 0..1."""
+"""LongBench's metrics (https://arxiv.org/abs/2308.14508, table 1): one answer against one reference, in 0..1."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def code_similarity(answer: str, reference: str, classes: Sequence[str] = ()) ->
     """Return the edit similarity of the answer's first line that is neither a comment nor a fence."""
     lines = answer.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
-    return fuzz.ratio(line, reference) / 100
+    return float(fuzz.ratio(line, reference)) / 100
 
 
 def _words(text: str) -> list[str]:

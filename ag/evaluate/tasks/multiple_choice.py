@@ -73,7 +73,7 @@ class MultipleChoice(PromptTask):
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Question
     ) -> tuple[float, Tags]:
         """Score all answers over one prompt."""
-        sums = [float(part.sum()) for part in score(model, cache, last, sample.answers)]
+        sums = [float(nats.sum()) for nats, _ in score(model, cache, last, sample.answers)]
         each = [total / letters for total, letters in zip(sums, sample.letters, strict=True)]
         right = float(sums.index(max(sums)) == sample.target)
         return right, {"split": sample.split, "normalised": float(each.index(max(each)) == sample.target)}

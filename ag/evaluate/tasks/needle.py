@@ -9,9 +9,8 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import string
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -23,7 +22,6 @@ from ag.engine import EvictionCache
 from ag.errors import UserError, require
 from ag.evaluate.tasks.base import Loaded, PromptTask, Sample, Tags
 from ag.evaluate.tasks.follow import end_tokens, greedy
-from ag.evaluate.tasks.rows import HeldOut
 
 FILLER = (
     "The street is quiet this morning.",
@@ -31,11 +29,6 @@ FILLER = (
     "The wind comes from the sea.",
     "Somebody opens a window and closes it again.",
     "Nothing else happens.",
-)
-KEYS = (
-    *("anchor", "barrel", "candle", "dagger", "engine", "feather", "garden", "hammer", "island", "jacket", "kettle"),
-    *("ladder", "mirror", "needle", "orchard", "pencil", "quarry", "ribbon", "saddle", "timber", "umbrella", "valley"),
-    *("wagon", "yacht", "zipper", "basket", "compass", "drum", "fountain", "lantern", "meadow", "pillow"),
 )
 SPARE = 8  # tokens that an answer may be longer than the right one
 
@@ -90,6 +83,7 @@ class Needles(PromptTask):
 
     metric: ClassVar[str] = "exact match"
     word: ClassVar[str] = r"\d+"
+    join: ClassVar[str] = ", "
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -120,22 +114,21 @@ class Needles(PromptTask):
         plan = itertools.islice(itertools.product(range(self.repeats), self.cells()), limit)
         samples, too_long = [], 0
         for repeat, (length, depth) in plan:
-            rng = random.Random(f"{self.seed}/{self.name}/{length}/{depth}/{repeat}")
+            where = "spread" if depth is None else f"{depth:g}"
+            rng = random.Random(f"{self.seed}/{self.name}/{length}/{where}/{repeat}")
             puzzle = self.puzzle(rng)
-            most = len(tokenize(tokenizer, [" " + ", ".join(puzzle.answers)])[0]) + SPARE
+            most = len(tokenize(tokenizer, [" " + self.join.join(puzzle.answers)])[0]) + SPARE
             if length + most > max_tokens:
                 too_long += 1
                 continue
             first = rng.randrange(len(sentences))
             order = itertools.islice(itertools.cycle(zip(sentences, sizes, strict=True)), first, None)
-            fractions = sorted(rng.random() for _ in puzzle.needles)
-            if depth is not None:
-                fractions = [depth, *fractions[1:]]
+            fractions = [rng.random() for _ in puzzle.needles]
+            fractions = sorted(fractions) if depth is None else [depth, *fractions[1:]]
             text, prompt = self._fit(tokenizer, puzzle, fractions, order, length)
             tags: dict[str, str | int | float] = {"length": length, "repeat": repeat}
             tags |= {} if depth is None else {"depth": depth}
-            name = f"{length}-{'spread' if depth is None else f'{depth:g}'}-{repeat}"
-            samples.append(Haystack(name, prompt, text, puzzle.answers, most, tags))
+            samples.append(Haystack(f"{length}-{where}-{repeat}", prompt, text, puzzle.answers, most, tags))
         return Loaded(samples, too_long=too_long)
 
     def answer(
@@ -178,142 +171,3 @@ class Needles(PromptTask):
         raise UserError(
             f"Task {self.name}: lengths={length} has no room for haystack, needles and question; give more."
         )
-
-
-@dataclass(frozen=True)
-class OneNeedle(Needles):
-    """A number hidden once at a depth; ``keys`` - 1 others, of other keys, are spread to distract.
-
-    Attributes:
-        depths: where the needle stands: 0 is the start of the haystack, 1 its end.
-        keys: needles in the haystack, all told.
-    """
-
-    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    keys: int = 1
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        super().__post_init__()
-        inside = all(type(x) in (int, float) and 0 <= x <= 1 for x in self.depths) and len(self.depths) > 0
-        require(self, "depths", inside, "shares between 0 and 1, for example [0,0.5,1]")
-        require(self, "keys", type(self.keys) is int and 0 < self.keys <= len(KEYS), f"1 to {len(KEYS)}")
-
-    def cells(self) -> Iterator[tuple[int, float | None]]:
-        """Return each (length, depth)."""
-        return itertools.product(self.lengths, self.depths)
-
-    def puzzle(self, rng: random.Random) -> Puzzle:
-        """Draw the keys and their numbers."""
-        keys, values = rng.sample(KEYS, self.keys), _numbers(rng, self.keys)
-        needles = [f"The secret number of the {key} is {value}." for key, value in zip(keys, values, strict=True)]
-        intro = "Somewhere in the following text a secret number is hidden. Remember it."
-        asked = f"Question: What is the secret number of the {keys[0]}?"
-        return Puzzle(intro, needles, f"{asked}\nAnswer: The secret number of the {keys[0]} is", [values[0]])
-
-    def grade(self, text: str, answers: list[str]) -> float:
-        """Return 1.0 where the first number of the text is the right one."""
-        return float(re.findall(self.word, text)[:1] == answers)
-
-
-@dataclass(frozen=True)
-class NeedleInText(OneNeedle):
-    """The same in real text.
-
-    Attributes:
-        data: hub id, or folder under ``root``; None: PG-19 on the hub, ``pg19_style`` in a root.
-        text_field: the field that holds a document.
-    """
-
-    data: str | None = None
-    text_field: str = "text"
-
-    def haystack(self, longest: int) -> list[str]:
-        """Return the sentences of the first documents, some times as many as the longest sample needs."""
-        hub, folder = self.data or "emozilla/pg19", self.data or "pg19_style"
-        sentences: list[str] = []
-        wanted = 40 * longest  # characters: some windows of text
-        for text in HeldOut.of(self.name, self.root, hub, folder, ("test", "validation")).texts(self.text_field):
-            found = re.split(r"(?<=[.!?])\s+", " ".join(text[:wanted].split()))
-            sentences += found[:-1] if len(text) > wanted else found
-            wanted -= len(text)
-            if wanted <= 0:
-                break
-        if not sentences:
-            raise UserError(f"Task {self.name}: {self.root or hub} has no text to hide a needle in.")
-        return sentences
-
-
-@dataclass(frozen=True)
-class ManyValues(Needles):
-    """One key has several numbers, spread over the haystack; the score is the share of them that is named.
-
-    Attributes:
-        values: how many.
-    """
-
-    values: int = 4
-
-    metric: ClassVar[str] = "recall"
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        super().__post_init__()
-        require(self, "values", type(self.values) is int and self.values > 0, "a whole number, at least 1")
-
-    def puzzle(self, rng: random.Random) -> Puzzle:
-        """Draw the key and its numbers."""
-        key, values = rng.choice(KEYS), _numbers(rng, self.values)
-        needles = [f"One of the secret numbers of the {key} is {value}." for value in values]
-        intro = "Somewhere in the following text several secret numbers are hidden. Remember them."
-        asked = f"Question: What are all {self.values} secret numbers of the {key}?"
-        return Puzzle(intro, needles, f"{asked}\nAnswer: The secret numbers of the {key} are", values)
-
-
-@dataclass(frozen=True)
-class Variables(Needles):
-    """Variables are set to a number or to each other; the score is the share named of those that hold the number.
-
-    Attributes:
-        chains: numbers that are handed on; one of them is asked.
-        hops: how often each is handed on.
-    """
-
-    chains: int = 2
-    hops: int = 3
-
-    metric: ClassVar[str] = "recall"
-    word: ClassVar[str] = r"[A-Z]{5}"
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        super().__post_init__()
-        for name in ("chains", "hops"):
-            require(self, name, type(value := getattr(self, name)) is int and value > 0, "a whole number, at least 1")
-
-    def puzzle(self, rng: random.Random) -> Puzzle:
-        """Draw the chains and mix them, each in its own order."""
-        values, length = _numbers(rng, self.chains), self.hops + 1
-        names = _distinct(lambda: "".join(rng.choices(string.ascii_uppercase, k=5)), self.chains * length)
-        chains = [names[i * length : (i + 1) * length] for i in range(self.chains)]
-        lines = [
-            [f"VAR {chain[0]} = {value}.", *(f"VAR {new} = VAR {old}." for old, new in itertools.pairwise(chain))]
-            for chain, value in zip(chains, values, strict=True)
-        ]
-        turns = [i for i in range(self.chains) for _ in range(length)]
-        rng.shuffle(turns)
-        needles = [lines[i].pop(0) for i in turns]
-        intro = "The following text sets variables to numbers and to each other. Keep track of them."
-        asked = f"Question: Which {length} variables have the value {values[0]}?"
-        return Puzzle(intro, needles, f"{asked}\nAnswer: The variables with the value {values[0]} are", chains[0])
-
-
-def _numbers(rng: random.Random, many: int) -> list[str]:
-    return _distinct(lambda: str(rng.randrange(10**6, 10**7)), many)
-
-
-def _distinct(draw: Callable[[], str], many: int) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < many:
-        found[draw()] = None
-    return list(found)

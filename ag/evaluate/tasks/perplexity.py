@@ -57,7 +57,7 @@ class Documents(Task):
 
     def texts(self) -> Iterator[str]:
         """Return the documents in their stored order."""
-        hub, folder = self.data or "emozilla/pg19", self.data or self.folder
+        hub, folder = self.data or "emozilla/pg19-test", self.data or self.folder
         splits = (self.split,) if self.split else ("test", "validation")
         return HeldOut.of(self.name, self.root, hub, folder, splits, self.subset).texts(self.text_field)
 
@@ -106,7 +106,7 @@ class Continuation(Documents, PromptTask):
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Document
     ) -> tuple[float, Tags]:
         """Return the continuation's mean negative log-likelihood."""
-        return -float(score(model, cache, last, [sample.following])[0].mean()), {}
+        return -float(score(model, cache, last, [sample.following])[0][0].mean()), {}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ag.evaluate.tasks.base import Task
 from ag.evaluate.tasks.longbench import LongBench
 from ag.evaluate.tasks.longbench_subsets import SUBSETS
 from ag.evaluate.tasks.multiple_choice import MultipleChoice
-from ag.evaluate.tasks.needle import ManyValues, NeedleInText, OneNeedle, Variables
+from ag.evaluate.tasks.needle_kinds import ManyValues, NeedleInText, OneNeedle, Variables
 from ag.evaluate.tasks.perplexity import Continuation, Stream
 
 TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
