@@ -132,15 +132,24 @@ class Comparison:
         """Return the entries of a task."""
         return [entry for entry in self.entries if entry.row.task == task]
 
-    def leaders(self) -> list[tuple[str, list[Row | None], float | None]]:
-        """Return for each policy and budget its rows by task, and their mean where all tasks are better when higher."""
+    @property
+    def averaged(self) -> list[str]:
+        """The metrics that several tasks share and whose mean over these tasks says something."""
+        metrics = [self.of_task(task)[0].row for task in self.tasks]
+        names = [row.metric for row in metrics if row.higher_is_better]
+        return [name for name in dict.fromkeys(names) if names.count(name) > 1]
+
+    def leaders(self) -> list[tuple[str, list[Row | None], list[float | None]]]:
+        """Return for each policy and budget its rows by task, and its means over the tasks of each averaged metric."""
         lines = []
         for name in self.names:
             found = {entry.row.task: entry.row for entry in self.entries if entry.name == name}
-            rows = [found.get(task) for task in self.tasks]
-            means = [row.mean for row in rows if row is not None and row.mean is not None and row.higher_is_better]
-            complete = len(means) == len(rows) > 1
-            lines.append((name, rows, sum(means) / len(means) if complete else None))
+            averages = []
+            for metric in self.averaged:
+                means = [row.mean for row in found.values() if row.metric == metric]
+                scores = [mean for mean in means if mean is not None]
+                averages.append(sum(scores) / len(scores) if len(scores) == len(means) else None)
+            lines.append((name, [found.get(task) for task in self.tasks], averages))
         return lines
 
     def wins(self, budget: int | float) -> Wins:
@@ -212,12 +221,11 @@ def write(comparison: Comparison) -> None:
 
 def markdown(comparison: Comparison) -> str:
     """Return the comparison as Markdown: the leaderboard, then a table for each task."""
-    average = any(mean is not None for _, _, mean in comparison.leaders())
-    head = ["policy", *comparison.tasks, *(["average"] if average else [])]
+    head = ["policy", *comparison.tasks, *(f"average {metric}" for metric in comparison.averaged)]
     lines = []
-    for name, rows, mean in comparison.leaders():
+    for name, rows, averages in comparison.leaders():
         scores = ["" if row is None else "none" if row.mean is None else f"{row.mean:.4f}" for row in rows]
-        lines.append([name, *scores, *(["" if mean is None else f"{mean:.4f}"] if average else [])])
+        lines.append([name, *scores, *("none" if mean is None else f"{mean:.4f}" for mean in averages)])
     parts = [_markdown_table(head, lines, 1)]
     for task in comparison.tasks:
         entries = comparison.of_task(task)

@@ -3,6 +3,7 @@
 import html.parser
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +15,15 @@ from matplotlib.image import imread
 from test_results import ROW, VALUES
 
 import ag
-from ag.evaluate.page import embedded, viewer
+from ag.evaluate import plots
+from ag.evaluate.page import embedded, render, viewer
 from ag.evaluate.report import Comparison, Entry, markdown
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.views import View, pieces
 
 
-def entry(label, budget, task, scores, higher=False, views=()):
-    from dataclasses import replace
-
-    row = replace(ROW, label=label, budget=budget, task=task, higher_is_better=higher, n=len(scores))
+def entry(label, budget, task, scores, higher=False, views=(), metric="accuracy"):
+    row = replace(ROW, label=label, budget=budget, task=task, higher_is_better=higher, n=len(scores), metric=metric)
     row = replace(row, mean=float(np.mean(scores)))
     return Entry(row, [Outcome(str(i), s, 9, 0.5, 9, 0.1) for i, s in enumerate(scores)], list(views))
 
@@ -85,11 +85,31 @@ def test_wins_by_hand():
     assert wins.tasks.tolist() == [[2, 2], [2, 2]]
 
 
-def test_average_only_where_all_tasks_are_better_when_higher():
-    entries = [entry("x", None, "a", [0.5], True), entry("x", None, "b", [1.0], True)]
-    assert Comparison(Path(), "x", entries).leaders()[0][2] == 0.75
-    assert Comparison(Path(), "x", [*entries, entry("x", None, "c", [3.0])]).leaders()[0][2] is None
-    assert Comparison(Path(), "x", entries[:1]).leaders()[0][2] is None
+def test_averages_are_over_tasks_with_the_same_metric():
+    entries = [entry("x", None, "a", [0.5], True), entry("x", None, "b", [1.0, 0.0, 1.0, 1.0], True)]
+    others = [entry("x", None, "c", [3.0], metric="nats"), entry("x", None, "d", [0.25], True, metric="F1")]
+    comparison = Comparison(Path(), "x", [*entries, *others])
+    assert comparison.averaged == ["accuracy"]
+    assert comparison.leaders()[0][2] == [0.625]
+    assert "| policy | a | b | c | d | average accuracy |" in markdown(comparison)
+    assert Comparison(Path(), "x", [entries[0], *others]).averaged == []
+    failed = replace(entries[1].row, mean=None, problem="out of memory")
+    assert Comparison(Path(), "x", [entries[0], Entry(failed, [], [])]).leaders()[0][2] == [None]
+
+
+def test_curves_over_positions():
+    one = entry("x", 0.5, "a", [2.0])
+    tags = {"nats@0": 3.0, "nats@1024": 1.5}
+    outcomes = [Outcome("0", 2.0, 9, 0.5, 9, 0.1, tags), Outcome("1", 2.0, 9, 0.5, 9, 0.1, {"nats@0": 5.0})]
+    (line,) = plots.positions("a", [Entry(one.row, outcomes, [])]).axes[0].lines
+    assert line.get_xdata().tolist() == [0, 1024]
+    assert line.get_ydata().tolist() == [4.0, 1.5]
+
+
+def test_long_names_lose_their_middle():
+    assert plots.short("h2o+caote 0.25") == "h2o+caote 0.25"
+    name = plots.short("gates:runs/smollm2_corpus/2026-11-20T10-00-00/export 0.25")
+    assert name.startswith("gates:run") and name.endswith("/export 0.25") and len(name) == 36
 
 
 def test_views_are_what_a_cache_keeps(compared, tiny_folder):
@@ -184,10 +204,6 @@ def test_embedded_json_is_inert_and_whole(value):
 
 
 def test_names_are_escaped_in_the_page(compared):
-    from dataclasses import replace
-
-    from ag.evaluate.page import render
-
     one = compared.entries[1]
     bad = '<script>alert("x")</script>'
     entries = [*compared.entries[:1], Entry(replace(one.row, label=bad), one.outcomes, one.views, one.paired)]
