@@ -22,6 +22,11 @@ def key(default: Any, doc: str, low: float | None = None, high: float | None = N
     return field(default=default, metadata=metadata)
 
 
+def mapping(doc: str) -> Any:
+    """Declare a key whose entries are set one by one, as ``key.ENTRY=value``."""
+    return field(default_factory=dict, metadata={"doc": doc})
+
+
 @dataclass
 class ModelConfig:
     """The frozen base model."""

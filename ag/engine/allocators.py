@@ -84,19 +84,24 @@ def published_tau(model: str, tokens: int | float | None) -> tuple[float, float]
 
 
 def layer_preference(seen: Observation, allocator: Allocator) -> Tensor:
-    """Return CAKE's preference of a layer ``H^(1/tau1) V^(1/tau2)``, ``[B]`` float64 (section 4.1 of the paper).
+    """Return CAKE's preference of a layer ``H^(1/tau1) V^(1/tau2)``, ``[B]`` float64 (section 4.1 of the paper)."""
+    entropy, variance = entropy_and_variance(seen, allocator.observers)
+    spread = entropy.double().clamp_min(1e-12) ** (1 / allocator.tau1)
+    return spread * variance.double().clamp_min(1e-12) ** (1 / allocator.tau2)
+
+
+def entropy_and_variance(seen: Observation, observers: int) -> tuple[Tensor, Tensor]:
+    """Return H and V of a layer, ``[B]`` each.
 
     H is the entropy of the attention that the last queries pay the tokens before them, summed over heads and queries, V
     its variance over those queries, summed over heads and tokens. Attention to the observing tokens themselves does not
     count, and the rest is not normalised anew.
     """
-    rows = seen.rows(allocator.observers)
-    before = (seen.key_valid & (seen.age >= allocator.observers)).repeat_interleave(seen.group, 1)
+    rows = seen.rows(observers)
+    before = (seen.key_valid & (seen.age >= observers)).repeat_interleave(seen.group, 1)
     a = rows.a * (rows.counted[:, None, :, None] & before[:, :, None])
     entropy = -(a * (a + 1e-10).log()).sum((1, 2, 3))
-    variance = (rows.moments()[1] * before).sum((1, 2))
-    spread = entropy.double().clamp_min(1e-12) ** (1 / allocator.tau1)
-    return spread * variance.double().clamp_min(1e-12) ** (1 / allocator.tau2)
+    return entropy, (rows.moments()[1] * before).sum((1, 2))
 
 
 def largest_remainder(shares: Tensor, total: Tensor, caps: Tensor) -> Tensor:
