@@ -15,6 +15,7 @@ from ag.engine.decide import Decision, closing_order
 from ag.engine.observe import Observation
 from ag.engine.storage import RaggedStore, Rows
 from ag.errors import UserError
+from ag.kernels.ragged_decode import ragged_decode
 
 if TYPE_CHECKING:
     from ag.engine.cache import EvictionCache
@@ -212,10 +213,11 @@ class EvictionLayer(CacheLayerMixin):
     def retain(self, keep: Tensor) -> None:
         """Free what is not in ``keep`` ``[B, Hkv, N]``, here and in what the scorer recorded."""
         assert self.store is not None
-        if torch.equal(keep.sum(-1).flatten().cpu(), self.store.lengths):
+        if not self.store.retain(keep.flatten(0, 1)):
             return
-        self.store.retain(keep.flatten(0, 1))
         self.evicted_at = self.seen
+        if not self.memory:
+            return
         order = closing_order(keep)
         lengths = keep.sum(-1)[..., None]
         for name, x in self.memory.items():
@@ -233,17 +235,29 @@ class EvictionLayer(CacheLayerMixin):
         assert store is not None
         length = call.k.shape[2]
         store.append(call.k, call.v, cache.new_ranks, cache.valid[:, None, -length:] if cache.padded_step else None)
-        stored = store.padded()
-        out = self._attend(call, stored, cache.new_ranks)
-        if self._fleeting:
-            self._drop_expired(store, stored)
+        # what the first query sees stays, so that EvictionCache.crop can take this pass back
+        if self._fleeting and not store.drop_fleeting(cache.new_ranks[:, 0] - self._fleeting + 1):
+            self._fleeting = 0
+        if length == 1 and not call.q.requires_grad:  # the kernel has no backward pass
+            out = self._decode(call, store, cache.new_ranks)
+        else:
+            out = self._attend(call, store.padded(), cache.new_ranks)
         steps, decision = cache.policy.steps, cache.decision
         if steps is not None and decision is not None and call.layer in decision.layers:
             new, counts = cache.valid[:, -length:], cache.valid.sum(1)
             due = counts - self._decided >= steps
             self._decided = torch.where(due, counts, self._decided)
-            self._decide(call, stored, decision, cache.new_ranks, new, due)
+            self._decide(call, store.padded(), decision, cache.new_ranks, new, due)
         return out
+
+    def _decode(self, call: AttentionCall, store: RaggedStore, ranks: Tensor) -> Tensor:
+        """Attend from one query per sequence, of ranks ``[B, 1]``, to the stored tokens in place, ``[B, H, 1, D]``."""
+        starts, lengths = store.rows
+        if call.window is not None and self.seen > call.window:
+            past = store.count_below(ranks[:, 0] - call.window + 1)
+            starts, lengths = starts + past, lengths - past
+        out = ragged_decode(call.q[:, :, 0], store.keys, store.values, starts, lengths, call.scaling)
+        return out[:, :, None]
 
     def _attend(self, call: AttentionCall, stored: Rows, ranks: Tensor) -> Tensor:
         """Attend from queries of ranks ``[B, T]`` to everything stored, ``[B, H, T, D]``."""
@@ -274,18 +288,6 @@ class EvictionLayer(CacheLayerMixin):
             scale=call.scaling,
         )
         return out.view(batch, heads, length, -1)
-
-    def _drop_expired(self, store: RaggedStore, stored: Rows) -> None:
-        """Free the prompt tokens that were kept only because they were recent and no longer are.
-
-        Those that the first query of this pass saw stay, so that :meth:`EvictionCache.crop` can take the pass back.
-        """
-        first = self._cache.new_ranks[:, 0].repeat_interleave(store.kv_heads)
-        gone = first[:, None] - stored.ranks >= self._fleeting
-        if bool((stored.fleeting & gone).any()):
-            store.retain(~(stored.fleeting & gone))
-        if not bool((stored.fleeting & ~gone).any()):
-            self._fleeting = 0
 
     def select_sequences(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
