@@ -62,12 +62,14 @@ def no_triton(*tensors: Tensor, largest: int = 256) -> str | None:
         return f"the tensors are on {x.device.type}"
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{x.dtype} is not float32, bfloat16 or float16"
+    if interpreting() and x.dtype == torch.bfloat16:
+        return "Triton's interpreter has no bfloat16 products"
     widest = max(tensor.shape[-1] for tensor in tensors)
     return f"the head size {widest} is above {largest}" if widest > largest else None
 
 
 def interpreting() -> bool:
-    """Whether Triton's interpreter runs the kernels, on any device: the variable must be set before the first import."""
+    """Whether Triton's interpreter runs the kernels, on any device; the variable must be set before Triton's import."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

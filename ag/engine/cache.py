@@ -121,6 +121,7 @@ class EvictionCache(Cache, Plan):
             seconds=[layer.scoring_seconds for layer in self.evicting_layers],
         )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         """Take the padding of the coming tokens; see :class:`ag.attach.Plan`."""
         if decoder is not self._decoder:
@@ -148,12 +149,14 @@ class EvictionCache(Cache, Plan):
         if not seen and self.gates is not None:
             self.gating = Gating(self.gates, self.valid, self.valid.sum(1), hard=True)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Let the layer's gate look at the prompt."""
         if self.gating is not None:
             with torch.no_grad():
                 self.gating.enter_layer(layer, hidden)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend, evict and store."""
         layer = self.evicting_layers[call.layer]

@@ -55,6 +55,7 @@ class EvictionLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the storage is made when it is known what stays."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens and hand them on; they are stored after the attention has seen them."""
         if self.seen + key_states.shape[2] != self._cache.valid.shape[1]:  # the model's hooks did not run
