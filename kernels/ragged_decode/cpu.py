@@ -71,8 +71,8 @@ def library() -> ctypes._NamedFuncPointer | str:
     try:
         return load(compiler, home() / "kernels")
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        return f"{compiler} could not compile it: {said[0] if said else error!r}"
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [repr(error)]
+        return f"{compiler} could not compile it: {said[0]}"
 
 
 def load(compiler: str, folder: Path) -> ctypes._NamedFuncPointer:

@@ -56,8 +56,8 @@ def test_no_choice_of_kernel_changes_logits(tiny_mistral, monkeypatch, version):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def by_mask(layer, call, store, ranks):
-    return layer._attend(call, store.padded(), ranks)
+def by_mask(layer, call, store):
+    return layer._attend(call, store.padded(), layer._cache.ranks)
 
 
 def test_gradients_flow_through_a_decoded_token(tiny_llama):
@@ -71,6 +71,7 @@ def test_gradients_flow_through_a_decoded_token(tiny_llama):
     assert all(float(layer.self_attn.q_proj.weight.grad.abs().sum()) > 0 for layer in model.model.layers)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_equals_the_plain_one(tiny_llama):
     """The engine stays outside of what is compiled."""
     model = tiny_llama(num_hidden_layers=2)
