@@ -171,4 +171,7 @@ def _uniform(ballot: Ballot, capacity: Tensor) -> Tensor:
 
 def closing_order(keep: Tensor) -> Tensor:
     """Return the slots ``[B, Hkv, N']`` of the kept tokens in order, N' being the most over heads, then others."""
-    return (~keep).long().argsort(dim=-1, stable=True)[..., : int(keep.sum(-1).max())]
+    others = keep.sum(-1, keepdim=True) + (~keep).cumsum(-1)
+    place = torch.where(keep, keep.cumsum(-1), others) - 1
+    slots = torch.arange(keep.shape[-1], device=keep.device).expand_as(place)
+    return torch.empty_like(place).scatter_(-1, place, slots)[..., : int(keep.sum(-1).max())]

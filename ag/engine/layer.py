@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from ag.engine.decide import Decision, closing_order
 from ag.engine.observe import Observation
 from ag.engine.storage import RaggedStore, Rows
 from ag.errors import UserError
+from ag.kernels.ragged_decode import ragged_decode
 
 if TYPE_CHECKING:
     from ag.engine.cache import EvictionCache
@@ -64,6 +66,7 @@ class EvictionLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the storage is made when it is known what stays."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens and hand them on; they are stored after the attention has seen them."""
         cache = self._cache
@@ -294,10 +297,11 @@ class EvictionLayer(CacheLayerMixin):
     def retain(self, keep: Tensor) -> None:
         """Free what is not in ``keep`` ``[B, Hkv, N]``, here and in what the scorer recorded."""
         assert self.store is not None
-        if torch.equal(keep.sum(-1).flatten().cpu(), self.store.lengths):
+        if not self.store.retain(keep.flatten(0, 1)):
             return
-        self.store.retain(keep.flatten(0, 1))
         self.evicted_at = min(self.seen, self._cache.prompt_columns) if self._cache.reading else self.seen
+        if not self.memory:
+            return
         order = closing_order(keep)
         lengths = keep.sum(-1)[..., None]
         for name, x in self.memory.items():
@@ -315,16 +319,26 @@ class EvictionLayer(CacheLayerMixin):
         assert store is not None
         call = self._turned_back(call, cache.places) if self._by_slot else call
         store.append(call.k, call.v, cache.ranks, cache.real[:, None] if cache.padded else None)
+        # what the first query sees stays, so that EvictionCache.crop can take this pass back
+        if self._fleeting and not store.drop_fleeting(cache.ranks[:, 0] - self._fleeting + 1):
+            self._fleeting = 0
+        one = call.q.shape[2] == 1 and not self._by_slot and not call.q.requires_grad  # the kernel has no backward pass
+        decode = partial(self._decode, call, store) if one else None
         steps, decision = cache.policy.steps, cache.decision
         if steps is None or decision is None or call.layer not in decision.layers or cache.reading:
-            stored = self._stored()
-            out = self._attend(call, stored, cache.ranks)
-            if self._fleeting:
-                self._drop_expired(store, stored)
-            return out
+            return self._attend(call, self._stored(), cache.ranks) if decode is None else decode()
         due = cache.counts - self._decided >= steps
         self._decided = torch.where(due, cache.counts, self._decided)
-        return self._act(call, decision, Part(None, cache.ranks, cache.real), due)
+        return self._act(call, decision, Part(None, cache.ranks, cache.real), due, decode)
+
+    def _decode(self, call: AttentionCall, store: RaggedStore) -> Tensor:
+        """Attend from one query per sequence to the stored tokens where they are, ``[B, H, 1, D]``."""
+        starts, lengths = store.rows
+        if call.window is not None and self.seen > call.window:
+            past = store.count_below(self._cache.ranks[:, 0] - call.window + 1)
+            starts, lengths = starts + past, lengths - past
+        out = ragged_decode(call.q[:, :, 0], store.keys, store.values, starts, lengths, call.scaling)
+        return out[:, :, None]
 
     def _attend(self, call: AttentionCall, stored: Rows, ranks: Tensor, keep: Tensor | None = None) -> Tensor:
         """Attend from queries of ranks ``[B, T]`` to everything stored, ``[B, H, T, D]``.
@@ -361,18 +375,6 @@ class EvictionLayer(CacheLayerMixin):
             scale=call.scaling,
         )
         return out.view(batch, heads, length, -1)
-
-    def _drop_expired(self, store: RaggedStore, stored: Rows) -> None:
-        """Free the prompt tokens that were kept only because they were recent and no longer are.
-
-        Those that the first query of this pass saw stay, so that :meth:`EvictionCache.crop` can take the pass back.
-        """
-        first = self._cache.ranks[:, 0].repeat_interleave(store.kv_heads)
-        gone = first[:, None] - stored.ranks >= self._fleeting
-        if bool((stored.fleeting & gone).any()):
-            store.retain(~(stored.fleeting & gone))
-        if not bool((stored.fleeting & ~gone).any()):
-            self._fleeting = 0
 
     def select_sequences(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
