@@ -1,0 +1,412 @@
+"""Gated attention fused in Triton, flash style: it stores the output and one number a query.
+
+A query-major kernel makes the output, another dQ; a key-major one makes dK, dV and the gradient of the flags, so that no
+sum needs an atomic addition and every run gives the same bits. All logits and sums are in base 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from ag.kernels.gated_attention.masks import sink_mask
+from ag.kernels.tuned import Tuned, doublings, key_block, padded
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _load_rows(base, stride, start, length, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Load rows ``start ... start + N`` of a ``[T, D]`` tensor, zeros outside; offsets of blocks are 64 bits wide."""
+    rows, dims = tl.arange(0, N), tl.arange(0, DP)
+    pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
+    mask = (rows < length - start)[:, None]
+    if D < DP:
+        mask = mask & (dims < D)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_rows(base, stride, start, length, x, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Store what :func:`_load_rows` loads."""
+    rows, dims = tl.arange(0, N), tl.arange(0, DP)
+    pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
+    mask = (rows < length - start)[:, None]
+    if D < DP:
+        mask = mask & (dims < D)[None, :]
+    tl.store(pointers, x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _at(base, strides, first, second):
+    """Return the address of ``[first, second]`` of a ``[B, H, T, D]`` tensor."""
+    return base + tl.cast(first, tl.int64) * strides[0] + tl.cast(second, tl.int64) * strides[1]
+
+
+@triton.jit
+def _ranges(start, before, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Return the key blocks of a block of queries: which are far, and which hold keys that it may not or must see.
+
+    Far blocks ``[far, near)`` lie below every protected key; when ``listed`` they are indices into the list of blocks
+    with a kept key, else block numbers. ``[near, stop)`` are block numbers.
+    """
+    near = tl.maximum(start - recent + 1, 0) // KEYS
+    far = near * 0
+    if window is not None:
+        far = tl.maximum(start - window + 1, 0) // KEYS
+    near = tl.maximum(near, far)
+    stop = tl.cdiv(tl.minimum(start + ROWS, T), KEYS)
+    listed = before is not None
+    if before is not None:
+        listed = start >= dense
+        far = tl.where(listed, tl.load(before + far), far)
+        far_stop = tl.where(listed, tl.load(before + near), near)
+    else:
+        far_stop = near
+    return far, far_stop, near, stop, listed
+
+
+@triton.jit
+def _weights(start, n, gate, padding, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr,
+             NEAR: tl.constexpr):  # fmt: skip
+    """Return what the flags and masks add to the logits of a tile: ``[ROWS or 1, KEYS]``."""
+    rows = start + tl.arange(0, ROWS)[:, None]
+    columns = n * KEYS + tl.arange(0, KEYS)[None, :]
+    protected = tl.zeros([1, KEYS], tl.float32)
+    if padding is not None:
+        protected = tl.load(padding + columns, mask=columns < T, other=float("-inf"))
+    bias = protected
+    if gate is not None:
+        bias = tl.load(gate + columns, mask=columns < T, other=float("-inf"))
+        bias = tl.where(rows < dense, protected, bias)
+        if NEAR:
+            bias = tl.where(rows - columns < recent, protected, bias)
+    if NEAR:
+        bias = tl.where(rows >= columns, bias, float("-inf"))
+    if window is not None:
+        bias = tl.where(rows - columns < window, bias, float("-inf"))
+    return bias
+
+
+@triton.jit
+def _attend(q, k, v, k_stride, v_stride, total, largest, mixed, scale, start, n, gate, padding, dense, recent, window, T,
+            ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
+            EP: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
+    """Take one block of keys into the running softmax."""
+    keys = _load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
+    s = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    s += _weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR)
+    larger = tl.maximum(largest, tl.max(s, 1))
+    finite = tl.where(larger == float("-inf"), 0.0, larger)
+    p = tl.exp2(s - finite[:, None])
+    shrink = tl.exp2(largest - finite)
+    values = _load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP)
+    mixed = tl.dot(p.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
+    return total * shrink + tl.sum(p, 1), larger, mixed
+
+
+@triton.jit(do_not_specialize=["T", "size", "recent"])
+def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, gate, padding, dense_until, listing, before,
+             scale, recent, window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+             KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """One block of queries of one head; the blocks with most keys go first."""
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    group = h // G
+    k, v = _at(k, k_strides, b, group), _at(v, v_strides, b, group)
+    if padding is not None:
+        padding += tl.cast(b, tl.int64) * T
+    dense = 0
+    if dense_until is not None:
+        dense = tl.load(dense_until + b)
+    if gate is not None:
+        row, blocks = tl.cast(tl.program_id(1) // G, tl.int64), tl.cdiv(T, KEYS)
+        gate += row * T
+        listing += row * blocks
+        before += row * (blocks + 1)
+    queries = _load_rows(_at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
+    total, largest = tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
+    mixed = tl.zeros([ROWS, EP], tl.float32)
+    far, far_stop, near, stop, listed = _ranges(start, before, dense, recent, window, T, ROWS, KEYS)
+    for i in range(far, far_stop):
+        n = i
+        if gate is not None:
+            n = tl.where(listed, tl.load(listing + i), i)
+        total, largest, mixed = _attend(queries, k, v, k_strides[2], v_strides[2], total, largest, mixed, scale, start, n,
+                                        gate, padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
+                                        False)  # fmt: skip
+    for n in range(near, stop):
+        total, largest, mixed = _attend(queries, k, v, k_strides[2], v_strides[2], total, largest, mixed, scale, start, n,
+                                        gate, padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
+                                        True)  # fmt: skip
+    blind = total == 0.0
+    mixed = mixed / tl.where(blind, 1.0, total)[:, None]
+    _store_rows(_at(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
+    rows = start + tl.arange(0, ROWS)
+    # A query that sees nothing weighs no key: with an infinite sum every exponential of the backward is 0.
+    sums = tl.where(blind, float("inf"), largest + tl.log2(tl.where(blind, 1.0, total)))
+    tl.store(lse + tl.cast(tl.program_id(1), tl.int64) * T + rows, sums, mask=rows < T)
+
+
+@triton.jit
+def _slope(q, d_out, k, v, k_stride, v_stride, lse, delta, dq, scale, start, n, gate, padding, dense, recent, window, T,
+           ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
+           EP: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
+    """Add what one block of keys gives to dQ."""
+    keys = _load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
+    s = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    s += _weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR)
+    p = tl.exp2(s - lse[:, None])
+    values = _load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP)
+    slope = tl.dot(d_out, tl.trans(values), input_precision="ieee") - delta[:, None]
+    return tl.dot((p * slope).to(keys.dtype), keys, dq, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["T", "size", "recent"])
+def _backward_queries(q, k, v, out, d_out, lse, delta, dq, q_strides, k_strides, v_strides, out_strides, d_out_strides,
+                      dq_strides, gate, padding, dense_until, listing, before, scale, recent, window, T, size, H, G,
+                      D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KEYS: tl.constexpr,
+                      ROWS: tl.constexpr):  # fmt: skip
+    """Write dQ of one block of queries of one head, and ``delta = dO . o`` for the kernel of the keys."""
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    group = h // G
+    k, v = _at(k, k_strides, b, group), _at(v, v_strides, b, group)
+    if padding is not None:
+        padding += tl.cast(b, tl.int64) * T
+    dense = 0
+    if dense_until is not None:
+        dense = tl.load(dense_until + b)
+    if gate is not None:
+        row, blocks = tl.cast(tl.program_id(1) // G, tl.int64), tl.cdiv(T, KEYS)
+        gate += row * T
+        listing += row * blocks
+        before += row * (blocks + 1)
+    outputs = _load_rows(_at(out, out_strides, b, h), out_strides[2], start, T, ROWS, E, EP)
+    d_outputs = _load_rows(_at(d_out, d_out_strides, b, h), d_out_strides[2], start, T, ROWS, E, EP)
+    rows = start + tl.arange(0, ROWS)
+    shift = tl.cast(tl.program_id(1), tl.int64) * T
+    deltas = tl.sum(outputs.to(tl.float32) * d_outputs.to(tl.float32), 1)
+    tl.store(delta + shift + rows, deltas, mask=rows < T)
+    sums = tl.load(lse + shift + rows, mask=rows < T, other=float("inf"))
+    queries = _load_rows(_at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
+    grad = tl.zeros([ROWS, DP], tl.float32)
+    far, far_stop, near, stop, listed = _ranges(start, before, dense, recent, window, T, ROWS, KEYS)
+    for i in range(far, far_stop):
+        n = i
+        if gate is not None:
+            n = tl.where(listed, tl.load(listing + i), i)
+        grad = _slope(queries, d_outputs, k, v, k_strides[2], v_strides[2], sums, deltas, grad, scale, start, n, gate,
+                      padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP, False)  # fmt: skip
+    for n in range(near, stop):
+        grad = _slope(queries, d_outputs, k, v, k_strides[2], v_strides[2], sums, deltas, grad, scale, start, n, gate,
+                      padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP, True)  # fmt: skip
+    grad *= scale * 0.6931471805599453
+    _store_rows(_at(dq, dq_strides, b, h), dq_strides[2], start, T, grad, ROWS, D, DP)
+
+
+@triton.jit
+def _pay(q, d_out, q_stride, d_out_stride, lse, delta, keys, values, dk, dv, dm, scale, start, n, weight, valid, dense,
+         recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
+         EP: tl.constexpr, FLAGS: tl.constexpr, ONLY: tl.constexpr):  # fmt: skip
+    """Add what one block of queries gives to dK, dV and, with ``FLAGS``, the flags; tiles are ``[KEYS, ROWS]``."""
+    rows, columns = start + tl.arange(0, ROWS)[None, :], n * KEYS + tl.arange(0, KEYS)[:, None]
+    queries = _load_rows(q, q_stride, start, T, ROWS, D, DP)
+    d_outputs = _load_rows(d_out, d_out_stride, start, T, ROWS, E, EP)
+    sums = tl.load(lse + rows, mask=rows < T, other=float("inf"))
+    visible = rows >= columns
+    if window is not None:
+        visible &= rows - columns < window
+    if valid is not None:
+        visible &= valid[:, None]
+    exponent = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - sums
+    if weight is not None:
+        free = (rows - columns >= recent) & (rows >= dense)
+        # e^(s - lse) of an evicted key is held at 1: for an evicted attention sink it would be astronomical
+        exponent = tl.where(free & (weight == 0.0)[:, None], tl.minimum(exponent, 0.0), exponent)
+    p = tl.where(visible, tl.exp2(exponent), 0.0)
+    slope = tl.dot(values, tl.trans(d_outputs), input_precision="ieee")
+    slope -= tl.load(delta + rows, mask=rows < T, other=0.0)
+    if FLAGS:
+        dm += tl.sum(tl.where(free, p * slope, 0.0), 1)
+    if not ONLY:
+        if weight is not None:
+            p = tl.where(free, p * weight[:, None], p)
+        dv = tl.dot(p.to(d_outputs.dtype), d_outputs, dv, input_precision="ieee")
+        dk = tl.dot((p * slope).to(queries.dtype), queries, dk, input_precision="ieee")
+    return dk, dv, dm
+
+
+@triton.jit(do_not_specialize=["T", "size", "recent"])
+def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_strides, v_strides, d_out_strides, dk_strides,
+                   dv_strides, gate, padding, dense_until, before, scale, recent, window, T, size, H, G,
+                   D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KEYS: tl.constexpr,
+                   ROWS: tl.constexpr):  # fmt: skip
+    """Write dK, dV and the flags' gradient of one block of keys, summed over the query heads of its group."""
+    n = tl.program_id(0)
+    start, heads = n * KEYS, H // G
+    b, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    columns = start + tl.arange(0, KEYS)
+    dense = 0
+    if dense_until is not None:
+        dense = tl.load(dense_until + b)
+    valid = None
+    if padding is not None:
+        valid = tl.load(padding + tl.cast(b, tl.int64) * T + columns, mask=columns < T, other=float("-inf")) == 0.0
+    # [first, stop) are the queries that can see the block; those from `attended` on meet evicted keys alone.
+    first, stop = start // ROWS * ROWS, T + 0
+    if window is not None:
+        stop = tl.minimum(T, start + KEYS - 1 + window)
+    attended, weight = stop, None
+    row = tl.cast(tl.program_id(1), tl.int64)
+    if gate is not None:
+        weight = tl.exp2(tl.load(gate + row * T + columns, mask=columns < T, other=float("-inf")))
+        before += row * (tl.cdiv(T, KEYS) + 1) + n
+        protected = tl.minimum(stop, tl.maximum(start + KEYS - 1 + recent, dense))
+        attended = tl.where(tl.load(before + 1) > tl.load(before), stop, protected)
+    attended = first + tl.cdiv(attended - first, ROWS) * ROWS
+    keys = _load_rows(_at(k, k_strides, b, head), k_strides[2], start, T, KEYS, D, DP)
+    values = _load_rows(_at(v, v_strides, b, head), v_strides[2], start, T, KEYS, E, EP)
+    key_grad, value_grad = tl.zeros([KEYS, DP], tl.float32), tl.zeros([KEYS, EP], tl.float32)
+    flag_grad = tl.zeros([KEYS], tl.float32)
+    for g in range(G):
+        h = head * G + g
+        queries, d_outputs = _at(q, q_strides, b, h), _at(d_out, d_out_strides, b, h)
+        shift = (row * G + g) * T
+        for m in range(first, attended, ROWS):
+            key_grad, value_grad, flag_grad = _pay(
+                queries, d_outputs, q_strides[2], d_out_strides[2], lse + shift, delta + shift, keys, values, key_grad,
+                value_grad, flag_grad, scale, m, n, weight, valid, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
+                d_keep is not None, False)  # fmt: skip
+        if d_keep is not None:
+            for m in range(attended, stop, ROWS):
+                key_grad, value_grad, flag_grad = _pay(
+                    queries, d_outputs, q_strides[2], d_out_strides[2], lse + shift, delta + shift, keys, values, key_grad,
+                    value_grad, flag_grad, scale, m, n, weight, valid, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
+                    True, True)  # fmt: skip
+    key_grad *= scale * 0.6931471805599453
+    _store_rows(_at(dk, dk_strides, b, head), dk_strides[2], start, T, key_grad, KEYS, D, DP)
+    _store_rows(_at(dv, dv_strides, b, head), dv_strides[2], start, T, value_grad, KEYS, E, EP)
+    if d_keep is not None:
+        tl.store(d_keep + row * T + columns, flag_grad, mask=columns < T)
+
+
+# The first shapes are those of the deterministic mode: they fit the 99 KB of shared memory of sm_89 up to a head size of
+# 128. The tuner drops what does not fit.
+KEY = ["D", "E", "KEYS", "size"]
+FORWARD = Tuned(_forward, [(64, 4, 2), (128, 8, 2), (128, 4, 3), (128, 8, 3)], [(32, 4, 1), (64, 8, 1)], KEY)
+QUERIES = Tuned(_backward_queries, [(64, 4, 2), (128, 8, 2), (64, 4, 3)], [(32, 4, 1), (64, 8, 1)], KEY)
+KEYS = Tuned(_backward_keys, [(32, 4, 2), (64, 4, 2), (64, 8, 2), (64, 8, 3)], [(32, 4, 1), (32, 8, 1)], KEY)
+
+
+def _tables(
+    keep: Tensor | None, key_valid: Tensor | None, sinks: int, block: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Return what the kernels read about the keys; all of it is ``O(B Hkv T)``.
+
+    Returns:
+        ``gate``: log2 of the flags, 0 on sinks, ``[B, Hkv, T]``; ``padding``: 0 or -inf on padding, ``[B, T]``;
+        ``listing``: the blocks that hold a kept key, in order, then the others, ``[B, Hkv, blocks]``;
+        ``before``: how many blocks with a kept key come before each, ``[B, Hkv, blocks + 1]``.
+    """
+    padding = None
+    if key_valid is not None:
+        padding = torch.zeros_like(key_valid, dtype=torch.float32).masked_fill_(~key_valid, float("-inf"))
+    if keep is None:
+        return None, padding, None, None
+    batch, _, length = keep.shape
+    gate = keep.float().log2().masked_fill_(sink_mask(key_valid, sinks, batch, length, keep.device)[:, None], 0.0)
+    if key_valid is not None:
+        gate.masked_fill_(~key_valid[:, None], float("-inf"))
+    alive = nn.functional.pad(gate > float("-inf"), (0, -length % block)).unflatten(-1, (-1, block)).any(-1)
+    listing = alive.to(torch.uint8).argsort(stable=True, dim=-1, descending=True).int()
+    return gate.contiguous(), padding, listing, nn.functional.pad(alive.cumsum(-1), (1, 0)).int()
+
+
+def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+    return tuple(x.stride()[:3] for x in tensors)
+
+
+class _TritonGatedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor | None,
+        key_valid: Tensor | None,
+        scaling: float,
+        recent: int,
+        sinks: int,
+        window: int | None,
+        dense_until: Tensor | None,
+    ) -> Tensor:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        batch, heads, length, _ = q.shape
+        block = key_block(max(q, v, key=lambda x: x.shape[-1]))
+        tables = _tables(keep, key_valid, sinks, block)
+        dense = None if dense_until is None or keep is None else dense_until.int()
+        out = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty(*q.shape[:3], v.shape[-1])
+        lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
+        numbers = (scaling * LOG2E, recent if keep is not None else 1, window, length, doublings(length))
+        sizes = (heads, heads // k.shape[1], q.shape[-1], padded(q.shape[-1]), v.shape[-1], padded(v.shape[-1]), block)
+        gate, padding, listing, before = tables
+        FORWARD(
+            lambda meta: (triton.cdiv(length, meta["ROWS"]), batch * heads),
+            *(q, k, v, out, lse, *_strides(q, k, v, out), gate, padding, dense, listing, before, *numbers, *sizes),
+        )
+        ctx.save_for_backward(q, k, v, out, lse, *tables, dense, keep, key_valid)
+        ctx.constants = numbers, sizes, sinks
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, gate, padding, listing, before, dense, keep, key_valid = ctx.saved_tensors
+        numbers, sizes, sinks = ctx.constants
+        batch, heads, length, _ = q.shape
+        d_out = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+        delta, dq, dk, dv = torch.empty_like(lse), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        d_keep = None
+        if keep is not None and ctx.needs_input_grad[3]:
+            d_keep = torch.empty(keep.shape, dtype=torch.float32, device=keep.device)
+        strides = _strides(q, k, v, out, d_out, dq)
+        QUERIES(
+            lambda meta: (triton.cdiv(length, meta["ROWS"]), batch * heads),
+            *(q, k, v, out, d_out, lse, delta, dq, *strides, gate, padding, dense, listing, before, *numbers, *sizes),
+        )
+        KEYS(
+            lambda meta: (triton.cdiv(length, meta["KEYS"]), batch * k.shape[1]),
+            *(q, k, v, d_out, lse, delta, dk, dv, d_keep, *_strides(q, k, v, d_out, dk, dv)),
+            *(gate, padding, dense, before, *numbers, *sizes),
+        )
+        if d_keep is not None:
+            d_keep.masked_fill_(sink_mask(key_valid, sinks, batch, length, q.device)[:, None], 0.0)
+            d_keep = d_keep.to(keep.dtype)
+        return dq, dk, dv, d_keep, *(None for _ in range(6))
+
+
+def triton_gated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    key_valid: Tensor | None,
+    scaling: float,
+    recent: int = 1,
+    sinks: int = 0,
+    window: int | None = None,
+    dense_until: Tensor | None = None,
+) -> Tensor:
+    """Compute :func:`ag.kernels.gated_attention.gated_attention` with ``O(B H T)`` memory beside its arguments.
+
+    Blocks of keys that are all evicted are not read, except by the flags' gradient. Sums run in float32; products of
+    float32 arguments are exact float32 products, not TF32.
+    """
+    options = (key_valid, scaling, recent, sinks, window, dense_until)
+    out: Tensor = _TritonGatedAttention.apply(q, k, v, keep, *options)  # type: ignore[no-untyped-call]
+    return out
