@@ -13,7 +13,8 @@ from torch import Tensor
 from ag.errors import UserError
 
 VARIABLE = "AG_KERNELS"
-VERSIONS = ("triton", "chunked", "reference")
+VERSIONS = ("triton", "cpp", "chunked", "reference")
+INSTALLED = importlib.util.find_spec("triton") is not None
 log = logging.getLogger(__name__)
 
 
@@ -37,11 +38,13 @@ def pick(operation: str, versions: dict[str, str | None]) -> str:
         reason = versions[forced]
         if reason is not None:
             raise UserError(f"{VARIABLE}={forced}: {operation} cannot run so: {reason}. Unset {VARIABLE}.")
-        _tell(operation, forced, f"{VARIABLE} asks for it")
-        return forced
-    chosen = next(name for name, reason in versions.items() if reason is None)
-    better = list(versions)[: list(versions).index(chosen)]
-    _tell(operation, chosen, "; ".join(f"{name}: {versions[name]}" for name in better))
+        chosen, why = forced, f"{VARIABLE} asks for it"
+    else:
+        chosen = next(name for name, reason in versions.items() if reason is None)
+        better = list(versions)[: list(versions).index(chosen)]
+        why = "; ".join(f"{name}: {versions[name]}" for name in better)
+    if not torch.compiler.is_compiling():
+        _tell(operation, chosen, why)
     return chosen
 
 
@@ -53,24 +56,20 @@ def no_triton(*tensors: Tensor, largest: int = 256) -> str | None:
         largest: the largest D that the kernel takes.
     """
     x = tensors[0]
-    if not installed():
+    if not INSTALLED:
         return "Triton is not installed (pip install triton)"
     if x.device.type != "cuda" and not interpreting():
         return f"the tensors are on {x.device.type}"
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{x.dtype} is not float32, bfloat16 or float16"
+    if interpreting() and x.dtype == torch.bfloat16:
+        return "Triton's interpreter has no bfloat16 products"
     widest = max(tensor.shape[-1] for tensor in tensors)
     return f"the head size {widest} is above {largest}" if widest > largest else None
 
 
-@functools.cache
-def installed() -> bool:
-    """Whether Triton can be imported."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def interpreting() -> bool:
-    """Whether Triton's interpreter runs the kernels, on any device: the variable must be set before the first import."""
+    """Whether Triton's interpreter runs the kernels, on any device; the variable must be set before Triton's import."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -11,6 +11,8 @@ import triton
 from ag.kernels.dispatch import interpreting
 
 Shape = tuple[int, int, int]
+Grid = Callable[[dict[str, Any]], tuple[int, ...]]
+LOG2E = 1.4426950408889634
 
 
 class Tuned:
@@ -22,7 +24,7 @@ class Tuned:
 
     Args:
         kernel: a ``triton.jit`` function with a constexpr argument ``ROWS``, arguments that ``key`` names, and ``q``.
-        half: (rows, warps, stages) of each configuration for 16-bit arguments.
+        half: (rows, warps, stages) of each configuration for 16-bit arguments; above a head size of 128, half the rows.
         single: those for float32, which does without tensor cores and needs small tiles.
         key: arguments whose change calls for another tuning.
     """
@@ -30,23 +32,28 @@ class Tuned:
     def __init__(self, kernel: Any, half: list[Shape], single: list[Shape], key: list[str]) -> None:
         self.kernel = kernel
         self.half, self.single = _configs(half), _configs(single)
+        self.wide = _configs([(rows // 2, warps, stages) for rows, warps, stages in half])
         prune = {"early_config_prune": self._fitting}
-        tune = triton.autotune(self.half + self.single, key=key, prune_configs_by=prune, cache_results=True)
+        tune = triton.autotune(self.half + self.wide + self.single, key=key, prune_configs_by=prune, cache_results=True)
         self.tuned = tune(kernel)
 
     def _fitting(self, _: list[triton.Config], arguments: dict[str, Any], **__: Any) -> list[triton.Config]:
-        return self.single if arguments["q"].dtype == torch.float32 else self.half
+        q = arguments["q"]
+        if q.dtype == torch.float32:
+            return self.single
+        return self.half if q.shape[-1] <= 128 else self.wide
 
-    def __call__(self, grid: Callable[[dict[str, Any]], tuple[int, ...]], q: torch.Tensor, *args: Any, **kw: Any) -> None:
+    def __call__(self, grid: Grid, *arguments: Any) -> None:
         """Launch the kernel on the device of ``q``, its first argument."""
+        q = arguments[0]
         with torch.cuda.device_of(q):
             if interpreting():
-                self.kernel[grid](q, *args, **kw, ROWS=16)
+                self.kernel[grid](*arguments, ROWS=16)
             elif torch.are_deterministic_algorithms_enabled():
                 first = self._fitting([], {"q": q})[0]
-                self.kernel[grid](q, *args, **kw, **first.all_kwargs())
+                self.kernel[grid](*arguments, **first.all_kwargs())
             else:
-                self.tuned[grid](q, *args, **kw)
+                self.tuned[grid](*arguments)
 
 
 def _configs(shapes: list[Shape]) -> list[triton.Config]:
@@ -62,7 +69,7 @@ def key_block(q: torch.Tensor) -> int:
 
 def padded(dim: int) -> int:
     """Return the head size of a tile: a power of two that the tensor cores take."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 def doublings(length: int) -> int:

@@ -1,7 +1,7 @@
 """Gated attention fused in Triton, flash style: it stores the output and one number a query.
 
-A query-major kernel makes the output, another dQ; a key-major one makes dK, dV and the gradient of the flags, so that no
-sum needs an atomic addition and every run gives the same bits. All logits and sums are in base 2.
+A query-major kernel makes the output, another dQ; a key-major one makes dK, dV and the gradient of the flags, so that
+no sum needs an atomic addition and every run gives the same bits. All logits and sums are in base 2.
 """
 
 from __future__ import annotations
@@ -14,113 +14,39 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from ag.kernels.gated_attention.masks import sink_mask
-from ag.kernels.tuned import Tuned, doublings, key_block, padded
-
-LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def _load_rows(base, stride, start, length, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Load rows ``start ... start + N`` of a ``[T, D]`` tensor, zeros outside; offsets of blocks are 64 bits wide."""
-    rows, dims = tl.arange(0, N), tl.arange(0, DP)
-    pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
-    mask = (rows < length - start)[:, None]
-    if D < DP:
-        mask = mask & (dims < D)[None, :]
-    return tl.load(pointers, mask=mask, other=0.0)
+from ag.kernels.tiles import at, load_rows, ranges, store_rows, weights
+from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded
 
 
 @triton.jit
-def _store_rows(base, stride, start, length, x, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Store what :func:`_load_rows` loads."""
-    rows, dims = tl.arange(0, N), tl.arange(0, DP)
-    pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
-    mask = (rows < length - start)[:, None]
-    if D < DP:
-        mask = mask & (dims < D)[None, :]
-    tl.store(pointers, x.to(base.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _at(base, strides, first, second):
-    """Return the address of ``[first, second]`` of a ``[B, H, T, D]`` tensor."""
-    return base + tl.cast(first, tl.int64) * strides[0] + tl.cast(second, tl.int64) * strides[1]
-
-
-@triton.jit
-def _ranges(start, before, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Return the key blocks of a block of queries: which are far, and which hold keys that it may not or must see.
-
-    Far blocks ``[far, near)`` lie below every protected key; when ``listed`` they are indices into the list of blocks
-    with a kept key, else block numbers. ``[near, stop)`` are block numbers.
-    """
-    near = tl.maximum(start - recent + 1, 0) // KEYS
-    far = near * 0
-    if window is not None:
-        far = tl.maximum(start - window + 1, 0) // KEYS
-    near = tl.maximum(near, far)
-    stop = tl.cdiv(tl.minimum(start + ROWS, T), KEYS)
-    listed = before is not None
-    if before is not None:
-        listed = start >= dense
-        far = tl.where(listed, tl.load(before + far), far)
-        far_stop = tl.where(listed, tl.load(before + near), near)
-    else:
-        far_stop = near
-    return far, far_stop, near, stop, listed
-
-
-@triton.jit
-def _weights(start, n, gate, padding, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr,
-             NEAR: tl.constexpr):  # fmt: skip
-    """Return what the flags and masks add to the logits of a tile: ``[ROWS or 1, KEYS]``."""
-    rows = start + tl.arange(0, ROWS)[:, None]
-    columns = n * KEYS + tl.arange(0, KEYS)[None, :]
-    protected = tl.zeros([1, KEYS], tl.float32)
-    if padding is not None:
-        protected = tl.load(padding + columns, mask=columns < T, other=float("-inf"))
-    bias = protected
-    if gate is not None:
-        bias = tl.load(gate + columns, mask=columns < T, other=float("-inf"))
-        bias = tl.where(rows < dense, protected, bias)
-        if NEAR:
-            bias = tl.where(rows - columns < recent, protected, bias)
-    if NEAR:
-        bias = tl.where(rows >= columns, bias, float("-inf"))
-    if window is not None:
-        bias = tl.where(rows - columns < window, bias, float("-inf"))
-    return bias
-
-
-@triton.jit
-def _attend(q, k, v, k_stride, v_stride, total, largest, mixed, scale, start, n, gate, padding, dense, recent, window, T,
-            ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
-            EP: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
+def attend(q, k, v, k_stride, v_stride, total, largest, mixed, scale, start, n, gate, padding, dense, recent, window,
+           T, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
+           EP: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
     """Take one block of keys into the running softmax."""
-    keys = _load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
+    keys = load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
     s = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-    s += _weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR)
+    s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR)
     larger = tl.maximum(largest, tl.max(s, 1))
     finite = tl.where(larger == float("-inf"), 0.0, larger)
     p = tl.exp2(s - finite[:, None])
     shrink = tl.exp2(largest - finite)
-    values = _load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP)
+    values = load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP)
     mixed = tl.dot(p.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
     return total * shrink + tl.sum(p, 1), larger, mixed
 
 
 @triton.jit(do_not_specialize=["T", "size", "recent"])
-def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, gate, padding, dense_until, listing, before,
-             scale, recent, window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-             KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, gate, padding, dense_until, listing,
+             before, scale, recent, window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
+             EP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """One block of queries of one head; the blocks with most keys go first."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
     group = h // G
-    k, v = _at(k, k_strides, b, group), _at(v, v_strides, b, group)
+    k, v = at(k, k_strides, b, group), at(v, v_strides, b, group)
     if padding is not None:
         padding += tl.cast(b, tl.int64) * T
-    dense = 0
+    dense = None
     if dense_until is not None:
         dense = tl.load(dense_until + b)
     if gate is not None:
@@ -128,24 +54,24 @@ def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, ga
         gate += row * T
         listing += row * blocks
         before += row * (blocks + 1)
-    queries = _load_rows(_at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
+    queries = load_rows(at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
     total, largest = tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
     mixed = tl.zeros([ROWS, EP], tl.float32)
-    far, far_stop, near, stop, listed = _ranges(start, before, dense, recent, window, T, ROWS, KEYS)
+    far, far_stop, near, stop, listed = ranges(start, before, dense, recent, window, T, ROWS, KEYS)
     for i in range(far, far_stop):
         n = i
         if gate is not None:
             n = tl.where(listed, tl.load(listing + i), i)
-        total, largest, mixed = _attend(queries, k, v, k_strides[2], v_strides[2], total, largest, mixed, scale, start, n,
-                                        gate, padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
-                                        False)  # fmt: skip
+        total, largest, mixed = attend(queries, k, v, k_strides[2], v_strides[2], total, largest, mixed, scale, start,
+                                       n, gate, padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
+                                       False)  # fmt: skip
     for n in range(near, stop):
-        total, largest, mixed = _attend(queries, k, v, k_strides[2], v_strides[2], total, largest, mixed, scale, start, n,
-                                        gate, padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
-                                        True)  # fmt: skip
+        total, largest, mixed = attend(queries, k, v, k_strides[2], v_strides[2], total, largest, mixed, scale, start,
+                                       n, gate, padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
+                                       True)  # fmt: skip
     blind = total == 0.0
     mixed = mixed / tl.where(blind, 1.0, total)[:, None]
-    _store_rows(_at(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
+    store_rows(at(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
     rows = start + tl.arange(0, ROWS)
     # A query that sees nothing weighs no key: with an infinite sum every exponential of the backward is 0.
     sums = tl.where(blind, float("inf"), largest + tl.log2(tl.where(blind, 1.0, total)))
@@ -157,11 +83,11 @@ def _slope(q, d_out, k, v, k_stride, v_stride, lse, delta, dq, scale, start, n, 
            ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
            EP: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
     """Add what one block of keys gives to dQ."""
-    keys = _load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
+    keys = load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
     s = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-    s += _weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR)
+    s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR)
     p = tl.exp2(s - lse[:, None])
-    values = _load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP)
+    values = load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP)
     slope = tl.dot(d_out, tl.trans(values), input_precision="ieee") - delta[:, None]
     return tl.dot((p * slope).to(keys.dtype), keys, dq, input_precision="ieee")
 
@@ -175,10 +101,10 @@ def _backward_queries(q, k, v, out, d_out, lse, delta, dq, q_strides, k_strides,
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
     group = h // G
-    k, v = _at(k, k_strides, b, group), _at(v, v_strides, b, group)
+    k, v = at(k, k_strides, b, group), at(v, v_strides, b, group)
     if padding is not None:
         padding += tl.cast(b, tl.int64) * T
-    dense = 0
+    dense = None
     if dense_until is not None:
         dense = tl.load(dense_until + b)
     if gate is not None:
@@ -186,16 +112,16 @@ def _backward_queries(q, k, v, out, d_out, lse, delta, dq, q_strides, k_strides,
         gate += row * T
         listing += row * blocks
         before += row * (blocks + 1)
-    outputs = _load_rows(_at(out, out_strides, b, h), out_strides[2], start, T, ROWS, E, EP)
-    d_outputs = _load_rows(_at(d_out, d_out_strides, b, h), d_out_strides[2], start, T, ROWS, E, EP)
+    outputs = load_rows(at(out, out_strides, b, h), out_strides[2], start, T, ROWS, E, EP)
+    d_outputs = load_rows(at(d_out, d_out_strides, b, h), d_out_strides[2], start, T, ROWS, E, EP)
     rows = start + tl.arange(0, ROWS)
     shift = tl.cast(tl.program_id(1), tl.int64) * T
     deltas = tl.sum(outputs.to(tl.float32) * d_outputs.to(tl.float32), 1)
     tl.store(delta + shift + rows, deltas, mask=rows < T)
     sums = tl.load(lse + shift + rows, mask=rows < T, other=float("inf"))
-    queries = _load_rows(_at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
+    queries = load_rows(at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
     grad = tl.zeros([ROWS, DP], tl.float32)
-    far, far_stop, near, stop, listed = _ranges(start, before, dense, recent, window, T, ROWS, KEYS)
+    far, far_stop, near, stop, listed = ranges(start, before, dense, recent, window, T, ROWS, KEYS)
     for i in range(far, far_stop):
         n = i
         if gate is not None:
@@ -205,8 +131,8 @@ def _backward_queries(q, k, v, out, d_out, lse, delta, dq, q_strides, k_strides,
     for n in range(near, stop):
         grad = _slope(queries, d_outputs, k, v, k_strides[2], v_strides[2], sums, deltas, grad, scale, start, n, gate,
                       padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP, True)  # fmt: skip
-    grad *= scale * 0.6931471805599453
-    _store_rows(_at(dq, dq_strides, b, h), dq_strides[2], start, T, grad, ROWS, D, DP)
+    grad *= scale * 0.6931471805599453  # ln 2
+    store_rows(at(dq, dq_strides, b, h), dq_strides[2], start, T, grad, ROWS, D, DP)
 
 
 @triton.jit
@@ -215,8 +141,8 @@ def _pay(q, d_out, q_stride, d_out_stride, lse, delta, keys, values, dk, dv, dm,
          EP: tl.constexpr, FLAGS: tl.constexpr, ONLY: tl.constexpr):  # fmt: skip
     """Add what one block of queries gives to dK, dV and, with ``FLAGS``, the flags; tiles are ``[KEYS, ROWS]``."""
     rows, columns = start + tl.arange(0, ROWS)[None, :], n * KEYS + tl.arange(0, KEYS)[:, None]
-    queries = _load_rows(q, q_stride, start, T, ROWS, D, DP)
-    d_outputs = _load_rows(d_out, d_out_stride, start, T, ROWS, E, EP)
+    queries = load_rows(q, q_stride, start, T, ROWS, D, DP)
+    d_outputs = load_rows(d_out, d_out_stride, start, T, ROWS, E, EP)
     sums = tl.load(lse + rows, mask=rows < T, other=float("inf"))
     visible = rows >= columns
     if window is not None:
@@ -225,7 +151,9 @@ def _pay(q, d_out, q_stride, d_out_stride, lse, delta, keys, values, dk, dv, dm,
         visible &= valid[:, None]
     exponent = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - sums
     if weight is not None:
-        free = (rows - columns >= recent) & (rows >= dense)
+        free = rows - columns >= recent
+        if dense is not None:
+            free &= rows >= dense
         # e^(s - lse) of an evicted key is held at 1: for an evicted attention sink it would be astronomical
         exponent = tl.where(free & (weight == 0.0)[:, None], tl.minimum(exponent, 0.0), exponent)
     p = tl.where(visible, tl.exp2(exponent), 0.0)
@@ -242,8 +170,8 @@ def _pay(q, d_out, q_stride, d_out_stride, lse, delta, keys, values, dk, dv, dm,
 
 
 @triton.jit(do_not_specialize=["T", "size", "recent"])
-def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_strides, v_strides, d_out_strides, dk_strides,
-                   dv_strides, gate, padding, dense_until, before, scale, recent, window, T, size, H, G,
+def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_strides, v_strides, d_out_strides,
+                   dk_strides, dv_strides, gate, padding, dense_until, before, scale, recent, window, T, size, H, G,
                    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KEYS: tl.constexpr,
                    ROWS: tl.constexpr):  # fmt: skip
     """Write dK, dV and the flags' gradient of one block of keys, summed over the query heads of its group."""
@@ -251,7 +179,7 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
     start, heads = n * KEYS, H // G
     b, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     columns = start + tl.arange(0, KEYS)
-    dense = 0
+    dense = None
     if dense_until is not None:
         dense = tl.load(dense_until + b)
     valid = None
@@ -266,41 +194,37 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
     if gate is not None:
         weight = tl.exp2(tl.load(gate + row * T + columns, mask=columns < T, other=float("-inf")))
         before += row * (tl.cdiv(T, KEYS) + 1) + n
-        protected = tl.minimum(stop, tl.maximum(start + KEYS - 1 + recent, dense))
-        attended = tl.where(tl.load(before + 1) > tl.load(before), stop, protected)
+        protected = start + KEYS - 1 + recent
+        if dense is not None:
+            protected = tl.maximum(protected, dense)
+        attended = tl.where(tl.load(before + 1) > tl.load(before), stop, tl.minimum(stop, protected))
     attended = first + tl.cdiv(attended - first, ROWS) * ROWS
-    keys = _load_rows(_at(k, k_strides, b, head), k_strides[2], start, T, KEYS, D, DP)
-    values = _load_rows(_at(v, v_strides, b, head), v_strides[2], start, T, KEYS, E, EP)
+    keys = load_rows(at(k, k_strides, b, head), k_strides[2], start, T, KEYS, D, DP)
+    values = load_rows(at(v, v_strides, b, head), v_strides[2], start, T, KEYS, E, EP)
     key_grad, value_grad = tl.zeros([KEYS, DP], tl.float32), tl.zeros([KEYS, EP], tl.float32)
     flag_grad = tl.zeros([KEYS], tl.float32)
     for g in range(G):
         h = head * G + g
-        queries, d_outputs = _at(q, q_strides, b, h), _at(d_out, d_out_strides, b, h)
+        queries, d_outputs = at(q, q_strides, b, h), at(d_out, d_out_strides, b, h)
         shift = (row * G + g) * T
         for m in range(first, attended, ROWS):
             key_grad, value_grad, flag_grad = _pay(
-                queries, d_outputs, q_strides[2], d_out_strides[2], lse + shift, delta + shift, keys, values, key_grad,
-                value_grad, flag_grad, scale, m, n, weight, valid, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
-                d_keep is not None, False)  # fmt: skip
-        if d_keep is not None:
-            for m in range(attended, stop, ROWS):
-                key_grad, value_grad, flag_grad = _pay(
-                    queries, d_outputs, q_strides[2], d_out_strides[2], lse + shift, delta + shift, keys, values, key_grad,
-                    value_grad, flag_grad, scale, m, n, weight, valid, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
-                    True, True)  # fmt: skip
-    key_grad *= scale * 0.6931471805599453
-    _store_rows(_at(dk, dk_strides, b, head), dk_strides[2], start, T, key_grad, KEYS, D, DP)
-    _store_rows(_at(dv, dv_strides, b, head), dv_strides[2], start, T, value_grad, KEYS, E, EP)
+                    queries, d_outputs, q_strides[2], d_out_strides[2], lse + shift, delta + shift, keys, values,
+                    key_grad, value_grad, flag_grad, scale, m, n, weight, valid, dense, recent, window, T, ROWS, KEYS,
+                    D, DP, E, EP, True, True)  # fmt: skip
+    key_grad *= scale * 0.6931471805599453  # ln 2
+    store_rows(at(dk, dk_strides, b, head), dk_strides[2], start, T, key_grad, KEYS, D, DP)
+    store_rows(at(dv, dv_strides, b, head), dv_strides[2], start, T, value_grad, KEYS, E, EP)
     if d_keep is not None:
         tl.store(d_keep + row * T + columns, flag_grad, mask=columns < T)
 
 
-# The first shapes are those of the deterministic mode: they fit the 99 KB of shared memory of sm_89 up to a head size of
-# 128. The tuner drops what does not fit.
+# The first shapes are those of the deterministic mode: they fit the 99 KB of shared memory of sm_89. The tuner drops
+# what does not fit.
 KEY = ["D", "E", "KEYS", "size"]
-FORWARD = Tuned(_forward, [(64, 4, 2), (128, 8, 2), (128, 4, 3), (128, 8, 3)], [(32, 4, 1), (64, 8, 1)], KEY)
-QUERIES = Tuned(_backward_queries, [(64, 4, 2), (128, 8, 2), (64, 4, 3)], [(32, 4, 1), (64, 8, 1)], KEY)
-KEYS = Tuned(_backward_keys, [(32, 4, 2), (64, 4, 2), (64, 8, 2), (64, 8, 3)], [(32, 4, 1), (32, 8, 1)], KEY)
+FORWARD = Tuned(_forward, [(64, 4, 2), (128, 8, 2), (128, 4, 3), (128, 8, 3)], [(32, 8, 1), (16, 4, 1)], KEY)
+QUERIES = Tuned(_backward_queries, [(64, 4, 2), (128, 8, 2), (64, 8, 2)], [(16, 8, 1), (32, 8, 1)], KEY)
+KEYS = Tuned(_backward_keys, [(32, 8, 2), (32, 4, 2), (64, 8, 2), (64, 8, 3)], [(16, 8, 1), (32, 8, 1)], KEY)
 
 
 def _tables(
@@ -358,7 +282,8 @@ class _TritonGatedAttention(torch.autograd.Function):
         gate, padding, listing, before = tables
         FORWARD(
             lambda meta: (triton.cdiv(length, meta["ROWS"]), batch * heads),
-            *(q, k, v, out, lse, *_strides(q, k, v, out), gate, padding, dense, listing, before, *numbers, *sizes),
+            *(q, k, v, out, lse, *_strides(q, k, v, out)),
+            *(gate, padding, dense, listing, before, *numbers, *sizes),
         )
         ctx.save_for_backward(q, k, v, out, lse, *tables, dense, keep, key_valid)
         ctx.constants = numbers, sizes, sinks
@@ -374,10 +299,10 @@ class _TritonGatedAttention(torch.autograd.Function):
         d_keep = None
         if keep is not None and ctx.needs_input_grad[3]:
             d_keep = torch.empty(keep.shape, dtype=torch.float32, device=keep.device)
-        strides = _strides(q, k, v, out, d_out, dq)
         QUERIES(
             lambda meta: (triton.cdiv(length, meta["ROWS"]), batch * heads),
-            *(q, k, v, out, d_out, lse, delta, dq, *strides, gate, padding, dense, listing, before, *numbers, *sizes),
+            *(q, k, v, out, d_out, lse, delta, dq, *_strides(q, k, v, out, d_out, dq)),
+            *(gate, padding, dense, listing, before, *numbers, *sizes),
         )
         KEYS(
             lambda meta: (triton.cdiv(length, meta["KEYS"]), batch * k.shape[1]),
@@ -390,6 +315,7 @@ class _TritonGatedAttention(torch.autograd.Function):
         return dq, dk, dv, d_keep, *(None for _ in range(6))
 
 
+@torch.compiler.disable
 def triton_gated_attention(
     q: Tensor,
     k: Tensor,
@@ -408,5 +334,5 @@ def triton_gated_attention(
     float32 arguments are exact float32 products, not TF32.
     """
     options = (key_valid, scaling, recent, sinks, window, dense_until)
-    out: Tensor = _TritonGatedAttention.apply(q, k, v, keep, *options)  # type: ignore[no-untyped-call]
+    out: Tensor = _TritonGatedAttention.apply(q, k, v, keep, *options)
     return out
