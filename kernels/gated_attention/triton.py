@@ -209,6 +209,12 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
         shift = (row * G + g) * T
         for m in range(first, attended, ROWS):
             key_grad, value_grad, flag_grad = _pay(
+                queries, d_outputs, q_strides[2], d_out_strides[2], lse + shift, delta + shift, keys, values,
+                key_grad, value_grad, flag_grad, scale, m, n, weight, valid, dense, recent, window, T, ROWS, KEYS,
+                D, DP, E, EP, d_keep is not None, False)  # fmt: skip
+        if d_keep is not None:
+            for m in range(attended, stop, ROWS):
+                key_grad, value_grad, flag_grad = _pay(
                     queries, d_outputs, q_strides[2], d_out_strides[2], lse + shift, delta + shift, keys, values,
                     key_grad, value_grad, flag_grad, scale, m, n, weight, valid, dense, recent, window, T, ROWS, KEYS,
                     D, DP, E, EP, True, True)  # fmt: skip
