@@ -154,7 +154,7 @@ class Decision:
         for index, (layer, ballot) in enumerate(self.ballots.items()):
             capacity = (fixed + counts)[:, index]
             self._settle(layer, ballot, capacity, due)
-            masks[layer] = _uniform(ballot, capacity)
+            masks[layer] = _uniform(ballot, capacity) | (ballot.valid & ~due[:, None, None])
         self.ballots = {} if last else {layer: self.ballots[layer].after(keep) for layer, keep in masks.items()}
         return masks
 

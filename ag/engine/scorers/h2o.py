@@ -39,7 +39,7 @@ class H2O(RowScorer):
         if self.window is None or seen.decoding:
             decoded = seen.accumulated("sums", seen.total(statistic))
             return decoded if self.window is None else decoded + seen.memory["window"].sum(2)
-        rows = seen.rows(min(self.window, seen.new))
+        rows = seen.rows(self.window, only_new=True)
         return seen.latest("window", rows.counted[:, None, :, None] * statistic(rows), rows.counted, self.window).sum(2)
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class Scissorhands(RowScorer):
 
     def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
         """Return the sums over the window, rows as they were when seen."""
-        rows = seen.rows(min(self.window, seen.new))
+        rows = seen.rows(self.window, only_new=True)
         values = (_above_uniform if self.count and statistic is attention else statistic)(rows)
         return seen.latest("rows", rows.counted[:, None, :, None] * values, rows.counted, self.window).sum(2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ag.engine.observe import AttentionRows, Observation
@@ -14,22 +15,27 @@ from ag.engine.wrappers.base import Wrapper
 
 def value_error(rows: AttentionRows) -> Tensor:
     """``A^2 ||v_p||^2``, the squared change of the output when the value becomes 0."""
-    return rows.a.square() * rows.value_norms()
+    return rows.a.square().mul_(rows.value_norms())
 
 
 def key_error(rows: AttentionRows) -> Tensor:
     """``A^2 s^2 ||v_p - o_i||^2``, when the logit becomes 0 (first order)."""
-    outputs = rows.o.square().sum(-1, keepdim=True)
-    distance = rows.value_norms() + outputs - 2 * rows.dot_outputs()
-    return (rows.a * rows.s).square() * distance.clamp_min(0.0)
+    distance = torch.add(rows.output_norms(), rows.dot_outputs(), alpha=-2).add_(rows.value_norms()).clamp_min_(0.0)
+    change = rows.a * rows.s
+    return distance.mul_(change).mul_(change)
 
 
 def joint_error(rows: AttentionRows) -> Tensor:
-    """``A^2 ||(1 + s) v_p - s o_i||^2``, when both do (first order; the cross term has the factor +2)."""
-    s, norms = rows.s, rows.value_norms()
-    outputs = rows.o.square().sum(-1, keepdim=True)
-    size = (1 + s).square() * norms - 2 * s * (1 + s) * rows.dot_outputs() + s.square() * outputs
-    return rows.a.square() * size.clamp_min(0.0)
+    """``A^2 ||(1 + s) v_p - s o_i||^2``, when both do (first order; the cross term has the factor +2).
+
+    Written as ``A^2 (||v||^2 + s (2 ||v||^2 - 2 <o, v> + s ||v - o||^2))``, with few passes over memory.
+    """
+    norms, dots = rows.value_norms(), rows.dot_outputs()
+    distance = torch.add(rows.output_norms(), dots, alpha=-2).add_(norms)
+    slope = torch.add(2 * norms, dots, alpha=-2, out=dots)
+    torch.addcmul(slope, rows.s, distance, out=distance)
+    torch.addcmul(norms, rows.s, distance, out=distance)
+    return distance.clamp_min_(0.0).mul_(rows.a).mul_(rows.a)
 
 
 @dataclass(frozen=True, kw_only=True)
