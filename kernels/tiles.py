@@ -80,3 +80,14 @@ def weights(start, n, gate, padding, dense, recent, window, T, ROWS: tl.constexp
     if window is not None:
         bias = tl.where(rows - columns < window, bias, float("-inf"))
     return bias
+
+
+@triton.jit
+def mix(s, values, total, largest, mixed):
+    """Take the logits and values of one tile into the running softmax of its rows."""
+    larger = tl.maximum(largest, tl.max(s, 1))
+    finite = tl.where(larger == float("-inf"), 0.0, larger)
+    p = tl.exp2(s - finite[:, None])
+    shrink = tl.exp2(largest - finite)
+    mixed = tl.dot(p.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
+    return total * shrink + tl.sum(p, 1), larger, mixed

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from ag.kernels.gated_attention.masks import sink_mask
-from ag.kernels.tiles import at, load_rows, ranges, store_rows, weights
+from ag.kernels.tiles import at, load_rows, mix, ranges, store_rows, weights
 from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded
 
 
@@ -26,13 +26,7 @@ def attend(q, k, v, k_stride, v_stride, total, largest, mixed, scale, start, n, 
     keys = load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
     s = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
     s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR)
-    larger = tl.maximum(largest, tl.max(s, 1))
-    finite = tl.where(larger == float("-inf"), 0.0, larger)
-    p = tl.exp2(s - finite[:, None])
-    shrink = tl.exp2(largest - finite)
-    values = load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP)
-    mixed = tl.dot(p.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
-    return total * shrink + tl.sum(p, 1), larger, mixed
+    return mix(s, load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP), total, largest, mixed)
 
 
 @triton.jit(do_not_specialize=["T", "size", "recent"])
