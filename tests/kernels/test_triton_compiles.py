@@ -1,6 +1,7 @@
 """The Triton kernels compile to machine code of two cards, from the very calls that launch them; no GPU is needed."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from triton.runtime.driver import driver  # noqa: E402
 
 from ag.kernels.column_sums.triton import triton_column_sums  # noqa: E402
 from ag.kernels.gated_attention.triton import triton_gated_attention  # noqa: E402
+from ag.kernels.gated_prefill.triton import triton_gated_prefill  # noqa: E402
+from ag.kernels.ragged_decode import triton as decode  # noqa: E402
 from ag.kernels.tuned import Tuned  # noqa: E402
 
 LARGEST = {89: 99, 90: 227}  # KB of shared memory that a block may take
@@ -40,14 +43,17 @@ def compiled(request, monkeypatch):
     """Make launches compile instead; maps the kernels' names to what the compiler says of them."""
     seen = {}
 
-    def compile_first(self, grid, *arguments):
-        shape = self._fitting([], {"q": arguments[0]})[0].all_kwargs()
-        kernel = self.kernel.run(*arguments, grid=(1,), warmup=True, **shape)
-        seen[self.kernel.__name__] = kernel
+    def compile_only(function, *arguments, **shape):
+        kernel = function.run(*arguments, grid=(1,), warmup=True, **shape)
+        seen[function.__name__] = kernel
         assert kernel.asm["cubin"]
         assert kernel.metadata.shared <= LARGEST[request.param] * 1024
 
+    def compile_first(self, grid, *arguments):
+        compile_only(self.kernel, *arguments, **self._fitting([], {"q": arguments[0]})[0].all_kwargs())
+
     monkeypatch.setattr(Tuned, "__call__", compile_first)
+    monkeypatch.setattr(type(decode._combine), "__getitem__", lambda function, grid: partial(compile_only, function))
     driver.set_active(Card(request.param))
     yield seen
     driver._active = None
@@ -83,3 +89,19 @@ def test_column_sums_compile(compiled):
     q, k = draw(4, 128).detach(), draw(2, 128).detach()
     triton_column_sums(q, k, 0.1, torch.ones(2, 300, dtype=torch.bool), None, 100, 2, 4, True)
     assert set(compiled) == {"_row_sums", "_columns"}
+
+
+@pytest.mark.slow
+def test_gated_prefill_compiles(compiled):
+    q, k, v = draw(4, 128).detach(), draw(2, 128).detach(), draw(2, 128).detach()
+    valid = torch.ones(2, 300, dtype=torch.bool)
+    triton_gated_prefill(q, k, v, torch.rand(2, 2, 300) > 0.5, valid, 0.1, 3, 3, 100)
+    assert set(compiled) == {"_prefill"}
+
+
+@pytest.mark.slow
+def test_ragged_decode_compiles(compiled):
+    q, keys, values = torch.randn(2, 4, 128), torch.randn(500, 128), torch.randn(500, 128)
+    starts, lengths = torch.tensor([0, 100, 250, 300]), torch.tensor([90, 7, 0, 200])
+    decode.triton_ragged_decode(q.bfloat16(), keys.bfloat16(), values.bfloat16(), starts, lengths, 0.1)
+    assert set(compiled) == {"_split", "_combine"}
