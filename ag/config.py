@@ -22,6 +22,11 @@ def key(default: Any, doc: str, low: float | None = None, high: float | None = N
     return field(default=default, metadata=metadata)
 
 
+def mapping(doc: str) -> Any:
+    """Declare a key whose entries are set one by one, as ``key.ENTRY=value``."""
+    return field(default_factory=dict, metadata={"doc": doc})
+
+
 @dataclass
 class ModelConfig:
     """The frozen base model."""
@@ -168,6 +173,7 @@ class Config:
     seed: int = key(0, "seed of weights, data order and noise", low=0, high=2**32 - 1)
     output: str = key("runs", "folder of the run folders")
     resume: str | None = key(None, "run folder to continue")
+    init: str | None = key(None, "exported gates to start from, of the same sizes")
     logger: list[Literal["csv", "tensorboard", "wandb"]] = key(
         ["csv"], "where metrics and pictures go; metrics.csv is always written"
     )

@@ -10,6 +10,8 @@ from ag.kernels.column_sums.reference import reference_column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention.chunked import chunked_gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
+from ag.kernels.gated_prefill import gated_prefill
+from ag.kernels.gated_prefill.reference import reference_gated_prefill
 
 pytestmark = pytest.mark.gpu
 
@@ -147,6 +149,44 @@ def test_triton_column_sums(triton_untuned, length, heads, kv_heads, dim, case, 
     want = reference_column_sums(q.double(), k.double(), **options)
     assert (got - want).norm() <= bound * want.norm()
     assert torch.equal(got, column_sums(q, k, **options))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS, ids=str)
+@pytest.mark.parametrize("case", ["plain", "protected", "window", "padding"])
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "dim"), [(63, 4, 2, 60), (700, 6, 2, 128)])
+def test_triton_gated_prefill(triton_untuned, length, heads, kv_heads, dim, case, dtype, bound):
+    (q, k, v, keep), options = triton_arguments(length, heads, kv_heads, dim, dtype, "hard", **OPTIONS[case])
+    got = gated_prefill(q, k, v, keep.bool(), **options)
+    options = {"key_valid": None} | options
+    want = reference_gated_prefill(q.double(), k.double(), v.double(), keep.bool(), **options)
+    assert (got.double() - want).norm() <= bound * want.norm()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS, ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "heads", "dim"),
+    [([1, 70, 333, 2000], 6, 60), ([0, 45, 5000, 1, 300, 17], 3, 128), ([200_000, 3], 8, 64)],
+    ids=["B2-H6-D60", "B2-H3-D128", "B2-H8-D64-long"],
+)
+def test_triton_ragged_decode(triton_untuned, lengths, heads, dim, dtype, bound):
+    from ag.kernels.ragged_decode.triton import triton_ragged_decode
+
+    counts = torch.tensor(lengths, device="cuda")
+    starts = counts.cumsum(0) - counts + torch.arange(len(lengths), device="cuda") * 5
+    slots = sum(lengths) + 5 * len(lengths)
+    keys, values = (torch.randn(slots, dim, device="cuda").to(dtype) for _ in range(2))
+    q = torch.randn(2, heads, dim, device="cuda").to(dtype)
+    want = torch.zeros(len(lengths), 2 * heads // len(lengths), dim, device="cuda", dtype=torch.float64)
+    for row, (query, start, count) in enumerate(zip(q.double().view_as(want), starts.tolist(), lengths, strict=True)):
+        k, v = (x[start : start + count].double() for x in (keys, values))
+        want[row] = (query @ k.T * 0.2).softmax(-1) @ v
+    torch.cuda.set_sync_debug_mode("error")  # the host must not wait for the card
+    try:
+        got = triton_ragged_decode(q, keys, values, starts, counts, 0.2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (got.double().view_as(want) - want).norm() <= bound * want.norm()
+    assert torch.equal(got, triton_ragged_decode(q, keys, values, starts, counts, 0.2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -87,6 +87,14 @@ class AttentionRows:
         grouped = self.o.reshape(batch, self.v.shape[1], -1, dim)
         return (grouped @ self.v.mT).view(batch, heads, rows, -1)
 
+    def mean_heads(self) -> AttentionRows:
+        """Return rows whose weights, logits and outputs are the means over the query heads of each KV head."""
+        group = self._logits.shape[1] // self.v.shape[1]
+        a, s, o = (x.unflatten(1, (-1, group)).mean(2) for x in (self.a, self.s, self.o))
+        rows = AttentionRows(s, self.v, self.counted)
+        vars(rows).update(a=a, s=s, o=o)  # as if computed
+        return rows
+
     def output_norms(self) -> Tensor:
         """Return ``||o_i||^2``, ``[B, H, w, 1]``."""
         return self.o.square().sum(-1, keepdim=True)
@@ -152,6 +160,8 @@ class Observation:
         self.layer, self.gate, self.decoding = layer, gate, decoding
         self.new = q.shape[2] if new is None else new
         self.memory = {} if memory is None else memory
+        #: Tokens per KV head ``[B]`` that the budget allows, where something may go.
+        self.capacity: Tensor | None = None
         self._memo = {} if memo is None else memo
         self._prompt_lengths = prompt_lengths
         self.q, self.k, self.scaling, self.window = q, k, scaling, window
