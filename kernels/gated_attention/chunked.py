@@ -156,8 +156,8 @@ class _ChunkedGatedAttention(torch.autograd.Function):
             total = s.sum(-1, keepdim=True)
             mixed = (s.to(v.dtype) @ problem.v[tile.part, tile.columns]) / total.clamp_min(1e-30).to(v.dtype)
             out[tile.part, :, tile.rows] = problem.unfolded(mixed)
-            # a query that sees nothing gets zeros
-            top += total.log().masked_fill_(total == 0, 0.0)
+            # a query that sees nothing gets zeros, and with an infinite sum gives none in the backward
+            top += total.log().masked_fill_(total == 0, float("inf"))
             lse[tile.part, :, tile.rows] = problem.unfolded(top)[..., 0]
         out, lse = out.view(*q.shape[:3], -1), lse.view(q.shape[:3])
         ctx.save_for_backward(q, k, v, keep, out, lse, *(x for x in options if isinstance(x, Tensor)))

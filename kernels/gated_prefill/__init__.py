@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ag.kernels.dispatch import no_triton, pick
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill.chunked import chunked_gated_prefill
+from ag.kernels.gated_prefill.reference import reference_gated_prefill
 
 
 def gated_prefill(
@@ -23,7 +25,8 @@ def gated_prefill(
     """Causal attention over the kept keys, the first ``sinks`` and each query's ``recent`` newest ones.
 
     The result is that of :func:`ag.kernels.gated_attention.gated_attention` with flags of 0 and 1, without gradients.
-    On a CPU evicted keys are never met; elsewhere that operation runs, which skips whole blocks of them.
+    Evicted keys are met on the diagonal alone: by Triton on CUDA, in blocks of PyTorch on a CPU. Where there is CUDA
+    but no Triton, that operation runs.
 
     Args:
         q: queries ``[B, H, T, D]``.
@@ -41,6 +44,7 @@ def gated_prefill(
 
     Raises:
         ValueError: for shapes that do not fit, ``keep`` that is not bool, or ``recent`` below 1.
+        UserError: ``AG_KERNELS`` asks for a version that cannot run (see ag.kernels.dispatch).
     """
     batch, heads, length, dim = q.shape
     kv_heads = k.shape[1]
@@ -60,7 +64,11 @@ def gated_prefill(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    version = pick("gated_prefill", {"triton": no_triton(q, v), "chunked": None, "reference": None})
+    attend = chunked_gated_prefill if version == "chunked" else reference_gated_prefill
+    if version == "triton":
+        from ag.kernels.gated_prefill.triton import triton_gated_prefill as attend
     with torch.no_grad(), torch.autocast(device, enabled=False):
-        if device != "cpu":
+        if version == "chunked" and device != "cpu":
             return gated_attention(q, k, v, keep.float(), key_valid, scaling, recent, sinks, window)
-        return chunked_gated_prefill(q, k, v, keep, key_valid, scaling, recent, sinks, window)
+        return attend(q, k, v, keep, key_valid, scaling, recent, sinks, window)
