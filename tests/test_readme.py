@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from ag.bench.__main__ import named
+from ag.bench.config import BenchConfig
 from ag.cli import parse
 from ag.config import Config
 from ag.evaluate.__main__ import EvaluateConfig
 from ag.generate import GenerateConfig
 from ag.keys import keys
 
-SCHEMAS = {"ag.generate": GenerateConfig, "ag.evaluate": EvaluateConfig}
+SCHEMAS = {"ag.generate": GenerateConfig, "ag.evaluate": EvaluateConfig, "ag.bench": BenchConfig}
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
@@ -66,7 +68,8 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys):
         assert expected in capsys.readouterr().out
     elif program in SCHEMAS:
         known = keys(SCHEMAS[program])
-        assert all(word.partition("=")[0] in known for word in words[3:])
+        given = named(words[3:]) if program == "ag.bench" else words[3:]
+        assert all(word.partition("=")[0] in known for word in given)
     elif program == "bash":
         assert (ROOT / words[1]).is_file()
     else:

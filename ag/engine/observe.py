@@ -209,7 +209,7 @@ class Observation:
             width = min(last, self.q.shape[2])
             order = torch.where(newest, self.query_ranks, -1).argsort(dim=1, stable=True)[:, -width:]
             ranks = self.query_ranks.gather(1, order)
-            (_, open_until, _), = self._spans(ranks.amin(1, keepdim=True), ranks.amax(1, keepdim=True))
+            ((_, open_until, _),) = self._spans(ranks.amin(1, keepdim=True), ranks.amax(1, keepdim=True))
             everything = (0, 0 if self.window is not None else open_until, self.k.shape[2])
             self._memo["rows", last] = self._rows(order, slice(None), everything)
         rows: AttentionRows = self._memo["rows", last]
