@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 import ag
-from ag.bench import contestants, measure, models
+from ag.bench import contestants, measure, models, worker
 from ag.bench.__main__ import bench, main, named
 from ag.bench.config import MODES, BenchConfig
 from ag.bench.contestants import Arena, Contestant
@@ -67,16 +67,28 @@ def test_decode_counts_bytes_and_the_roofline():
     assert 2 * 192 * entry <= full["KV bytes"] <= 1.3 * 2 * 192 * entry
 
 
-def test_memory_falls_with_what_is_kept():
+@pytest.fixture
+def one_process(monkeypatch):
+    """Peaks are then those of the test's process; what else a worker returns is the same."""
+    monkeypatch.setattr(worker, "call", lambda *job: json.loads(json.dumps(worker.run(worker.describe(*job)))))
+
+
+def test_memory_falls_with_what_is_kept(one_process):
     plain, full, few = rows_of("memory", context=[1024])
     assert plain["KV bytes"] == 2 * 2 * 2 * 16 * 4 * 1024
     assert full["KV of full"] == 1
     assert set(few) == {"context", "batch", "contestant"} | COLUMNS["memory"]
     assert 0.25 <= few["KV of full"] <= 0.3
-    assert few["peak over model"] > 0
 
 
-def test_training_compares_gates_with_lora():
+def test_a_worker_is_a_process_of_its_own():
+    config = BenchConfig(mode="memory", **SMALL)
+    row = worker.call("memory", config, 64, 1, contestants.PLAIN)
+    assert row["KV bytes"] == 2 * 2 * 2 * 16 * 4 * 64
+    assert row["peak over model"] > 0
+
+
+def test_training_compares_gates_with_lora(one_process):
     lora, gates, both = rows_of("train", context=[32])
     assert [row["contestant"] for row in (lora, gates, both)] == ["lora", "gates", "gates+lora"]
     assert set(both) == {"context", "batch", "contestant", "quartile 1", "quartile 3"} | COLUMNS["train"]
@@ -145,7 +157,6 @@ def test_the_first_word_names_the_mode():
         "geometry": (["prefill", "model=random:huge"], "random:huge: expected random:tiny"),
         "device": (["train", "device=cuda"], "no CUDA device is there"),
         "gates": (["decode", "policy=[gates]"], "random gates decide nothing while decoding"),
-        "process": (["memory", "model=random:tiny", "policy=[snapkv]", "context=[16]"], "more than the 32|fewer than"),
     }.values(),
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )

@@ -21,8 +21,7 @@ def call(mode: str, config: BenchConfig, context: int, batch: int, one: Contesta
     Raises:
         UserError: with the last line that the process wrote, when it failed.
     """
-    contestant = one if isinstance(one, str) else asdict(one)
-    job = {"mode": mode, "config": asdict(config), "context": context, "batch": batch, "contestant": contestant}
+    job = describe(mode, config, context, batch, one)
     done = subprocess.run(
         [sys.executable, "-m", "ag.bench.worker", json.dumps(job)], capture_output=True, text=True, check=False
     )
@@ -33,20 +32,23 @@ def call(mode: str, config: BenchConfig, context: int, batch: int, one: Contesta
     return row
 
 
-def main(text: str) -> None:
-    """Run a job and print its row."""
-    from ag.bench import memory, train
+def describe(mode: str, config: BenchConfig, context: int, batch: int, one: Contestant | str) -> dict[str, Any]:
+    """Return a job as JSON can hold it."""
+    contestant = one if isinstance(one, str) else asdict(one)
+    return {"mode": mode, "config": asdict(config), "context": context, "batch": batch, "contestant": contestant}
 
-    job = json.loads(text)
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Do a job in this process and return its row."""
+    from ag.bench import memory, train  # which import this module
+
     config = BenchConfig(**job["config"])
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if job["mode"] == "train":
-        row = train.measure_one(config, job["context"], job["batch"], job["contestant"])
-    else:
-        row = memory.measure_one(config, job["context"], job["batch"], Contestant(**job["contestant"]))
-    print(json.dumps(row))
+        return train.measure_one(config, job["context"], job["batch"], job["contestant"])
+    return memory.measure_one(config, job["context"], job["batch"], Contestant(**job["contestant"]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print(json.dumps(run(json.loads(sys.argv[1]))))
