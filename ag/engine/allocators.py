@@ -85,7 +85,7 @@ def layer_preference(seen: Observation, allocator: Allocator) -> Tensor:
     rows = seen.rows(allocator.observers)
     before = (seen.key_valid & (seen.age >= allocator.observers)).repeat_interleave(seen.group, 1)
     a = rows.a * (rows.counted[:, None, :, None] & before[:, :, None])
-    entropy = -(a * (a + 1e-10).log()).sum((1, 2, 3))
+    entropy = -(a + 1e-10).log_().mul_(a).sum((1, 2, 3))
     variance = (rows.moments()[1] * before).sum((1, 2))
     spread = entropy.double().clamp_min(1e-12) ** (1 / allocator.tau1)
     return spread * variance.double().clamp_min(1e-12) ** (1 / allocator.tau2)

@@ -226,6 +226,8 @@ class EvictionLayer(CacheLayerMixin):
             return
         self.store.retain(keep.flatten(0, 1))
         self.evicted_at = self.seen
+        if not self.memory:
+            return
         order = closing_order(keep)
         lengths = keep.sum(-1)[..., None]
         for name, x in self.memory.items():
