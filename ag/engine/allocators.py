@@ -100,7 +100,7 @@ def entropy_and_variance(seen: Observation, observers: int) -> tuple[Tensor, Ten
     rows = seen.rows(observers)
     before = (seen.key_valid & (seen.age >= observers)).repeat_interleave(seen.group, 1)
     a = rows.a * (rows.counted[:, None, :, None] & before[:, :, None])
-    entropy = -(a * (a + 1e-10).log()).sum((1, 2, 3))
+    entropy = -(a + 1e-10).log_().mul_(a).sum((1, 2, 3))
     return entropy, (rows.moments()[1] * before).sum((1, 2))
 
 

@@ -75,10 +75,13 @@ class AttentionRows:
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return the mean and the unbiased variance of the weights over the queries, ``[B, H, N]`` each."""
-        counted = self.counted[:, None, :, None]
-        number = counted.sum(2)
-        mean = (self.a * counted).sum(2) / number
-        squares = ((self.a - mean[:, :, None]).square() * counted).sum(2)
+        return self._moments
+
+    @cached_property
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        number = self.counted.sum(1)[:, None, None]
+        mean = self.total(attention) / number
+        squares = self.total(lambda rows: (rows.a - mean[:, :, None]).square_())
         return mean, squares / (number - 1).clamp_min(1)
 
     def dot_outputs(self) -> Tensor:
