@@ -168,6 +168,10 @@ class Config:
     seed: int = key(0, "seed of weights, data order and noise", low=0, high=2**32 - 1)
     output: str = key("runs", "folder of the run folders")
     resume: str | None = key(None, "run folder to continue")
+    plan: bool = key(False, "print the memory and time of a step, without loading weights, and stop")
+    tflops: float | None = key(
+        None, "plan: 10^12 operations a second of one device; null: measured on matrix products here", low=1e-6
+    )
     logger: list[Literal["csv", "tensorboard", "wandb"]] = key(
         ["csv"], "where metrics and pictures go; metrics.csv is always written"
     )

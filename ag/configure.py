@@ -18,6 +18,8 @@ RECIPES = Path(__file__).parent / "recipes"
 MAX_FILE_BYTES = 1_000_000
 MAY_CHANGE_ON_RESUME = (
     "resume",
+    "plan",
+    "tflops",
     "output",
     "logger",
     "wandb.",

@@ -36,6 +36,11 @@ def main(argv: list[str] | None = None) -> int:
     """
     invocation = parse(sys.argv[1:] if argv is None else argv, Config, "ag.fit")
     try:
+        if invocation.config.plan:
+            from ag.plan import report  # imports the fake tensors of PyTorch's compiler
+
+            print(report(invocation.config))
+            return 0
         fit(invocation.config, invocation.dry_run)
     except (UserError, MisconfigurationException, OSError) as error:
         return _fail(f"error: {error}", EXIT_USER_ERROR)

@@ -148,6 +148,11 @@ def _hardware(config: Config) -> None:
         f"compute in model.dtype; use model.dtype={'bfloat16' if precision == 'bf16-mixed' else 'float16'}",
     )
     _refuse(
+        nf4 and config.trainer.strategy == "fsdp2",
+        "model.quantization=nf4 with trainer.strategy=fsdp2: sharded 4-bit weights are silently corrupted; use "
+        "trainer.strategy=ddp, or model.quantization=none",
+    )
+    _refuse(
         nf4 and config.export.merge,
         "export.merge=true with model.quantization=nf4: 4-bit weights are too coarse to take the adapter in; "
         "use export.merge=false",
