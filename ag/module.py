@@ -21,6 +21,7 @@ from ag.errors import UserError
 from ag.gate import AttentionGates
 from ag.gating import Gating, Observing
 from ag.metrics import EvictedShare, MultipleChoiceAccuracy
+from ag.sharded import shard, whole
 
 SAMPLES = 4  # validation rows whose flags are kept for the pictures
 
@@ -130,6 +131,11 @@ class GatedLM(L.LightningModule):
             if isinstance(metric, Metric):
                 metric.reset()
 
+    def configure_model(self) -> None:
+        """Divide the model over the ranks when the strategy is FSDP2."""
+        if self.device_mesh is not None:
+            shard(self.model, self.gates, self.device_mesh["data_parallel"])
+
     def configure_optimizers(self) -> Any:
         """Return AdamW with one group for the gates and one for the adapters, and their schedule."""
         optim = self.config.optim
@@ -217,7 +223,7 @@ class GatedLM(L.LightningModule):
         self._log_gates("train", means, self._evicted_flags(observed), observed.counted())
         self._log("train/loss", loss, sync_dist=True)
         # every trained parameter takes part, else DistributedDataParallel waits for the adapters' gradients
-        return loss + 0.0 * sum(parameter.sum() for parameter in self.trainable()["lora"])
+        return loss + 0.0 * sum(whole(parameter.sum()) for parameter in self.trainable()["lora"])
 
     def _measure_gates(self, batch: dict[str, Tensor], gating: Gating, keep_samples: bool) -> None:
         """Count evicted tokens and gate means of a validation batch; keep flags for the pictures."""

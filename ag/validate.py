@@ -153,6 +153,14 @@ def _hardware(config: Config) -> None:
         "trainer.strategy=ddp, or model.quantization=none",
     )
     _refuse(
+        config.trainer.strategy == "fsdp2" and precision == "16-mixed",
+        "trainer.precision=16-mixed with trainer.strategy=fsdp2: sharded gradients cannot be scaled; use bf16-mixed",
+    )
+    _refuse(
+        config.trainer.strategy == "fsdp2" and config.export.merge,
+        "export.merge=true with trainer.strategy=fsdp2: no GPU holds the whole base; use export.merge=false",
+    )
+    _refuse(
         nf4 and config.export.merge,
         "export.merge=true with model.quantization=nf4: 4-bit weights are too coarse to take the adapter in; "
         "use export.merge=false",
