@@ -55,7 +55,7 @@ class DataConfig:
     name: str = key("facts", "task of the sft table (piqa, boolq, ...), or hub id of a text dataset")
     subset: str | None = key(None, "configuration name of a hub dataset (text)")
     revision: str | None = key(None, "git revision of a hub dataset (text)")
-    root: str | None = key(None, "local folder of JSON lines with the hub's field names, instead of the hub")
+    root: str | None = key(None, "local folder of JSON lines (SPLIT.jsonl or shards SPLIT-*.jsonl), instead of the hub")
     text_field: str = key("text", "the field that holds a document (text)")
     max_length: int = key(1024, "longest row in tokens; a longer prompt loses its left part, and is counted", low=2)
     packing: Literal["packed", "split"] = key(
@@ -65,6 +65,7 @@ class DataConfig:
     prompt_max: int = key(512, "longest prompt in tokens (text, split; facts: roughly)", low=1)
     continuation: int = key(64, "tokens after the prompt that carry the loss (text, split)", low=1)
     streaming: bool = key(False, "read the dataset while training instead of before (text)")
+    cache: str | None = key(None, "folder that keeps tokenised rows for the next run and for all processes (text)")
     train_samples: int | None = key(None, "use the first N training rows only", low=1)
     val_samples: int | None = key(None, "use the first N validation rows only", low=1)
     batch_size: int = key(4, "rows per device and step", low=1)

@@ -26,6 +26,7 @@ MAY_CHANGE_ON_RESUME = (
     "checkpoint.",
     "export.",
     "data.root",
+    "data.cache",
     "data.num_workers",
     "trainer.accelerator",
     "trainer.max_epochs",

@@ -117,6 +117,11 @@ def _data(config: Config) -> None:
         f"data.streaming=true with data.kind={data.kind}: only plain text streams; use data.streaming=false",
     )
     _refuse(
+        data.cache is not None and (data.kind != "text" or data.streaming),
+        f"data.cache={data.cache} with data.kind={data.kind}, data.streaming={str(data.streaming).lower()}: only plain "
+        "text that is read before training is kept; leave data.cache out",
+    )
+    _refuse(
         data.streaming and config.trainer.max_steps < 0,
         "data.streaming=true with trainer.max_steps=-1: a stream has no end; give trainer.max_steps",
     )

@@ -673,7 +673,7 @@ def outcome(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ag.cli._sweep", lambda *_: 0)
+    monkeypatch.setattr("ag.cli.sweep", lambda *_: 0)
 
 
 @anything

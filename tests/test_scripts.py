@@ -23,7 +23,7 @@ SCHEMAS = {"ag.fit": Config, "ag.generate": GenerateConfig, "ag.evaluate": Evalu
 def commands(script):
     """The words after ``python -m`` of each command of a script."""
     lines = (line.strip() for line in script.read_text().splitlines())
-    return [shlex.split(line)[2:] for line in lines if line.startswith(".venv/bin/python -m")]
+    return [shlex.split(line.partition("||")[0])[2:] for line in lines if line.startswith(".venv/bin/python -m")]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
