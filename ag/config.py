@@ -129,6 +129,9 @@ class TrainerConfig:
     val_every: int = key(0, "optimiser steps between validations; 0: once an epoch", low=0)
     val_batches: int | None = key(None, "validate on the first N batches only", low=1)
     log_every: int = key(1, "optimiser steps between log lines", low=1)
+    collapse_batches: int = key(
+        200, "warn of a layer whose gates were all open or all shut for so many batches in a row; 0: never", low=0
+    )
     deterministic: bool = key(False, "deterministic kernels, slower")
     progress: bool = key(True, "show the progress bar")
 
@@ -158,6 +161,7 @@ class ExportConfig:
     """What is written at the end of a run."""
 
     merge: bool = key(False, "merge the adapter into a full copy of the base model instead of keeping it apart")
+    push_to_hub: str | None = key(None, "upload the finished export, with its model card, to this hub repository")
 
 
 @dataclass

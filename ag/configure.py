@@ -34,6 +34,7 @@ MAY_CHANGE_ON_RESUME = (
     "trainer.val_every",
     "trainer.val_batches",
     "trainer.log_every",
+    "trainer.collapse_batches",
     "trainer.progress",
 )
 

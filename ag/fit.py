@@ -100,6 +100,8 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
         if batches.truncated:
             print(f"{batches.truncated} prompts lost {batches.truncated_tokens} tokens on their left.")
         print(f"run folder: {run_dir}")
+        if config.export.push_to_hub:
+            print(f"uploaded: {export.push(run_dir / 'export', config.export.push_to_hub)}")
     trainer.strategy.barrier()
     return run_dir
 

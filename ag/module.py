@@ -47,6 +47,8 @@ class GatedLM(L.LightningModule):
             self.evicted_share = EvictedShare(len(gates.layers), gates.fingerprint["num_kv_heads"])
         #: Share of evicted tokens by gated layer and KV head ``[L, Hkv]``, of the last validation.
         self.evicted: Tensor | None = None
+        #: Share of evicted tokens by gated layer ``[L]``, of the last training batch of this rank.
+        self.evicted_in_batch: Tensor | None = None
         #: Optimiser steps done before the last validation; None before the first.
         self.validated_step: int | None = None
         #: Flags ``[L, Hkv, T]`` (True: kept) and token ids ``[T]`` of the first validation prompts.
@@ -260,8 +262,9 @@ class GatedLM(L.LightningModule):
         return evicted * (len(self.gates.layers) / int(self.gates.fingerprint["num_layers"]))
 
     def _log_gates(self, stage: str, means: dict[Any, Tensor], evicted: Tensor, counted: Tensor) -> None:
-        numbers = torch.stack([(evicted & counted[None, :, None]).sum(), counted.sum()])
-        gone, tokens = losses.global_sum(numbers)
+        gone_here, tokens_here = (evicted & counted[None, :, None]).sum((1, 2, 3)), counted.sum()
+        self.evicted_in_batch = gone_here / (tokens_here * evicted.shape[2]).clamp_min(1)
+        gone, tokens = losses.global_sum(torch.stack([gone_here.sum(), tokens_here]))
         share = gone / (tokens * evicted.shape[0] * evicted.shape[2])
         self._log(f"{stage}/gate_mean_soft", means["soft"])
         self._log(f"{stage}/gate_mean_hard", means["hard"])

@@ -6,6 +6,7 @@ Types, choices and bounds of single keys are checked where values are read (``ag
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,10 @@ def validate(config: Config) -> None:
     Raises:
         ValueError: one sentence with the keys, why they clash and the fix.
     """
+    _refuse(
+        re.fullmatch(r"\w[\w.-]*", config.recipe) is None,
+        f"recipe={config.recipe!r}: the name is also that of a folder; use letters, digits, '.', '_' and '-'",
+    )
     _objective(config)
     _data(config)
     _hardware(config)
@@ -72,6 +77,10 @@ def _objective(config: Config) -> None:
     _refuse(
         train != "gates" and not config.lora.targets,
         f"lora.targets=[] with train={train}: nothing is adapted; name linear layers, or use train=gates",
+    )
+    _refuse(
+        config.export.push_to_hub is not None and train == "lora",
+        "export.push_to_hub with train=lora: only gates are uploaded; leave it out",
     )
     _refuse(
         config.export.merge and train == "gates",

@@ -75,7 +75,7 @@ def test_every_run_is_done_once_by_one_of_the_workers(place):
 
 
 def test_what_a_killed_worker_leaves_is_done_by_the_next(place):
-    first = worker("0/2", WAIT="60")
+    first = worker("0/2", WAIT="600")
     wait_for(lambda: seeds(place) == [0])
     # its process lives on for the moment, and keeps the run
     os.kill(first.pid, signal.SIGKILL)
