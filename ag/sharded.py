@@ -37,7 +37,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint into the shards, and return the weights too: the module checks their names."""
-        state = torch.load(checkpoint_path, mmap=True, map_location="cpu", weights_only=weights_only)["state_dict"]
+        state = torch.load(checkpoint_path, mmap=True, map_location="cpu", weights_only=True)["state_dict"]
         rest: Mapping[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         return {**rest, "state_dict": state}
 

@@ -1,4 +1,4 @@
-"""Fuzz the reader of exports with atheris: pip install atheris, then python scripts/fuzz/export.py [-max_total_time=60].
+"""Fuzz the reader of exports with atheris: pip install atheris; python scripts/fuzz/export.py -max_total_time=60.
 
 The first bytes choose the file; the rest becomes its content. Anything but an ExportError is a finding.
 """
