@@ -236,7 +236,9 @@ def _row(config: Config, geometry: PretrainedConfig) -> tuple[int, int]:
 def _build(config: Config, geometry: PretrainedConfig) -> tuple[Any, Any, AttentionGates | None]:
     dtype = getattr(torch, config.model.dtype)
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(geometry, dtype=dtype, attn_implementation="sdpa")
+        base = AutoModelForCausalLM.from_config(
+            geometry, dtype=dtype, attn_implementation="sdpa", trust_remote_code=config.model.trust_remote_code
+        )
         base.requires_grad_(False)
         gates = None if config.train == "lora" else AttentionGates(geometry, config.gate)
         return base, base if config.train == "gates" else models.add_lora(base, config.lora), gates

@@ -111,7 +111,7 @@ def equal(run: Path, whole: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "code", "newest", "message"),
-    [("callback", 1, 6, "a callback is broken"), ("nan", 3, 6, "step 7: LM loss is nan")],
+    [("callback", 1, 6, "a callback is broken"), ("nan", 3, 6, "step 7: gradient norm of the gates is nan")],
 )
 def test_one_process(
     fault: str, code: int, newest: int, message: str, recipe: Path, whole: Path, tmp_path: Path
