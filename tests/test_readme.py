@@ -53,7 +53,9 @@ def commands(page):
             if len(words) == 1 and re.match(r"^[A-Z]+=", words[0]):
                 name, _, value = words[0].partition("=")
                 variables[f"${name}"] = value
-            elif words:
+            while words and re.match(r"^[A-Z_]+=", words[0]):  # environment of the command
+                words = words[1:]
+            if words:
                 yield words
 
 
