@@ -349,7 +349,7 @@ def test_decoding_with_every_holds_flat_memory(tiny_llama, name, steps):
     if name.endswith("heads"):
         assert max(sizes) - min(sizes) <= 3 * 2 * 4 * 2 * 16 * 4  # a head's slack follows its length
     else:
-        assert len(set(sizes)) == 1
+        assert max(sizes) - min(sizes) <= 3 * 2 * 1 * 2 * 16 * 4  # laid out before or after a token went
     assert (
         everything[1] - everything[0] <= 64 * steps
     )  # what is known of each token of the input: its validity, its rank
