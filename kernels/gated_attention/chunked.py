@@ -103,7 +103,8 @@ class _Problem:
 
     def unfolded(self, x: Tensor) -> Tensor:
         """View ``[p, G * rows, N]`` as ``[p, G, rows, N]``."""
-        return x.unflatten(1, (self.group, -1))
+        view: Tensor = x.unflatten(1, (self.group, -1))
+        return view
 
     def column_weight(self, tile: _Tile) -> Tensor | None:
         """Return what the keys before ``near`` weigh, ``[p, 1, near]``; None: 1 all."""
