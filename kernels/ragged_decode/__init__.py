@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ag.kernels.dispatch import pick
+from ag.kernels.dispatch import no_triton, pick
 from ag.kernels.ragged_decode import cpu
 from ag.kernels.ragged_decode.chunked import chunked_ragged_decode
 from ag.kernels.ragged_decode.reference import reference_ragged_decode
-
-_VERSIONS = {
-    "cpp": cpu.ragged_decode,
-    "chunked": chunked_ragged_decode,
-    "reference": reference_ragged_decode,
-}
 
 
 def ragged_decode(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, scaling: float) -> Tensor:
@@ -35,6 +29,17 @@ def ragged_decode(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengt
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
-    reason = cpu.unavailable(keys, values)
-    version = pick("ragged_decode", {"cpp": reason, "chunked": None, "reference": None})
-    return _VERSIONS[version](q, keys, values, starts, lengths, scaling)
+    alike = q.dtype == keys.dtype == values.dtype
+    version = pick(
+        "ragged_decode",
+        {
+            "triton": no_triton(q, values) if alike else "queries, keys and values differ in type",
+            "cpp": cpu.unavailable(keys, values),
+            "chunked": None,
+            "reference": None,
+        },
+    )
+    attend = {"cpp": cpu.ragged_decode, "chunked": chunked_ragged_decode}.get(version, reference_ragged_decode)
+    if version == "triton":
+        from ag.kernels.ragged_decode.triton import triton_ragged_decode as attend
+    return attend(q, keys, values, starts, lengths, scaling)
