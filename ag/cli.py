@@ -5,19 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import shlex
-import signal
-import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
-from types import FrameType
 from typing import Any, Generic, NoReturn, TypeVar
 
 from ag.configure import RECIPES, dump, recipe_names, resolve
 from ag.keys import ConfigError, ConfigWarning, Key, keys, nearest, short
+from ag.sweep import sweep
 
 T = TypeVar("T")
 
@@ -59,13 +55,13 @@ def parse(argv: Sequence[str], schema: type[T], program: str) -> Invocation[T]:
             _leave(_recipes(program))
         runs = _expand(overrides) if "--multirun" in options else [overrides]
         configs = _resolve(schema, runs, program)
+        if "--print" in options:
+            _leave("---\n".join(map(dump, configs)).rstrip())
+        if "--multirun" in options:
+            raise SystemExit(sweep(runs, configs, program, ["--dry-run"] if "--dry-run" in options else []))
     except ValueError as error:
         print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
-    if "--print" in options:
-        _leave("---\n".join(map(dump, configs)).rstrip())
-    if "--multirun" in options:
-        raise SystemExit(_sweep(runs, program, ["--dry-run"] if "--dry-run" in options else []))
     return Invocation(configs[0], dry_run="--dry-run" in options)
 
 
@@ -157,39 +153,3 @@ def _pieces(text: str) -> list[str]:
             depth = max(0, depth + (character in "[{(") - (character in "]})"))
         pieces[-1] += character
     return pieces
-
-
-def _sweep(runs: list[dict[str, str]], program: str, options: list[str]) -> int:
-    """Run each combination in a process of its own, one after the other, then print a table.
-
-    SIGINT and SIGTERM end the sweep after the process at work, which gets them too and may save a checkpoint.
-
-    Returns:
-        0, 1 when a run failed, or 128 + the number of the signal that ended the sweep.
-    """
-    rows: list[str] = []
-    failed = signalled = 0
-    process: subprocess.Popen[bytes] | None = None
-
-    def stop(number: int, _: FrameType | None) -> None:
-        nonlocal signalled
-        signalled = number
-        if number == signal.SIGTERM and process is not None:  # a terminal sends SIGINT to both
-            process.terminate()
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    for index, run in enumerate(runs, start=1):
-        if signalled:
-            break
-        words = [f"{name}={text}" for name, text in run.items()]
-        print(f"[{index}/{len(runs)}] {shlex.join(words)}", flush=True)
-        start = time.monotonic()
-        process = subprocess.Popen([sys.executable, "-m", program, *options, *words])
-        code = process.wait()
-        failed += code != 0
-        result, seconds = f"exit {code}" if code else "ok", time.monotonic() - start
-        rows.append(f"{index:>4}  {result:<9}  {seconds:>8.0f}  {shlex.join(words)}")
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    print("\n run  result      seconds  overrides", *rows, sep="\n")
-    return 128 + signalled if signalled else int(failed > 0)

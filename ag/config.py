@@ -60,7 +60,7 @@ class DataConfig:
     name: str = key("facts", "task of the sft table (piqa, boolq, ...), or hub id of a text dataset")
     subset: str | None = key(None, "configuration name of a hub dataset (text)")
     revision: str | None = key(None, "git revision of a hub dataset (text)")
-    root: str | None = key(None, "local folder of JSON lines with the hub's field names, instead of the hub")
+    root: str | None = key(None, "local folder of JSON lines (SPLIT.jsonl or shards SPLIT-*.jsonl), instead of the hub")
     text_field: str = key("text", "the field that holds a document (text)")
     max_length: int = key(1024, "longest row in tokens; a longer prompt loses its left part, and is counted", low=2)
     packing: Literal["packed", "split"] = key(
@@ -70,6 +70,7 @@ class DataConfig:
     prompt_max: int = key(512, "longest prompt in tokens (text, split; facts: roughly)", low=1)
     continuation: int = key(64, "tokens after the prompt that carry the loss (text, split)", low=1)
     streaming: bool = key(False, "read the dataset while training instead of before (text)")
+    cache: str | None = key(None, "folder that keeps tokenised rows for the next run and for all processes (text)")
     train_samples: int | None = key(None, "use the first N training rows only", low=1)
     val_samples: int | None = key(None, "use the first N validation rows only", low=1)
     batch_size: int = key(4, "rows per device and step", low=1)
@@ -122,7 +123,7 @@ class TrainerConfig:
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = key("auto", "what to train on")
     devices: int = key(1, "devices per node", low=1)
     num_nodes: int = key(1, "machines", low=1)
-    strategy: str = key("auto", "auto, ddp, ...: any Lightning strategy name")
+    strategy: str = key("auto", "auto, ddp, ...: any Lightning strategy name; fsdp2: the base divided over the GPUs")
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = key(
         "32-true", "precision of the computation; trainable weights stay float32"
     )
@@ -133,6 +134,9 @@ class TrainerConfig:
     val_every: int = key(0, "optimiser steps between validations; 0: once an epoch", low=0)
     val_batches: int | None = key(None, "validate on the first N batches only", low=1)
     log_every: int = key(1, "optimiser steps between log lines", low=1)
+    collapse_batches: int = key(
+        200, "warn of a layer whose gates were all open or all shut for so many batches in a row; 0: never", low=0
+    )
     deterministic: bool = key(False, "deterministic kernels, slower")
     progress: bool = key(True, "show the progress bar")
 
@@ -162,6 +166,7 @@ class ExportConfig:
     """What is written at the end of a run."""
 
     merge: bool = key(False, "merge the adapter into a full copy of the base model instead of keeping it apart")
+    push_to_hub: str | None = key(None, "upload the finished export, with its model card, to this hub repository")
 
 
 @dataclass
@@ -173,6 +178,11 @@ class Config:
     seed: int = key(0, "seed of weights, data order and noise", low=0, high=2**32 - 1)
     output: str = key("runs", "folder of the run folders")
     resume: str | None = key(None, "run folder to continue")
+    init: str | None = key(None, "exported gates to start from, of the same sizes")
+    plan: bool = key(False, "print the memory and time of a step, without loading weights, and stop")
+    tflops: float | None = key(
+        None, "plan: 10^12 operations a second of one device; null: measured on matrix products here", low=1e-6
+    )
     logger: list[Literal["csv", "tensorboard", "wandb"]] = key(
         ["csv"], "where metrics and pictures go; metrics.csv is always written"
     )

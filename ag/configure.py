@@ -18,12 +18,15 @@ RECIPES = Path(__file__).parent / "recipes"
 MAX_FILE_BYTES = 1_000_000
 MAY_CHANGE_ON_RESUME = (
     "resume",
+    "plan",
+    "tflops",
     "output",
     "logger",
     "wandb.",
     "checkpoint.",
     "export.",
     "data.root",
+    "data.cache",
     "data.num_workers",
     "trainer.accelerator",
     "trainer.max_epochs",
@@ -31,6 +34,7 @@ MAY_CHANGE_ON_RESUME = (
     "trainer.val_every",
     "trainer.val_batches",
     "trainer.log_every",
+    "trainer.collapse_batches",
     "trainer.progress",
 )
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from peft import PeftModel
 from safetensors import SafetensorError
 from torch import Tensor
@@ -41,7 +43,17 @@ from ag.manifest import (
     validate,
 )
 
-__all__ = ["ExportError", "adapter_path", "load", "load_adapter", "read_info", "save", "save_adapter", "save_merged"]
+__all__ = [
+    "ExportError",
+    "adapter_path",
+    "load",
+    "load_adapter",
+    "push",
+    "read_info",
+    "save",
+    "save_adapter",
+    "save_merged",
+]
 
 CONFIG, CARD, FIGURE = "gate_config.json", "README.md", "figure.png"
 VERSIONS = {name: version(name) for name in ("ag", "torch", "transformers", "peft", "safetensors")}
@@ -221,6 +233,34 @@ def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerB
     with _staged(target) as folder:
         model.merge_and_unload(safe_merge=True).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def push(path: StrPath, repository: str) -> str:
+    """Upload a finished export with its model card to the Hugging Face hub, with the user's own login.
+
+    Args:
+        path: folder of an export.
+        repository: hub id, such as ``name/gates``; a new one is private.
+
+    Returns:
+        The address of the upload.
+
+    Raises:
+        ExportError: the folder is no whole export, or the hub refuses.
+    """
+    load(path)
+    adapter = adapter_path(path)
+    files = [WEIGHTS, CONFIG, CARD, FIGURE, *(() if adapter is None else ADAPTER_FILES)]
+    try:
+        hub = HfApi()
+        hub.create_repo(repository, private=True, exist_ok=True)
+        done = hub.upload_folder(repo_id=repository, folder_path=str(path), allow_patterns=files)
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, LocalTokenNotFoundError, OSError) as error:
+        raise ExportError(
+            f"export.push_to_hub={repository}: the hub refuses ({str(error).splitlines()[0]}): expected a repository "
+            f"that you may write to; log in with `hf auth login`, then upload {path}."
+        ) from error
+    return str(done)
 
 
 def save_adapter(path: StrPath, adapter: PeftModel, *, base_model: str = "") -> None:

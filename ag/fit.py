@@ -24,6 +24,7 @@ from ag.errors import UserError
 from ag.gate import AttentionGates
 from ag.loggers import build_loggers, read_metrics
 from ag.module import GatedLM
+from ag.sharded import ShardedStrategy, gather
 
 EXIT_USER_ERROR, EXIT_NOT_FINITE = 2, 3
 
@@ -32,10 +33,16 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code.
 
     Codes: 0 done; 2 something is wrong with the configuration, the data, the model, the run to resume or the disk (one
-    line on stderr); 3 a loss or gradient was not finite; 143 and 130 stopped by SIGTERM and Ctrl-C, after a checkpoint.
+    line on stderr); 3 a loss or gradient was not finite; 143, 130 and 138 stopped by SIGTERM, Ctrl-C and SIGUSR1, after
+    a checkpoint.
     """
     invocation = parse(sys.argv[1:] if argv is None else argv, Config, "ag.fit")
     try:
+        if invocation.config.plan:
+            from ag.plan import report  # imports the fake tensors of PyTorch's compiler
+
+            print(report(invocation.config))
+            return 0
         fit(invocation.config, invocation.dry_run)
     except (UserError, MisconfigurationException, OSError) as error:
         return _fail(f"error: {error}", EXIT_USER_ERROR)
@@ -60,14 +67,14 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
     Raises:
         UserError: (ModelError, DataError, ExportError, ...) naming what is wrong and the fix.
         ag.callbacks.NonFiniteError: a loss or gradient was not finite; the last checkpoint is kept.
-        ag.callbacks.Stopped: on SIGTERM or Ctrl-C, after a checkpoint.
+        ag.callbacks.Stopped: on SIGTERM, SIGUSR1 or Ctrl-C, after a checkpoint.
     """
     L.seed_everything(config.seed, workers=True, verbose=False)
     base, tokenizer = models.load_base(config.model)
     decoder_of(base)  # raises for a model that gates cannot be attached to, before the data are read
     context = base.config.get_text_config().max_position_embeddings
     batches = data.build(config, tokenizer, context)
-    gates = None if config.train == "lora" else AttentionGates(base.config, config.gate)
+    gates = None if config.train == "lora" else make_gates(base, config)
     model = base if config.train == "gates" else models.add_lora(base, config.lora)
     module = GatedLM(config, model, gates)
     run_dir = None if dry_run else run_folder(config)
@@ -85,6 +92,7 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
     if module.validated_step != trainer.global_step:
         trainer.validate(module, batches, verbose=False)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    gather(module)
     if config.checkpoint.patience and (run_dir / "checkpoints" / "best.ckpt").exists():
         metrics = load_best(module, run_dir)
     if trainer.is_global_zero:
@@ -92,8 +100,26 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
         if batches.truncated:
             print(f"{batches.truncated} prompts lost {batches.truncated_tokens} tokens on their left.")
         print(f"run folder: {run_dir}")
+        if config.export.push_to_hub:
+            print(f"uploaded: {export.push(run_dir / 'export', config.export.push_to_hub)}")
     trainer.strategy.barrier()
     return run_dir
+
+
+def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
+    """Make the gates of a run, fresh or with the weights of an export.
+
+    Raises:
+        UserError: (ExportError) when the export cannot be read, or its gates have other sizes.
+    """
+    gates = AttentionGates(base.config, config.gate)
+    if config.init is not None:
+        start = AttentionGates.from_pretrained(Path(config.init))
+        try:
+            gates.load_state_dict(start.state_dict())
+        except RuntimeError as error:
+            raise UserError(f"init={config.init}: its gates do not fit those of this run: {error}") from None
+    return gates
 
 
 def run_folder(config: Config) -> Path:
@@ -126,11 +152,12 @@ def run_folder(config: Config) -> Path:
 def build_trainer(config: Config, run_dir: Path | None) -> L.Trainer:
     """Make the trainer; without a run folder it runs one batch of each kind and writes nothing."""
     options = config.trainer
+    sharded = options.strategy == "fsdp2"
     return L.Trainer(
         accelerator=options.accelerator,
         devices=options.devices,
         num_nodes=options.num_nodes,
-        strategy=options.strategy,
+        strategy=ShardedStrategy(options.devices * options.num_nodes) if sharded else options.strategy,
         precision=options.precision,
         max_epochs=options.max_epochs if options.max_steps < 0 else -1,
         max_steps=options.max_steps,

@@ -1,12 +1,13 @@
-"""Continue a text with a cache that forgets: ``python -m ag.generate gates=EXPORT prompt=TEXT``."""
+"""Continue a text with a cache that forgets: ``python -m ag.generate policy=h2o budget=0.25 prompt=TEXT``."""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel
@@ -17,8 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ag import export, models, smollm2
 from ag.cli import parse
-from ag.config import ModelConfig, key
-from ag.engine import EvictionCache
+from ag.config import ModelConfig, key, mapping
+from ag.engine import EvictionCache, Policy, policy
+from ag.engine.report import Report
 from ag.errors import UserError
 from ag.gate import fingerprint
 
@@ -29,7 +31,11 @@ Model = PreTrainedModel | PeftModel
 class GenerateConfig:
     """What ``python -m ag.generate`` can be told."""
 
-    gates: str | None = key(None, "folder of exported gates; null: a full cache")
+    gates: str | None = key(None, "folder of exported gates, which a policy named gates uses")
+    policy: str | None = key(None, "what to evict, such as h2o or gates; null: gates where there are some, else full")
+    budget: float | None = key(None, "share of the prompt (up to 1) or tokens per KV head that the policy keeps")
+    schedule: str = key("prefill", "when something is evicted: prefill, blocks:m, every, steps:n, joined by +")
+    options: dict[str, Any] = mapping("options of the policy, as options.window=16")
     model: str | None = key(None, "hub id, local folder or alias, instead of the base model that the export names")
     prompt: str | None = key(None, "the text to continue")
     file: str | None = key(None, "file with that text, instead of prompt")
@@ -55,6 +61,7 @@ class Generation:
         kv_bytes: bytes allocated for keys and values at the end.
         full_kv_bytes: bytes of the keys and values of every token seen.
         seconds: for prefill and decoding.
+        report: what each layer holds at the end.
     """
 
     text: str
@@ -64,6 +71,7 @@ class Generation:
     kv_bytes: int
     full_kv_bytes: int
     seconds: float
+    report: Report
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,16 +85,18 @@ def main(argv: list[str] | None = None) -> int:
     for name, generation in generations.items():
         print(f"--- {name} ---\n{generation.text}\n" if len(generations) > 1 else f"{generation.text}\n")
     Console().print(table(generations))
+    if config.policy is not None:
+        print(f"\n{next(iter(generations.values())).report}")
     return 0
 
 
 def generate(config: GenerateConfig) -> dict[str, Generation]:
-    """Continue the prompt with the gates, with a full cache, or with both, in that order.
+    """Continue the prompt under the policy, with a full cache, or with both, in that order.
 
     Raises:
         UserError: (ModelError, ExportError, ...) naming what is wrong and the fix.
     """
-    text = _read_prompt(config)
+    text, chosen = _read_prompt(config), _policy(config)
     model, tokenizer = _load(config)
     if config.chat and tokenizer.chat_template is None:
         raise UserError("chat=true: the model's tokenizer has no chat template; set chat=false.")
@@ -100,9 +110,9 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
             f"The prompt has {length} tokens: expected 1 to {context - config.max_new_tokens}, which leave room for "
             f"max_new_tokens={config.max_new_tokens} in the model's context."
         )
-    policies = {"gates": f"gates:{config.gates}"} if config.gates else {}
-    if config.compare or not config.gates:
-        policies["full cache"] = "full"
+    policies = {} if chosen.spec == "full" else {config.policy or "gates": chosen}
+    if config.compare or not policies:
+        policies["full cache"] = policy("full")
     return {name: _generate(model, tokenizer, ids.long(), policy, config) for name, policy in policies.items()}
 
 
@@ -130,6 +140,19 @@ def _read_prompt(config: GenerateConfig) -> str:
         raise UserError(f"file={config.file}: {error}; expected a text file in UTF-8.") from error
 
 
+def _policy(config: GenerateConfig) -> Policy:
+    """Return the policy; unknown names and bad budgets are found before a model is loaded."""
+    spec = config.policy or ("gates" if config.gates else "full")
+    if re.match(r"gates(\W|$)", spec) and not spec.startswith("gates:"):
+        if config.gates is None:
+            raise UserError(f"policy={spec}: expected gates=EXPORT beside it, the folder of exported gates.")
+        spec = spec.replace("gates", f"gates:{config.gates}", 1)
+    budget = config.budget
+    if budget is not None and budget > 1 and budget == int(budget):
+        budget = int(budget)
+    return policy(spec, budget, config.schedule, **config.options)
+
+
 def _load(config: GenerateConfig) -> tuple[Model, PreTrainedTokenizerBase]:
     """Load the base model, with the export's adapter where it has one, and the tokenizer."""
     base = export.read_info(config.gates)["base_model"] if config.gates else {"name": "", "revision": None}
@@ -144,7 +167,7 @@ def _load(config: GenerateConfig) -> tuple[Model, PreTrainedTokenizerBase]:
 
 
 def _generate(
-    model: Model, tokenizer: PreTrainedTokenizerBase, ids: Tensor, policy: str, config: GenerateConfig
+    model: Model, tokenizer: PreTrainedTokenizerBase, ids: Tensor, policy: Policy, config: GenerateConfig
 ) -> Generation:
     cache = EvictionCache(model, policy)
     sampling = {"do_sample": True, "temperature": config.temperature, "top_p": config.top_p, "top_k": 0}
@@ -170,6 +193,7 @@ def _generate(
         kv_bytes=cache.nbytes,
         full_kv_bytes=2 * cache.seen_tokens * entry,
         seconds=seconds,
+        report=cache.report(),
     )
 
 

@@ -133,7 +133,7 @@ def load_base(
 
     Args:
         config: What to load, and how.
-        device: Where the weights go. None: the CPU, for an NF4 model the GPU of LOCAL_RANK if there is one.
+        device: Where the weights go. None: the CPU, for an NF4 model the GPU of this process if there is one.
 
     Returns:
         The model and its tokenizer.
@@ -192,7 +192,8 @@ def _quantization(config: ModelConfig, device: torch.device | str | None) -> dic
             "bitsandbytes, or set model.quantization=none"
         )
     if device is None:
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+        rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0
+        device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
     return {
         "device_map": {"": device},
         "quantization_config": BitsAndBytesConfig(

@@ -21,6 +21,7 @@ from ag.errors import UserError
 from ag.gate import AttentionGates
 from ag.gating import Gating, Observing
 from ag.metrics import EvictedShare, MultipleChoiceAccuracy
+from ag.sharded import shard, whole
 
 SAMPLES = 4  # validation rows whose flags are kept for the pictures
 
@@ -46,6 +47,8 @@ class GatedLM(L.LightningModule):
             self.evicted_share = EvictedShare(len(gates.layers), gates.fingerprint["num_kv_heads"])
         #: Share of evicted tokens by gated layer and KV head ``[L, Hkv]``, of the last validation.
         self.evicted: Tensor | None = None
+        #: Share of evicted tokens by gated layer ``[L]``, of the last training batch of this rank.
+        self.evicted_in_batch: Tensor | None = None
         #: Optimiser steps done before the last validation; None before the first.
         self.validated_step: int | None = None
         #: Flags ``[L, Hkv, T]`` (True: kept) and token ids ``[T]`` of the first validation prompts.
@@ -129,6 +132,11 @@ class GatedLM(L.LightningModule):
         for metric in self.children():
             if isinstance(metric, Metric):
                 metric.reset()
+
+    def configure_model(self) -> None:
+        """Divide the model over the ranks when the strategy is FSDP2."""
+        if self.device_mesh is not None:
+            shard(self.model, self.gates, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         """Return AdamW with one group for the gates and one for the adapters, and their schedule."""
@@ -217,7 +225,7 @@ class GatedLM(L.LightningModule):
         self._log_gates("train", means, self._evicted_flags(observed), observed.counted())
         self._log("train/loss", loss, sync_dist=True)
         # every trained parameter takes part, else DistributedDataParallel waits for the adapters' gradients
-        return loss + 0.0 * sum(parameter.sum() for parameter in self.trainable()["lora"])
+        return loss + 0.0 * sum(whole(parameter.sum()) for parameter in self.trainable()["lora"])
 
     def _measure_gates(self, batch: dict[str, Tensor], gating: Gating, keep_samples: bool) -> None:
         """Count evicted tokens and gate means of a validation batch; keep flags for the pictures."""
@@ -254,8 +262,9 @@ class GatedLM(L.LightningModule):
         return evicted * (len(self.gates.layers) / int(self.gates.fingerprint["num_layers"]))
 
     def _log_gates(self, stage: str, means: dict[Any, Tensor], evicted: Tensor, counted: Tensor) -> None:
-        numbers = torch.stack([(evicted & counted[None, :, None]).sum(), counted.sum()])
-        gone, tokens = losses.global_sum(numbers)
+        gone_here, tokens_here = (evicted & counted[None, :, None]).sum((1, 2, 3)), counted.sum()
+        self.evicted_in_batch = gone_here / (tokens_here * evicted.shape[2]).clamp_min(1)
+        gone, tokens = losses.global_sum(torch.stack([gone_here.sum(), tokens_here]))
         share = gone / (tokens * evicted.shape[0] * evicted.shape[2])
         self._log(f"{stage}/gate_mean_soft", means["soft"])
         self._log(f"{stage}/gate_mean_hard", means["hard"])

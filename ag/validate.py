@@ -6,6 +6,7 @@ Types, choices and bounds of single keys are checked where values are read (``ag
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,10 @@ def validate(config: Config) -> None:
     Raises:
         ValueError: one sentence with the keys, why they clash and the fix.
     """
+    _refuse(
+        re.fullmatch(r"\w[\w.-]*", config.recipe) is None,
+        f"recipe={config.recipe!r}: the name is also that of a folder; use letters, digits, '.', '_' and '-'",
+    )
     _objective(config)
     _data(config)
     _hardware(config)
@@ -74,6 +79,10 @@ def _objective(config: Config) -> None:
         f"lora.targets=[] with train={train}: nothing is adapted; name linear layers, or use train=gates",
     )
     _refuse(
+        config.export.push_to_hub is not None and train == "lora",
+        "export.push_to_hub with train=lora: only gates are uploaded; leave it out",
+    )
+    _refuse(
         config.export.merge and train == "gates",
         "export.merge=true with train=gates: there is no adapter to merge; use export.merge=false",
     )
@@ -117,6 +126,11 @@ def _data(config: Config) -> None:
         f"data.streaming=true with data.kind={data.kind}: only plain text streams; use data.streaming=false",
     )
     _refuse(
+        data.cache is not None and (data.kind != "text" or data.streaming),
+        f"data.cache={data.cache} with data.kind={data.kind}, data.streaming={str(data.streaming).lower()}: only plain "
+        "text that is read before training is kept; leave data.cache out",
+    )
+    _refuse(
         data.streaming and config.trainer.max_steps < 0,
         "data.streaming=true with trainer.max_steps=-1: a stream has no end; give trainer.max_steps",
     )
@@ -146,6 +160,19 @@ def _hardware(config: Config) -> None:
         nf4 and model.dtype == "float32" and precision != "32-true",
         f"model.quantization=nf4 with model.dtype=float32 and trainer.precision={precision}: 4-bit layers "
         f"compute in model.dtype; use model.dtype={'bfloat16' if precision == 'bf16-mixed' else 'float16'}",
+    )
+    _refuse(
+        nf4 and config.trainer.strategy == "fsdp2",
+        "model.quantization=nf4 with trainer.strategy=fsdp2: sharded 4-bit weights are silently corrupted; use "
+        "trainer.strategy=ddp, or model.quantization=none",
+    )
+    _refuse(
+        config.trainer.strategy == "fsdp2" and precision == "16-mixed",
+        "trainer.precision=16-mixed with trainer.strategy=fsdp2: sharded gradients cannot be scaled; use bf16-mixed",
+    )
+    _refuse(
+        config.trainer.strategy == "fsdp2" and config.export.merge,
+        "export.merge=true with trainer.strategy=fsdp2: no GPU holds the whole base; use export.merge=false",
     )
     _refuse(
         nf4 and config.export.merge,

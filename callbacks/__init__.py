@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMon
 
 from ag.callbacks.checkpoint import RunCheckpoint
 from ag.callbacks.checkpoint_files import AtomicCheckpointIO, newest_valid
+from ag.callbacks.collapse import GateCollapse
 from ag.callbacks.figures import Figures
 from ag.callbacks.finite import FiniteGuard, NonFiniteError
 from ag.callbacks.gradients import GradientNorms
@@ -39,6 +40,7 @@ def build(config: Config, run_dir: Path) -> list[Callback]:
         Throughput(config.trainer.log_every),
         gradients,
         FiniteGuard(gradients, run_dir),
+        GateCollapse(config.trainer.collapse_batches, config.trainer.log_every),
         Figures(run_dir),
         RunCheckpoint(run_dir, config.checkpoint.every_steps, config.checkpoint.keep_last, config.checkpoint.monitor),
     ]

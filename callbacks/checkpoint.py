@@ -113,6 +113,8 @@ class RunCheckpoint(Checkpoint):
         """Save the last complete step; other ranks can only be relied on when all of them agreed to stop."""
         together = trainer.world_size == 1 or isinstance(exception, Stopped)
         nothing_new = not self._step_end or self._saved_step == trainer.global_step
+        # an exception between the optimiser's step and the end of its batch: the counters are those of the step before
+        nothing_new = nothing_new or self._step != trainer.global_step
         if isinstance(exception, NonFiniteError) or not together or nothing_new:
             return
         try:

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from ag.sharded import whole
+
 
 class GradientNorms(Callback):
     """Logs `train/grad_norm_gates` and `train/grad_norm_lora`: total 2-norms, unscaled, before clipping.
@@ -28,5 +30,5 @@ class GradientNorms(Callback):
         for name, parameters in pl_module.trainable().items():
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             if gradients:
-                self.norms[name] = get_total_norm(gradients)
+                self.norms[name] = whole(get_total_norm(gradients))
         pl_module.log_dict({f"train/grad_norm_{name}": norm for name, norm in self.norms.items()})

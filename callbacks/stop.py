@@ -1,4 +1,4 @@
-"""Stopping on SIGTERM and Ctrl-C without losing work."""
+"""Stopping on SIGTERM, SIGUSR1 and Ctrl-C without losing work."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
 
 class Stopped(SystemExit):
-    """The run was told to stop; its code is 128 + the number of the signal (143 SIGTERM, 130 Ctrl-C).
+    """The run was told to stop; its code is 128 + the number of the signal (143 SIGTERM, 138 SIGUSR1, 130 Ctrl-C).
 
     Only the first process of a machine carries that code, the others leave with 0: Lightning's launcher kills
     the first process when it sees another fail.
@@ -29,13 +31,13 @@ class Stopped(SystemExit):
 
 
 class StopOnSignal(Callback):
-    """Finishes the current optimiser step after the first SIGTERM or SIGINT, then raises `Stopped`.
+    """Finishes the current optimiser step after the first SIGTERM, SIGUSR1 or SIGINT, then raises `Stopped`.
 
-    `RunCheckpoint` saves when it sees that exception. A second Ctrl-C interrupts at once. Lightning's own
-    SIGTERM handler is replaced while training: it calls a collective inside the signal handler, which hangs
-    when the ranks do not get the signal together, and leaves with exit code 0. Here the ranks agree after
-    each optimiser step, so a signal to any one of them stops them all. A single process also stops inside a
-    validation.
+    SIGUSR1 is what SLURM sends ahead of the time limit (`--signal=SIGUSR1@120`). `RunCheckpoint` saves when it
+    sees the exception. A second Ctrl-C interrupts at once. Lightning's own handlers are replaced while training:
+    they call collectives inside the signal handler, which hangs when the ranks do not get the signal together,
+    and leave with exit code 0 or queue a SLURM job again by themselves. Here the ranks agree after each optimiser
+    step, so a signal to any one of them stops them all. A single process also stops inside a validation.
     """
 
     def __init__(self) -> None:
@@ -98,7 +100,7 @@ class StopOnSignal(Callback):
 
     def _listen(self) -> None:
         if not self._replaced and threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGTERM, signal.SIGINT):
+            for signum in SIGNALS:
                 self._replaced[signum] = signal.signal(signum, self._note)
 
     def _unlisten(self) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ class MissingSplitError(DataError):
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset: on the hub, or in ``folder`` as ``SPLIT.jsonl`` or ``SPLIT.jsonl.gz``.
+    """A dataset: on the hub, or in ``folder`` as ``SPLIT.jsonl`` or as shards ``SPLIT-*.jsonl``, each maybe ``.gz``.
 
     Attributes:
         name: hub id, for example ``google/boolq``.
@@ -44,7 +45,23 @@ class Source:
         """Name a split for messages: the file, or the hub id with the split."""
         if self.folder is None:
             return f"{self.name}[{split}]"
-        return str(self._file(split))
+        files = self._files(split)
+        return str(files[0]) if len(files) == 1 else f"{self.folder}/{split}-*.jsonl"
+
+    def identity(self, split: str) -> str:
+        """Return a hash of the contents of a split; of a hub dataset, the fingerprint that ``datasets`` gives it.
+
+        Raises:
+            MissingSplitError: the dataset lacks the split.
+            DataError: the dataset cannot be reached.
+        """
+        if self.folder is None:
+            return str(getattr(self._load_hub(split, False), "_fingerprint", self.revision))
+        digest = hashlib.sha256()
+        for file in self._files(split):
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+        return digest.hexdigest()
 
     def read(self, split: str, streaming: bool = False) -> Iterator[Record]:
         """Give the rows of a split in their stored order.
@@ -58,21 +75,28 @@ class Source:
             MissingSplitError: the dataset lacks the split.
             DataError: the dataset cannot be reached, or a file is damaged.
         """
-        return self._read_hub(split, streaming) if self.folder is None else _read_lines(self._file(split))
+        if self.folder is None:
+            return iter(self._load_hub(split, streaming))
+        return itertools.chain.from_iterable(map(_read_lines, self._files(split)))
 
-    def _file(self, split: str) -> Path:
+    def _files(self, split: str) -> list[Path]:
         assert self.folder is not None
-        files = [self.folder / f"{split}.jsonl", self.folder / f"{split}.jsonl.gz"]
-        for file in files:
-            if file.is_file():
-                return file
-        raise MissingSplitError(f"{self.folder} has no split {split}: expected {split}.jsonl or {split}.jsonl.gz")
+        for name in (f"{split}.jsonl", f"{split}.jsonl.gz"):
+            if (self.folder / name).is_file():
+                return [self.folder / name]
+        shards = sorted(file for end in ("", ".gz") for file in self.folder.glob(f"{split}-*.jsonl{end}"))
+        if not shards:
+            raise MissingSplitError(
+                f"{self.folder} has no split {split}: expected {split}.jsonl or {split}.jsonl.gz, or shards "
+                f"{split}-*.jsonl[.gz]"
+            )
+        return shards
 
-    def _read_hub(self, split: str, streaming: bool) -> Iterator[Record]:
+    def _load_hub(self, split: str, streaming: bool) -> Iterable[Record]:
         import datasets
 
         try:
-            rows = datasets.load_dataset(
+            rows: Iterable[Record] = datasets.load_dataset(
                 self.name, self.subset, split=split, revision=self.revision, streaming=streaming
             )
         except Exception as error:  # the hub client raises many unrelated types
@@ -82,7 +106,7 @@ class Source:
                 f"hub dataset {self.name} cannot be read ({error}): check its name and the connection, "
                 "or set data.root to a local folder"
             ) from error
-        return iter(rows)
+        return rows
 
 
 def local_folder(root: str, name: str) -> Path:

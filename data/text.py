@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ag.data.cache import cached, tokenizer_identity
 from ag.data.collate import Collator, Row, padding_token, start_tokens, tokenize
 from ag.data.module import Counts, DataModule
 from ag.data.sources import DataError, MissingSplitError, Source, check_fields, local_folder
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 STEP = 64  # prompt lengths lie on this grid, so that the rows of a batch have few different lengths
 DOCUMENTS = 64  # per call of the tokenizer
+ROW_SETTINGS = ("text_field", "packing", "max_length", "prompt_min", "prompt_max", "continuation")
 
 Cut = Callable[[Iterable[list[int]]], Iterator[Row]]
 
@@ -60,14 +63,35 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
         validation = rows("train", cut.validation, data.val_samples, stop=held_out)
     else:
         validation = rows("validation", cut.validation, data.val_samples)
+    if data.streaming:
+        training: Iterable[Row] = train
+    else:
+        training = _kept(train, data, counts, context, config.seed)
     return DataModule(
-        train=train if data.streaming else list(train),
-        validation=[(row,) for row in validation],
+        train=training,
+        validation=[(row,) for row in _kept(validation, data, counts, context, config.seed)],
         collator=Collator(padding_token(tokenizer)),
         data=data,
         seed=config.seed,
         counts=counts,
     )
+
+
+def _kept(rows: TextRows, data: DataConfig, counts: Counts, *more: object) -> Sequence[Row]:
+    """Make all rows now, or take them from ``data.cache``."""
+    if data.cache is None:
+        return list(rows)
+    before = counts.skipped
+    identity = {
+        "source": [data.name, data.subset, rows.source.identity(rows.split), rows.split, rows.start, rows.stop],
+        "tokenizer": tokenizer_identity(rows.tokenizer),
+        "settings": [*(getattr(data, name) for name in ROW_SETTINGS), rows.limit, *more],
+    }
+    found, measured = cached(
+        Path(data.cache).expanduser(), identity, lambda: rows, lambda: {"skipped": counts.skipped - before}
+    )
+    counts.skipped = before + measured["skipped"]
+    return found
 
 
 def _held_out(source: Source, data: DataConfig) -> int:

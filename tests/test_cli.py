@@ -250,6 +250,9 @@ def test_of_a_key_given_twice_the_last_one_counts() -> None:
         ("lora.targets=[]", "name linear layers, or use train=gates"),
         ("export.merge=true train=gates", "there is no adapter to merge"),
         ("export.merge=true model.quantization=nf4", "too coarse"),
+        ("trainer.strategy=fsdp2 model.quantization=nf4", "silently corrupted"),
+        ("export.push_to_hub=me/gates train=lora", "only gates are uploaded"),
+        ("data.cache=kept", "only plain text that is read before training is kept"),
         ("data.name=piqa", "use data.kind=sft"),
         ("data.kind=sft", "name a dataset with data.name"),
         ("data.kind=sft data.name=bolq", "did you mean boolq?"),
@@ -532,6 +535,18 @@ def test_resume_from_no_run(error: Any, tmp_path: Path) -> None:
     assert "expected a run folder, such as runs/RECIPE/TIME, with a config.yaml" in error(f"resume={tmp_path}")
 
 
+@pytest.mark.parametrize("place", ["https://example.org/run", "s3://bucket/run", "hf://me/run"])
+def test_resume_from_an_address(error: Any, place: str) -> None:
+    assert "expected a run folder, such as runs/RECIPE/TIME, with a config.yaml" in error(f"resume={place}")
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "/etc", "a/b", "..", ".hidden", ""])
+def test_name_of_a_recipe_cannot_leave_the_output_folder(error: Any, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "sly.yaml"
+    path.write_text(f"recipe: '{name}'\n")
+    assert f"recipe={name!r}: the name is also that of a folder" in error(f"recipe={path}")
+
+
 # Sweeps
 
 PROGRAM = """
@@ -673,7 +688,7 @@ def outcome(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ag.cli._sweep", lambda *_: 0)
+    monkeypatch.setattr("ag.cli.sweep", lambda *_: 0)
 
 
 @anything

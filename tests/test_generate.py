@@ -7,6 +7,7 @@ from gates_for import gates_for
 import ag
 from ag import export, models, smollm2
 from ag.config import LoraConfig
+from ag.errors import UserError
 from ag.gating import Gating
 from ag.generate import GenerateConfig, generate, main
 
@@ -181,3 +182,49 @@ def test_command_prints_the_texts_and_a_table(folder, capsys, monkeypatch):
         assert f"{generation.evicted:.1%}" in out and f"{generation.kv_bytes:,}" in out
     assert main(words[:-1]) == 0
     assert capsys.readouterr().out.startswith(f"{both['gates'].text}\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "spec"),
+    [
+        ({"policy": "h2o", "budget": 6.0}, "ag.policy('h2o', budget=6)"),
+        (
+            {"policy": "snapkv+caote@heads", "budget": 0.5, "schedule": "blocks:8+every", "options": {"window": 3}},
+            "ag.policy('snapkv+caote@heads', budget=0.5, schedule='blocks:8+every', window=3)",
+        ),
+        ({"policy": "gates@heads", "budget": 0.25}, "ag.policy('gates:EXPORT@heads', budget=0.25)"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_any_policy(folder, tiny_llama, tiny_tokenizer, given, spec):
+    """The text is that of the same policy handed to transformers, and the report that of its cache."""
+    spec = spec.replace("EXPORT", str(folder / "export"))
+    (row,) = generate(config(folder, **given)).values()
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, eval(spec))
+    ids = tiny_tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    text = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
+    assert row.text == tiny_tokenizer.decode(text, skip_special_tokens=True)
+    assert (row.report.policy, row.report.kept) == (spec, cache.report().kept)
+
+
+def test_a_named_policy_prints_what_each_layer_holds(folder, capsys):
+    words = [f"gates={folder / 'export'}", "policy=tova", "budget=8", f"prompt={PROMPT}", f"max_new_tokens={NEW}"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "ag.policy('tova', budget=8): " in out
+    assert "scoring s" in out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"gates": None, "policy": "gates", "model": "x"}, "policy=gates: expected gates=EXPORT"),
+        ({"policy": "h20", "budget": 8}, "Unknown policy 'h20'.*did you mean h2o"),
+        ({"policy": "h2o"}, "'h2o' needs a budget"),
+        ({"policy": "h2o", "budget": 1.5}, "budget=1.5: expected tokens"),
+    ],
+)
+def test_bad_policies(folder, given, message):
+    with pytest.raises(UserError, match=message):
+        generate(config(folder, **given))

@@ -5,8 +5,13 @@ import torch
 from gates_for import gates_for
 
 import ag
+from ag.kernels.column_sums import column_sums
+from ag.kernels.column_sums.reference import reference_column_sums
+from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention.chunked import chunked_gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
+from ag.kernels.gated_prefill import gated_prefill
+from ag.kernels.gated_prefill.reference import reference_gated_prefill
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +37,156 @@ def test_gated_attention_and_its_gradients(dtype, bound):
     want = run(reference_gated_attention, [x.double() for x in tensors])
     for mine, theirs in zip(got, want, strict=True):
         assert (mine.double() - theirs).norm() / theirs.norm() < bound
+
+
+PRECISIONS = [(torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 2e-2)]
+OPTIONS = {
+    "plain": {},
+    "protected": {"recent": 70, "sinks": 3},
+    "window": {"window": 100, "recent": 5, "sinks": 3},
+    "padding": {"padding": True, "sinks": 2},
+    "all": {"padding": True, "window": 200, "recent": 5, "sinks": 3, "dense": True},
+}
+
+
+@pytest.fixture
+def triton_only(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("AG_KERNELS", "triton")
+
+
+@pytest.fixture
+def triton_untuned(triton_only, monkeypatch):
+    """One configuration a kernel, so that hundreds are not compiled."""
+    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: True)
+
+
+def triton_arguments(length, heads, kv_heads, dim, dtype, flags, padding=False, dense=False, **options):
+    generator = torch.Generator("cuda").manual_seed(length)
+    draw = lambda h: torch.randn(2, length, h, dim, device="cuda", generator=generator).to(dtype).transpose(1, 2)  # noqa: E731
+    keep = torch.rand(2, kv_heads, length, device="cuda", generator=generator)
+    keep = keep if flags == "soft" else (keep > 0.5).float() if flags == "hard" else torch.zeros_like(keep)
+    keep[:, :, length // 4 : length // 2] *= flags == "soft"  # whole blocks of evicted keys
+    if padding:
+        options["key_valid"] = torch.ones(2, length, dtype=torch.bool, device="cuda")
+        options["key_valid"][1, : length // 3] = False
+    if dense:
+        options["dense_until"] = torch.tensor([length // 3, length // 2], device="cuda")
+    return [draw(heads), draw(kv_heads), draw(kv_heads), keep], options | {"scaling": dim**-0.5}
+
+
+def gradients(function, tensors, weight, options):
+    tensors = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in tensors]
+    out = function(*tensors, **options)
+    (out * weight.to(out.dtype)).sum().backward()
+    return [out.detach(), *(x.grad for x in tensors)]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS, ids=str)
+@pytest.mark.parametrize("flags", ["hard", "soft", "evicted"])
+@pytest.mark.parametrize(
+    ("case", "length", "heads", "kv_heads", "dim"),
+    [
+        ("plain", 301, 6, 2, 64),
+        ("protected", 63, 4, 2, 60),
+        ("window", 513, 3, 3, 128),
+        ("padding", 301, 6, 2, 64),
+        ("all", 301, 4, 1, 128),
+        ("all", 130, 2, 1, 256),
+    ],
+    ids=str,
+)
+def test_triton_gated_attention(triton_untuned, length, heads, kv_heads, dim, case, flags, dtype, bound):
+    tensors, options = triton_arguments(length, heads, kv_heads, dim, dtype, flags, **OPTIONS[case])
+    weight = torch.randn(2, heads, length, dim, device="cuda").to(dtype)
+    got = gradients(gated_attention, tensors, weight, options)
+    want = gradients(reference_gated_attention, [x.double() for x in tensors], weight, {"key_valid": None} | options)
+    for name, mine, theirs in zip(["out", "dq", "dk", "dv", "dkeep"], got, want, strict=True):
+        if flags == "evicted" and case == "plain" and name in ("dq", "dk"):
+            assert mine.abs().max() < bound, name  # each query sees its own token alone: exactly 0
+        else:
+            assert (mine.double() - theirs).norm() <= bound * theirs.norm(), name
+    again = gradients(gated_attention, tensors, weight, options)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_triton_skips_blocks_without_a_change(triton_untuned, dtype):
+    tensors, options = triton_arguments(700, 6, 2, 64, dtype, "hard", recent=5, sinks=2)
+    *tensors, keep = tensors
+    weight = torch.randn(2, 6, 700, 64, device="cuda").to(dtype)
+    want = gradients(gated_attention, [*tensors, keep], weight, options)[:4]
+    got = gradients(lambda *x, **o: gated_attention(*x, keep, **o), tensors, weight, options)  # no flag gradient
+    for mine, theirs in zip(got, want, strict=True):
+        assert (mine.double() - theirs.double()).norm() <= 1e-3 * theirs.double().norm()
+
+
+def test_tuned_plain_attention_and_linear_memory(triton_only):
+    q = torch.randn(1, 8, 8192, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(1, 2, 8192, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out = gated_attention(q, k, v)
+    assert (out - want).norm() <= 2e-2 * want.norm()
+    keep = (torch.rand(1, 2, 8192, device="cuda") > 0.7).float().requires_grad_()
+    gated_attention(q, k, v, keep).sum().backward()  # compiled and tuned from here on
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gated_attention(q, k, v, keep).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 10 * q.numel() * q.element_size()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS, ids=str)
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("case", ["plain", "window", "padding"])
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "dim"), [(63, 4, 2, 60), (700, 6, 2, 128)])
+def test_triton_column_sums(triton_untuned, length, heads, kv_heads, dim, case, power, dtype, bound):
+    given = {name: value for name, value in OPTIONS[case].items() if name in ("window", "padding")}
+    (q, k, _, _), options = triton_arguments(length, heads, kv_heads, dim, dtype, "hard", **given)
+    queries = torch.rand(2, length, device="cuda") > 0.3
+    options |= {"queries": queries, "power": power, "skip": 3, "mean": True}
+    got = column_sums(q, k, **options)
+    want = reference_column_sums(q.double(), k.double(), **options)
+    assert (got - want).norm() <= bound * want.norm()
+    assert torch.equal(got, column_sums(q, k, **options))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS, ids=str)
+@pytest.mark.parametrize("case", ["plain", "protected", "window", "padding"])
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "dim"), [(63, 4, 2, 60), (700, 6, 2, 128)])
+def test_triton_gated_prefill(triton_untuned, length, heads, kv_heads, dim, case, dtype, bound):
+    (q, k, v, keep), options = triton_arguments(length, heads, kv_heads, dim, dtype, "hard", **OPTIONS[case])
+    got = gated_prefill(q, k, v, keep.bool(), **options)
+    options = {"key_valid": None} | options
+    want = reference_gated_prefill(q.double(), k.double(), v.double(), keep.bool(), **options)
+    assert (got.double() - want).norm() <= bound * want.norm()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS, ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "heads", "dim"),
+    [([1, 70, 333, 2000], 6, 60), ([0, 45, 5000, 1, 300, 17], 3, 128), ([200_000, 3], 8, 64)],
+    ids=["B2-H6-D60", "B2-H3-D128", "B2-H8-D64-long"],
+)
+def test_triton_ragged_decode(triton_untuned, lengths, heads, dim, dtype, bound):
+    from ag.kernels.ragged_decode.triton import triton_ragged_decode
+
+    counts = torch.tensor(lengths, device="cuda")
+    starts = counts.cumsum(0) - counts + torch.arange(len(lengths), device="cuda") * 5
+    slots = sum(lengths) + 5 * len(lengths)
+    keys, values = (torch.randn(slots, dim, device="cuda").to(dtype) for _ in range(2))
+    q = torch.randn(2, heads, dim, device="cuda").to(dtype)
+    want = torch.zeros(len(lengths), 2 * heads // len(lengths), dim, device="cuda", dtype=torch.float64)
+    for row, (query, start, count) in enumerate(zip(q.double().view_as(want), starts.tolist(), lengths, strict=True)):
+        k, v = (x[start : start + count].double() for x in (keys, values))
+        want[row] = (query @ k.T * 0.2).softmax(-1) @ v
+    torch.cuda.set_sync_debug_mode("error")  # the host must not wait for the card
+    try:
+        got = triton_ragged_decode(q, keys, values, starts, counts, 0.2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (got.double().view_as(want) - want).norm() <= bound * want.norm()
+    assert torch.equal(got, triton_ragged_decode(q, keys, values, starts, counts, 0.2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

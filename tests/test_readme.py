@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import ag
+from ag.bench.__main__ import named
+from ag.bench.config import BenchConfig
 from ag.cli import parse
 from ag.compare import CompareConfig
 from ag.config import Config
@@ -21,6 +23,7 @@ SCHEMAS = {
     "ag.evaluate": EvaluateConfig,
     "ag.compare": CompareConfig,
     "ag.explain": ExplainConfig,
+    "ag.bench": BenchConfig,
 }
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -50,7 +53,9 @@ def commands(page):
             if len(words) == 1 and re.match(r"^[A-Z]+=", words[0]):
                 name, _, value = words[0].partition("=")
                 variables[f"${name}"] = value
-            elif words:
+            while words and re.match(r"^[A-Z_]+=", words[0]):  # environment of the command
+                words = words[1:]
+            if words:
                 yield words
 
 
@@ -72,8 +77,9 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch):
         expected = "recipe: " if stop else {"--help": "loss.alpha=", "--recipes": "quickstart"}[words[3]]
         assert expected in capsys.readouterr().out
     elif program in SCHEMAS:
+        given = named(words[3:]) if program == "ag.bench" else words[3:]
         with pytest.raises(SystemExit) as done:
-            parse([*words[3:], "--print"], SCHEMAS[program], program)
+            parse([*given, "--print"], SCHEMAS[program], program)
         assert done.value.code == 0
     elif program == "ag.evaluate.lm_eval":
         harness = pytest.importorskip("lm_eval._cli", reason="lm-evaluation-harness is not installed")

@@ -155,6 +155,7 @@ class EvictionCache(Cache, Plan):
         if not self.seen_tokens:
             self._expected = valid
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         """Take the padding of the coming tokens; see :class:`ag.attach.Plan`."""
         if decoder is not self.decoder:
@@ -271,12 +272,14 @@ class EvictionCache(Cache, Plan):
             given = torch.arange(self._before, self.valid.shape[1], device=columns.device)[None]
         return given.expand(len(columns), -1).gather(1, columns.clamp_min(0))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Let the layer's gate look at the prompt."""
         if self.gating is not None:
             with torch.no_grad():
                 self.gating.enter_layer(layer, hidden)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend, evict and store."""
         layer = self.evicting_layers[call.layer]

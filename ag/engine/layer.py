@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from ag.engine.decide import Decision, closing_order
 from ag.engine.observe import Observation
 from ag.engine.storage import RaggedStore, Rows
 from ag.errors import UserError
+from ag.kernels.ragged_decode import ragged_decode
 
 if TYPE_CHECKING:
     from ag.engine.cache import EvictionCache
@@ -63,6 +66,7 @@ class EvictionLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the storage is made when it is known what stays."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens and hand them on; they are stored after the attention has seen them."""
         cache = self._cache
@@ -139,19 +143,41 @@ class EvictionLayer(CacheLayerMixin):
         first = not len(store.lengths) or not bool(store.lengths.any())
         raw, call = call, self._turned_back(call, self._places_of(part)) if self._by_slot else call
         store.append(call.k, call.v, part.ranks, part.real[:, None] if padded else None)
-        held = self._stored()
-        masks = self._judge(call, held, decision, part.ranks, part.real, cache.due(part))
-        if cache.policy.evict_before_attend and call.layer in masks:
-            out = self._attend(call, held, part.ranks, masks[call.layer])
-        elif first:
-            out = raw.dense(part.real if padded else None, padded and not bool(part.real[:, 0].all()))
-        else:
-            out = self._attend(call, held, part.ranks)
-        self._apply(masks)
+
+        def dense() -> Tensor:
+            return raw.dense(part.real if padded else None, padded and not bool(part.real[:, 0].all()))
+
+        out = self._act(call, decision, part, cache.due(part), dense if first else None)
         return out.masked_fill(~part.real[:, None, :, None], 0.0) if padded else out
 
+    def _act(
+        self,
+        call: AttentionCall,
+        decision: Decision,
+        part: Part,
+        due: Tensor,
+        dense: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """Attend to what is stored, the new tokens among it, and evict: in the order of the policy."""
+        held = self._stored()
+        if self._cache.policy.evict_before_attend and bool(due.any()):
+            masks = self._judge(call, held, decision, part, due)
+            out = self._attend(call, held, part.ranks, masks[call.layer])
+        else:
+            out = self._attend(call, held, part.ranks) if dense is None else dense()
+            masks = self._judge(call, held, decision, part, due, out)
+        for index, keep in masks.items():
+            self._cache.evicting_layers[index].retain(keep)
+        return out
+
     def _judge(
-        self, call: AttentionCall, held: Rows, decision: Decision, ranks: Tensor, valid: Tensor, due: Tensor
+        self,
+        call: AttentionCall,
+        held: Rows,
+        decision: Decision,
+        part: Part,
+        due: Tensor,
+        out: Tensor | None = None,
     ) -> dict[int, Tensor]:
         """Show the policy tokens that were just stored; returns what stays ``[B, Hkv, N]``, by layer.
 
@@ -159,14 +185,14 @@ class EvictionLayer(CacheLayerMixin):
             call: q, k and v of the new tokens.
             held: all that is stored, the new tokens among it.
             decision: the policy at work.
-            ranks: ``[B, T]`` long.
-            valid: ``[B, T]`` bool.
+            part: which tokens these are.
             due: ``[B]`` bool, sequences of which something may go now; of the others the scorer only takes note.
+            out: what the new tokens attended to, ``[B, H, T, D]``, where that is known.
         """
         cache, policy, start = self._cache, self._cache.policy, time.perf_counter()
         assert policy.scorer is not None
         lookback = policy.lookback if cache.reading else policy.scorer.lookback
-        q, query_ranks, query_valid = self._with_lookback(call.q, ranks, valid, lookback)
+        q, query_ranks, query_valid = self._with_lookback(call.q, part.ranks, part.real, lookback)
         any_due = bool(due.any())
         if not (any_due or policy.scorer.follows):
             return {}
@@ -191,6 +217,7 @@ class EvictionLayer(CacheLayerMixin):
             cache.prompt_lengths,
             not cache.reading,
             call.memo,
+            out,
         )
         masks = {}
         if any_due:
@@ -199,13 +226,6 @@ class EvictionLayer(CacheLayerMixin):
             policy.scorer.score(seen)
         self.scoring_seconds += time.perf_counter() - start
         return masks
-
-    def _apply(self, masks: dict[int, Tensor]) -> None:
-        """Free what the policy lets go, in this layer and those before."""
-        start = time.perf_counter()
-        for index, keep in masks.items():
-            self._cache.evicting_layers[index].retain(keep)
-        self.scoring_seconds += time.perf_counter() - start
 
     @property
     def _by_slot(self) -> bool:
@@ -277,10 +297,11 @@ class EvictionLayer(CacheLayerMixin):
     def retain(self, keep: Tensor) -> None:
         """Free what is not in ``keep`` ``[B, Hkv, N]``, here and in what the scorer recorded."""
         assert self.store is not None
-        if torch.equal(keep.sum(-1).flatten().cpu(), self.store.lengths):
+        if not self.store.retain(keep.flatten(0, 1)):
             return
-        self.store.retain(keep.flatten(0, 1))
         self.evicted_at = min(self.seen, self._cache.prompt_columns) if self._cache.reading else self.seen
+        if not self.memory:
+            return
         order = closing_order(keep)
         lengths = keep.sum(-1)[..., None]
         for name, x in self.memory.items():
@@ -298,19 +319,26 @@ class EvictionLayer(CacheLayerMixin):
         assert store is not None
         call = self._turned_back(call, cache.places) if self._by_slot else call
         store.append(call.k, call.v, cache.ranks, cache.real[:, None] if cache.padded else None)
-        stored, masks = self._stored(), {}
+        # what the first query sees stays, so that EvictionCache.crop can take this pass back
+        if self._fleeting and not store.drop_fleeting(cache.ranks[:, 0] - self._fleeting + 1):
+            self._fleeting = 0
+        one = call.q.shape[2] == 1 and not self._by_slot and not call.q.requires_grad  # the kernel has no backward pass
+        decode = partial(self._decode, call, store) if one else None
         steps, decision = cache.policy.steps, cache.decision
-        if steps is not None and decision is not None and call.layer in decision.layers and not cache.reading:
-            counts = cache.counts
-            due = counts - self._decided >= steps
-            self._decided = torch.where(due, counts, self._decided)
-            masks = self._judge(call, stored, decision, cache.ranks, cache.real, due)
-        keep = masks.get(call.layer) if cache.policy.evict_before_attend else None
-        out = self._attend(call, stored, cache.ranks, keep)
-        if self._fleeting:
-            self._drop_expired(store, stored)
-        self._apply(masks)
-        return out
+        if steps is None or decision is None or call.layer not in decision.layers or cache.reading:
+            return self._attend(call, self._stored(), cache.ranks) if decode is None else decode()
+        due = cache.counts - self._decided >= steps
+        self._decided = torch.where(due, cache.counts, self._decided)
+        return self._act(call, decision, Part(None, cache.ranks, cache.real), due, decode)
+
+    def _decode(self, call: AttentionCall, store: RaggedStore) -> Tensor:
+        """Attend from one query per sequence to the stored tokens where they are, ``[B, H, 1, D]``."""
+        starts, lengths = store.rows
+        if call.window is not None and self.seen > call.window:
+            past = store.count_below(self._cache.ranks[:, 0] - call.window + 1)
+            starts, lengths = starts + past, lengths - past
+        out = ragged_decode(call.q[:, :, 0], store.keys, store.values, starts, lengths, call.scaling)
+        return out[:, :, None]
 
     def _attend(self, call: AttentionCall, stored: Rows, ranks: Tensor, keep: Tensor | None = None) -> Tensor:
         """Attend from queries of ranks ``[B, T]`` to everything stored, ``[B, H, T, D]``.
@@ -347,18 +375,6 @@ class EvictionLayer(CacheLayerMixin):
             scale=call.scaling,
         )
         return out.view(batch, heads, length, -1)
-
-    def _drop_expired(self, store: RaggedStore, stored: Rows) -> None:
-        """Free the prompt tokens that were kept only because they were recent and no longer are.
-
-        Those that the first query of this pass saw stay, so that :meth:`EvictionCache.crop` can take the pass back.
-        """
-        first = self._cache.ranks[:, 0].repeat_interleave(store.kv_heads)
-        gone = first[:, None] - stored.ranks >= self._fleeting
-        if bool((stored.fleeting & gone).any()):
-            store.retain(~(stored.fleeting & gone))
-        if not bool((stored.fleeting & ~gone).any()):
-            self._fleeting = 0
 
     def select_sequences(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""

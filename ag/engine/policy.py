@@ -39,6 +39,7 @@ class Policy:
         positions: what keys are rotated by: their place in the text, or their slot among what a head holds.
         evict_before_attend: whether queries attend to what is kept (and to themselves) instead of to all that is held
             when they come.
+        strict: whether a budget below what is protected is an error; else what is protected stays.
         scorer: says what a token is worth; None for ``full``.
         allocator: shares the budget among layers and heads.
         gates: gates read from a folder; None for ``gates`` alone (those attached to the model) and other scorers.
@@ -50,6 +51,7 @@ class Policy:
     options: Mapping[str, Option] = field(default_factory=dict, hash=False)
     positions: Literal["original", "slot"] = field(default="original", compare=False)
     evict_before_attend: bool = field(default=False, compare=False)
+    strict: bool = field(default=True, compare=False)
     scorer: Scorer | None = field(default=None, compare=False)
     allocator: Allocator = field(default_factory=Allocator, compare=False)
     gates: AttentionGates | None = field(default=None, compare=False)
@@ -111,7 +113,7 @@ def policy(spec: str, budget: int | float | None = None, schedule: str = "prefil
             ``positions="slot"`` rotates keys and queries by their slots in the cache instead of their places in the
             text (StreamingLLM), so that a stream may run past the model's context; ``evict_before_attend=True`` lets
             queries attend to what is kept, and to themselves, instead of to all that is held when they come (CAOTE,
-            Eq. 7).
+            Eq. 7); ``strict=False`` keeps what is protected where the budget is smaller, instead of raising.
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
@@ -144,7 +146,7 @@ def policy(spec: str, budget: int | float | None = None, schedule: str = "prefil
     _known(allocator, ALLOCATORS, "allocator", spec)
     _check_budget(spec, head, budget, bool(wrapper) or shared or schedule != "prefill")
     rest = dict(options)
-    engine = {name: rest.pop(name) for name in ("positions", "evict_before_attend") if name in rest}
+    engine = {name: rest.pop(name) for name in ("positions", "evict_before_attend", "strict") if name in rest}
     if (rest or "evict_before_attend" in engine) and head in ("gates", "full") and budget is None:
         name, why = (
             next(iter(rest), "evict_before_attend"),

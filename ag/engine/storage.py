@@ -1,7 +1,8 @@
 """Ragged storage of keys and values: each (sequence, KV head) holds as many tokens as it kept.
 
 A row is one (sequence, KV head) pair, row ``b * Hkv + h``. The rows lie one after the other in a flat buffer, each with
-a little slack, so that decoding appends in place; when a row is full the buffer is laid out anew with fresh slack.
+a little slack, so that decoding appends in place; when a row is full the buffer is laid out anew with fresh slack. What
+is evicted later leaves a gap, which the shorter side of the rows closes; when much is gone the buffer is laid out anew.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 SLACK_TOKENS = 16  # free slots a row gets at least when the buffer is laid out
 SLACK_SHARE = 16  # and one more for each so many tokens that it holds
+LOOSE_SHARE = 32  # one token too many for each so many that are held, and the buffer is laid out anew
 
 
 class Rows(NamedTuple):
@@ -42,9 +44,10 @@ class RaggedStore:
         self.values = value.new_empty(0, value.shape[-1])
         self.ranks = torch.empty(0, dtype=torch.int32, device=key.device)
         self.fleeting = torch.empty(0, dtype=torch.bool, device=key.device)
-        self.lengths = torch.zeros(rows, dtype=torch.long)
-        self._capacities = torch.zeros(rows, dtype=torch.long)
-        self._starts = torch.zeros(rows, dtype=torch.long)
+        self._limits = torch.zeros(rows, dtype=torch.long)  # where the slots of each row end
+        self._marks = False  # whether some token was ever fleeting
+        zeros = torch.zeros(rows, dtype=torch.long)
+        self._settle(zeros, zeros)
 
     @property
     def nbytes(self) -> int:
@@ -62,22 +65,36 @@ class RaggedStore:
             fleeting: ``[B, Hkv, T]`` bool, stored tokens that :meth:`retain` will drop later; None: none.
         """
         shape = k.shape[:3]
-        ranks = ranks[:, None].expand(shape).flatten(0, 1)
-        count = torch.full((shape[0] * shape[1],), shape[2])
-        offset = torch.arange(shape[2], device=k.device).expand(len(count), -1)
-        if keep is not None:
+        length = shape[2]
+        ranks = ranks[:, None].expand(shape).flatten().int()
+        k, v = k.flatten(0, 2), v.flatten(0, 2)
+        marks = None if fleeting is None else fleeting.flatten()
+        lengths = self.lengths + length
+        if keep is None:
+            if length > self._room:
+                self._lay_out(lengths)
+            slots = self.rows[0] + self.rows[1]
+            if length > 1:
+                slots = (slots[:, None] + torch.arange(length, device=k.device)).flatten()
+        else:
             keep = keep.expand(shape).flatten(0, 1)
-            count = keep.sum(1).cpu()
-            offset = keep.cumsum(1) - 1
-        self._reserve(self.lengths + count)
-        slots = (self._starts + self.lengths).to(k.device)[:, None] + offset
-        chosen = slice(None) if keep is None else keep.flatten()
-        slots = slots.flatten()[chosen]
-        self.keys[slots] = k.flatten(0, 2)[chosen]
-        self.values[slots] = v.flatten(0, 2)[chosen]
-        self.ranks[slots] = ranks.flatten()[chosen].int()
-        self.fleeting[slots] = False if fleeting is None else fleeting.flatten()[chosen]
-        self.lengths = self.lengths + count
+            lengths = self.lengths + keep.sum(1).cpu()
+            if bool((self.starts + lengths > self._limits).any()):
+                self._lay_out(lengths)
+            chosen = keep.flatten()
+            slots = ((self.rows[0] + self.rows[1])[:, None] + keep.cumsum(1) - 1).flatten()[chosen]
+            k, v, ranks = k[chosen], v[chosen], ranks[chosen]
+            marks = None if marks is None else marks[chosen]
+        self.keys.index_copy_(0, slots, k)
+        self.values.index_copy_(0, slots, v)
+        self.ranks.index_copy_(0, slots, ranks)
+        if marks is not None or self._marks:
+            self._marks = True
+            self.fleeting[slots] = False if marks is None else marks
+        if keep is None:
+            self._grow(lengths, length)
+        else:
+            self._settle(self.starts, lengths)
 
     def padded(self) -> Rows:
         """Return everything stored.
@@ -86,20 +103,49 @@ class RaggedStore:
         for a moment.
         """
         parts = (self.keys, self.values, self.ranks, self.fleeting)
-        rows, longest = len(self.lengths), int(self.lengths.max())
-        if bool((self.lengths == longest).all()) and bool((self._capacities == self._capacities[0]).all()):
-            capacity = int(self._capacities[0])
-            keys, values, ranks, fleeting = (x.view(rows, capacity, *x.shape[1:])[:, :longest] for x in parts)
+        longest = int(self.lengths.max())
+        if self._step is not None:
+            first, step, count = int(self.starts[0]), self._step, len(self.starts)
+            keys, values, ranks, fleeting = (
+                x.as_strided((count, longest, *x.shape[1:]), (step * x.stride(0), *x.stride()), first * x.stride(0))
+                for x in parts
+            )
             return Rows(keys, values, ranks, fleeting, None)
         index, valid = self._index(longest)
         keys, values, ranks, fleeting = (x[index] for x in parts)
         return Rows(keys, values, ranks, fleeting, valid)
 
-    def retain(self, keep: Tensor) -> None:
-        """Keep the tokens where ``keep`` ``[R, N]`` (laid out as :meth:`padded`) is True and free the others."""
+    def count_below(self, ranks: Tensor) -> Tensor:
+        """Return how many tokens at the start of each row have a rank below ``ranks[b]`` ``[B]``, ``[R]`` long."""
+        index, valid = self._index(int(self.lengths.max()))
+        limit = ranks.repeat_interleave(self.kv_heads).to(index.device)
+        return (valid & (self.ranks[index] < limit[:, None])).sum(1)
+
+    def retain(self, keep: Tensor) -> bool:
+        """Keep the tokens where ``keep`` ``[R, N]`` (laid out as :meth:`padded`) is True and free the others.
+
+        Returns whether there were others.
+        """
         index, valid = self._index(keep.shape[1])
         keep = keep & valid
-        self._move(index[keep], keep.sum(1).cpu())
+        lengths = keep.sum(1).cpu()
+        held = int(lengths.sum())
+        if held == int(self.lengths.sum()):
+            return False
+        if self._loose(lengths):
+            self._move(index[keep], lengths)
+        else:
+            self._close(index, keep, lengths)
+        return True
+
+    def drop_fleeting(self, ranks: Tensor) -> bool:
+        """Free the fleeting tokens whose rank is below ``ranks[b]`` ``[B]``; returns whether others are left."""
+        index, valid = self._index(int(self.lengths.max()))
+        fleeting = self.fleeting[index] & valid
+        gone = fleeting & (self.ranks[index] < ranks.repeat_interleave(self.kv_heads).to(index.device)[:, None])
+        if bool(gone.any()):
+            self.retain(~gone)
+        return bool((fleeting & ~gone).any())
 
     def select_sequences(self, chosen: Tensor) -> None:
         """Replace the sequences by those at the indices ``chosen`` (beam search, repeated inputs)."""
@@ -112,30 +158,35 @@ class RaggedStore:
 
     def crop(self, ranks: Tensor) -> None:
         """Drop, at the end of every row, the tokens whose rank is not below ``ranks[b]`` ``[B]``."""
-        index, valid = self._index(int(self.lengths.max()))
-        limit = ranks.repeat_interleave(self.kv_heads).to(index.device)
-        self.lengths = (valid & (self.ranks[index] < limit[:, None])).sum(1).cpu()
+        self._settle(self.starts, self.count_below(ranks).cpu())
+        if self._loose(self.lengths):
+            self._lay_out(self.lengths)
 
     def _index(self, longest: int) -> tuple[Tensor, Tensor]:
         """Return the slots ``[R, N]`` of all tokens (clamped where a row is shorter) and their validity."""
         device = self.keys.device
         offset = torch.arange(longest, device=device)
-        lengths = self.lengths.to(device)[:, None]
+        lengths = self.rows[1][:, None]
         valid = offset < lengths
-        index = self._starts.to(device)[:, None] + offset.where(valid, lengths.clamp_min(1) - 1)
+        index = self.rows[0][:, None] + offset.where(valid, lengths.clamp_min(1) - 1)
         return index.clamp_max(max(len(self.keys) - 1, 0)), valid
 
-    def _reserve(self, lengths: Tensor) -> None:
-        """Make room for rows of these lengths, laying the buffer out anew when one of them would overflow."""
-        if bool((lengths > self._capacities).any()):
-            index, valid = self._index(int(self.lengths.max()))
-            self._move(index[valid], self.lengths, lengths)
+    def _loose(self, lengths: Tensor) -> bool:
+        """Tell whether a buffer for rows of these lengths would be noticeably smaller."""
+        held = int(lengths.sum())
+        return len(self.keys) > held + int(_slack(lengths).sum()) + held // LOOSE_SHARE
+
+    def _lay_out(self, lengths: Tensor) -> None:
+        """Lay the buffer out anew for rows of these lengths."""
+        index, valid = self._index(int(self.lengths.max()))
+        self._move(index[valid], self.lengths, lengths)
 
     def _move(self, slots: Tensor, lengths: Tensor, room: Tensor | None = None) -> None:
         """Copy the tokens at ``slots`` (row after row, ``lengths`` of them each) into a new buffer with slack."""
         room = lengths if room is None else room
-        capacities = room + torch.clamp(room // SLACK_SHARE, min=SLACK_TOKENS)
-        starts = capacities.cumsum(0) - capacities
+        capacities = room + _slack(room)
+        limits = capacities.cumsum(0)
+        starts = limits - capacities
         total, device = int(capacities.sum()), self.keys.device
         first = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths).to(device)
         target = first + torch.arange(len(slots), device=device)
@@ -144,4 +195,40 @@ class RaggedStore:
             new = old.new_zeros(total, *old.shape[1:])
             new[target] = old[slots]
             setattr(self, name, new)
-        self.lengths, self._capacities, self._starts = lengths.clone(), capacities, starts
+        self._limits = limits
+        self._settle(starts, lengths)
+
+    def _close(self, index: Tensor, keep: Tensor, lengths: Tensor) -> None:
+        """Close the gaps between the kept tokens from the side, the same for all rows, where fewer have to move."""
+        place = self.rows[0][:, None] + keep.cumsum(1) - 1
+        later = place + (self.rows[1] - lengths.to(index.device))[:, None]  # so that a row ends where it ended
+        down, up = keep & (place != index), keep & (later != index)
+        to_end = int(up.sum()) < int(down.sum())
+        moving, target = (up, later) if to_end else (down, place)
+        source, target = index[moving], target[moving]
+        for x in (self.keys, self.values, self.ranks, *([self.fleeting] if self._marks else [])):
+            x.index_copy_(0, target, x.index_select(0, source))
+        self._settle(self.starts + (self.lengths - lengths) if to_end else self.starts, lengths)
+
+    def _settle(self, starts: Tensor, lengths: Tensor) -> None:
+        """Take note of where the rows are now."""
+        self.starts, self.lengths = starts, lengths
+        device = self.keys.device
+        #: Starts and lengths on the device of the keys, ``[R]`` long each.
+        self.rows = starts.to(device), lengths.to(device)
+        self._room = int((self._limits - starts - lengths).min())
+        steps = starts.diff()
+        even = bool((lengths == lengths[0]).all()) and bool((steps == steps[:1]).all())
+        #: Slots from one row to the next where rows are equally long and evenly spaced, else None.
+        self._step = None if not even else int(steps[0]) if len(steps) else len(self.keys)
+
+    def _grow(self, lengths: Tensor, more: int) -> None:
+        """Take note that each row has ``more`` tokens more; nothing waits for the device."""
+        on_device = lengths if self.keys.device.type == "cpu" else self.rows[1] + more
+        self.lengths, self.rows = lengths, (self.rows[0], on_device)
+        self._room -= more
+
+
+def _slack(lengths: Tensor) -> Tensor:
+    """Return the free slots that rows of these lengths get."""
+    return torch.clamp(lengths // SLACK_SHARE, min=SLACK_TOKENS)

@@ -10,7 +10,7 @@ from ag.kernels.gated_attention.masks import pair_masks, sink_mask
 BLOCK = 128  # queries handled at once
 
 
-def column_sums(
+def chunked_column_sums(
     q: Tensor,
     k: Tensor,
     scaling: float,
@@ -21,22 +21,7 @@ def column_sums(
     skip: int = 0,
     mean: bool = False,
 ) -> Tensor:
-    """Sum ``A_jt ** power`` over queries j, where ``A = softmax(scaling * q k^T)`` is causal.
-
-    Args:
-        q: queries ``[B, H, T, D]``.
-        k: keys ``[B, Hkv, T, D]``.
-        scaling: factor of the logits.
-        queries: ``[B, T]`` bool, the queries that count.
-        key_valid: ``[B, T]`` bool, False on padding; None when there is none.
-        window: sliding window of the model.
-        power: exponent of the weights.
-        skip: pairs with ``j - t < skip`` do not count (the weights are normalised over them all the same).
-        mean: divide by the number of queries that counted for the key.
-
-    Returns:
-        ``[B, H, T]`` float32 (float64 for float64 arguments), 0 for keys that no query counted for.
-    """
+    """Compute :func:`ag.kernels.column_sums.column_sums` with memory linear in T."""
     batch, heads, length, dim = q.shape
     kv_heads = k.shape[1]
     acc = torch.promote_types(q.dtype, torch.float32)

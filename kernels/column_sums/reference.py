@@ -21,6 +21,7 @@ def reference_column_sums(
 ) -> Tensor:
     """Compute :func:`ag.kernels.column_sums.column_sums` with n^2 memory."""
     batch, heads, length, _ = q.shape
+    q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
     index = torch.arange(length, device=q.device)
     sink = sink_mask(None, 0, batch, length, q.device)
     visible, protected = pair_masks(index, index, key_valid, sink, max(skip, 1), window, None)

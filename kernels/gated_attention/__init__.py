@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ag.kernels.dispatch import no_triton, pick
 from ag.kernels.gated_attention.chunked import chunked_gated_attention
+from ag.kernels.gated_attention.reference import reference_gated_attention
 
 
 def gated_attention(
@@ -28,6 +30,8 @@ def gated_attention(
     tokens, so that gates can open again. For flags that are exactly 0 the factor ``e^{s - lse}`` of that gradient is
     held at 1: an evicted attention sink would make it astronomically large.
 
+    Triton runs it on CUDA, PyTorch in blocks elsewhere; ``AG_KERNELS`` forces a version (see ag.kernels.dispatch).
+
     Args:
         q: queries ``[B, H, T, D]``.
         k: keys ``[B, Hkv, T, D]``, H a multiple of Hkv.
@@ -45,6 +49,7 @@ def gated_attention(
 
     Raises:
         ValueError: for shapes that do not fit, or ``recent`` below 1.
+        UserError: ``AG_KERNELS`` asks for a version that cannot run.
     """
     batch, heads, length, dim = q.shape
     kv_heads = k.shape[1]
@@ -62,5 +67,9 @@ def gated_attention(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    version = pick("gated_attention", {"triton": no_triton(q, v), "chunked": None, "reference": None})
+    attend = chunked_gated_attention if version == "chunked" else reference_gated_attention
+    if version == "triton":
+        from ag.kernels.gated_attention.triton import triton_gated_attention as attend
     with torch.autocast(device, enabled=False):
-        return chunked_gated_attention(q, k, v, keep, key_valid, scaling, recent, sinks, window, dense_until)
+        return attend(q, k, v, keep, key_valid, scaling, recent, sinks, window, dense_until)

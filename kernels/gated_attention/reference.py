@@ -37,7 +37,7 @@ def reference_gated_attention(
         m = torch.where(protected, m, keep.detach().to(s.dtype).repeat_interleave(group, 1)[:, :, None, :])
     logits = (s + m.log()).masked_fill(~visible, float("-inf"))
     alive = (logits > float("-inf")).any(-1, keepdim=True)
-    lse = logits.logsumexp(-1, keepdim=True).masked_fill(~alive, 0.0)
+    lse = logits.masked_fill(~alive, 0.0).logsumexp(-1, keepdim=True)
     out = torch.exp(logits.masked_fill(~alive, float("-inf")) - lse) @ v
     if keep is None or not keep.requires_grad:
         return out

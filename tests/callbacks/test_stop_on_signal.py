@@ -16,6 +16,7 @@ import torch
 from tiny_run import fit, weights
 
 from ag.callbacks import Stopped, newest_valid
+from ag.callbacks.stop import SIGNALS
 from ag.loggers import read_metrics
 
 SCRIPT = Path(__file__).parent / "tiny_run.py"
@@ -41,7 +42,7 @@ def wait_for(process: subprocess.Popen[str], line: str) -> None:
 
 @pytest.mark.parametrize(
     ("signum", "code", "accumulate"),
-    [(signal.SIGTERM, 143, 1), (signal.SIGTERM, 143, 4), (signal.SIGINT, 130, 1)],
+    [(signal.SIGTERM, 143, 1), (signal.SIGTERM, 143, 4), (signal.SIGUSR1, 138, 1), (signal.SIGINT, 130, 1)],
 )
 def test_signal_saves_and_resumes_exactly(tmp_path: Path, signum: int, code: int, accumulate: int) -> None:
     options = {"trainer": {"accumulate": accumulate}, "batches": 12}
@@ -99,11 +100,11 @@ def test_second_interrupt_does_not_wait(tmp_path: Path) -> None:
 
 
 def test_handlers_are_given_back(tmp_path: Path) -> None:
-    before = [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(signum) for signum in SIGNALS]
     fit(tmp_path / "done", trainer={"max_steps": 1})
     with pytest.raises(RuntimeError, match="a bug"):
         fit(tmp_path / "failed", module={"fail_batch": 1})
-    assert [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(signum) for signum in SIGNALS] == before
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ class Tiny(LightningModule):
         self.fail_batch, self.signal_batch = fail_batch, signal_batch
         self.pause, self.val_pause = pause, val_pause
         self.evicted = torch.zeros(LAYERS, HEADS)
+        self.evicted_in_batch: Tensor | None = None
         self.sample_flags: list[tuple[Tensor, Tensor]] = []
         self.val_loss = [1.0]
 

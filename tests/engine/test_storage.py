@@ -1,5 +1,9 @@
 """The ragged store against a list of lists."""
 
+import gc
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +13,11 @@ from ag.engine.storage import RaggedStore
 
 DIM = 3
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["append", "append", "retain", "crop", "select"]), st.integers(0, 2**16)), max_size=12
+    st.tuples(
+        st.sampled_from(["append", "append", "retain", "evict", "evict", "expire", "crop", "select"]),
+        st.integers(0, 2**16),
+    ),
+    max_size=12,
 )
 
 
@@ -49,6 +57,26 @@ class Lists:
         self.rows = [[x for x, wanted in zip(row, keep[i], strict=False) if wanted] for i, row in enumerate(self.rows)]
         store.retain(keep)
 
+    def evict(self, store, generator):
+        """One token of each row that has any, all of them near the start or near the end."""
+        keep = torch.ones(len(self.rows), max(map(len, self.rows)), dtype=torch.bool)
+        early = torch.rand((), generator=generator) < 0.5
+        for i, row in enumerate(self.rows):
+            if row:
+                at = int(torch.randint(0, min(3, len(row)), (), generator=generator))
+                at = at if early else len(row) - 1 - at
+                keep[i, at] = False
+                del row[at]
+        assert store.retain(keep) == (not bool(keep.all()))
+
+    def expire(self, store, generator):
+        limits = torch.tensor([int(torch.randint(0, seen + 1, (), generator=generator)) for seen in self.seen])
+        rows = [limit for limit in limits.tolist() for _ in range(self.heads)]
+        self.rows = [
+            [x for x in row if not (x[2] and x[1] < limit)] for row, limit in zip(self.rows, rows, strict=True)
+        ]
+        assert store.drop_fleeting(limits) == any(fleeting for row in self.rows for _, _, fleeting in row)
+
     def crop(self, store, generator):
         self.seen = [int(torch.randint(0, seen + 1, (), generator=generator)) for seen in self.seen]
         limits = [seen for seen in self.seen for _ in range(self.heads)]
@@ -66,6 +94,9 @@ class Lists:
         assert store.batch == len(self.seen)
         assert store.lengths.tolist() == [len(row) for row in self.rows]
         stored = store.padded()
+        starts, lengths = store.rows
+        for i, row in enumerate(self.rows):
+            assert store.keys[starts[i] : starts[i] + lengths[i], 0].tolist() == [float(x) for x, _, _ in row]
         if stored.valid is None:
             assert len({len(row) for row in self.rows}) == 1
         for i, row in enumerate(self.rows):
@@ -111,6 +142,116 @@ def test_memory_is_at_most_a_tenth_more_than_what_is_kept():
     kept = int(store.lengths.sum()) * token
     assert store.nbytes < before
     assert kept <= store.nbytes <= 1.1 * kept
+
+
+CHANGES = st.lists(
+    st.tuples(st.sampled_from(["append", "retain", "retain", "crop"]), st.floats(0, 1), st.integers(0, 2**16)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(even=st.booleans(), changes=CHANGES)
+def test_memory_is_at_most_a_tenth_more_than_what_is_kept_whatever_happens(even, changes):
+    """For rows of 256 tokens and more, as soon as something was evicted."""
+    store = RaggedStore(1, 2, torch.empty(1, 4), torch.empty(1, 4))
+    keep = None if even else torch.rand(1, 2, 2000, generator=torch.Generator().manual_seed(1)) > 0.3
+    store.append(tokens(1, 2, 2000, 4), tokens(1, 2, 2000, 4), torch.arange(2000)[None], keep)
+    seen = 2000
+    for name, share, seed in changes:
+        longest = int(store.lengths.max())
+        if name == "append":
+            more = 1 + int(40 * share)
+            ranks = torch.arange(seen, seen + more)[None]
+            store.append(tokens(1, 2, more, 4), tokens(1, 2, more, 4), ranks, None)
+            seen += more
+        elif name == "retain":
+            share = share if seed % 2 else share / 40  # one in many, or nothing, or many
+            store.retain(torch.rand(2, longest, generator=torch.Generator().manual_seed(seed)) >= share)
+        else:
+            seen -= int(share * 60)
+            store.crop(torch.tensor([seen]))
+        kept = 2 * 4 * 4 * int(store.lengths.sum())
+        assert kept <= store.nbytes
+        if int(store.lengths.min()) >= 256:
+            assert store.nbytes <= 1.1 * kept
+
+
+def test_a_fifth_of_8k_tokens_takes_less_than_022_of_all():
+    """Heads as uneven as can be, and equal ones."""
+    ranks = torch.arange(8192)[None]
+    k = tokens(1, 3, 8192)
+    for shares in ([0.2, 0.2, 0.2], [0.05, 0.2, 0.35], [0.0, 0.0, 0.6]):
+        store = RaggedStore(1, 3, k, k)
+        store.append(k, k, ranks, None)
+        store.retain(torch.arange(8192) < (torch.tensor(shares) * 8192).long()[:, None])
+        assert 0.199 * 2 * k.nbytes <= store.nbytes <= 0.22 * 2 * k.nbytes
+
+
+def resident():
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux to tell the memory of the process")
+def test_the_process_gives_memory_back():
+    """Layer after layer of 17 MB is stored and cut to a fifth: the peak is far below that of all of them."""
+
+    def peak(keep):
+        gc.collect()
+        before, most, layers = resident(), 0, []
+        for _ in range(12):
+            k = torch.ones(1, 2, 16384, 64)
+            store = RaggedStore(1, 2, k, k)
+            store.append(k, k, torch.arange(16384)[None], None)
+            if keep < 1:
+                store.retain(torch.arange(16384).expand(2, -1) < keep * 16384)
+            layers.append(store)
+            most = max(most, resident() - before)
+        return most, sum(store.nbytes for store in layers)
+
+    evicted, held = peak(0.2)
+    full, everything = peak(1)
+    assert held <= 0.22 * everything
+    assert full >= 0.9 * everything
+    assert evicted <= 0.6 * full  # one whole layer on the way, and what malloc keeps for later
+
+
+@pytest.mark.parametrize(
+    ("where", "most"),
+    [("oldest", 2000 // 32 + 1), ("newest", 0), ("middle", 0), ("anywhere", 2000 // 32 + 1)],
+)
+@pytest.mark.parametrize("uneven", [False, True])
+def test_one_in_one_out_rarely_lays_the_buffer_out_anew(where, most, uneven):
+    """2,000 decode steps: the sinks move up behind what was the oldest token, until the 32 slots of slack are used."""
+    store = RaggedStore(1, 2, torch.empty(1, 2), torch.empty(1, 2))
+    lengths = [512, 600] if uneven else [512, 512]
+    prompt = torch.arange(600)[None]
+    k = prompt[:, None, :, None].expand(1, 2, 600, 2).float()
+    store.append(k, k, prompt, torch.arange(600) < torch.tensor(lengths)[None, :, None])
+    expected = [list(range(length)) for length in lengths]
+    generator = torch.Generator().manual_seed(0)
+    layouts, place = 0, store.keys.data_ptr()
+    for step in range(600, 2600):
+        k = torch.full((1, 2, 1, 2), float(step))
+        store.append(k, k, torch.full((1, 1), step), None)
+        keep = torch.ones(2, int(store.lengths.max()), dtype=torch.bool)
+        for i, row in enumerate(expected):
+            row.append(step)
+            anywhere = int(torch.randint(0, len(row), (), generator=generator))
+            at = {"oldest": 4, "newest": len(row) - 2, "middle": 400, "anywhere": anywhere}[where]
+            keep[i, at] = False
+            del row[at]
+        store.retain(keep)
+        layouts, place = layouts + (store.keys.data_ptr() != place), store.keys.data_ptr()
+        assert store.lengths.tolist() == lengths
+    assert layouts <= most
+    for i, row in enumerate(expected):
+        held = slice(int(store.starts[i]), int(store.starts[i]) + lengths[i])
+        assert store.ranks[held].tolist() == row
+        assert store.keys[held, 0].tolist() == store.values[held, 1].tolist() == [float(x) for x in row]
+    assert (store.padded().valid is None) != uneven
 
 
 @pytest.mark.parametrize(("prompt", "steps", "most"), [(0, 100, 6), (256, 512, 19)])

@@ -53,6 +53,17 @@ def test_chunked_equals_reference(length, heads, kv_heads, dim, case, soft):
         torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9, msg=lambda m, name=name: f"d{name}: {m}")
 
 
+def test_queries_that_see_evicted_keys_alone():
+    (q, k, v, keep), options = inputs(37, 4, 2, 16, padding="right")
+    tensors = [q, k, v, torch.zeros_like(keep)]  # queries in the padding see real tokens, all of them evicted
+    expected, expected_grads = run(reference_gated_attention, tensors, options, 1.0)
+    out, grads = run(chunked_gated_attention, tensors, options, 1.0)
+    hidden = ~options["key_valid"]
+    assert hidden.any() and out[:, 0][hidden].abs().sum() == grads[0][:, 0][hidden].abs().sum() == 0
+    for got, want in zip([out, *grads], [expected, *expected_grads], strict=True):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chunked_in_lower_precision(dtype):
     tensors, options = inputs(131, 6, 2, 32, **CASES["window-sinks-recent"])

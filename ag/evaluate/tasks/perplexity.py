@@ -176,7 +176,7 @@ class Stream(Documents):
                 f"Task {self.name}: {policy!r} evicts nothing after the first block, so that its cache grows; give "
                 "schedule=every or schedule=steps:n."
             )
-        if longest > context and getattr(policy, "positions", None) != "slot":
+        if longest > context and policy.positions != "slot":
             raise UserError(
                 f"Task {self.name}: {policy!r}: {longest} tokens exceed the model's context of {context}, beyond which "
                 f"only policies with positions=slot work; give tokens={context} or fewer."

@@ -95,6 +95,17 @@ def test_a_stream_keeps_its_size(tiny_llama, tiny_tokenizer, write, step_by_step
         assert outcome.score == pytest.approx(-float(nats.mean()), abs=1e-5)
 
 
+def test_positions_by_slot_go_beyond_the_context(tiny_llama, tiny_tokenizer, write, step_by_step):
+    model = tiny_llama(max_position_embeddings=64)
+    task = make("ppl_stream", write("pg19_style/test", ROWS), block=30, tokens=100)
+    policy = ag.policy("streaming_llm", 20, "every", positions="slot")
+    [(_, outcome)] = task.run(model, tiny_tokenizer, [policy], task.load(tiny_tokenizer, 1, 64).samples)
+    ids = tiny_tokenizer(TEXTS[0])["input_ids"]
+    nats = step_by_step(model, ag.EvictionCache(model, policy), ids[:30], ids[30:100])
+    assert outcome.score == pytest.approx(-float(nats.mean()), abs=1e-5)
+    assert outcome.kept == pytest.approx(20 / 100)
+
+
 def test_policies_that_cannot_stream(tiny_llama, tiny_tokenizer, write):
     model = tiny_llama()
     root = write("pg19_style/test", [{"text": "x" * 600}])

@@ -1,0 +1,37 @@
+"""What ``python -m ag.bench`` can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ag.config import key
+
+MODES = ("decode", "prefill", "train", "memory")
+
+
+@dataclass
+class BenchConfig:
+    """What ``python -m ag.bench`` can be told."""
+
+    mode: Literal["decode", "prefill", "train", "memory"] = key(
+        "decode", "what is measured; may also stand as the first word"
+    )
+    model: str = key("smollm2", "hub id, local folder, alias, or random:GEOMETRY for random weights (random:llama-8b)")
+    device: str = key("cpu", "cpu, cuda, cuda:1, ...")
+    dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
+    threads: int | None = key(None, "CPU threads; null: torch's default", low=1)
+    context: list[int] = key([2048], "tokens of the prompt, or of a training row")
+    keep: list[float] = key([0.2], "shares of the prompt that policies keep")
+    batch: list[int] = key([1], "sequences at once")
+    policy: list[str] = key(
+        ["random"], "policies beside full; gates: random ones, set to evict as much (prefill, memory)"
+    )
+    schedule: str = key("prefill", "when policies evict")
+    uneven: bool = key(False, "decode: heads keep different numbers of tokens, which policy=random then draws")
+    fill: bool = key(True, "decode: put random keys and values into the cache, in place of reading a prompt")
+    steps: int = key(16, "decode, memory: tokens generated in a round", low=1)
+    rounds: int = key(5, "times that every contestant is measured, in turn", low=1)
+    warmup: int = key(1, "rounds before those that count", low=0)
+    seed: int = key(0, "seed of weights, tokens and uneven heads", low=0, high=2**32 - 1)
+    output: str = key("runs/bench", "folder for MODE.json, MODE.md and MODE.png")

@@ -1,0 +1,191 @@
+"""Who runs: plain transformers, this engine's full cache, and policies; and their caches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+import ag
+from ag.attach import AttentionCall, decoder_of
+from ag.bench.config import BenchConfig
+from ag.bench.models import gates_for
+from ag.engine import EvictionCache, Policy, policy
+from ag.engine.observe import Observation
+from ag.engine.scorers import Scorer
+from ag.engine.scorers.controls import Random
+from ag.errors import UserError
+from ag.gate import AttentionGates, fingerprint
+from ag.gating import Gating
+
+CALIBRATION_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to hold keys and values.
+
+    Attributes:
+        name: of the row in the table.
+        policy: of this engine; None: plain transformers with its own cache.
+        keep: share of the prompt that the policy keeps; None: all.
+        attention: implementation, for plain transformers.
+    """
+
+    name: str
+    policy: str | None = None
+    keep: float | None = None
+    attention: str = "sdpa"
+
+
+PLAIN, FULL = Contestant("transformers"), Contestant("full", "full")
+
+
+def contestants(config: BenchConfig) -> list[Contestant]:
+    """Return plain transformers, the full cache of this engine, and each policy with each share.
+
+    Raises:
+        UserError: for a policy or a share that cannot be.
+    """
+    wrong = [share for share in config.keep if not 0 < share <= 1]
+    if wrong:
+        raise UserError(f"keep={wrong[0]}: expected shares of the prompt, above 0 and up to 1.")
+    flash = config.device.startswith("cuda") and config.dtype != "float32" and is_flash_attn_2_available()
+    rivals = [Contestant("transformers, flash-attn", attention="flash_attention_2")] if flash else []
+    for spec in config.policy:
+        if spec == "gates" and config.mode == "decode":
+            raise UserError("policy=gates: random gates decide nothing while decoding; use random with uneven=true.")
+        for share in config.keep:
+            rivals.append(Contestant(f"{spec} {share:g}", spec, share))
+            if spec != "gates":
+                policy(spec, share, config.schedule)  # says what is wrong, before anything runs
+    return [PLAIN, FULL, *rivals]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uneven(Random):
+    """Tokens by chance, more in some heads than in others: what trained gates leave behind.
+
+    Attributes:
+        spread: standard deviation of the logarithm of a head's share.
+    """
+
+    spread: float = 0.7
+
+    def score(self, seen: Observation) -> Tensor:
+        """Return scores of which the best of a layer lie in heads by their share."""
+        make = torch.Generator().manual_seed(self.seed * 1000 + seen.layer)
+        share = (self.spread * torch.randn(seen.key_ranks.shape[:2], generator=make)).exp()
+        return -super().score(seen) / share.to(seen.key_ranks.device)[..., None]
+
+
+class Arena:
+    """A model, and what its contestants need beside it."""
+
+    def __init__(self, model: PreTrainedModel, config: BenchConfig) -> None:
+        self.model, self.config = model, config
+        self.device = next(model.parameters()).device
+        self._gates: dict[float, AttentionGates] = {}
+
+    def tokens(self, batch: int, length: int) -> Tensor:
+        """Draw token ids ``[B, T]``."""
+        make = torch.Generator().manual_seed(self.config.seed)
+        high = decoder_of(self.model).config.vocab_size
+        return torch.randint(0, high, (batch, length), generator=make).to(self.device)
+
+    def cache(self, contestant: Contestant) -> Cache:
+        """Make an empty cache, and the model ready for it."""
+        ag.detach(self.model)
+        if self.model.config._attn_implementation != contestant.attention:
+            self.model.set_attn_implementation(contestant.attention)
+        if contestant.policy is None:
+            return DynamicCache(config=self.model.config)
+        if contestant.policy == "gates" and contestant.keep is not None:
+            ag.attach(self.model, self._calibrated(contestant.keep))
+        return EvictionCache(self.model, self.policy(contestant))
+
+    def policy(self, contestant: Contestant) -> Policy:
+        """Return the policy of a contestant."""
+        assert contestant.policy is not None
+        if contestant.keep is None or contestant.policy == "gates":
+            return policy(contestant.policy)
+        if contestant.policy == "random" and self.config.uneven:
+            scorer: Scorer = Uneven(seed=self.config.seed)
+            return replace(policy("random@heads", contestant.keep, self.config.schedule, floor=0.0), scorer=scorer)
+        return policy(contestant.policy, contestant.keep, self.config.schedule)
+
+    def read(self, cache: Cache, ids: Tensor) -> None:
+        """Run the prompt ``[B, T]`` through the decoder."""
+        decoder_of(self.model)(input_ids=ids, past_key_values=cache, use_cache=True)
+
+    def fill(self, cache: Cache, batch: int, length: int) -> None:
+        """Put random keys and values of a prompt into a cache; a policy evicts from them as from any others."""
+        decoder = decoder_of(self.model)
+        size = fingerprint(decoder.config)
+        dtype = next(self.model.parameters()).dtype
+        make = torch.Generator(self.device).manual_seed(self.config.seed)
+
+        def draw(heads: int) -> Tensor:
+            shape = (batch, heads, length, size["head_dim"])
+            return torch.randn(shape, generator=make, device=self.device, dtype=dtype)
+
+        if isinstance(cache, EvictionCache):
+            cache.begin(decoder, None, batch, length)
+        for index, layer in enumerate(decoder.layers):
+            k, v = draw(size["num_kv_heads"]), draw(size["num_kv_heads"])
+            cache.update(k, v, index)
+            if isinstance(cache, EvictionCache):
+                scorer = cache.policy.scorer
+                blind = scorer is None or isinstance(scorer, Random)
+                q = k[:, :1].expand(-1, size["num_heads"], -1, -1) if blind else draw(size["num_heads"])
+                cache.attend(_Unattended(layer.self_attn, index, q, k, v, size["head_dim"] ** -0.5, None))
+
+    def decode(self, cache: Cache, token: Tensor) -> Iterator[Tensor]:
+        """Generate greedily, one token ``[B, 1]`` after the other."""
+        while True:
+            logits = self.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            token = logits[:, -1].argmax(-1, keepdim=True)
+            yield token
+
+    def _calibrated(self, keep: float) -> AttentionGates:
+        """Make random gates whose flags keep about a share of random tokens."""
+        if keep not in self._gates:
+            torch.manual_seed(self.config.seed)
+            gates = gates_for(self.model).to(self.device)
+            ag.attach(self.model, gates)
+            ids = self.tokens(1, min(max(self.config.context), CALIBRATION_TOKENS))
+            gating = Gating(gates, torch.ones_like(ids), hard=True)
+            decoder_of(self.model)(input_ids=ids, use_cache=False, gating=gating)
+            ag.detach(self.model)
+            logits = torch.cat([x.flatten() for x in gating.logits.values()]).sort().values
+            place = min(len(logits) - 1, math.floor((1 - keep) * len(logits)))
+            exact = AttentionGates(self.model.config, replace(gates.config, bias=-float(logits[place])))
+            exact.load_state_dict(gates.state_dict())
+            self._gates[keep] = exact.to(self.device, next(gates.parameters()).dtype)
+        return self._gates[keep]
+
+
+class _Unattended(AttentionCall):
+    """A call of which nobody needs the output."""
+
+    def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
+        return self.q
+
+
+def kv_bytes(cache: Cache) -> int:
+    """Return the bytes allocated for keys and values."""
+    if isinstance(cache, EvictionCache):
+        return cache.nbytes
+    tensors = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+    return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
+
+
+def kept(cache: Cache) -> float:
+    """Return the share of the tokens seen that is held."""
+    return cache.kept_share() if isinstance(cache, EvictionCache) else 1.0

@@ -1,0 +1,83 @@
+"""Time per generated token, over the full cache and over plain transformers, and as a share of the roofline."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+
+from ag.bench.config import BenchConfig
+from ag.bench.contestants import FULL, PLAIN, Arena, Contestant, contestants, kept, kv_bytes
+from ag.bench.measure import paired, quartiles, seconds_of
+from ag.bench.models import build, token_bytes, weight_bytes
+
+Row = dict[str, Any]
+FIRST = 3  # tokens that are generated before the clock starts
+
+
+@torch.no_grad()
+def measure(config: BenchConfig) -> list[Row]:
+    """Return a row for each context, batch and contestant."""
+    plan = contestants(config)
+    arena = Arena(build(config.model, config.device, config.dtype, config.seed), config)
+    rows = []
+    for context in config.context:
+        for batch in config.batch:
+            rows += _compare(arena, plan, context, batch)
+    return rows
+
+
+def _compare(arena: Arena, plan: list[Contestant], context: int, batch: int) -> list[Row]:
+    """Measure the contestants in turn, round by round, each with a cache of its own in every round."""
+    config = arena.config
+    seconds: dict[str, list[float]] = {one.name: [] for one in plan}
+    drifts: dict[str, list[float]] = {one.name: [] for one in plan}
+    held: dict[str, tuple[float, int]] = {}
+    for turn in range(config.warmup + config.rounds):
+        for one in plan:
+            times, held[one.name] = _generate(arena, one, context, batch)
+            if turn >= config.warmup:
+                seconds[one.name].append(statistics.fmean(times))
+                part = max(1, len(times) // 20)
+                drifts[one.name].append(statistics.median(times[-part:]) / statistics.median(times[:part]))
+    weights, entry = weight_bytes(arena.model), token_bytes(arena.model)
+    everything = weights + entry * context * batch
+    rows = []
+    for one in plan:
+        share, size = held[one.name]
+        median, low, high = quartiles(seconds[one.name])
+        faster = paired(seconds[FULL.name], seconds[one.name])
+        roofline = everything / (weights + share * entry * context * batch)
+        rows.append(
+            {
+                "context": context,
+                "batch": batch,
+                "contestant": one.name,
+                "kept": share,
+                "ms/token": 1000 * median,
+                "quartile 1": 1000 * low,
+                "quartile 3": 1000 * high,
+                "x full": faster,
+                "x transformers": paired(seconds[PLAIN.name], seconds[one.name]),
+                "roofline": roofline,
+                "of roofline": faster / roofline,
+                "last/first": statistics.median(drifts[one.name]),
+                "KV bytes": size,
+            }
+        )
+    return rows
+
+
+def _generate(arena: Arena, one: Contestant, context: int, batch: int) -> tuple[list[float], tuple[float, int]]:
+    """Return the seconds of each step, and what is held before the first: its share and its bytes."""
+    cache = arena.cache(one)
+    if arena.config.fill:
+        arena.fill(cache, batch, context)
+    else:
+        arena.read(cache, arena.tokens(batch, context))
+    held = kept(cache), kv_bytes(cache)
+    steps = arena.decode(cache, arena.tokens(batch, 1))
+    for _ in range(FIRST):
+        next(steps)
+    return seconds_of(arena.device, lambda: next(steps), arena.config.steps), held

@@ -1,0 +1,100 @@
+"""The models that are measured: loaded ones, and geometries with random weights, which time the same."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from ag.attach import decoder_of
+from ag.config import ModelConfig
+from ag.errors import UserError
+from ag.gate import AttentionGates, GateConfig, fingerprint
+from ag.models import load_base
+
+RANDOM = "random:"
+GEOMETRIES = {
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+    },
+    "smollm2-135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "llama-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "llama-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+}
+
+
+def build(name: str, device: str, dtype: str, seed: int) -> PreTrainedModel:
+    """Load a model, or make one of a geometry on the device; frozen, in evaluation mode, with torch's sdpa.
+
+    Raises:
+        UserError: for a geometry that does not exist, or a model that cannot be loaded.
+    """
+    if not name.startswith(RANDOM):
+        return load_base(ModelConfig(name=name, dtype=dtype), device)[0]  # type: ignore[arg-type]  # checked as a key
+    geometry = name.removeprefix(RANDOM)
+    if geometry not in GEOMETRIES:
+        raise UserError(f"model={name}: expected random:{', random:'.join(GEOMETRIES)}.")
+    config = LlamaConfig(max_position_embeddings=1 << 20, rope_theta=500000.0, **GEOMETRIES[geometry])
+    config._attn_implementation = "sdpa"
+    before = torch.get_default_dtype()
+    torch.manual_seed(seed)
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device(device):
+            model = LlamaForCausalLM(config)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device={device}: {str(error).splitlines()[0]}; give cpu, or one that has room.") from error
+    finally:
+        torch.set_default_dtype(before)
+    return model.requires_grad_(False).eval()
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of weights that a decoding step reads: all but an input embedding that is no head too."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    return total if embedding is head else total - embedding.nbytes
+
+
+def token_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of one token's keys and values, over all layers and KV heads."""
+    size = fingerprint(decoder_of(model).config)
+    return 2 * size["num_layers"] * size["num_kv_heads"] * size["head_dim"] * next(model.parameters()).element_size()
+
+
+def gates_for(model: PreTrainedModel, share: float = 0.03) -> AttentionGates:
+    """Make causal gates, the widest (4 heads of a power of 2) within a share of the model's parameters."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    size = fingerprint(decoder_of(model).config)
+    head_dim = 128
+    while head_dim > 8 and size["num_layers"] * 4 * head_dim * 3 * size["hidden_size"] > share * parameters:
+        head_dim //= 2
+    config = GateConfig(num_heads=4, head_dim=head_dim, threshold=0.5, bias=0.0, scope="causal", prefill="sparse")
+    return AttentionGates(model.config, config).to(next(model.parameters()).dtype)

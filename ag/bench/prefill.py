@@ -1,0 +1,50 @@
+"""Time to read a prompt, scores and eviction included, over the full cache's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ag.bench.config import BenchConfig
+from ag.bench.contestants import FULL, PLAIN, Arena, contestants, kept
+from ag.bench.measure import paired, quartiles, seconds_of
+from ag.bench.models import build
+
+Row = dict[str, Any]
+
+
+@torch.no_grad()
+def measure(config: BenchConfig) -> list[Row]:
+    """Return a row for each context, batch and contestant; contestants take turns, round by round."""
+    plan = contestants(config)
+    arena = Arena(build(config.model, config.device, config.dtype, config.seed), config)
+    rows = []
+    for context in config.context:
+        for batch in config.batch:
+            ids = arena.tokens(batch, context)
+            seconds: dict[str, list[float]] = {one.name: [] for one in plan}
+            held: dict[str, float] = {}
+            for turn in range(config.warmup + config.rounds):
+                for one in plan:
+                    cache = arena.cache(one)
+                    (time,) = seconds_of(arena.device, lambda cache=cache, ids=ids: arena.read(cache, ids))  # type: ignore[misc]
+                    held[one.name] = kept(cache)
+                    if turn >= config.warmup:
+                        seconds[one.name].append(time)
+            for one in plan:
+                median, low, high = quartiles(seconds[one.name])
+                rows.append(
+                    {
+                        "context": context,
+                        "batch": batch,
+                        "contestant": one.name,
+                        "kept": held[one.name],
+                        "seconds": median,
+                        "quartile 1": low,
+                        "quartile 3": high,
+                        "over full": paired(seconds[one.name], seconds[FULL.name]),
+                        "over transformers": paired(seconds[one.name], seconds[PLAIN.name]),
+                    }
+                )
+    return rows

@@ -1,0 +1,99 @@
+"""Time and memory of a training step with gates, over LoRA alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ag.bench import worker
+from ag.bench.config import BenchConfig
+from ag.bench.measure import forget_peak, held_bytes, paired, peak_bytes, quartiles, seconds_of
+from ag.bench.models import build, gates_for
+from ag.config import Config
+from ag.models import add_lora
+from ag.module import GatedLM
+
+Row = dict[str, Any]
+PLANS = ("lora", "gates", "gates+lora")
+
+
+def measure(config: BenchConfig) -> list[Row]:
+    """Return a row for each context, batch and what is trained; steps take turns, peaks come from fresh processes."""
+    device = torch.device(config.device)
+    rows = []
+    for context in config.context:
+        for batch in config.batch:
+            seconds: dict[str, list[float]] = {plan: [] for plan in PLANS}
+            steps = {plan: training_step(config, plan, context, batch)[0] for plan in PLANS}
+            for turn in range(config.warmup + config.rounds):
+                for plan, step in steps.items():
+                    (time,) = seconds_of(device, step)
+                    if turn >= config.warmup:
+                        seconds[plan].append(time)
+            del steps, step
+            peaks = {plan: worker.call("train", config, context, batch, plan) for plan in PLANS}
+            for plan in PLANS:
+                median, low, high = quartiles(seconds[plan])
+                rows.append(
+                    {
+                        "context": context,
+                        "batch": batch,
+                        "contestant": plan,
+                        "trained of base": peaks[plan]["trained of base"],
+                        "seconds": median,
+                        "quartile 1": low,
+                        "quartile 3": high,
+                        "time over lora": paired(seconds[plan], seconds["lora"]),
+                        "peak bytes": peaks[plan]["peak bytes"],
+                        "peak over lora": peaks[plan]["peak bytes"] / peaks["lora"]["peak bytes"],
+                    }
+                )
+    return rows
+
+
+def measure_one(config: BenchConfig, context: int, batch: int, plan: str) -> Row:
+    """Take two steps in this process (the optimiser's state comes with the first) and return their peak."""
+    device = torch.device(config.device)
+    step, share = training_step(config, plan, context, batch)
+    forget_peak(device)
+    step()
+    step()
+    return {"peak bytes": peak_bytes(device), "held": held_bytes(device), "trained of base": share}
+
+
+def training_step(config: BenchConfig, plan: str, context: int, batch: int) -> tuple[Callable[[], None], float]:
+    """Return a step of :class:`ag.module.GatedLM` with AdamW, and the trained share of the base's parameters.
+
+    The rows are packed text, gates are causal and act within them: the dearest of the settings.
+    """
+    base: nn.Module = build(config.model, config.device, config.dtype, config.seed)
+    assert isinstance(base, PreTrainedModel)
+    parameters = sum(parameter.numel() for parameter in base.parameters())
+    torch.manual_seed(config.seed)
+    gates = gates_for(base).to(config.device, torch.float32) if "gates" in plan else None
+    recipe = Config()
+    recipe.warmup.regress_steps = 0
+    model: nn.Module = add_lora(base, recipe.lora) if "lora" in plan else base
+    module = GatedLM(recipe, model.train(), gates)
+    trained = [parameter for group in module.trainable().values() for parameter in group]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5)
+    make = torch.Generator().manual_seed(config.seed)
+    ids = torch.randint(0, base.config.get_text_config().vocab_size, (batch, context), generator=make)
+    rows: dict[str, Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids).bool(), "labels": ids}
+    rows = {name: x.to(config.device) for name, x in rows.items()}
+
+    def step() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # there is no trainer to log to
+            with torch.autocast(base.device.type, getattr(torch, config.dtype), enabled=config.dtype != "float32"):
+                loss = module.training_step(rows, 0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, sum(parameter.numel() for parameter in trained) / parameters

@@ -1,0 +1,54 @@
+"""One contestant in a process of its own, so that its peak of memory is its own: ``python -m ag.bench.worker JSON``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ag.bench.config import BenchConfig
+from ag.bench.contestants import Contestant
+from ag.errors import UserError
+
+
+def call(mode: str, config: BenchConfig, context: int, batch: int, one: Contestant | str) -> dict[str, Any]:
+    """Measure a contestant in a fresh process and return its row.
+
+    Raises:
+        UserError: with the last line that the process wrote, when it failed.
+    """
+    job = describe(mode, config, context, batch, one)
+    done = subprocess.run(
+        [sys.executable, "-m", "ag.bench.worker", json.dumps(job)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise UserError(f"{mode}, context={context}, batch={batch}, {one}: the process failed: {reason}")
+    row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return row
+
+
+def describe(mode: str, config: BenchConfig, context: int, batch: int, one: Contestant | str) -> dict[str, Any]:
+    """Return a job as JSON can hold it."""
+    contestant = one if isinstance(one, str) else asdict(one)
+    return {"mode": mode, "config": asdict(config), "context": context, "batch": batch, "contestant": contestant}
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Do a job in this process and return its row."""
+    from ag.bench import memory, train  # which import this module
+
+    config = BenchConfig(**job["config"])
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if job["mode"] == "train":
+        return train.measure_one(config, job["context"], job["batch"], job["contestant"])
+    return memory.measure_one(config, job["context"], job["batch"], Contestant(**job["contestant"]))
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(json.loads(sys.argv[1]))))

@@ -1,0 +1,126 @@
+"""Column sums in Triton: one pass for the row sums, one over the keys that adds up in registers, without atomics."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from ag.kernels.tiles import at, load_rows, ranges, weights
+from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded
+
+
+@triton.jit
+def _take(q, k, k_stride, total, largest, scale, start, n, padding, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr,
+          D: tl.constexpr, DP: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
+    """Take one block of keys into the running row sums."""
+    keys = load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
+    s = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    s += weights(start, n, None, padding, None, 1, window, T, ROWS, KEYS, NEAR)
+    larger = tl.maximum(largest, tl.max(s, 1))
+    finite = tl.where(larger == float("-inf"), 0.0, larger)
+    return total * tl.exp2(largest - finite) + tl.sum(tl.exp2(s - finite[:, None]), 1), larger
+
+
+@triton.jit(do_not_specialize=["T", "size"])
+def _row_sums(q, k, lse, queries, q_strides, k_strides, padding, scale, window, T, size, H, G, D: tl.constexpr,
+              DP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Write the log2 of the row sums of a block of queries; where one does not count infinity, so weights of 0."""
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    k = at(k, k_strides, b, h // G)
+    if padding is not None:
+        padding += tl.cast(b, tl.int64) * T
+    rows = start + tl.arange(0, ROWS)
+    counted = tl.load(queries + tl.cast(b, tl.int64) * T + rows, mask=rows < T, other=0)
+    far, far_stop, near, stop, _ = ranges(start, None, None, 1, window, T, ROWS, KEYS)
+    needed = tl.max(counted.to(tl.int32), 0) > 0
+    far_stop, stop = tl.where(needed, far_stop, far), tl.where(needed, stop, near)
+    tile = load_rows(at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
+    total, largest = tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
+    for n in range(far, far_stop):
+        total, largest = _take(tile, k, k_strides[2], total, largest, scale, start, n, padding, window, T, ROWS, KEYS,
+                               D, DP, False)  # fmt: skip
+    for n in range(near, stop):
+        total, largest = _take(tile, k, k_strides[2], total, largest, scale, start, n, padding, window, T, ROWS, KEYS,
+                               D, DP, True)  # fmt: skip
+    blind = (total == 0.0) | (counted == 0)
+    sums = tl.where(blind, float("inf"), largest + tl.log2(tl.where(blind, 1.0, total)))
+    tl.store(lse + tl.cast(tl.program_id(1), tl.int64) * T + rows, sums, mask=rows < T)
+
+
+@triton.jit(do_not_specialize=["T", "size", "skip"])
+def _columns(q, k, lse, out, bounds, q_strides, k_strides, padding, scale, power, skip, window, T, size, H, G,
+             D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Write what one block of keys is paid by one head."""
+    start = tl.program_id(0) * KEYS
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    columns = start + tl.arange(0, KEYS)
+    keys = load_rows(at(k, k_strides, b, h // G), k_strides[2], start, T, KEYS, D, DP)
+    q = at(q, q_strides, b, h)
+    shift = tl.cast(tl.program_id(1), tl.int64) * T
+    first = tl.maximum(start + skip, tl.load(bounds + 2 * b)) // ROWS * ROWS
+    stop = tl.minimum(T, tl.load(bounds + 2 * b + 1))
+    if window is not None:
+        stop = tl.minimum(stop, start + KEYS - 1 + window)
+    paid = tl.zeros([KEYS], tl.float32)
+    for m in range(first, stop, ROWS):
+        rows = m + tl.arange(0, ROWS)
+        tile = load_rows(q, q_strides[2], m, T, ROWS, D, DP)
+        sums = tl.load(lse + shift + rows, mask=rows < T, other=float("inf"))
+        distance = rows[None, :] - columns[:, None]
+        counted = distance >= skip
+        if window is not None:
+            counted &= distance < window
+        exponent = tl.dot(keys, tl.trans(tile), input_precision="ieee") * scale - sums[None, :]
+        paid += tl.sum(tl.where(counted, tl.exp2(exponent * power), 0.0), 1)
+    if padding is not None:
+        hidden = tl.load(padding + tl.cast(b, tl.int64) * T + columns, mask=columns < T, other=0.0) < 0.0
+        paid = tl.where(hidden, 0.0, paid)
+    tl.store(out + shift + columns, paid, mask=columns < T)
+
+
+KEY = ["D", "KEYS", "size"]
+ROW_SUMS = Tuned(_row_sums, [(64, 4, 2), (128, 8, 2), (128, 4, 3), (128, 8, 3)], [(32, 8, 1), (16, 4, 1)], KEY)
+COLUMNS = Tuned(_columns, [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)], [(16, 4, 1), (32, 8, 1)], KEY)
+
+
+@torch.compiler.disable
+def triton_column_sums(
+    q: Tensor,
+    k: Tensor,
+    scaling: float,
+    queries: Tensor,
+    key_valid: Tensor | None = None,
+    window: int | None = None,
+    power: int = 1,
+    skip: int = 0,
+    mean: bool = False,
+) -> Tensor:
+    """Compute :func:`ag.kernels.column_sums.column_sums` with ``O(B H T)`` memory."""
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    batch, heads, length, dim = q.shape
+    padding = None
+    if key_valid is not None:
+        padding = torch.zeros_like(key_valid, dtype=torch.float32).masked_fill_(~key_valid, float("-inf"))
+    lse, out = (torch.empty(batch, heads, length, dtype=torch.float32, device=q.device) for _ in range(2))
+    index = torch.arange(length, device=q.device)
+    bounds = torch.stack([torch.where(queries, index, length).amin(1), torch.where(queries, index + 1, 0).amax(1)], 1)
+    block = key_block(q)
+    strides = q.stride()[:3], k.stride()[:3]
+    sizes = (length, doublings(length), heads, heads // k.shape[1], dim, padded(dim), block)
+    scale = scaling * LOG2E
+    ROW_SUMS(
+        lambda meta: (triton.cdiv(length, meta["ROWS"]), batch * heads),
+        *(q, k, lse, queries.to(torch.int8), *strides, padding, scale, window, *sizes),
+    )
+    COLUMNS(
+        lambda meta: (triton.cdiv(length, meta["KEYS"]), batch * heads),
+        *(q, k, lse, out, bounds.int(), *strides, padding, scale, float(power), skip, window, *sizes),
+    )
+    if mean:
+        before = nn.functional.pad(queries.cumsum(1), (1, 0))
+        stop = (index + (length if window is None else window)).clamp_max(length)
+        out /= (before[:, stop] - before[:, (index + skip).clamp_max(length)])[:, None].clamp_min(1)
+    return out

@@ -1,0 +1,78 @@
+"""Which version of an operation runs: the fastest that can, or the one that the environment asks for."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+
+import torch
+from torch import Tensor
+
+from ag.errors import UserError
+
+VARIABLE = "AG_KERNELS"
+VERSIONS = ("triton", "cpp", "chunked", "reference")
+INSTALLED = importlib.util.find_spec("triton") is not None
+log = logging.getLogger(__name__)
+
+
+def pick(operation: str, versions: dict[str, str | None]) -> str:
+    """Return the name of the version to run, and log the choice once.
+
+    Args:
+        operation: name of the operation.
+        versions: the versions it has, best first, each with the reason why it cannot run here, or None when it can.
+
+    Returns:
+        The version that ``AG_KERNELS`` names where the operation has it, else the first that can run.
+
+    Raises:
+        UserError: ``AG_KERNELS`` names no version, or one that cannot run here.
+    """
+    forced = os.environ.get(VARIABLE)
+    if forced and forced not in VERSIONS:
+        raise UserError(f"{VARIABLE}={forced}: expected {', '.join(VERSIONS)}, or nothing for the fastest.")
+    if forced in versions:
+        reason = versions[forced]
+        if reason is not None:
+            raise UserError(f"{VARIABLE}={forced}: {operation} cannot run so: {reason}. Unset {VARIABLE}.")
+        chosen, why = forced, f"{VARIABLE} asks for it"
+    else:
+        chosen = next(name for name, reason in versions.items() if reason is None)
+        better = list(versions)[: list(versions).index(chosen)]
+        why = "; ".join(f"{name}: {versions[name]}" for name in better)
+    if not torch.compiler.is_compiling():
+        _tell(operation, chosen, why)
+    return chosen
+
+
+def no_triton(*tensors: Tensor, largest: int = 256) -> str | None:
+    """Return why Triton cannot run an operation on these tensors ``[..., D]``, or None.
+
+    Args:
+        tensors: arguments of one type on one device.
+        largest: the largest D that the kernel takes.
+    """
+    x = tensors[0]
+    if not INSTALLED:
+        return "Triton is not installed (pip install triton)"
+    if x.device.type != "cuda" and not interpreting():
+        return f"the tensors are on {x.device.type}"
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{x.dtype} is not float32, bfloat16 or float16"
+    if interpreting() and x.dtype == torch.bfloat16:
+        return "Triton's interpreter has no bfloat16 products"
+    widest = max(tensor.shape[-1] for tensor in tensors)
+    return f"the head size {widest} is above {largest}" if widest > largest else None
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter runs the kernels, on any device; the variable must be set before Triton's import."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _tell(operation: str, version: str, why: str) -> None:
+    log.info("%s: %s%s", operation, version, f" ({why})" if why else "")

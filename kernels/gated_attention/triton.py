@@ -1,0 +1,338 @@
+"""Gated attention fused in Triton, flash style: it stores the output and one number a query.
+
+A query-major kernel makes the output, another dQ; a key-major one makes dK, dV and the gradient of the flags, so that
+no sum needs an atomic addition and every run gives the same bits. All logits and sums are in base 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from ag.kernels.gated_attention.masks import sink_mask
+from ag.kernels.tiles import at, load_rows, mix, ranges, store_rows, weights
+from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded
+
+
+@triton.jit
+def attend(q, k, v, k_stride, v_stride, total, largest, mixed, scale, start, n, gate, padding, dense, recent, window,
+           T, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
+           EP: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
+    """Take one block of keys into the running softmax."""
+    keys = load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
+    s = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR)
+    return mix(s, load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP), total, largest, mixed)
+
+
+@triton.jit(do_not_specialize=["T", "size", "recent"])
+def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, gate, padding, dense_until, listing,
+             before, scale, recent, window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
+             EP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """One block of queries of one head; the blocks with most keys go first."""
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    group = h // G
+    k, v = at(k, k_strides, b, group), at(v, v_strides, b, group)
+    if padding is not None:
+        padding += tl.cast(b, tl.int64) * T
+    dense = None
+    if dense_until is not None:
+        dense = tl.load(dense_until + b)
+    if gate is not None:
+        row, blocks = tl.cast(tl.program_id(1) // G, tl.int64), tl.cdiv(T, KEYS)
+        gate += row * T
+        listing += row * blocks
+        before += row * (blocks + 1)
+    queries = load_rows(at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
+    total, largest = tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
+    mixed = tl.zeros([ROWS, EP], tl.float32)
+    far, far_stop, near, stop, listed = ranges(start, before, dense, recent, window, T, ROWS, KEYS)
+    for i in range(far, far_stop):
+        n = i
+        if gate is not None:
+            n = tl.where(listed, tl.load(listing + i), i)
+        total, largest, mixed = attend(queries, k, v, k_strides[2], v_strides[2], total, largest, mixed, scale, start,
+                                       n, gate, padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
+                                       False)  # fmt: skip
+    for n in range(near, stop):
+        total, largest, mixed = attend(queries, k, v, k_strides[2], v_strides[2], total, largest, mixed, scale, start,
+                                       n, gate, padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
+                                       True)  # fmt: skip
+    blind = total == 0.0
+    mixed = mixed / tl.where(blind, 1.0, total)[:, None]
+    store_rows(at(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
+    rows = start + tl.arange(0, ROWS)
+    # A query that sees nothing weighs no key: with an infinite sum every exponential of the backward is 0.
+    sums = tl.where(blind, float("inf"), largest + tl.log2(tl.where(blind, 1.0, total)))
+    tl.store(lse + tl.cast(tl.program_id(1), tl.int64) * T + rows, sums, mask=rows < T)
+
+
+@triton.jit
+def _slope(q, d_out, k, v, k_stride, v_stride, lse, delta, dq, scale, start, n, gate, padding, dense, recent, window, T,
+           ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
+           EP: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
+    """Add what one block of keys gives to dQ."""
+    keys = load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
+    s = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR)
+    p = tl.exp2(s - lse[:, None])
+    values = load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP)
+    slope = tl.dot(d_out, tl.trans(values), input_precision="ieee") - delta[:, None]
+    return tl.dot((p * slope).to(keys.dtype), keys, dq, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["T", "size", "recent"])
+def _backward_queries(q, k, v, out, d_out, lse, delta, dq, q_strides, k_strides, v_strides, out_strides, d_out_strides,
+                      dq_strides, gate, padding, dense_until, listing, before, scale, recent, window, T, size, H, G,
+                      D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KEYS: tl.constexpr,
+                      ROWS: tl.constexpr):  # fmt: skip
+    """Write dQ of one block of queries of one head, and ``delta = dO . o`` for the kernel of the keys."""
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    group = h // G
+    k, v = at(k, k_strides, b, group), at(v, v_strides, b, group)
+    if padding is not None:
+        padding += tl.cast(b, tl.int64) * T
+    dense = None
+    if dense_until is not None:
+        dense = tl.load(dense_until + b)
+    if gate is not None:
+        row, blocks = tl.cast(tl.program_id(1) // G, tl.int64), tl.cdiv(T, KEYS)
+        gate += row * T
+        listing += row * blocks
+        before += row * (blocks + 1)
+    outputs = load_rows(at(out, out_strides, b, h), out_strides[2], start, T, ROWS, E, EP)
+    d_outputs = load_rows(at(d_out, d_out_strides, b, h), d_out_strides[2], start, T, ROWS, E, EP)
+    rows = start + tl.arange(0, ROWS)
+    shift = tl.cast(tl.program_id(1), tl.int64) * T
+    deltas = tl.sum(outputs.to(tl.float32) * d_outputs.to(tl.float32), 1)
+    tl.store(delta + shift + rows, deltas, mask=rows < T)
+    sums = tl.load(lse + shift + rows, mask=rows < T, other=float("inf"))
+    queries = load_rows(at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
+    grad = tl.zeros([ROWS, DP], tl.float32)
+    far, far_stop, near, stop, listed = ranges(start, before, dense, recent, window, T, ROWS, KEYS)
+    for i in range(far, far_stop):
+        n = i
+        if gate is not None:
+            n = tl.where(listed, tl.load(listing + i), i)
+        grad = _slope(queries, d_outputs, k, v, k_strides[2], v_strides[2], sums, deltas, grad, scale, start, n, gate,
+                      padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP, False)  # fmt: skip
+    for n in range(near, stop):
+        grad = _slope(queries, d_outputs, k, v, k_strides[2], v_strides[2], sums, deltas, grad, scale, start, n, gate,
+                      padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP, True)  # fmt: skip
+    grad *= scale * 0.6931471805599453  # ln 2
+    store_rows(at(dq, dq_strides, b, h), dq_strides[2], start, T, grad, ROWS, D, DP)
+
+
+@triton.jit
+def _pay(q, d_out, q_stride, d_out_stride, lse, delta, keys, values, dk, dv, dm, scale, start, n, weight, valid, dense,
+         recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
+         EP: tl.constexpr, FLAGS: tl.constexpr, ONLY: tl.constexpr):  # fmt: skip
+    """Add what one block of queries gives to dK, dV and, with ``FLAGS``, the flags; tiles are ``[KEYS, ROWS]``."""
+    rows, columns = start + tl.arange(0, ROWS)[None, :], n * KEYS + tl.arange(0, KEYS)[:, None]
+    queries = load_rows(q, q_stride, start, T, ROWS, D, DP)
+    d_outputs = load_rows(d_out, d_out_stride, start, T, ROWS, E, EP)
+    sums = tl.load(lse + rows, mask=rows < T, other=float("inf"))
+    visible = rows >= columns
+    if window is not None:
+        visible &= rows - columns < window
+    if valid is not None:
+        visible &= valid[:, None]
+    exponent = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - sums
+    if weight is not None:
+        free = rows - columns >= recent
+        if dense is not None:
+            free &= rows >= dense
+        # e^(s - lse) of an evicted key is held at 1: for an evicted attention sink it would be astronomical
+        exponent = tl.where(free & (weight == 0.0)[:, None], tl.minimum(exponent, 0.0), exponent)
+    p = tl.where(visible, tl.exp2(exponent), 0.0)
+    slope = tl.dot(values, tl.trans(d_outputs), input_precision="ieee")
+    slope -= tl.load(delta + rows, mask=rows < T, other=0.0)
+    if FLAGS:
+        dm += tl.sum(tl.where(free, p * slope, 0.0), 1)
+    if not ONLY:
+        if weight is not None:
+            p = tl.where(free, p * weight[:, None], p)
+        dv = tl.dot(p.to(d_outputs.dtype), d_outputs, dv, input_precision="ieee")
+        dk = tl.dot((p * slope).to(queries.dtype), queries, dk, input_precision="ieee")
+    return dk, dv, dm
+
+
+@triton.jit(do_not_specialize=["T", "size", "recent"])
+def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_strides, v_strides, d_out_strides,
+                   dk_strides, dv_strides, gate, padding, dense_until, before, scale, recent, window, T, size, H, G,
+                   D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KEYS: tl.constexpr,
+                   ROWS: tl.constexpr):  # fmt: skip
+    """Write dK, dV and the flags' gradient of one block of keys, summed over the query heads of its group."""
+    n = tl.program_id(0)
+    start, heads = n * KEYS, H // G
+    b, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    columns = start + tl.arange(0, KEYS)
+    dense = None
+    if dense_until is not None:
+        dense = tl.load(dense_until + b)
+    valid = None
+    if padding is not None:
+        valid = tl.load(padding + tl.cast(b, tl.int64) * T + columns, mask=columns < T, other=float("-inf")) == 0.0
+    # [first, stop) are the queries that can see the block; those from `attended` on meet evicted keys alone.
+    first, stop = start // ROWS * ROWS, T + 0
+    if window is not None:
+        stop = tl.minimum(T, start + KEYS - 1 + window)
+    attended, weight = stop, None
+    row = tl.cast(tl.program_id(1), tl.int64)
+    if gate is not None:
+        weight = tl.exp2(tl.load(gate + row * T + columns, mask=columns < T, other=float("-inf")))
+        before += row * (tl.cdiv(T, KEYS) + 1) + n
+        protected = start + KEYS - 1 + recent
+        if dense is not None:
+            protected = tl.maximum(protected, dense)
+        attended = tl.where(tl.load(before + 1) > tl.load(before), stop, tl.minimum(stop, protected))
+    attended = first + tl.cdiv(attended - first, ROWS) * ROWS
+    keys = load_rows(at(k, k_strides, b, head), k_strides[2], start, T, KEYS, D, DP)
+    values = load_rows(at(v, v_strides, b, head), v_strides[2], start, T, KEYS, E, EP)
+    key_grad, value_grad = tl.zeros([KEYS, DP], tl.float32), tl.zeros([KEYS, EP], tl.float32)
+    flag_grad = tl.zeros([KEYS], tl.float32)
+    for g in range(G):
+        h = head * G + g
+        queries, d_outputs = at(q, q_strides, b, h), at(d_out, d_out_strides, b, h)
+        shift = (row * G + g) * T
+        for m in range(first, attended, ROWS):
+            key_grad, value_grad, flag_grad = _pay(
+                queries, d_outputs, q_strides[2], d_out_strides[2], lse + shift, delta + shift, keys, values,
+                key_grad, value_grad, flag_grad, scale, m, n, weight, valid, dense, recent, window, T, ROWS, KEYS,
+                D, DP, E, EP, d_keep is not None, False)  # fmt: skip
+        if d_keep is not None:
+            for m in range(attended, stop, ROWS):
+                key_grad, value_grad, flag_grad = _pay(
+                    queries, d_outputs, q_strides[2], d_out_strides[2], lse + shift, delta + shift, keys, values,
+                    key_grad, value_grad, flag_grad, scale, m, n, weight, valid, dense, recent, window, T, ROWS, KEYS,
+                    D, DP, E, EP, True, True)  # fmt: skip
+    key_grad *= scale * 0.6931471805599453  # ln 2
+    store_rows(at(dk, dk_strides, b, head), dk_strides[2], start, T, key_grad, KEYS, D, DP)
+    store_rows(at(dv, dv_strides, b, head), dv_strides[2], start, T, value_grad, KEYS, E, EP)
+    if d_keep is not None:
+        tl.store(d_keep + row * T + columns, flag_grad, mask=columns < T)
+
+
+# The first shapes are those of the deterministic mode: they fit the 99 KB of shared memory of sm_89. The tuner drops
+# what does not fit.
+KEY = ["D", "E", "KEYS", "size"]
+FORWARD = Tuned(_forward, [(64, 4, 2), (128, 8, 2), (128, 4, 3), (128, 8, 3)], [(32, 8, 1), (16, 4, 1)], KEY)
+QUERIES = Tuned(_backward_queries, [(64, 4, 2), (128, 8, 2), (64, 8, 2)], [(16, 8, 1), (32, 8, 1)], KEY)
+KEYS = Tuned(_backward_keys, [(32, 8, 2), (32, 4, 2), (64, 8, 2), (64, 8, 3)], [(16, 8, 1), (32, 8, 1)], KEY)
+
+
+def _tables(
+    keep: Tensor | None, key_valid: Tensor | None, sinks: int, block: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Return what the kernels read about the keys; all of it is ``O(B Hkv T)``.
+
+    Returns:
+        ``gate``: log2 of the flags, 0 on sinks, ``[B, Hkv, T]``; ``padding``: 0 or -inf on padding, ``[B, T]``;
+        ``listing``: the blocks that hold a kept key, in order, then the others, ``[B, Hkv, blocks]``;
+        ``before``: how many blocks with a kept key come before each, ``[B, Hkv, blocks + 1]``.
+    """
+    padding = None
+    if key_valid is not None:
+        padding = torch.zeros_like(key_valid, dtype=torch.float32).masked_fill_(~key_valid, float("-inf"))
+    if keep is None:
+        return None, padding, None, None
+    batch, _, length = keep.shape
+    gate = keep.float().log2().masked_fill_(sink_mask(key_valid, sinks, batch, length, keep.device)[:, None], 0.0)
+    if key_valid is not None:
+        gate.masked_fill_(~key_valid[:, None], float("-inf"))
+    alive = nn.functional.pad(gate > float("-inf"), (0, -length % block)).unflatten(-1, (-1, block)).any(-1)
+    listing = alive.to(torch.uint8).argsort(stable=True, dim=-1, descending=True).int()
+    return gate.contiguous(), padding, listing, nn.functional.pad(alive.cumsum(-1), (1, 0)).int()
+
+
+def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+    return tuple(x.stride()[:3] for x in tensors)
+
+
+class _TritonGatedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor | None,
+        key_valid: Tensor | None,
+        scaling: float,
+        recent: int,
+        sinks: int,
+        window: int | None,
+        dense_until: Tensor | None,
+    ) -> Tensor:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        batch, heads, length, _ = q.shape
+        block = key_block(max(q, v, key=lambda x: x.shape[-1]))
+        tables = _tables(keep, key_valid, sinks, block)
+        dense = None if dense_until is None or keep is None else dense_until.int()
+        out = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty(*q.shape[:3], v.shape[-1])
+        lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
+        numbers = (scaling * LOG2E, recent if keep is not None else 1, window, length, doublings(length))
+        sizes = (heads, heads // k.shape[1], q.shape[-1], padded(q.shape[-1]), v.shape[-1], padded(v.shape[-1]), block)
+        gate, padding, listing, before = tables
+        FORWARD(
+            lambda meta: (triton.cdiv(length, meta["ROWS"]), batch * heads),
+            *(q, k, v, out, lse, *_strides(q, k, v, out)),
+            *(gate, padding, dense, listing, before, *numbers, *sizes),
+        )
+        ctx.save_for_backward(q, k, v, out, lse, *tables, dense, keep, key_valid)
+        ctx.constants = numbers, sizes, sinks
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, gate, padding, listing, before, dense, keep, key_valid = ctx.saved_tensors
+        numbers, sizes, sinks = ctx.constants
+        batch, heads, length, _ = q.shape
+        d_out = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+        delta, dq, dk, dv = torch.empty_like(lse), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        d_keep = None
+        if keep is not None and ctx.needs_input_grad[3]:
+            d_keep = torch.empty(keep.shape, dtype=torch.float32, device=keep.device)
+        QUERIES(
+            lambda meta: (triton.cdiv(length, meta["ROWS"]), batch * heads),
+            *(q, k, v, out, d_out, lse, delta, dq, *_strides(q, k, v, out, d_out, dq)),
+            *(gate, padding, dense, listing, before, *numbers, *sizes),
+        )
+        KEYS(
+            lambda meta: (triton.cdiv(length, meta["KEYS"]), batch * k.shape[1]),
+            *(q, k, v, d_out, lse, delta, dk, dv, d_keep, *_strides(q, k, v, d_out, dk, dv)),
+            *(gate, padding, dense, before, *numbers, *sizes),
+        )
+        if d_keep is not None:
+            d_keep.masked_fill_(sink_mask(key_valid, sinks, batch, length, q.device)[:, None], 0.0)
+            d_keep = d_keep.to(keep.dtype)
+        return dq, dk, dv, d_keep, *(None for _ in range(6))
+
+
+@torch.compiler.disable
+def triton_gated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    key_valid: Tensor | None,
+    scaling: float,
+    recent: int = 1,
+    sinks: int = 0,
+    window: int | None = None,
+    dense_until: Tensor | None = None,
+) -> Tensor:
+    """Compute :func:`ag.kernels.gated_attention.gated_attention` with ``O(B H T)`` memory beside its arguments.
+
+    Blocks of keys that are all evicted are not read, except by the flags' gradient. Sums run in float32; products of
+    float32 arguments are exact float32 products, not TF32.
+    """
+    options = (key_valid, scaling, recent, sinks, window, dense_until)
+    out: Tensor = _TritonGatedAttention.apply(q, k, v, keep, *options)
+    return out

@@ -1,0 +1,105 @@
+"""Gated prefill in Triton: kept keys are met by a list of their positions, evicted ones on the diagonal alone."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from ag.kernels.gated_attention.masks import sink_mask
+from ag.kernels.gated_attention.triton import attend
+from ag.kernels.tiles import at, load_rows, mix, store_rows
+from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded
+
+
+@triton.jit
+def _load_listed(base, stride, columns, inside, D: tl.constexpr, DP: tl.constexpr):
+    """Load the rows of a ``[T, D]`` tensor that a list names, zeros where it has ended."""
+    dims = tl.arange(0, DP)
+    mask = inside[:, None]
+    if D < DP:
+        mask = mask & (dims < D)[None, :]
+    return tl.load(base + columns.to(tl.int64)[:, None] * stride + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["T", "size", "recent"])
+def _prefill(q, k, v, out, q_strides, k_strides, v_strides, out_strides, gate, padding, kept, before, scale, recent,
+             window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+             KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """One block of queries of one head: first the kept keys below the protected ones, then all that are left."""
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    k, v = at(k, k_strides, b, h // G), at(v, v_strides, b, h // G)
+    if padding is not None:
+        padding += tl.cast(b, tl.int64) * T
+    row = tl.cast(tl.program_id(1) // G, tl.int64)
+    gate += row * T
+    kept += row * T
+    before += row * (T + 1)
+    near, oldest = tl.maximum(start - recent + 1, 0) // KEYS, start * 0
+    if window is not None:
+        oldest = tl.maximum(start - window + 1, 0)
+        near = tl.maximum(near, oldest // KEYS)
+    first, last = tl.load(before + oldest), tl.load(before + near * KEYS)
+    rows = start + tl.arange(0, ROWS)
+    queries = load_rows(at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
+    total, largest = tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
+    mixed = tl.zeros([ROWS, EP], tl.float32)
+    for i in range(first, last, KEYS):
+        inside = i + tl.arange(0, KEYS) < last
+        columns = tl.load(kept + i + tl.arange(0, KEYS), mask=inside, other=0)
+        keys = _load_listed(k, k_strides[2], columns, inside, D, DP)
+        s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        s = tl.where(inside[None, :], s, float("-inf"))
+        if window is not None:
+            s = tl.where(rows[:, None] - columns[None, :] < window, s, float("-inf"))
+        total, largest, mixed = mix(s, _load_listed(v, v_strides[2], columns, inside, E, EP), total, largest, mixed)
+    for n in range(near, tl.cdiv(tl.minimum(start + ROWS, T), KEYS)):
+        total, largest, mixed = attend(queries, k, v, k_strides[2], v_strides[2], total, largest, mixed, scale, start,
+                                       n, gate, padding, None, recent, window, T, ROWS, KEYS, D, DP, E, EP,
+                                       True)  # fmt: skip
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    store_rows(at(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
+
+
+KEY = ["D", "E", "KEYS", "size"]
+PREFILL = Tuned(_prefill, [(64, 4, 2), (128, 8, 2), (128, 4, 3), (128, 8, 3)], [(32, 8, 1), (16, 4, 1)], KEY)
+
+
+@torch.compiler.disable
+def triton_gated_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    key_valid: Tensor | None,
+    scaling: float,
+    recent: int = 1,
+    sinks: int = 0,
+    window: int | None = None,
+) -> Tensor:
+    """Compute :func:`ag.kernels.gated_prefill.gated_prefill`; the work is that of the kept pairs and the diagonal.
+
+    The kept keys are read where they lie, by a list of their positions ``[B, Hkv, T]``; how many come before each
+    position stands in a table of that size, so that nothing waits for the card.
+    """
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    batch, heads, length, dim = q.shape
+    stays = keep | sink_mask(key_valid, sinks, batch, length, q.device)[:, None]
+    padding = None
+    if key_valid is not None:
+        stays = stays & key_valid[:, None]
+        padding = torch.zeros_like(key_valid, dtype=torch.float32).masked_fill_(~key_valid, float("-inf"))
+    gate = torch.zeros(stays.shape, dtype=torch.float32, device=q.device).masked_fill_(~stays, float("-inf"))
+    kept = stays.to(torch.uint8).argsort(stable=True, dim=-1, descending=True).int()
+    before = nn.functional.pad(stays.cumsum(-1), (1, 0)).int()
+    out = torch.empty_like(q) if v.shape[-1] == dim else q.new_empty(*q.shape[:3], v.shape[-1])
+    block = key_block(max(q, v, key=lambda x: x.shape[-1]))
+    PREFILL(
+        lambda meta: (triton.cdiv(length, meta["ROWS"]), batch * heads),
+        *(q, k, v, out, *(x.stride()[:3] for x in (q, k, v, out)), gate, padding, kept, before),
+        *(scaling * LOG2E, recent, window, length, doublings(length), heads, heads // k.shape[1]),
+        *(dim, padded(dim), v.shape[-1], padded(v.shape[-1]), block),
+    )
+    return out

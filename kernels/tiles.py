@@ -1,0 +1,93 @@
+"""What the Triton kernels share: loading and storing rows, which blocks a block of queries meets, and its masks."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_rows(base, stride, start, length, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Load rows ``start ... start + N`` of a ``[T, D]`` tensor, zeros outside; offsets of blocks are 64 bits wide."""
+    rows, dims = tl.arange(0, N), tl.arange(0, DP)
+    pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
+    mask = (rows < length - start)[:, None]
+    if D < DP:
+        mask = mask & (dims < D)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(base, stride, start, length, x, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Store what :func:`load_rows` loads."""
+    rows, dims = tl.arange(0, N), tl.arange(0, DP)
+    pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
+    mask = (rows < length - start)[:, None]
+    if D < DP:
+        mask = mask & (dims < D)[None, :]
+    tl.store(pointers, x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def at(base, strides, first, second):
+    """Return the address of ``[first, second]`` of a ``[B, H, T, D]`` tensor."""
+    return base + tl.cast(first, tl.int64) * strides[0] + tl.cast(second, tl.int64) * strides[1]
+
+
+@triton.jit
+def ranges(start, before, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Return the key blocks of a block of queries: which are far, and which hold keys that it may not or must see.
+
+    Far blocks ``[far, near)`` lie below every protected key; when ``listed`` they are indices into the list of blocks
+    with a kept key, else block numbers. ``[near, stop)`` are block numbers.
+    """
+    near = tl.maximum(start - recent + 1, 0) // KEYS
+    far = near * 0
+    if window is not None:
+        far = tl.maximum(start - window + 1, 0) // KEYS
+    near = tl.maximum(near, far)
+    stop = tl.cdiv(tl.minimum(start + ROWS, T), KEYS)
+    listed = before is not None
+    if before is not None:
+        listed = start >= 0
+        if dense is not None:
+            listed = start >= dense
+        far = tl.where(listed, tl.load(before + far), far)
+        far_stop = tl.where(listed, tl.load(before + near), near)
+    else:
+        far_stop = near
+    return far, far_stop, near, stop, listed
+
+
+@triton.jit
+def weights(start, n, gate, padding, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr,
+            NEAR: tl.constexpr):  # fmt: skip
+    """Return what the flags and masks add to the logits of a tile: ``[ROWS or 1, KEYS]``."""
+    rows = start + tl.arange(0, ROWS)[:, None]
+    columns = n * KEYS + tl.arange(0, KEYS)[None, :]
+    protected = tl.zeros([1, KEYS], tl.float32)
+    if padding is not None:
+        protected = tl.load(padding + columns, mask=columns < T, other=float("-inf"))
+    bias = protected
+    if gate is not None:
+        bias = tl.load(gate + columns, mask=columns < T, other=float("-inf"))
+        if dense is not None:
+            bias = tl.where(rows < dense, protected, bias)
+        if NEAR:
+            bias = tl.where(rows - columns < recent, protected, bias)
+    if NEAR:
+        bias = tl.where(rows >= columns, bias, float("-inf"))
+    if window is not None:
+        bias = tl.where(rows - columns < window, bias, float("-inf"))
+    return bias
+
+
+@triton.jit
+def mix(s, values, total, largest, mixed):
+    """Take the logits and values of one tile into the running softmax of its rows."""
+    larger = tl.maximum(largest, tl.max(s, 1))
+    finite = tl.where(larger == float("-inf"), 0.0, larger)
+    p = tl.exp2(s - finite[:, None])
+    shrink = tl.exp2(largest - finite)
+    mixed = tl.dot(p.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
+    return total * shrink + tl.sum(p, 1), larger, mixed

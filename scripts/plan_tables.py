@@ -1,0 +1,59 @@
+"""Write the tables of docs/planning.md from the planner: python scripts/plan_tables.py [MODEL ...]."""
+
+import sys
+from pathlib import Path
+
+from ag.config import Config
+from ag.configure import resolve
+from ag.plan import GIB, Plan, plan, steps
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "planning.md"
+MODELS = ["llama-2-7b", "llama-2-13b", "llama-2-70b"]
+GPUS = [1, 2, 4, 8, 16, 32, 64]
+BASES = {"NF4, DDP": ("nf4", "ddp"), "bf16, DDP": ("none", "ddp"), "bf16, FSDP2": ("none", "fsdp2")}
+TFLOPS = "70"
+
+
+def table(name: str) -> str:
+    """Return the table of a model: memory of one GPU, and tokens a second of all."""
+    head = f"| {name} | " + " | ".join(f"{count} GPU{'s' if count > 1 else ''}" for count in GPUS) + " |"
+    lines = [head, "|---" * (len(GPUS) + 1) + "|"]
+    measured = steps(settings(name, "none", "ddp", 1))
+    plans: list[Plan] = []
+    for base, (quantization, strategy) in BASES.items():
+        plans = [plan(settings(name, quantization, strategy, count), measured) for count in GPUS]
+        lines.append(f"| {base}: GiB | " + " | ".join(f"{found.total / GIB:.1f}" for found in plans) + " |")
+    speed = (found.tokens * float(TFLOPS) * 1e12 / found.flops for found in plans)
+    lines.append("| tokens/s | " + " | ".join(f"{tokens:,.0f}" for tokens in speed) + " |")
+    return "\n".join(lines)
+
+
+def settings(name: str, quantization: str, strategy: str, count: int) -> Config:
+    """Return the recipe for a model on so many GPUs, eight to a machine."""
+    nodes = max(1, count // 8)
+    return resolve(
+        Config,
+        {
+            "recipe": "redpajama_cpt",
+            "model.name": f"{ROOT}/docs/models/{name}.json",
+            "model.quantization": quantization,
+            "trainer.strategy": "auto" if count == 1 and strategy == "ddp" else strategy,
+            "trainer.devices": str(count // nodes),
+            "trainer.num_nodes": str(nodes),
+            "tflops": TFLOPS,
+        },
+    )
+
+
+def main() -> None:
+    """Replace each table of the page by what the planner says now."""
+    text = PAGE.read_text()
+    for name in sys.argv[1:] or MODELS:
+        before, _, rest = text.partition(f"<!-- {name} -->\n")
+        text = f"{before}<!-- {name} -->\n{table(name)}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ag.callbacks.collapse import GateCollapse
+
+
+def run(shares, batches=3, log_every=1):
+    """Feed the callback one tensor of evicted shares a batch; returns the step and text of each warning."""
+    callback, found = GateCollapse(batches, log_every), []
+    for step, share in enumerate(shares, start=1):
+        module = SimpleNamespace(
+            evicted_in_batch=None if share is None else torch.tensor(share), gates=SimpleNamespace(layer_indices=[2, 3])
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            callback.on_train_batch_end(SimpleNamespace(global_step=step), module, None, None, step)
+        found += [(step, str(warning.message)) for warning in caught]
+    return found
+
+
+def test_layer_that_keeps_everything_and_one_that_evicts_everything():
+    found = run([[0.0, 1.0]] * 5)
+    assert [step for step, _ in found] == [3, 3]
+    assert found[0][1].startswith("layer 2: its gates kept every token of the last 3 batches: lower loss.beta")
+    assert found[1][1].startswith("layer 3: its gates evicted every token of the last 3 batches: raise loss.beta")
+
+
+def test_one_batch_in_between_starts_the_count_anew():
+    assert run([[0.0, 0.5], [0.0, 0.5], [0.1, 0.5], [0.0, 0.5], [0.0, 0.5]]) == []
+    assert [step for step, _ in run([[0.1, 0.5], *[[0.0, 0.5]] * 4])] == [4]
+
+
+@pytest.mark.parametrize("batches", [0, 9])
+def test_never_or_not_yet(batches):
+    assert run([[0.0, 1.0]] * 8, batches=batches) == []
+
+
+def test_counts_are_read_at_log_steps_only():
+    assert [step for step, _ in run([[0.0, 0.5]] * 8, log_every=5)] == [5]
+
+
+def test_without_gates():
+    assert run([None] * 5) == []

@@ -1,0 +1,193 @@
+"""Tokenised rows on disk."""
+
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import ag.data
+from ag.data import text as text_module
+from ag.data.cache import CachedRows, cached
+from ag.data.collate import Row
+from ag.data.sources import DataError
+
+SMALL = {"prompt_min": 8, "prompt_max": 40, "continuation": 4, "max_length": 60}
+DOCUMENTS = [{"text": f"{i} " + "the river is high today " * (i % 7)} for i in range(30)]
+
+
+@pytest.fixture
+def corpus(tmp_path, write):
+    write(tmp_path / "data" / "corpus", "train", DOCUMENTS)
+    write(tmp_path / "data" / "corpus", "validation", DOCUMENTS[:9])
+    return tmp_path / "data"
+
+
+def build(make_config, tokenizer, corpus, context=10_000, seed=0, **data):
+    settings = {"kind": "text", "name": "corpus", "root": str(corpus), "batch_size": 2, **SMALL} | data
+    config = make_config(**settings)
+    config.seed = seed
+    return ag.data.build(config, tokenizer, context)
+
+
+def contents(module):
+    rows = [*module.train_rows, *(row for (row,) in module.val_rows)]
+    return [(row.tokens.tolist(), row.prompt_length) for row in rows], module.skipped
+
+
+@pytest.mark.parametrize("packing", ["packed", "split"])
+def test_second_run_reads_what_the_first_one_made(make_config, tokenizer, corpus, tmp_path, monkeypatch, packing):
+    fresh = contents(build(make_config, tokenizer, corpus, packing=packing))
+    options = {"packing": packing, "cache": str(tmp_path / "cache")}
+    assert contents(build(make_config, tokenizer, corpus, **options)) == fresh
+    monkeypatch.setattr(text_module, "tokenize", lambda *_: pytest.fail("tokenised again"))
+    again = build(make_config, tokenizer, corpus, **options)
+    assert contents(again) == fresh
+    assert fresh[1] > 0 or packing == "packed"
+    assert contents(pickle.loads(pickle.dumps(again))) == fresh
+    assert next(iter(again.train_dataloader()))["input_ids"].shape[0] == 2
+
+
+def test_anything_that_changes_the_rows_makes_another_cache(make_config, tokenizer, bos_tokenizer, corpus, tmp_path):
+    folder = tmp_path / "cache"
+    options = {"cache": str(folder)}
+
+    def made():
+        return {path.name for path in folder.iterdir() if path.is_dir()}
+
+    build(make_config, tokenizer, corpus, **options)
+    before = made()
+    assert len(before) == 2  # training and validation
+    changes = [
+        {"tokenizer": bos_tokenizer},
+        {"packing": "packed"},
+        {"max_length": 61},
+        {"continuation": 5},
+        {"train_samples": 3},
+        {"seed": 1},
+        {"context": 59},
+    ]
+    for change in changes:
+        module = build(**{"make_config": make_config, "tokenizer": tokenizer, "corpus": corpus} | options | change)
+        now = made()
+        assert now > before, change
+        before = now
+        plain = {name: value for name, value in change.items() if name != "tokenizer"}
+        used = change.get("tokenizer", tokenizer)
+        assert contents(module) == contents(build(make_config, used, corpus, **plain))
+    file = corpus / "corpus" / "train.jsonl"
+    file.write_text(file.read_text().replace("river", "lake"))
+    changed = build(make_config, tokenizer, corpus, **options)
+    assert contents(changed) == contents(build(make_config, tokenizer, corpus))
+    assert len(made()) == len(before) + 1  # validation is as it was
+
+
+@pytest.mark.parametrize("damage", ["truncated", "manifest", "leftover"])
+def test_damage_is_repaired(tmp_path, damage):
+    rows = [Row(np.arange(5, dtype=np.int32)), Row(np.arange(3, dtype=np.int32), 2)]
+    calls = []
+
+    def make():
+        calls.append(1)
+        return rows
+
+    def read():
+        found, measured = cached(tmp_path / "cache", {"a": 1}, make, lambda: {"skipped": 7})
+        assert measured == {"skipped": 7}
+        assert [(row.tokens.tolist(), row.prompt_length) for row in found] == [([0, 1, 2, 3, 4], None), ([0, 1, 2], 2)]
+        return found
+
+    folder = read().folder
+    if damage == "truncated":
+        (folder / "tokens.bin").write_bytes(b"1234")
+    elif damage == "manifest":
+        (folder / "manifest.json").write_text(json.dumps({"identity": 5}))
+    else:
+        folder.rename(folder.with_name(f"{folder.name}.partial"))
+    read()
+    read()
+    assert len(calls) == 2
+    assert isinstance(read(), CachedRows) and [row.prompt_length for row in read()[-2:]] == [None, 2]
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path):
+    def broken():
+        yield Row(np.arange(5, dtype=np.int32))
+        raise RuntimeError("the source broke off")
+
+    with pytest.raises(RuntimeError, match="broke off"):
+        cached(tmp_path, {"a": 1}, broken, dict)
+    assert [path.suffix for path in tmp_path.iterdir()] in ([], [".lock"])
+
+
+def test_folder_that_cannot_be_written(make_config, tokenizer, corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"data.cache=.*file cannot be used"):
+        build(make_config, tokenizer, corpus, cache=str(tmp_path / "file"))
+
+
+RACE = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from ag.data.cache import cached
+from ag.data.collate import Row
+def make():
+    print("made", flush=True)
+    for i in range(20):
+        time.sleep(0.05)
+        yield Row(np.full(4, i, dtype=np.int32))
+rows, _ = cached(Path(sys.argv[1]), {"a": 1}, make, dict)
+print("sum", sum(int(row.tokens.sum()) for row in rows))
+"""
+
+
+def test_two_processes_make_it_once(tmp_path):
+    processes = [
+        subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    printed = [process.communicate(timeout=120)[0] for process in processes]
+    assert sum(text.count("made") for text in printed) == 1
+    assert all(f"sum {4 * 190}" in text for text in printed)
+
+
+class Rank:
+    """As much of a trainer as a data module looks at."""
+
+    def __init__(self, rank, ranks):
+        from types import SimpleNamespace as Plain
+
+        self.global_rank, self.world_size = rank, ranks
+        self.strategy = Plain(root_device=Plain(type="cpu"))
+        start = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
+        batches = Plain(state_dict=lambda: {"current": start, "total": start, "is_last_batch": False})
+        epochs = Plain(state_dict=lambda: {"current": start, "total": start})
+        self.fit_loop = Plain(epoch_progress=epochs, epoch_loop=Plain(batch_progress=batches))
+
+
+@pytest.mark.parametrize("kind", ["cache", "streaming", "memory"])
+def test_two_ranks_with_two_workers_see_every_row_once(make_config, tokenizer, tmp_path, write, kind):
+    """Shards on disk; a row is known by the number of its document."""
+    for shard in range(3):
+        documents = [{"text": f"{number:04d}"} for number in range(shard * 16, shard * 16 + 16)]
+        write(tmp_path / "data" / "corpus", f"train-{shard:05d}", documents, zipped=shard == 1)
+    write(tmp_path / "data" / "corpus", "validation", [{"text": "0000"}])
+    one = len(tokenizer("0000")["input_ids"]) + 1
+    options = {"streaming": {"streaming": True}, "cache": {"cache": str(tmp_path / "cache")}, "memory": {}}[kind]
+    found, by_rank = [], []
+    for rank in range(2):
+        module = build(
+            make_config, tokenizer, tmp_path / "data", packing="packed", max_length=one, num_workers=2, **options
+        )
+        module.trainer = Rank(rank, 2)
+        batches = itertools.islice(module.train_dataloader(), 12)
+        numbers = [tokenizer.decode(row[:-1]) for batch in batches for row in batch["input_ids"].tolist()]
+        by_rank.append(numbers)
+        found += numbers
+    assert sorted(found) == [f"{number:04d}" for number in range(48)]
+    assert [len(numbers) for numbers in by_rank] == [24, 24]
+    assert not set(by_rank[0]) & set(by_rank[1])

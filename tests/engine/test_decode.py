@@ -1,0 +1,85 @@
+"""Decoding reads ragged rows where they lie, whatever wraps the model."""
+
+import pytest
+import torch
+from gates_for import gates_for
+
+import ag
+from ag.engine.layer import EvictionLayer
+from ag.engine.storage import RaggedStore
+from ag.errors import UserError
+
+PROMPT, NEW = 60, 6
+
+
+def logits(model, forward, *policy, **options):
+    """The logits of a batch of two after the prompt and after each further token, and what was held at the end."""
+    ids = torch.randint(3, 128, (2, PROMPT + NEW), generator=torch.Generator().manual_seed(0))
+    cache = ag.EvictionCache(model, *policy, **options)
+    with torch.no_grad():
+        out = [forward(ids[:, :PROMPT], past_key_values=cache).logits[:, -1]]
+        out += [forward(ids[:, t : t + 1], past_key_values=cache).logits[:, -1] for t in range(PROMPT, PROMPT + NEW)]
+    return torch.stack(out), [layer.store.lengths.tolist() for layer in cache.evicting_layers]
+
+
+def test_uneven_heads_are_not_gathered(tiny_llama, monkeypatch):
+    model = tiny_llama()
+    ag.attach(model, gates_for(model, recent_tokens=5))
+    ids = torch.randint(3, 128, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    for policy in (("gates",), ("snapkv@heads", 40)):
+        cache = ag.EvictionCache(model, *policy)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            assert any(len(set(layer.store.lengths.tolist())) > 1 for layer in cache.evicting_layers)
+            with monkeypatch.context() as patch:
+                patch.setattr(RaggedStore, "padded", lambda store: pytest.fail("the layer was gathered"))
+                for _ in range(NEW):
+                    model(ids[:, :1], past_key_values=cache)
+        assert cache.seen_tokens == PROMPT + NEW
+
+
+@pytest.mark.parametrize("version", ["cpp", "chunked", "reference"])
+def test_no_choice_of_kernel_changes_logits(tiny_mistral, monkeypatch, version):
+    """Beside layers with a sliding window, of which some tokens are out of sight."""
+    model = tiny_mistral(sliding_window=24)
+    ag.attach(model, gates_for(model, recent_tokens=5))
+    for policy in (("full",), ("gates",)):
+        monkeypatch.setenv("AG_KERNELS", version)
+        try:
+            found, held = logits(model, model, *policy)
+        except UserError as error:
+            pytest.skip(str(error))
+        monkeypatch.setattr(EvictionLayer, "_decode", by_mask)
+        expected, held_by_mask = logits(model, model, *policy)
+        monkeypatch.undo()
+        assert held == held_by_mask
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def by_mask(layer, call, store):
+    return layer._attend(call, store.padded(), layer._cache.ranks)
+
+
+def test_gradients_flow_through_a_decoded_token(tiny_llama):
+    """The kernels have no backward pass: where gradients are asked for, PyTorch's attention runs."""
+    model = tiny_llama()
+    ids = torch.randint(3, 128, (1, PROMPT + 1), generator=torch.Generator().manual_seed(0))
+    cache = ag.EvictionCache(model, "snapkv@heads", 40)
+    with torch.no_grad():
+        model(ids[:, :PROMPT], past_key_values=cache)
+    model(ids[:, PROMPT:], past_key_values=cache).logits.sum().backward()
+    assert all(float(layer.self_attn.q_proj.weight.grad.abs().sum()) > 0 for layer in model.model.layers)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_equals_the_plain_one(tiny_llama):
+    """The engine stays outside of what is compiled."""
+    model = tiny_llama(num_hidden_layers=2)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    for policy in (("full",), ("snapkv@heads", 40), ("tova", 30, "every")):
+        expected, held = logits(model, model, *policy)
+        found, held_compiled = logits(model, compiled, *policy)
+        assert held == held_compiled
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()

@@ -1,0 +1,70 @@
+"""FSDP2 on two gloo ranks is one process with twice the rows, checkpoints and export included."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from command import column, logged, runs, start, train, weights
+
+from ag import fit
+from ag.callbacks.checkpoint_files import checkpoints
+from ag.config import Config
+from ag.configure import resolve
+from ag.gate import AttentionGates
+from ag.keys import ConfigError
+
+
+def finish(*arguments: str) -> None:
+    process = start(*arguments)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+
+
+@pytest.mark.slow
+def test_sharded_run_trains_resumes_and_exports(recipe: Path, tmp_path: Path) -> None:
+    """Checkpointed activations, a regression warm start, gates and LoRA, a validation with a filler row."""
+    overrides = ["train=gates+lora", "warmup.regress_steps=1", "trainer.max_steps=4", "data.val_samples=3"]
+    overrides += ["checkpoint.every_steps=2", "model.gradient_checkpointing=true", "optim.schedule=constant"]
+    shards = ["trainer.devices=2", "trainer.strategy=fsdp2", "data.val_batch_size=1"]
+    finish(f"recipe={recipe}", f"output={tmp_path / 'two'}", *overrides, *shards)
+    one = train(recipe, tmp_path / "one", *overrides, "data.batch_size=4")
+    [two] = runs(tmp_path / "two")
+    for row, expected in zip(logged(two), logged(one), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    torch.testing.assert_close(weights(two), weights(one), rtol=1e-4, atol=1e-5)
+    exported = (AttentionGates.from_pretrained(run / "export") for run in (two, one))
+    torch.testing.assert_close(*(gates.state_dict() for gates in exported), rtol=1e-4, atol=1e-5)
+    assert (two / "export" / "adapter" / "adapter_model.safetensors").is_file()
+
+    again = Path(shutil.copytree(two, tmp_path / "again" / "tiny" / "run"))
+    checkpoints(again)[0].unlink()
+    assert checkpoints(again)[0].name == "step=000002.ckpt"
+    finish(f"resume={again}")
+    assert logged(again) == logged(two) and len(column(again, "train/loss")) == 4
+    torch.testing.assert_close(weights(again), weights(two), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model.quantization": "nf4", "model.dtype": "bfloat16"}, "sharded 4-bit weights are silently corrupted"),
+        ({"trainer.precision": "16-mixed", "trainer.accelerator": "gpu"}, "sharded gradients cannot be scaled"),
+        ({"export.merge": "true", "train": "gates+lora"}, "no GPU holds the whole base"),
+    ],
+)
+def test_refused_with_shards(recipe: Path, overrides: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(Config, {"recipe": str(recipe), "trainer.strategy": "fsdp2"} | overrides)
+
+
+def test_strategy_covers_all_machines(recipe: Path) -> None:
+    overrides = {"trainer.strategy": "fsdp2", "trainer.devices": "4", "trainer.num_nodes": "2"}
+    config = resolve(Config, {"recipe": str(recipe)} | overrides)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        strategy = fit.build_trainer(config, None).strategy
+    assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == (8, 1)

@@ -1,0 +1,79 @@
+import logging
+
+import pytest
+import torch
+
+from ag.errors import UserError
+from ag.kernels import dispatch
+from ag.kernels.column_sums import column_sums
+from ag.kernels.gated_attention import gated_attention
+from ag.kernels.gated_attention.reference import reference_gated_attention
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    monkeypatch.delenv("AG_KERNELS", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    dispatch._tell.cache_clear()
+
+
+def test_the_first_that_can_run_is_chosen_and_told_once(caplog):
+    caplog.set_level(logging.INFO)
+    for _ in range(3):
+        assert dispatch.pick("sums", {"triton": "no card", "chunked": None, "reference": None}) == "chunked"
+    assert dispatch.pick("sums", {"triton": None, "chunked": None}) == "triton"
+    assert [record.getMessage() for record in caplog.records] == ["sums: chunked (triton: no card)", "sums: triton"]
+
+
+@pytest.mark.parametrize("name", ["chunked", "reference"])
+def test_a_version_can_be_forced(monkeypatch, caplog, name):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("AG_KERNELS", name)
+    assert dispatch.pick("sums", {"triton": None, "chunked": None, "reference": None}) == name
+    assert caplog.messages == [f"sums: {name} (AG_KERNELS asks for it)"]
+
+
+def test_an_operation_without_the_forced_version_keeps_its_own(monkeypatch):
+    monkeypatch.setenv("AG_KERNELS", "chunked")
+    assert dispatch.pick("decode", {"triton": None, "reference": None}) == "triton"
+
+
+def test_an_unknown_version_is_named(monkeypatch):
+    monkeypatch.setenv("AG_KERNELS", "cuda")
+    with pytest.raises(UserError, match="AG_KERNELS=cuda: expected triton, cpp, chunked, reference"):
+        gated_attention(*[torch.zeros(1, 1, 4, 8)] * 3)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_forced_version_that_cannot_run_says_why(monkeypatch, installed):
+    monkeypatch.setenv("AG_KERNELS", "triton")
+    monkeypatch.setattr(dispatch, "INSTALLED", installed)
+    reason = "the tensors are on cpu" if installed else "Triton is not installed"
+    x = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(UserError, match=f"AG_KERNELS=triton: gated_attention cannot run so: {reason}"):
+        gated_attention(x, x, x)
+    with pytest.raises(UserError, match=f"AG_KERNELS=triton: column_sums cannot run so: {reason}"):
+        column_sums(x, x, 1.0, torch.ones(1, 4, dtype=torch.bool))
+
+
+def test_what_triton_cannot_take(monkeypatch):
+    monkeypatch.setattr(dispatch, "INSTALLED", True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert dispatch.no_triton(torch.zeros(2, 256)) is None
+    assert dispatch.no_triton(torch.zeros(2, 8), torch.zeros(2, 257)) == "the head size 257 is above 256"
+    assert "interpreter" in dispatch.no_triton(torch.zeros(2, 8).bfloat16())
+    assert "float64" in dispatch.no_triton(torch.zeros(2, 8).double())
+
+
+def test_the_forced_reference_runs(monkeypatch):
+    q, k, v = torch.randn(3, 1, 2, 20, 8).unbind()
+    keep = (torch.rand(1, 2, 20) > 0.5).float()
+    monkeypatch.setenv("AG_KERNELS", "reference")
+    want = reference_gated_attention(q, k, v, keep, None, 8**-0.5, 2)
+    assert torch.equal(gated_attention(q, k, v, keep, recent=2), want)
+    forced = column_sums(q.bfloat16(), k.bfloat16(), 0.3, torch.ones(1, 20, dtype=torch.bool))
+    monkeypatch.setenv("AG_KERNELS", "chunked")
+    torch.testing.assert_close(gated_attention(q, k, v, keep, recent=2), want)
+    chunked = column_sums(q.bfloat16(), k.bfloat16(), 0.3, torch.ones(1, 20, dtype=torch.bool))
+    assert forced.dtype == chunked.dtype == torch.float32
+    torch.testing.assert_close(forced, chunked, atol=3e-2, rtol=3e-2)

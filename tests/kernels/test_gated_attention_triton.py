@@ -1,0 +1,222 @@
+"""Run by test_triton.py in a process of its own."""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
+
+from test_gated_attention import CASES, inputs, run
+
+from ag.kernels.gated_attention import gated_attention
+from ag.kernels.gated_attention import triton as kernels
+from ag.kernels.gated_attention.reference import reference_gated_attention
+from ag.kernels.gated_attention.triton import triton_gated_attention
+
+BLOCK = 16  # keys and queries of a tile under the interpreter
+
+
+def single(tensors):
+    return [x.detach().float() for x in tensors]
+
+
+def compare(tensors, options, bound=1e-4, dtype=torch.float32):
+    """Hold the output and every gradient to the oracle in float64, on the same rounded arguments."""
+    q, k, v, keep = tensors
+    rounded = [x.detach().to(dtype) for x in (q, k, v)] + [keep.detach().float()]
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(*q.shape[:3], v.shape[-1], dtype=torch.float64, generator=generator).to(dtype)
+    expected, expected_grads = run(reference_gated_attention, [x.double() for x in rounded], options, weight.double())
+    out, grads = run(triton_gated_attention, rounded, options, weight)
+    assert out.dtype == dtype and [x.dtype for x in grads] == [dtype] * 3 + [torch.float32]
+    pairs = zip(["out", "dq", "dk", "dv", "dkeep"], [out, *grads], [expected, *expected_grads], strict=True)
+    for name, got, want in pairs:
+        if dtype == torch.float32:
+            torch.testing.assert_close(got.double(), want, atol=bound, rtol=bound, msg=lambda m, n=name: f"{n}: {m}")
+        else:
+            assert (got.double() - want).norm() <= bound * want.norm(), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_reference(case):
+    compare(*inputs(37, 2, 1, 20, **CASES[case]))
+
+
+@pytest.mark.parametrize("case", ["plain", "window-sinks-recent", "left-padding-window-dense"])
+def test_soft_flags(case):
+    compare(*inputs(33, 2, 2, 12, soft=True, **CASES[case]))
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "kv_heads", "dim"),
+    [(63, 4, 2, 60), (48, 1, 1, 16), (17, 3, 1, 5), (1, 2, 1, 8)],
+    ids=["B2-T63-H4-D60", "B2-T48-H1-D16", "B2-T17-H3-D5", "B2-T1-H2-D8"],
+)
+def test_odd_shapes(length, heads, kv_heads, dim):
+    compare(*inputs(length, heads, kv_heads, dim, padding="left", sinks=2, recent=3, window=29, dense=True))
+
+
+def test_half_precision():  # the interpreter has no bfloat16 products
+    compare(*inputs(33, 2, 1, 32, sinks=2, recent=3), bound=5e-3, dtype=torch.float16)
+
+
+def test_values_of_another_width():
+    (q, k, _, keep), options = inputs(33, 2, 1, 12)
+    v = torch.randn(2, 1, 33, 20, dtype=torch.float64)
+    compare([q, k, v, keep], options)
+
+
+def test_transposed_arguments_and_an_expanded_gradient():
+    tensors, options = inputs(33, 4, 2, 12, recent=2)
+    q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in tensors[:3])
+    k = k.mT.contiguous().mT
+    expected, expected_grads = run(reference_gated_attention, tensors, options, 1.0)
+    out, grads = run(triton_gated_attention, single([q, k, v, tensors[3]]), options, 1.0)
+    for got, want in zip([out, *grads], [expected, *expected_grads], strict=True):
+        torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("padding", [None, "left"])
+def test_without_flags(padding):
+    (q, k, v, _), options = inputs(33, 2, 1, 20, padding=padding, sinks=2, recent=4, dense=True)
+    call = lambda function: lambda *x: function(*x, None, **options)  # noqa: E731
+    weight = torch.randn_like(q)
+    expected, expected_grads = run(call(reference_gated_attention), [q, k, v], {}, weight)
+    out, grads = run(call(triton_gated_attention), single([q, k, v]), {}, weight.float())
+    for got, want in zip([out, *grads], [expected, *expected_grads], strict=True):
+        torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
+
+
+def test_queries_that_see_nothing_get_zeros_and_give_none():
+    (q, k, v, keep), options = inputs(20, 2, 1, 16, padding="right")
+    keep = torch.zeros_like(keep)  # queries in the padding see real tokens alone, all of them evicted
+    out, grads = run(triton_gated_attention, single([q, k, v, keep]), options, 1.0)
+    hidden = ~options["key_valid"]
+    assert hidden.any() and out[:, 0][hidden].abs().sum() == 0
+    assert grads[0][:, 0][hidden].abs().sum() == 0
+    compare([q, k, v, keep], options)
+
+
+def test_all_evicted_leaves_each_query_its_own_token():
+    (q, k, v, keep), options = inputs(20, 4, 2, 16)
+    keep = torch.zeros_like(keep)
+    out, _ = run(triton_gated_attention, single([q, k, v, keep]), options, 1.0)
+    torch.testing.assert_close(out, v.detach().float().repeat_interleave(2, 1))
+    compare([q, k, v, keep], options)
+
+
+def evicted_blocks(length=88):
+    """Every key of the blocks 1, 2 and 4 is evicted, and half of the others."""
+    (q, k, v, keep), options = inputs(length, 2, 1, 16, recent=3, sinks=1)
+    q, k, v, keep = (x.detach()[:1].clone() for x in (q, k, v, keep))
+    keep[:, :, BLOCK : 3 * BLOCK] = 0
+    keep[:, :, 4 * BLOCK : 5 * BLOCK] = 0
+    return [q, k, v, keep], options
+
+
+def test_blocks_of_evicted_keys_change_nothing():
+    tensors, options = evicted_blocks()
+    compare(tensors, options)
+    q, k, v, keep = single(tensors)
+    weight = torch.randn_like(q)
+    want = run(triton_gated_attention, (q, k, v, keep), options, weight)[1][:3]
+    got = run(lambda *x: triton_gated_attention(*x, keep, **options), (q, k, v), {}, weight)[1]  # no flag gradient
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_blocks_of_evicted_keys_are_not_read():
+    tensors, options = evicted_blocks()
+    q, k, v, keep = single(tensors)
+    k[:, :, BLOCK : 3 * BLOCK], v[:, :, BLOCK : 3 * BLOCK] = float("nan"), float("nan")
+    out, (dq, dk, dv) = run(lambda *x: triton_gated_attention(*x, keep, **options), (q, k, v), {}, 1.0)
+    poisoned = torch.zeros(88, dtype=torch.bool)
+    poisoned[BLOCK : 4 * BLOCK] = True  # the blocks that are or, by `recent`, meet them
+    for grad in (out, dq):
+        assert torch.isfinite(grad[:, :, ~poisoned]).all() and not torch.isfinite(grad[:, :, poisoned]).all()
+    assert torch.isfinite(dk[:, :, 4 * BLOCK :]).all() and torch.isfinite(dv[:, :, 4 * BLOCK :]).all()
+
+
+def test_tables_list_the_blocks_with_a_kept_key():
+    keep = torch.zeros(1, 2, 70)
+    keep[0, 0, 37], keep[0, 1, 69], keep[0, 1, 20] = 1, 0.5, 1
+    valid = torch.ones(1, 70, dtype=torch.bool)
+    valid[0, :18] = False  # so that the sink is in the second block
+    gate, padding, listing, before = kernels._tables(keep, valid, 1, BLOCK)
+    assert before.tolist() == [[[0, 0, 1, 2, 2, 2], [0, 0, 1, 1, 1, 2]]]
+    assert listing[0, 0, :2].tolist() == [1, 2] and listing[0, 1, :2].tolist() == [1, 4]
+    assert gate[0, 1, 69] == -1 and gate[0, 0, 18] == 0 and gate[0, 0, 17] == padding[0, 17] == float("-inf")
+
+
+def test_evicted_sinks_get_a_finite_gradient():
+    (q, k, v, _), options = inputs(32, 2, 1, 8)
+    q, k = q.detach().abs(), k.detach()
+    k[:, :, 0] = 200.0
+    keep = torch.ones(2, 1, 32)
+    keep[:, :, 0] = 0
+    _, grads = run(triton_gated_attention, single([q, k, v, keep]), options, torch.randn(2, 2, 32, 8))
+    assert torch.isfinite(grads[3]).all()
+    assert grads[3][:, 0, 0].abs().min() > 0 and grads[3].abs().max() < 1e3
+
+
+def test_two_runs_agree_to_the_bit():
+    tensors, options = inputs(33, 2, 1, 20, soft=True, recent=2)
+    first = run(triton_gated_attention, single(tensors), options, 1.0)
+    second = run(triton_gated_attention, single(tensors), options, 1.0)
+    assert torch.equal(first[0], second[0])
+    for mine, theirs in zip(first[1], second[1], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_what_is_saved_is_linear_in_length():
+    sizes = []
+    for length in (32, 64, 128):
+        q, k, v, keep = [x.requires_grad_() for x in single(inputs(length, 2, 1, 1)[0])]
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, s=saved: s.append(x.numel()) or x, lambda x: x):
+            triton_gated_attention(q, k, v, keep, None, 1.0, window=1)
+        sizes.append(sum(saved))
+    assert sizes[1] <= 2.05 * sizes[0] and sizes[2] <= 2.05 * sizes[1]
+
+
+def test_the_tuner_can_call_every_configuration(monkeypatch):
+    called = []
+
+    def bench(call, quantiles):
+        call()
+        called.append(1)
+        return [1.0] * 3
+
+    (q, k, v, keep), options = inputs(33, 2, 1, 16)
+    expected, expected_grads = run(reference_gated_attention, [q, k, v, keep], options, 1.0)
+    monkeypatch.setattr("ag.kernels.tuned.interpreting", lambda: False)
+    for tuned in (kernels.FORWARD, kernels.QUERIES, kernels.KEYS):
+        monkeypatch.setattr(tuned.tuned, "_do_bench", bench)
+        tuned.tuned.cache.clear()
+    out, grads = run(triton_gated_attention, single([q, k, v, keep]), options, 1.0)
+    assert len(called) == 6
+    for got, want in zip([out, *grads], [expected, *expected_grads], strict=True):
+        torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
+
+
+def test_the_deterministic_mode_does_not_tune(monkeypatch):
+    (q, k, v, keep), options = inputs(20, 2, 1, 16)
+    want = triton_gated_attention(*single([q, k, v, keep]), **options)
+    monkeypatch.setattr("ag.kernels.tuned.interpreting", lambda: False)
+    monkeypatch.setattr(kernels.FORWARD, "tuned", None)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    torch.testing.assert_close(triton_gated_attention(*single([q, k, v, keep]), **options), want)
+
+
+def test_the_operation_chooses_triton_and_compiled_models_keep_working(monkeypatch):
+    tensors, options = inputs(20, 2, 1, 16)
+    monkeypatch.setenv("AG_KERNELS", "triton")
+    compiled = torch.compile(gated_attention, backend="aot_eager")
+    want = run(triton_gated_attention, single(tensors), options, 1.0)
+    for function in (gated_attention, compiled):
+        got = run(function, single(tensors), options, 1.0)
+        assert torch.equal(got[0], want[0])
+        for mine, theirs in zip(got[1], want[1], strict=True):
+            assert torch.equal(mine, theirs)

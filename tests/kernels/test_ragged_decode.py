@@ -1,0 +1,195 @@
+"""Decoding over ragged rows: every version against the plain one, and what happens without a compiler."""
+
+import logging
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from ag.errors import UserError
+from ag.kernels import dispatch
+from ag.kernels.ragged_decode import chunked_ragged_decode, cpu, ragged_decode, reference_ragged_decode
+
+SCALING = 0.3
+needs_compiler = pytest.mark.skipif(isinstance(cpu.library(), str), reason=f"C++: {cpu.library()}")
+VERSIONS = [
+    pytest.param(cpu.ragged_decode, id="cpp", marks=needs_compiler),
+    pytest.param(chunked_ragged_decode, id="chunked"),
+]
+
+
+def rows(lengths, group=3, dim=64, width=None, dtype=torch.float32, gap=5, batch=1):
+    """Return q, keys, values, starts and lengths; free slots hold NaN, so that reading one shows."""
+    generator = torch.Generator().manual_seed(sum(lengths) + dim)
+    width = dim if width is None else width
+    lengths = torch.tensor(lengths)
+    starts = (lengths + gap).cumsum(0) - lengths
+    size = int(lengths.sum()) + gap * (len(lengths) + 1)
+    keys, values = (torch.randn(size, x, generator=generator, dtype=torch.float64) for x in (dim, width))
+    held = torch.zeros(size, dtype=torch.bool)
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        held[start : start + length] = True
+    keys[~held] = values[~held] = float("nan")
+    q = torch.randn(batch, len(lengths) // batch * group, dim, generator=generator, dtype=torch.float64) * 3
+    return q.to(dtype), keys.to(dtype), values.to(dtype), starts, lengths
+
+
+def by_hand(q, keys, values, starts, lengths):
+    """Softmax attention in float64, head by head."""
+    batch, heads, _ = q.shape
+    group = batch * heads // len(starts)
+    out = torch.zeros(batch, heads, values.shape[1], dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            row = (b * heads + h) // group
+            held = slice(int(starts[row]), int(starts[row] + lengths[row]))
+            weights = (SCALING * keys[held].double() @ q[b, h].double()).exp()
+            if len(weights):
+                out[b, h] = weights @ values[held].double() / weights.sum()
+    return out
+
+
+CASES = {
+    "one_token": {"lengths": [1, 1]},
+    "empty_row": {"lengths": [0, 7, 300]},
+    "nothing": {"lengths": [0, 0]},
+    "equal": {"lengths": [70, 70, 70, 70], "batch": 2},
+    "chunk_borders": {"lengths": [255, 256, 257, 513]},
+    "uneven_batch": {"lengths": [1000, 3, 41, 640, 77, 0], "batch": 3},
+    "G1-D60": {"lengths": [33, 290], "group": 1, "dim": 60},
+    "G4-D63": {"lengths": [5, 300], "group": 4, "dim": 63},
+    "G8-D128": {"lengths": [259, 2], "group": 8, "dim": 128},
+    "G7-D80-Dv48": {"lengths": [259, 20], "group": 7, "dim": 80, "width": 48},
+}
+
+
+@pytest.mark.parametrize("version", [reference_ragged_decode, *VERSIONS])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_version_equals_attention_by_hand(version, case):
+    arguments = rows(**case)
+    torch.testing.assert_close(version(*arguments, SCALING).double(), by_hand(*arguments), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [60, 64, 128])
+def test_half_precision_is_summed_in_float32(version, dtype, dim):
+    arguments = rows([700, 1, 300], dim=dim, dtype=dtype)
+    out = version(*arguments, SCALING)
+    assert out.dtype == dtype
+    expected = by_hand(*arguments)
+    # no worse than rounding the exact result; PyTorch's own attention rounds the weights as well
+    loose = 1.01 if version is cpu.ragged_decode else 4
+    assert bool(
+        ((out.double() - expected).abs() <= loose * torch.finfo(dtype).eps * expected.abs().clamp_min(0.1)).all()
+    )
+
+
+@needs_compiler
+def test_cpp_reads_every_finite_half():
+    """Subnormal numbers and the largest ones among them; a weight of 1 gives a value back."""
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    values = values[values.isfinite()][:, None]
+    starts = torch.arange(len(values))
+    out = cpu.ragged_decode(
+        torch.zeros(len(values), 1, 1).half(), values * 0, values, starts, torch.ones_like(starts), 1.0
+    )
+    assert torch.equal(out.flatten(), values.flatten())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_large_logits_neither_overflow_nor_vanish(version):
+    q, keys, values, starts, lengths = rows([600, 300])
+    arguments = (q * 100, keys, values, starts, lengths)
+    out, expected = (
+        version(*arguments, SCALING),
+        reference_ragged_decode(*(x.double() for x in arguments[:3]), starts, lengths, SCALING),
+    )
+    torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@needs_compiler
+def test_cpp_does_not_depend_on_the_number_of_threads():
+    arguments = rows([2000, 30, 700])
+    before = torch.get_num_threads()
+    outputs = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            outputs.append(cpu.ragged_decode(*arguments, SCALING))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+@needs_compiler
+def test_loading_leaves_subnormal_numbers_alone():
+    """Libraries linked with -ffast-math flush them to zero in the whole process."""
+    cpu.library()
+    assert float(torch.tensor(1e-40) * 0.5) > 0
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Nothing compiled or logged so far."""
+    cpu.library.cache_clear()
+    dispatch._tell.cache_clear()
+    monkeypatch.delenv("AG_KERNELS", raising=False)
+    yield monkeypatch
+    cpu.library.cache_clear()
+    dispatch._tell.cache_clear()
+
+
+def test_without_a_compiler_pytorch_takes_over_and_says_so_once(fresh, caplog):
+    fresh.delenv("CXX", raising=False)
+    fresh.setattr(shutil, "which", lambda name: None)
+    caplog.set_level(logging.INFO)
+    arguments = rows([40, 9])
+    for _ in range(2):
+        out = ragged_decode(*arguments, SCALING)
+    assert torch.equal(out, chunked_ragged_decode(*arguments, SCALING))
+    lines = [record.getMessage() for record in caplog.records if "ragged_decode" in record.getMessage()]
+    assert lines == ["ragged_decode: chunked (cpp: there is no C++ compiler (install g++))"]
+    fresh.setenv("AG_KERNELS", "cpp")
+    with pytest.raises(UserError, match=r"AG_KERNELS=cpp: ragged_decode cannot run so: there is no C\+\+ compiler"):
+        ragged_decode(*arguments, SCALING)
+
+
+def test_a_compiler_that_fails_is_named_with_its_message(fresh, tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'unknown option -fopenmp' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    fresh.setenv("CXX", str(compiler))
+    fresh.setenv("AG_HOME", str(tmp_path / "home"))
+    assert cpu.library() == f"{compiler} could not compile it: unknown option -fopenmp"
+    assert not list((tmp_path / "home").rglob("*.so"))
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [("chunked", chunked_ragged_decode), ("reference", reference_ragged_decode)]
+)
+def test_the_environment_forces_a_version(fresh, name, version):
+    fresh.setenv("AG_KERNELS", name)
+    arguments = rows([400, 9])
+    assert torch.equal(ragged_decode(*arguments, SCALING), version(*arguments, SCALING))
+
+
+def test_float64_is_left_to_pytorch(fresh):
+    arguments = rows([400, 9], dtype=torch.float64)
+    torch.testing.assert_close(ragged_decode(*arguments, SCALING), by_hand(*arguments))
+
+
+@needs_compiler
+def test_it_is_compiled_once(tmp_path):
+    """Two at once compile once, and a third finds what they made."""
+    log, compiler = tmp_path / "log", tmp_path / "c++"
+    real = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    compiler.write_text(f'#!/bin/sh\necho run >> {log}\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(cpu.load, [str(compiler)] * 2, [tmp_path / "made"] * 2))
+    cpu.load(str(compiler), tmp_path / "made")
+    assert log.read_text() == "run\n"
+    assert len(list((tmp_path / "made").glob("*.so"))) == 1

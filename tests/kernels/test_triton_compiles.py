@@ -1,0 +1,107 @@
+"""The Triton kernels compile to machine code of two cards, from the very calls that launch them; no GPU is needed."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
+triton = pytest.importorskip("triton", reason="needs Triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.driver import driver  # noqa: E402
+
+from ag.kernels.column_sums.triton import triton_column_sums  # noqa: E402
+from ag.kernels.gated_attention.triton import triton_gated_attention  # noqa: E402
+from ag.kernels.gated_prefill.triton import triton_gated_prefill  # noqa: E402
+from ag.kernels.ragged_decode import triton as decode  # noqa: E402
+from ag.kernels.tuned import Tuned  # noqa: E402
+
+LARGEST = {89: 99, 90: 227}  # KB of shared memory that a block may take
+
+
+class Card:
+    """What Triton's compiler asks a driver; nothing can be launched on it."""
+
+    def __init__(self, arch):
+        self.arch = arch
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self):
+        return -self.arch
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture(params=LARGEST, ids=["sm_89", "sm_90"])
+def compiled(request, monkeypatch):
+    """Make launches compile instead; maps the kernels' names to what the compiler says of them."""
+    seen = {}
+
+    def compile_only(function, *arguments, **shape):
+        kernel = function.run(*arguments, grid=(1,), warmup=True, **shape)
+        seen[function.__name__] = kernel
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= LARGEST[request.param] * 1024
+
+    def compile_first(self, grid, *arguments):
+        compile_only(self.kernel, *arguments, **self._fitting([], {"q": arguments[0]})[0].all_kwargs())
+
+    monkeypatch.setattr(Tuned, "__call__", compile_first)
+    monkeypatch.setattr(type(decode._combine), "__getitem__", lambda function, grid: partial(compile_only, function))
+    driver.set_active(Card(request.param))
+    yield seen
+    driver._active = None
+
+
+def draw(heads, dim, dtype=torch.bfloat16, length=300):
+    return torch.randn(2, length, heads, dim).to(dtype).transpose(1, 2).requires_grad_()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dim", "dtype", "given"),
+    [
+        (128, torch.bfloat16, {"keep", "valid", "window", "dense"}),
+        (60, torch.bfloat16, {"keep"}),
+        (64, torch.float32, {"valid"}),
+    ],
+    ids=["D128-bfloat16-all", "D60-bfloat16-flags", "D64-float32-padding"],
+)
+def test_gated_attention_compiles(compiled, dim, dtype, given):
+    keep = torch.rand(2, 2, 300, requires_grad=True) if "keep" in given else None
+    valid = torch.ones(2, 300, dtype=torch.bool) if "valid" in given else None
+    window, dense = 100 if "window" in given else None, torch.tensor([3, 4]) if "dense" in given else None
+    q, k, v = draw(4, dim, dtype), draw(2, dim, dtype), draw(2, dim, dtype)
+    triton_gated_attention(q, k, v, keep, valid, 0.1, 4, 4, window, dense).sum().backward()
+    assert set(compiled) == {"_forward", "_backward_queries", "_backward_keys"}
+    for kernel in compiled.values():
+        assert ("mma" in kernel.asm["ptx"]) == (dtype == torch.bfloat16)  # float32 must not be rounded to TF32
+
+
+@pytest.mark.slow
+def test_column_sums_compile(compiled):
+    q, k = draw(4, 128).detach(), draw(2, 128).detach()
+    triton_column_sums(q, k, 0.1, torch.ones(2, 300, dtype=torch.bool), None, 100, 2, 4, True)
+    assert set(compiled) == {"_row_sums", "_columns"}
+
+
+@pytest.mark.slow
+def test_gated_prefill_compiles(compiled):
+    q, k, v = draw(4, 128).detach(), draw(2, 128).detach(), draw(2, 128).detach()
+    valid = torch.ones(2, 300, dtype=torch.bool)
+    triton_gated_prefill(q, k, v, torch.rand(2, 2, 300) > 0.5, valid, 0.1, 3, 3, 100)
+    assert set(compiled) == {"_prefill"}
+
+
+@pytest.mark.slow
+def test_ragged_decode_compiles(compiled):
+    q, keys, values = torch.randn(2, 4, 128), torch.randn(500, 128), torch.randn(500, 128)
+    starts, lengths = torch.tensor([0, 100, 250, 300]), torch.tensor([90, 7, 0, 200])
+    decode.triton_ragged_decode(q.bfloat16(), keys.bfloat16(), values.bfloat16(), starts, lengths, 0.1)
+    assert set(compiled) == {"_split", "_combine"}

@@ -1,0 +1,174 @@
+"""The bench on a tiny random model: files, columns, and the ratios that do not depend on time."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import ag
+from ag.bench import contestants, measure, models, worker
+from ag.bench.__main__ import bench, main, named
+from ag.bench.config import MODES, BenchConfig
+from ag.bench.contestants import Arena, Contestant
+from ag.engine import EvictionCache
+
+SMALL = {"model": "random:tiny", "context": [192], "rounds": 1, "warmup": 0, "steps": 3, "keep": [0.25]}
+COLUMNS = {
+    "decode": {"kept", "ms/token", "x full", "x transformers", "roofline", "of roofline", "last/first", "KV bytes"},
+    "prefill": {"kept", "seconds", "over full", "over transformers"},
+    "train": {"trained of base", "seconds", "time over lora", "peak bytes", "peak over lora"},
+    "memory": {"kept", "KV bytes", "KV of full", "peak over model", "peak of full"},
+}
+
+
+def rows_of(mode, **changes):
+    return bench(BenchConfig(mode=mode, **SMALL | changes), "a command")["rows"]
+
+
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
+def test_a_run_writes_its_files_and_columns(mode, tmp_path, capsys):
+    words = [f"{name}={json.dumps(value)}" if name != "model" else f"model={value}" for name, value in SMALL.items()]
+    assert main([mode, *words, "context=[64,128]", f"output={tmp_path}"]) == 0
+    results = json.loads((tmp_path / f"{mode}.json").read_text())
+    assert results["command"].startswith(f"python -m ag.bench {mode} model=random:tiny")
+    assert {"cpu", "cores", "threads", "load", "torch", "transformers"} <= set(results["machine"])
+    names = [(row["context"], row["contestant"]) for row in results["rows"]]
+    assert names == [(n, one) for n in (64, 128) for one in ("transformers", "full", "random 0.25")]
+    for row in results["rows"]:
+        assert {"context", "batch", "contestant", "quartile 1", "quartile 3"} | COLUMNS[mode] == set(row)
+        assert all(math.isfinite(x) and x > 0 for x in row.values() if not isinstance(x, str))
+        assert row["quartile 1"] <= row["quartile 3"]
+    table = (tmp_path / f"{mode}.md").read_text()
+    assert table in capsys.readouterr().out
+    assert table.count("\n| ") == 1 + len(names)
+    assert (tmp_path / f"{mode}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_prefill_of_gates_and_policies_keeps_what_was_asked():
+    rows = {row["contestant"]: row for row in rows_of("prefill", policy=["snapkv", "gates"], keep=[0.5, 0.25])}
+    assert rows["full"]["kept"] == rows["transformers"]["kept"] == rows["full"]["over full"] == 1
+    for share in (0.5, 0.25):
+        assert rows[f"snapkv {share}"]["kept"] == pytest.approx(share, abs=0.01)
+        assert rows[f"gates {share}"]["kept"] == pytest.approx(share, abs=0.1)
+
+
+def test_decode_counts_bytes_and_the_roofline():
+    full, few = rows_of("decode", batch=[2])[1:]
+    model = models.build("random:tiny", "cpu", "float32", 0)
+    entry, weights = 2 * 2 * 2 * 16 * 4, sum(p.nbytes for p in model.parameters()) - 256 * 64 * 4
+    assert (models.token_bytes(model), models.weight_bytes(model)) == (entry, weights)
+    assert few["kept"] == 0.25
+    everything, left = (weights + 2 * 192 * entry * share for share in (1, 0.25))
+    assert few["roofline"] == pytest.approx(everything / left)
+    assert few["of roofline"] == pytest.approx(few["x full"] / few["roofline"])
+    assert full["roofline"] == 1
+    assert 2 * 192 * entry <= full["KV bytes"] <= 1.3 * 2 * 192 * entry
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """Peaks are then those of the test's process; what else a worker returns is the same."""
+    monkeypatch.setattr(worker, "call", lambda *job: json.loads(json.dumps(worker.run(worker.describe(*job)))))
+
+
+def test_memory_falls_with_what_is_kept(one_process):
+    plain, full, few = rows_of("memory", context=[1024])
+    assert plain["KV bytes"] == 2 * 2 * 2 * 16 * 4 * 1024
+    assert full["KV of full"] == 1
+    assert set(few) == {"context", "batch", "contestant"} | COLUMNS["memory"]
+    assert 0.25 <= few["KV of full"] <= 0.3
+
+
+def test_a_worker_is_a_process_of_its_own():
+    config = BenchConfig(mode="memory", **SMALL)
+    row = worker.call("memory", config, 64, 1, contestants.PLAIN)
+    assert row["KV bytes"] == 2 * 2 * 2 * 16 * 4 * 64
+    assert row["peak over model"] > 0
+
+
+def test_training_compares_gates_with_lora(one_process):
+    lora, gates, both = rows_of("train", context=[32])
+    assert [row["contestant"] for row in (lora, gates, both)] == ["lora", "gates", "gates+lora"]
+    assert set(both) == {"context", "batch", "contestant", "quartile 1", "quartile 3"} | COLUMNS["train"]
+    assert lora["time over lora"] == lora["peak over lora"] == 1
+    assert both["trained of base"] == pytest.approx(lora["trained of base"] + gates["trained of base"])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return models.build("random:tiny", "cpu", "float32", 0)
+
+
+def test_uneven_heads_hold_exactly_the_share(model):
+    arena = Arena(model, BenchConfig(**SMALL, uneven=True))
+    with torch.no_grad():
+        counts = []
+        for _ in range(2):
+            cache = arena.cache(Contestant("random 0.25", "random", 0.25))
+            arena.fill(cache, 1, 192)
+            counts.append([[len(head) for head in cache.kept_positions(layer)[0]] for layer in range(2)])
+        assert counts[0] == counts[1]
+        assert all(sum(heads) == 2 * 48 and heads[0] != heads[1] for heads in counts[0])
+        assert next(arena.decode(cache, torch.tensor([[3]]))).shape == (1, 1)
+
+
+def test_filled_caches_hold_the_same(model):
+    arena = Arena(model, BenchConfig(**SMALL))
+    with torch.no_grad():
+        ours, theirs = (arena.cache(one) for one in (contestants.FULL, contestants.PLAIN))
+        assert isinstance(ours, EvictionCache) and isinstance(theirs, DynamicCache)
+        arena.fill(theirs, 1, 40)
+        ours = arena.cache(contestants.FULL)
+        arena.fill(ours, 1, 40)
+        ids = torch.tensor([[7]])
+        mine = model(input_ids=ids, past_key_values=ours).logits
+        ag.detach(model)
+        torch.testing.assert_close(mine, model(input_ids=ids, past_key_values=theirs).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_gates_stay_within_their_share():
+    model = models.build("random:smollm2-135m", "meta", "float32", 0)
+    parameters = sum(p.numel() for p in models.gates_for(model).parameters())
+    assert 0.015 < parameters / sum(p.numel() for p in model.parameters()) <= 0.03
+
+
+def test_quartiles_and_pairs():
+    assert measure.quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (3, 2, 4)
+    assert measure.quartiles([2.0]) == (2, 2, 2)
+    assert measure.paired([2.0, 6.0, 4.0], [1.0, 2.0, 4.0]) == 2
+
+
+def test_the_first_word_names_the_mode():
+    assert named(["train", "batch=[2]"]) == ["mode=train", "batch=[2]"]
+    assert named(["model=x"]) == ["model=x"] and named([]) == []
+    assert set(MODES) == set(COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    {
+        "mode": (["decoding"], "decoding"),
+        "key": (["decode", "contexts=[8]"], "did you mean context?"),
+        "policy": (["decode", "policy=[snapvk]"], "did you mean snapkv?"),
+        "share": (["prefill", "keep=[1.5]"], "keep=1.5: expected shares"),
+        "length": (["prefill", "context=[0]"], "context=[0], batch=[1]: expected"),
+        "geometry": (["prefill", "model=random:huge"], "random:huge: expected random:tiny"),
+        "device": (["train", "device=cuda"], "no CUDA device is there"),
+        "gates": (["decode", "policy=[gates]"], "random gates decide nothing while decoding"),
+    }.values(),
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_bad_input_is_one_line(words, says, capsys, tmp_path):
+    if "cuda" in says.lower() and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    try:
+        code = main([*words, f"output={tmp_path}"])
+    except SystemExit as leaving:
+        code = leaving.code
+    error = capsys.readouterr().err.strip()
+    assert code == 2
+    assert len(error.splitlines()) == 1
+    assert error.startswith("ag.bench: error: ")
+    assert any(part in error for part in says.split("|")), error

@@ -1,0 +1,190 @@
+"""The plan of a run against the bytes and counts of real, small models."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ag import fit, models
+from ag.attach import decoder_of
+from ag.config import Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
+from ag.gate import AttentionGates, GateConfig
+from ag.gating import Gating
+from ag.module import GatedLM
+from ag.plan import plan, report
+
+LAYERS, LENGTH = 6, 160
+
+
+def config_of(folder, train="gates+lora", strategy="auto", devices=1, precision="32-true", **model):
+    return Config(
+        train=train,
+        tflops=1.0,
+        model=ModelConfig(name=str(folder), **model),
+        lora=LoraConfig(rank=4),
+        gate=GateConfig(num_heads=2, head_dim=8),
+        data=DataConfig(kind="text", name="words", packing="packed", max_length=LENGTH, batch_size=2),
+        trainer=TrainerConfig(accelerator="cpu", strategy=strategy, devices=devices, precision=precision),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_llama, tiny_tokenizer):
+    path = tmp_path_factory.mktemp("planned")
+    tiny_llama(num_hidden_layers=LAYERS).save_pretrained(path)
+    tiny_tokenizer.save_pretrained(path)
+    return path
+
+
+def real(config):
+    base, _ = models.load_base(config.model)
+    gates = None if config.train == "lora" else AttentionGates(base.config, config.gate)
+    module = GatedLM(config, base if config.train == "gates" else models.add_lora(base, config.lora), gates)
+    return module.train()
+
+
+def saved_bytes(module):
+    """Bytes that the forward pass of the decoder and the gates keeps for the backward pass, and its output."""
+    storages = {}
+
+    def note(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    owned = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    ids = torch.randint(3, 128, (2, LENGTH))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    gating = None if module.gates is None else Gating(module.gates, mask)
+    precision = module.config.trainer.precision
+    with (
+        saved_tensors_hooks(note, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"),
+    ):
+        states = module.hidden({"input_ids": ids, "attention_mask": mask}, gating)
+        means = [] if gating is None else [logits.sigmoid().mean() for logits in gating.logits.values()]
+    note(states)
+    assert states.requires_grad and len(means) in (0, LAYERS)
+    return sum(t.untyped_storage().nbytes() for at, t in storages.items() if at not in owned)
+
+
+@pytest.mark.parametrize("train", ["gates", "gates+lora", "lora"])
+def test_parameters_are_exact(folder, train):
+    config = config_of(folder, train)
+    module, found = real(config), plan(config)
+    trained = {name: sum(p.numel() for p in group) for name, group in module.trainable().items()}
+    base = sum(p.numel() for p in module.model.parameters() if not p.requires_grad)
+    assert found.parameters == {"base": base, "gates": trained["gates"], "LoRA": trained["lora"]}
+    assert found.memory["base weights"] == 4 * base
+    assert found.memory["gates"] + found.memory["LoRA"] == found.memory["gradients"] == 4 * sum(trained.values())
+
+
+@pytest.mark.parametrize(
+    ("train", "precision"),
+    [("gates", "32-true"), ("gates+lora", "32-true"), ("gates+lora", "bf16-mixed"), ("lora", "32-true")],
+)
+def test_activations_are_those_that_the_step_saves(folder, train, precision):
+    config = config_of(folder, train, precision=precision)
+    plain, kept = plan(config).activations
+    assert saved_bytes(real(config)) == pytest.approx(plain, rel=0.15)
+    config.model.gradient_checkpointing = True
+    assert saved_bytes(real(config)) == pytest.approx(kept, rel=0.15)
+    assert kept < plain / 3
+
+
+def test_checkpointing_chooses_what_is_summed_and_costs_a_second_forward_pass(folder):
+    plain, kept = (plan(config_of(folder, gradient_checkpointing=on)) for on in (False, True))
+    assert (plain.memory["activations"], kept.memory["activations"]) == plain.activations
+    assert 1.2 < kept.flops / plain.flops < 1.6
+
+
+def test_operations_of_the_layers(folder):
+    """With LoRA alone: twice each weight forward, twice backward to the input, and the causal attention."""
+    config = config_of(folder, "lora")
+    found, module = plan(config), real(config)
+    linear = [m for m in decoder_of(module.model).modules() if isinstance(m, torch.nn.Linear)]
+    tokens = 2 * LENGTH
+    head = 128 * 64
+    work = 4 * tokens * (sum(m.weight.numel() for m in linear) + head)
+    attention = LAYERS * 2 * LENGTH**2 * 64 * 2 * (2 + 5)  # two products forward, five backward
+    assert found.flops == pytest.approx(work + attention, rel=0.1)
+
+
+def test_ddp_copies_and_fsdp2_divides(folder):
+    one, ddp, fsdp = (
+        plan(config_of(folder, strategy=strategy, devices=devices, dtype="bfloat16"))
+        for strategy, devices in (("auto", 1), ("ddp", 4), ("fsdp2", 4))
+    )
+    for name in ("base weights", "gates", "optimiser"):
+        assert ddp.memory[name] == one.memory[name]
+    assert ddp.memory["all-reduce buckets"] == one.memory["gradients"]
+    for name in ("gates", "LoRA", "gradients", "optimiser"):
+        assert fsdp.memory[name] == one.memory[name] / 4
+    head = 2 * (2 * 128 * 64 + 64)
+    assert fsdp.memory["base weights"] == head + (one.memory["base weights"] - head) / 4
+    assert ddp.tokens == 4 * one.tokens and ddp.flops == one.flops
+
+
+def test_nf4_bytes(tmp_path, tiny_llama, tiny_tokenizer):
+    pytest.importorskip("bitsandbytes")
+    tiny_llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=2).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    config = config_of(tmp_path, "gates", dtype="float16", precision="32-true", quantization="nf4")
+    model, _ = models.load_base(config.model, device="cpu")
+    measured = sum(parameter.nbytes for parameter in model.parameters())
+    for module in model.modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        measured += 0 if state is None else state.absmax.nbytes + state.state2.absmax.nbytes
+    found = plan(config)
+    assert found.memory["base weights"] == pytest.approx(measured, rel=0.002)
+    assert found.parameters["base"] == plan(replace(config, model=ModelConfig(name=str(tmp_path)))).parameters["base"]
+
+
+def test_a_json_file_is_enough_and_no_weights_are_read(folder, tmp_path):
+    settings = json.loads((folder / "config.json").read_text())
+    (tmp_path / "other.json").write_text(json.dumps(settings))
+    assert plan(config_of(tmp_path / "other.json")) == plan(config_of(folder))
+
+
+def test_report(folder, monkeypatch):
+    config = config_of(folder)
+    text = report(config)
+    found = plan(config)
+    assert f"{found.tokens:,} tokens" in text and "(given)" in text
+    assert f"{found.flops / 1e12:.3g} s a step" in text
+    monkeypatch.setattr("ag.plan._measured_tflops", lambda _: 2.0)
+    assert "at 2 tera-operations a second (measured" in report(replace(config, tflops=None))
+
+
+def test_command(folder, capsys):
+    arguments = [f"model.name={folder}", "data.kind=facts", "plan=true", "trainer.accelerator=cpu", "train=gates"]
+    assert fit.main(arguments) == 0
+    assert "peak of a step" in capsys.readouterr().out
+    assert fit.main([*arguments, "model.name=./nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_large_model_without_its_weights(tmp_path):
+    """70 billion parameters within 2 GiB of memory."""
+    code = (
+        "import resource, sys; from ag import fit; code = fit.main(sys.argv[1:]);"
+        "print('PEAK', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)"
+    )
+    words = "recipe=redpajama_cpt model.name=docs/models/llama-2-70b.json plan=true tflops=70 trainer.devices=8"
+    words += " data.max_length=256"
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "base 68,976.6 M" in done.stdout
+    assert int(done.stdout.rpartition("PEAK ")[2]) < 2 << 20
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_planner_says(monkeypatch):
+    monkeypatch.syspath_prepend("scripts")
+    import plan_tables
+
+    assert plan_tables.table("llama-2-7b") in plan_tables.PAGE.read_text()
