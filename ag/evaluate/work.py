@@ -51,6 +51,7 @@ def fill(config: CompareConfig, cells: Sequence[Cell], results: Results, console
                     if len(claimed) < config.together and same_task and held.enter_context(results.claim(cell.key)):
                         claimed.append(cell)
                 rows = results.rows()  # another process may have ended one between the look and the lock
+                again &= {key for key, row in rows.items() if row.problem is not None}
                 mine = [cell for cell in claimed if cell.key not in rows or cell.key in again]
                 if mine:
                     worker = worker or _Worker(config, results)
@@ -63,7 +64,6 @@ def fill(config: CompareConfig, cells: Sequence[Cell], results: Results, console
                 told = True
                 time.sleep(POLL_SECONDS)
                 rows = results.rows()
-                again &= {key for key, row in rows.items() if row.problem is not None}
     return {cell.key: rows[cell.key] for cell in cells}
 
 

@@ -17,11 +17,13 @@ from gates_for import gates_for
 import ag
 from ag import export
 from ag.compare import CompareConfig, compare, main
+from ag.configure import resolve
 from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.cells import plan
 from ag.evaluate.results import Results
 from ag.evaluate.tasks import Outcome
+from ag.keys import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -406,3 +408,17 @@ def test_progress_tells_of_cells(config, monkeypatch):
     compare(config(), console)
     assert "ppl: full and 4 more" in console.file.getvalue()
     assert "5/5" in console.file.getvalue() or "0/5" in console.file.getvalue()
+
+
+def test_entries_go_into_what_a_recipe_says():
+    words = {"recipe": "compare_small", "task_options.ppl.prompt": "256", "policy_options.gates:a/b.c/d.recent": "8"}
+    config = resolve(CompareConfig, words | {"roots.boolq": "12"})
+    assert config.task_options["ppl"] == {"prompt": 256, "continuation": 64}
+    assert config.policy_options["gates:a/b.c/d"] == {"recent": 8}
+    assert config.policy_options["snapkv"] == {"window": 8}
+    assert config.roots == {"boolq": "12"}
+    assert resolve(CompareConfig, {"recipe": "compare_small"}).task_options["ppl"]["prompt"] == 512
+    with pytest.raises(ConfigError, match="expected task_options.NAME.OPTION="):
+        resolve(CompareConfig, {"task_options.ppl": "3"})
+    with pytest.raises(ConfigError, match="root.boolq"):
+        resolve(CompareConfig, {"root.boolq": "3"})
