@@ -16,12 +16,13 @@ from torch import Tensor
 from ag.engine.allocators import OPTIONS, Allocator, published_tau
 from ag.engine.scorers import SCORERS, RowScorer, Scorer
 from ag.engine.scorers.snapkv import SnapKV
-from ag.engine.wrappers import NEED_ROWS, WRAPPERS
+from ag.engine.wrappers import NEED_ROWS, WRAPPERS, Wrapper
 from ag.errors import UserError
 from ag.gate import AttentionGates
 
 ALLOCATORS = tuple(OPTIONS)
 ALIASES = {"pyramidkv": "snapkv@pyramid"}
+ENGINE = ("positions", "evict_before_attend", "strict")  # options of every policy; the latter two where a budget is
 
 Option = str | int | float | bool | None
 Part = TypeVar("Part", bound=Scorer | Allocator)
@@ -146,13 +147,11 @@ def policy(spec: str, budget: int | float | None = None, schedule: str = "prefil
     _known(allocator, ALLOCATORS, "allocator", spec)
     _check_budget(spec, head, budget, bool(wrapper) or shared or schedule != "prefill")
     rest = dict(options)
-    engine = {name: rest.pop(name) for name in ("positions", "evict_before_attend", "strict") if name in rest}
-    if (rest or "evict_before_attend" in engine) and head in ("gates", "full") and budget is None:
-        name, why = (
-            next(iter(rest), "evict_before_attend"),
-            "the gates' flags decide" if head == "gates" else "nothing is evicted",
-        )
-        raise UserError(f"Policy {spec!r}: {name} has no meaning without a budget: {why}.")
+    engine = {name: rest.pop(name) for name in ENGINE if name in rest}
+    idle = [*(rest if head == "gates" else ()), *(name for name in ENGINE[1:] if name in engine)]
+    if idle and budget is None:
+        why = "nothing is evicted" if head == "full" else "without a budget the gates' flags decide"
+        raise UserError(f"Policy {spec!r}: {idle[0]} has no meaning, because {why}; leave it out.")
     _check_schedule(spec, schedule, allocator, head)
     for name, value in engine.items():
         _check_type(f"Policy {spec!r}: {name}={value!r}", value, get_type_hints(Policy)[name])
@@ -166,8 +165,9 @@ def policy(spec: str, budget: int | float | None = None, schedule: str = "prefil
         mine.setdefault("observers", parts[-1].window)
     sharing = _make(Allocator, mine, kind=allocator)
     if rest:
-        names = sorted({f.name for part in parts for f in fields(part)} - {"inner"} | set(OPTIONS[allocator]))
-        _known(next(iter(rest)), names, "option", spec)
+        own = {f.name for part in parts for f in fields(part)} - {"inner"} | set(OPTIONS[allocator])
+        known = {"tau"} if allocator == "preference" else set()
+        _known(next(iter(rest)), sorted(own | known | set(ENGINE[: 3 if parts else 1])), "option", spec)
     return Policy(spec, budget, schedule, options, scorer=scorer, allocator=sharing, gates=gates, **engine)  # type: ignore[arg-type]
 
 
@@ -183,7 +183,8 @@ def _scorer(spec: str, head: str, wrapper: str, options: dict[str, Option]) -> S
         )
     if not wrapper:
         return _make(base, options)
-    own = vars(WRAPPERS[wrapper]).get("__annotations__", {})
+    bases = [part for part in WRAPPERS[wrapper].__mro__ if issubclass(part, Wrapper) and part is not Wrapper]
+    own = {name for part in bases for name in vars(part).get("__annotations__", {})} - {"inner"}
     mine = {name: options.pop(name) for name in list(options) if name in own}
     return _make(WRAPPERS[wrapper], mine, inner=_make(base, options))
 

@@ -175,14 +175,19 @@ def test_the_scope_of_tova_under_a_wrapper(wrapper, scope):
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        ("h2o", {"widnow": 3}, r"Unknown option 'widnow' in 'h2o': expected one of recent, sinks, window; .*window\?"),
+        ("h2o", {"widnow": 3}, r"Unknown option 'widnow' in 'h2o': expected one of .*group, normalize, .*window\?"),
+        ("h2o", {"postions": "slot"}, r"Unknown option 'postions'.*did you mean positions\?"),
         ("snapkv", {"beta": 3}, "Unknown option 'beta' in 'snapkv'"),
-        ("snapkv@pyramid", {"tau1": 3}, "Unknown option 'tau1'.*: expected one of beta, kernel, pooling, rec"),
+        ("snapkv@pyramid", {"tau1": 3}, "Unknown option 'tau1'.*: expected one of beta, evict_before_attend, group, k"),
+        ("cake", {"taus": "x"}, r"Unknown option 'taus'.*did you mean tau\?"),
         ("snapkv+caote", {"norm": 2}, "Unknown option 'norm'"),
-        ("h2o+vatp", {"inner": 2}, "Unknown option 'inner'"),
+        ("h2o+vatp", {"inner": 2}, "Unknown option 'inner' in 'h2o\\+vatp': expected one of evict_before_attend, group"),
+        ("h2o+obcache_key", {"inner": 2}, "Unknown option 'inner'"),
         ("cake", {"kind": "uniform"}, "Unknown option 'kind'"),
-        ("full", {"window": 3}, "Unknown option 'window' in 'full': it takes none"),
-        ("gates", {"recent": 5}, "recent has no meaning without a budget: the gates' flags decide"),
+        ("full", {"window": 3}, "Unknown option 'window' in 'full': expected one of positions$"),
+        ("full", {"strict": False}, "Policy 'full': strict has no meaning, because nothing is evicted; leave it out"),
+        ("gates", {"recent": 5}, "recent has no meaning, because without a budget the gates' flags decide"),
+        ("gates", {"evict_before_attend": True}, "evict_before_attend has no meaning, because without a budget the"),
     ],
 )  # fmt: skip
 def test_unknown_options(spec, options, message):
