@@ -24,7 +24,7 @@ from ag.errors import UserError
 from ag.gate import AttentionGates, fingerprint
 from ag.gating import Gating
 
-CALIBRATION_TOKENS = 2048
+CALIBRATION_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -158,16 +158,16 @@ class Arena:
         if keep not in self._gates:
             torch.manual_seed(self.config.seed)
             gates = gates_for(self.model).to(self.device)
-            ag.attach(self.model, gates)
             ids = self.tokens(1, min(max(self.config.context), CALIBRATION_TOKENS))
-            gating = Gating(gates, torch.ones_like(ids), hard=True)
-            decoder_of(self.model)(input_ids=ids, use_cache=False, gating=gating)
-            ag.detach(self.model)
-            logits = torch.cat([x.flatten() for x in gating.logits.values()]).sort().values
-            place = min(len(logits) - 1, math.floor((1 - keep) * len(logits)))
-            exact = AttentionGates(self.model.config, replace(gates.config, bias=-float(logits[place])))
-            exact.load_state_dict(gates.state_dict())
-            self._gates[keep] = exact.to(self.device, next(gates.parameters()).dtype)
+            for _ in range(2):  # what is evicted changes what the gates of later layers see
+                ag.attach(self.model, gates)
+                gating = Gating(gates, torch.ones_like(ids), hard=True)
+                decoder_of(self.model)(input_ids=ids, use_cache=False, gating=gating)
+                ag.detach(self.model)
+                logits = torch.cat([x.flatten() for x in gating.logits.values()]).sort().values
+                place = min(len(logits) - 1, math.floor((1 - keep) * len(logits)))
+                gates.config = replace(gates.config, bias=-float(logits[place]))
+            self._gates[keep] = gates
         return self._gates[keep]
 
 

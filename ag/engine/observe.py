@@ -98,12 +98,24 @@ class AttentionRows:
         vars(rows).update(a=a, s=s, o=o)  # as if computed
         return rows
 
+    def less_dots(self) -> Tensor:
+        """Return ``||v_p||^2 - 2 <o_i, v_p>``, ``[B, H, w, N]``, a tensor of its own, in one product."""
+        batch, heads, rows, dim = self.o.shape
+        grouped = self.o.reshape(batch * self.v.shape[1], -1, dim)
+        values = self.v.flatten(0, 1)
+        norms = self.value_norms().unflatten(1, (self.v.shape[1], -1))[:, :, 0].flatten(0, 1)
+        return torch.baddbmm(norms, grouped, values.mT, alpha=-2).view(batch, heads, rows, -1)
+
     def output_norms(self) -> Tensor:
         """Return ``||o_i||^2``, ``[B, H, w, 1]``."""
         return self.o.square().sum(-1, keepdim=True)
 
     def value_norms(self) -> Tensor:
         """Return ``||v_p||^2`` by query head, ``[B, H, 1, N]``."""
+        return self._value_norms
+
+    @cached_property
+    def _value_norms(self) -> Tensor:
         norms = self.v.square().sum(-1)
         return norms.repeat_interleave(self._logits.shape[1] // norms.shape[1], 1)[:, :, None]
 

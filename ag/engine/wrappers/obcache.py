@@ -22,7 +22,7 @@ def value_error(rows: AttentionRows) -> Tensor:
 
 def key_error(rows: AttentionRows) -> Tensor:
     """``A^2 s^2 ||v_p - o_i||^2``, when the logit becomes 0 (first order)."""
-    distance = torch.add(rows.output_norms(), rows.dot_outputs(), alpha=-2).add_(rows.value_norms()).clamp_min_(0.0)
+    distance = rows.less_dots().add_(rows.output_norms()).clamp_min_(0.0)
     change = rows.a * rows.s
     return distance.mul_(change).mul_(change)
 
@@ -32,10 +32,9 @@ def joint_error(rows: AttentionRows) -> Tensor:
 
     Written as ``A^2 (||v||^2 + s (2 ||v||^2 - 2 <o, v> + s ||v - o||^2))``, with few passes over memory.
     """
-    norms, dots = rows.value_norms(), rows.dot_outputs()
-    distance = torch.add(rows.output_norms(), dots, alpha=-2).add_(norms)
-    slope = torch.add(2 * norms, dots, alpha=-2, out=dots)
-    torch.addcmul(slope, rows.s, distance, out=distance)
+    norms, slope = rows.value_norms(), rows.less_dots()
+    distance = slope + rows.output_norms()
+    torch.addcmul(slope.add_(norms), rows.s, distance, out=distance)
     torch.addcmul(norms, rows.s, distance, out=distance)
     return distance.clamp_min_(0.0).mul_(rows.a).mul_(rows.a)
 
