@@ -1,8 +1,9 @@
 """The only file that touches Hugging Face model internals: hooks, the attention interface, the decoder and its head.
 
 What happens in a forward pass: a *plan* (:class:`Plan`: the gates of a training step, or an eviction cache) arrives as
-keyword argument ``gating`` or ``past_key_values``. A hook on the decoder tells it the padding; a hook on each attention
-module shows it the hidden states; the attention function hands it q, k and v. Without a plan the model's own attention
+keyword argument ``gating`` or ``past_key_values``. The decoder's forward tells it the padding, and reads the tokens in
+blocks where it asks for that; a hook on each attention module shows it the hidden states; the attention function hands
+it q, k and v. Without a plan the model's own attention
 runs, untouched. Nothing global changes: each attention module gets its own shallow copy of the configuration, whose
 attention implementation is ``ag``, so that recomputation under gradient checkpointing takes the same path.
 """
@@ -10,10 +11,11 @@ attention implementation is ``ag``, so that recomputation under gradient checkpo
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +42,11 @@ class UnsupportedModelError(UserError, TypeError):
 
 @dataclass
 class AttentionCall:
-    """One call of a layer's attention: q ``[B, H, T, D]``, k and v ``[B, Hkv, T, D]`` of the new tokens, post-RoPE."""
+    """One call of a layer's attention: q ``[B, H, T, D]``, k and v ``[B, Hkv, T, D]`` of the new tokens, post-RoPE.
+
+    What is measured of it is remembered in ``memo``, so that parts of a policy, and caches that read a prompt together,
+    measure once.
+    """
 
     module: nn.Module
     layer: int
@@ -49,6 +55,7 @@ class AttentionCall:
     v: Tensor
     scaling: float
     window: int | None
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def at(self, columns: Tensor) -> AttentionCall:
         """Return the same call for the tokens in ``columns`` ``[B, T']``."""
@@ -56,7 +63,7 @@ class AttentionCall:
         def pick(x: Tensor) -> Tensor:
             return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
-        return replace(self, q=pick(self.q), k=pick(self.k), v=pick(self.v))
+        return replace(self, q=pick(self.q), k=pick(self.k), v=pick(self.v), memo={})
 
     def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
         """Attend causally to every new token, ``[B, H, T, D]``; by the model's own implementation where it can.
@@ -82,6 +89,23 @@ class Plan(ABC):
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         """Start a forward pass over ``[B, T]`` new tokens; the mask is ``[B, seen + T]``, nonzero on real tokens."""
 
+    def blocks(self) -> Iterator[Tensor] | None:
+        """Yield the columns ``[B, w]`` of the new tokens to read next, -1 for none; None: all are read at once."""
+        return None
+
+    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
+        """Return the positions ``[B, w]`` of the tokens in ``columns``, or of all new ones, that the model rotates by.
+
+        Args:
+            given: ``position_ids`` ``[B or 1, T]`` of all new tokens as the caller gave them, or None.
+            columns: ``[B, w]``, or None for all.
+        """
+        return given
+
+    def expect(self, valid: Tensor) -> None:
+        """Take note of the prompt ``[B, T]`` (bool, False on padding) that is to come, whole or in parts."""
+        return None
+
     @abstractmethod
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Look at the hidden states ``[B, T, d]`` that enter the attention of a layer."""
@@ -98,6 +122,7 @@ class Attachment:
     base: nn.Module
     handles: list[RemovableHandle]
     configs: list[tuple[nn.Module, PretrainedConfig]]
+    forward: Callable[..., Any] | None  # the decoder's, where it had one of its own (accelerate's hooks)
     gates: AttentionGates | None = None
 
 
@@ -134,6 +159,9 @@ def detach(model: nn.Module) -> None:
     for module, config in attachment.configs:
         module.config = config  # type: ignore[assignment]
     vars(attachment.base).pop("generate", None)
+    del decoder.forward
+    if attachment.forward is not None:
+        decoder.forward = attachment.forward
     del decoder._ag_attachment
 
 
@@ -169,8 +197,7 @@ def instrument(model: nn.Module) -> Attachment:
     existing: Attachment | None = getattr(decoder, "_ag_attachment", None)
     if existing is not None:
         return existing
-    handles = [decoder.register_forward_pre_hook(_before_decoder, with_kwargs=True)]
-    configs = []
+    handles, configs = [], []
     for index, layer in enumerate(decoder.layers):
         module = layer.self_attn
         handles.append(module.register_forward_pre_hook(partial(_before_attention, index), with_kwargs=True))
@@ -179,8 +206,9 @@ def instrument(model: nn.Module) -> Attachment:
         module.config._attn_implementation = IMPLEMENTATION
         module._ag_own_config = configs[-1][1]
     base = _unwrapped(model)
+    attachment = decoder._ag_attachment = Attachment(base, handles, configs, vars(decoder).get("forward"))
+    decoder.forward = partial(_decode, decoder, decoder.forward)
     base.generate = partial(_generate, base)
-    attachment = decoder._ag_attachment = Attachment(base, handles, configs)
     return attachment
 
 
@@ -215,27 +243,85 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate, but not from a prompt in chunks: a cache takes the first forward pass for the whole prompt."""
-    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None) or model.generation_config
-    chunk = kwargs.get("prefill_chunk_size") or config.prefill_chunk_size or model.generation_config.prefill_chunk_size
-    if chunk and isinstance(kwargs.get("past_key_values"), Plan):
-        raise UserError(
-            f"prefill_chunk_size={chunk}: an EvictionCache takes the prompt in one forward pass; leave it out."
-        )
+    """Generate; tell the cache where the prompt ends, which it cannot see when drafts or chunks come."""
+    cache = kwargs.get("past_key_values")
+    given = (*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
+    tokens = next((x for x in given if x is not None), None)
+    if isinstance(cache, Plan) and tokens is not None:
+        mask = kwargs.get("attention_mask")
+        cache.expect(torch.ones(tokens.shape[:2], dtype=torch.bool) if mask is None else mask.bool())
     return type(model).generate(model, *args, **kwargs)
 
 
-def _before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    cache = kwargs.get("past_key_values")
-    plan = kwargs.get("gating") or cache
+def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the decoder under a plan, or as it is when there is none."""
+    named = dict(zip(inspect.signature(type(decoder).forward).parameters, (decoder, *args), strict=False)) | kwargs
+    named.pop("self", None)
+    plan = named.get("gating") or named.get("past_key_values")
     if not isinstance(plan, Plan):
-        return None
-    tokens: Tensor = next(x for x in (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args) if x is not None)
-    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    plan.begin(decoder, mask, tokens.shape[0], tokens.shape[1])
+        return forward(*args, **kwargs)
+    name = "input_ids" if named.get("inputs_embeds") is None else "inputs_embeds"
+    tokens: Tensor = named[name]
+    plan.begin(decoder, named.get("attention_mask"), tokens.shape[0], tokens.shape[1])
     # transformers hands a mask of four dimensions on as it is, so no n^2 mask is built; the plan has the padding
-    kwargs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
-    return args[:1], kwargs
+    named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+    given, blocks = named.pop("position_ids", None), plan.blocks()
+    if blocks is None:
+        return forward(**named, position_ids=plan.positions(given, None))
+    parts = []
+    for columns in blocks:
+        index = columns.clamp_min(0)
+        part = tokens.gather(1, index) if tokens.ndim == 2 else tokens.gather(1, _wide(index, tokens))
+        parts.append((columns, forward(**named | {name: part}, position_ids=plan.positions(given, columns))))
+    return _joined(parts, tokens.shape[1])
+
+
+def _joined(parts: list[tuple[Tensor, Any]], length: int) -> Any:
+    """Put the outputs of blocks back into their columns."""
+
+    def join(outputs: list[Tensor]) -> Tensor:
+        first = outputs[0]
+        whole = first.new_zeros(first.shape[0], length + 1, *first.shape[2:])  # the last column: of no token
+        for (columns, _), output in zip(parts, outputs, strict=True):
+            whole.scatter_(1, _wide(columns.where(columns >= 0, length), output), output)
+        return whole[:, :length]
+
+    out = parts[-1][1]
+    out.last_hidden_state = join([part.last_hidden_state for _, part in parts])
+    if out.hidden_states is not None:
+        out.hidden_states = tuple(map(join, map(list, zip(*(part.hidden_states for _, part in parts), strict=True))))
+    return out
+
+
+def _wide(index: Tensor, like: Tensor) -> Tensor:
+    return index[:, :, None].expand(-1, -1, like.shape[-1])
+
+
+def check_rotations(decoder: Any) -> None:
+    """Raise ``UserError`` unless :func:`rotate` can undo what the model does to its keys."""
+    rotary = getattr(decoder, "rotary_emb", None)
+    kind = getattr(rotary, "rope_type", None)
+    if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
+        raise UnsupportedModelError(
+            f"positions=slot: {type(decoder).__name__} rotates keys by {kind or 'no'} RoPE; expected one with fixed "
+            "frequencies (default, linear, llama3, yarn). Use positions=original."
+        )
+
+
+def rotate(decoder: Any, x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate queries or keys further by whole positions, as the model's RoPE does; negative ones turn back.
+
+    Args:
+        decoder: the model's stack of layers.
+        x: ``[B, H, n, D]``, already of the size that the model's RoPE gives (yarn scales what it rotates).
+        positions: ``[B, H or 1, n]`` long.
+    """
+    apply = sys.modules[type(decoder).__module__].apply_rotary_pos_emb
+    positions = positions.expand(x.shape[:3]).flatten(0, 1)
+    flat = x.float().flatten(0, 1)
+    cos, sin = (part / decoder.rotary_emb.attention_scaling for part in decoder.rotary_emb(flat, positions))
+    turned: Tensor = apply(flat[:, None], flat[:, None][:, :0], cos, sin)[0]
+    return turned.view_as(x).to(x.dtype)
 
 
 def _before_attention(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -52,7 +52,7 @@ def parse(argv: Sequence[str], schema: type[T], program: str) -> Invocation[T]:
         if "--help" in options:
             _leave(_help(schema, program))
         if "--recipes" in options:
-            _leave(_recipes())
+            _leave(_recipes(program))
         runs = _expand(overrides) if "--multirun" in options else [overrides]
         configs = _resolve(schema, runs, program)
         if "--print" in options:
@@ -123,8 +123,8 @@ def _default(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def _recipes() -> str:
-    names = recipe_names()
+def _recipes(program: str) -> str:
+    names = recipe_names(program)
     width = max(map(len, names), default=0)
     first_lines = ((RECIPES / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0] for name in names)
     return "\n".join(f"{name:<{width}}  {line.lstrip('# ')}" for name, line in zip(names, first_lines, strict=True))

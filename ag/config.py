@@ -22,6 +22,11 @@ def key(default: Any, doc: str, low: float | None = None, high: float | None = N
     return field(default=default, metadata=metadata)
 
 
+def mapping(doc: str) -> Any:
+    """Declare a key whose entries are set one by one, as ``key.ENTRY=value``."""
+    return field(default_factory=dict, metadata={"doc": doc})
+
+
 @dataclass
 class ModelConfig:
     """The frozen base model."""
@@ -177,6 +182,7 @@ class Config:
     tflops: float | None = key(
         None, "plan: 10^12 operations a second of one device; null: measured on matrix products here", low=1e-6
     )
+    init: str | None = key(None, "exported gates to start from, of the same sizes")
     logger: list[Literal["csv", "tensorboard", "wandb"]] = key(
         ["csv"], "where metrics and pictures go; metrics.csv is always written"
     )

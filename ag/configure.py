@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 from omegaconf import OmegaConf
 
@@ -39,9 +39,10 @@ MAY_CHANGE_ON_RESUME = (
 )
 
 
-def recipe_names() -> list[str]:
-    """List the shipped recipes."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+def recipe_names(program: str | None = None) -> list[str]:
+    """List the shipped recipes, of one program or of all."""
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    return [name for name in names if program is None or name.startswith("compare_") == (program == "ag.compare")]
 
 
 def find_recipe(name: str, folder: Path) -> Path:
@@ -150,19 +151,40 @@ def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
         ConfigError: for anything wrong with keys, values, files or their combination.
     """
     known = keys(schema)
+    mappings = {name: key for name, key in known.items() if get_origin(key.type) is dict}
+    entries = [name for name in overrides if name not in known and name.startswith(tuple(f"{m}." for m in mappings))]
     for name in overrides:
-        if name not in known:
+        if name not in known and name not in entries:
             raise unknown(name, known)
-    given = {name: from_text(known[name], text) for name, text in overrides.items()}
+    given = {name: from_text(known[name], text) for name, text in overrides.items() if name in known}
     start: dict[str, Any] = {}
     if "recipe" in given:
         start = read_values(find_recipe(given.pop("recipe"), Path()), known)
     elif given.get("resume"):
         start = read_values(_run_config(given["resume"]), known)
-    config = build(schema, {**start, **given})
+    values = {**start, **given}
+    for name in entries:
+        mapping = mappings[next(m for m in mappings if name.startswith(f"{m}."))]
+        values[mapping.name] = _with_entry(mapping, values.get(mapping.name, {}), name, overrides[name])
+    config = build(schema, values)
     if getattr(config, "resume", None):
         check_resume(config, config.resume)  # type: ignore[attr-defined]
     return config
+
+
+def _with_entry(mapping: Key, values: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
+    """Return a mapping's values with one more, of which ``name=text`` was given: MAPPING.ENTRY, or MAPPING.ENTRY.KEY.
+
+    What stands between may hold dots itself.
+    """
+    entry, hint = name.removeprefix(f"{mapping.name}."), get_args(mapping.type)[1]
+    if get_origin(hint) is not dict:
+        return {**values, entry: from_text(Key(name, hint, None, "", None, None), text)}
+    entry, _, leaf = entry.rpartition(".")
+    if not entry:
+        raise ConfigError(f"{name}={short(text)}: expected {mapping.name}.NAME.OPTION=...")
+    value = from_text(Key(name, get_args(hint)[1], None, "", None, None), text)
+    return {**values, entry: {**values.get(entry, {}), leaf: value}}
 
 
 def load_config(path: str | Path, schema: type[T]) -> T:

@@ -74,7 +74,7 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
     decoder_of(base)  # raises for a model that gates cannot be attached to, before the data are read
     context = base.config.get_text_config().max_position_embeddings
     batches = data.build(config, tokenizer, context)
-    gates = None if config.train == "lora" else AttentionGates(base.config, config.gate)
+    gates = None if config.train == "lora" else make_gates(base, config)
     model = base if config.train == "gates" else models.add_lora(base, config.lora)
     module = GatedLM(config, model, gates)
     run_dir = None if dry_run else run_folder(config)
@@ -104,6 +104,22 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
             print(f"uploaded: {export.push(run_dir / 'export', config.export.push_to_hub)}")
     trainer.strategy.barrier()
     return run_dir
+
+
+def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
+    """Make the gates of a run, fresh or with the weights of an export.
+
+    Raises:
+        UserError: (ExportError) when the export cannot be read, or its gates have other sizes.
+    """
+    gates = AttentionGates(base.config, config.gate)
+    if config.init is not None:
+        start = AttentionGates.from_pretrained(Path(config.init))
+        try:
+            gates.load_state_dict(start.state_dict())
+        except RuntimeError as error:
+            raise UserError(f"init={config.init}: its gates do not fit those of this run: {error}") from None
+    return gates
 
 
 def run_folder(config: Config) -> Path:

@@ -10,6 +10,7 @@ from ag.errors import UserError
 from ag.gate import AttentionGates
 from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
+from ag.kernels.gated_prefill import gated_prefill
 
 
 class Gating(Plan):
@@ -80,6 +81,19 @@ class Gating(Plan):
         if keep is None:
             return call.dense(self.valid, self.left_padded)
         config = self.gates.config
+        learning = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
+        if self.hard and self._dense_until is None and not learning:
+            return gated_prefill(
+                call.q,
+                call.k,
+                call.v,
+                keep.bool(),
+                self.valid,
+                call.scaling,
+                config.recent_tokens,
+                config.sink_tokens,
+                call.window,
+            )
         return gated_attention(
             call.q,
             call.k,

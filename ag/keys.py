@@ -52,7 +52,7 @@ class Key:
 
     def accepts(self, value: Any) -> bool:
         """Whether the value has the key's type and lies within its bounds."""
-        if not _fits(self.type, value):
+        if not fits(self.type, value):
             return False
         return value is None or ((self.low is None or value >= self.low) and (self.high is None or value <= self.high))
 
@@ -90,16 +90,17 @@ def describe(hint: Any) -> str:
     return words.get(hint, "mapping")
 
 
-def _fits(hint: Any, value: Any) -> bool:
+def fits(hint: Any, value: Any) -> bool:
+    """Whether a value has a type; an int is also a float, a bool only a bool, and a float is finite."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return any(type(value) is type(arg) and value == arg for arg in args)
     if origin in (Union, UnionType):
-        return any(_fits(arg, value) for arg in args)
+        return any(fits(arg, value) for arg in args)
     if origin is list:
-        return isinstance(value, list) and all(_fits(args[0], item) for item in value)
+        return isinstance(value, list) and all(fits(args[0], item) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(_fits(args[0], k) and _fits(args[1], v) for k, v in value.items())
+        return isinstance(value, dict) and all(fits(args[0], k) and fits(args[1], v) for k, v in value.items())
     if hint is Any:
         return True
     if isinstance(value, bool):

@@ -84,6 +84,13 @@ def _hellaswag(row: Record) -> Example:
     return Example(prompt, [_clean(ending) for ending in row["endings"]], int(row["label"]))
 
 
+def _mmlu(row: Record) -> Example:
+    subject = row["subject"].replace("_", " ")
+    listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
+    about = f"The following are multiple choice questions (with answers) about {subject}."
+    return Example(f"{about}\n\n{row['question'].strip()}\n{listed}\nAnswer:", list("ABCD"), row["answer"])
+
+
 def _keyed(row: Record) -> int:
     """Index of the right choice; the labels are letters in most rows and digits in some."""
     return int(row["choices"]["label"].index(row["answerKey"]))
@@ -155,6 +162,13 @@ TASKS: dict[str, Task] = {
         folder="hellaswag",
         fields={"activity_label": str, "ctx": str, "endings": list, "label": (str, int)},
         example=_hellaswag,
+    ),
+    "mmlu": Task(
+        hub="cais/mmlu",
+        subset="all",
+        folder="mmlu",
+        fields={"question": str, "subject": str, "choices": list, "answer": int},
+        example=_mmlu,
     ),
 }
 

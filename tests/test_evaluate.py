@@ -58,7 +58,7 @@ def test_responses_are_scored_after_eviction(tiny_llama, variant):
     gates = gates_for(model, **VARIANTS[variant])
     ag.attach(model, gates)
     batches = [batch([(24, 30), (9, 20), (17, 18)], 1), batch([(12, 13), (5, 9)], 2)]
-    scores = score_responses(model, batches, "gates")
+    (scores,) = score_responses(model, batches, ["gates"])
     wanted = [by_hand_scores(model, gates, data) for data in batches]
     losses = [loss for part, _, _ in wanted for loss in part]
     assert scores.losses == pytest.approx([float(loss.mean()) for loss in losses], abs=1e-4)
@@ -75,7 +75,7 @@ def test_responses_are_scored_after_eviction(tiny_llama, variant):
 
 def test_a_full_cache_is_the_plain_model(tiny_llama):
     model, data = tiny_llama(), batch([(24, 30), (9, 20), (17, 18)], 1)
-    scores = score_responses(model, [data], "full")
+    (scores,) = score_responses(model, [data], ["full"])
     with torch.no_grad():
         logits = model(data["input_ids"], attention_mask=data["attention_mask"].long()).logits
     for i, (prompt, length) in enumerate([(24, 30), (9, 20), (17, 18)]):
@@ -91,8 +91,8 @@ def test_multiple_choice(tiny_llama, policy):
     model = tiny_llama()
     gates = gates_for(model, bias=1000.0 if policy == "full" else 0.0)
     ag.attach(model, gates)
-    scores = score_responses(
-        model, [questions(), batch([(4, 6), (4, 6)], 9, question=[7, 7], choice=[0, 1], target=[0, 0])], policy
+    (scores,) = score_responses(
+        model, [questions(), batch([(4, 6), (4, 6)], 9, question=[7, 7], choice=[0, 1], target=[0, 0])], [policy]
     )
     first, _, _ = by_hand_scores(model, gates, questions())
     second, _, _ = by_hand_scores(model, gates, batch([(4, 6), (4, 6)], 9))
@@ -110,7 +110,7 @@ def test_windowed_model(tiny_mistral):
     ag.attach(model, gates)
     data = batch([(24, 30), (9, 20)], 1)
     losses, _, _ = by_hand_scores(model, gates, data)
-    got = score_responses(model, [data], "gates").losses
+    got = score_responses(model, [data], ["gates"])[0].losses
     assert got == pytest.approx([float(loss.mean()) for loss in losses], abs=1e-4)
 
 

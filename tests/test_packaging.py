@@ -85,7 +85,12 @@ def test_wheel_holds_our_folders_below_ag_only(wheel_names: list[str]) -> None:
     assert {name.split("/")[0] for name in wheel_names} == {"ag", "ag-0.1.0.dist-info"}
     expected = {f"{package.replace('.', '/')}/" for package in packages_on_disk()}
     assert expected <= {f"{name.rpartition('/')[0]}/" for name in wheel_names}
-    for name in ("ag/py.typed", "ag/data/__init__.py", "ag/kernels/gated_attention/reference.py"):
+    for name in (
+        "ag/py.typed",
+        "ag/data/__init__.py",
+        "ag/kernels/gated_attention/reference.py",
+        "ag/evaluate/page_files/page.html",
+    ):
         assert name in wheel_names
     recipes = {f"ag/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
     assert recipes <= set(wheel_names)

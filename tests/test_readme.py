@@ -8,13 +8,20 @@ from pathlib import Path
 
 import pytest
 
+import ag
 from ag.cli import parse
+from ag.compare import CompareConfig
 from ag.config import Config
 from ag.evaluate.__main__ import EvaluateConfig
+from ag.explain import ExplainConfig
 from ag.generate import GenerateConfig
-from ag.keys import keys
 
-SCHEMAS = {"ag.generate": GenerateConfig, "ag.evaluate": EvaluateConfig}
+SCHEMAS = {
+    "ag.generate": GenerateConfig,
+    "ag.evaluate": EvaluateConfig,
+    "ag.compare": CompareConfig,
+    "ag.explain": ExplainConfig,
+}
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
@@ -57,7 +64,7 @@ def run(*words, **options):
 
 
 @pytest.mark.parametrize(("page", "words"), ALL, ids=[f"{page}: {' '.join(words)[:90]}" for page, words in ALL])
-def test_command_is_one_that_the_tests_cover(page, words, capsys):
+def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch):
     program = words[2] if words[:2] == ["python", "-m"] else words[0]
     if program == "ag.fit":
         stop = [] if {"--help", "--recipes"} & set(words) else ["--print"]
@@ -67,8 +74,16 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys):
         expected = "recipe: " if stop else {"--help": "loss.alpha=", "--recipes": "quickstart"}[words[3]]
         assert expected in capsys.readouterr().out
     elif program in SCHEMAS:
-        known = keys(SCHEMAS[program])
-        assert all(word.partition("=")[0] in known for word in words[3:])
+        with pytest.raises(SystemExit) as done:
+            parse([*words[3:], "--print"], SCHEMAS[program], program)
+        assert done.value.code == 0
+    elif program == "ag.evaluate.lm_eval":
+        harness = pytest.importorskip("lm_eval._cli", reason="lm-evaluation-harness is not installed")
+        monkeypatch.setattr(sys, "argv", ["lm_eval", *words[3:]])
+        told = harness.HarnessCLI().parse_args()
+        assert told.model == "ag"
+        options = {name: value for name, value in told.model_args.items() if name not in ("pretrained", "policy")}
+        assert ag.policy(told.model_args["policy"], **options)
     elif program == "bash":
         assert (ROOT / words[1]).is_file()
     else:

@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from ag.cli import parse
+from ag.compare import CompareConfig
 from ag.config import Config
 from ag.configure import RECIPES, dump, load_config, recipe_names, resolve
+from ag.evaluate.cells import plan
+from ag.evaluate.tasks.longbench_subsets import SUBSETS
 from ag.keys import keys, parse_yaml
 
 ABLATIONS = {  # the single difference from piqa_sft (Tables 3 and 6 of the paper)
@@ -30,6 +33,14 @@ TASKS = {
 }
 CPT = ["redpajama_cpt", "mistral_cpt", "redpajama_cpt_gates_only"]
 OTHERS = ["quickstart", "smollm2_boolq", "smollm2_corpus"]
+COMPARISONS = {  # cells, and the published score of the full cache that the comment must name
+    "compare_small": ((1 + 10 * 2) * 2, "docs/results.md"),
+    "compare_ag_table1": ((1 + 2) * (8 + len(SUBSETS)), "full 49.67"),
+    "compare_vatp_table1": ((1 + 5) * len(SUBSETS), "full 32.66"),
+    "compare_caote_table2": ((1 + 9 * 2) * len(SUBSETS), "full 49.20"),
+    "compare_obcache_table1": (1 + 12 * 4, "H2O 52.28"),
+    "compare_cake_table1": ((1 + 6 * 2) * len(SUBSETS), "full 33.07"),
+}
 
 
 def load(name: str, **overrides: str) -> Config:
@@ -44,16 +55,19 @@ def flat(config: Config) -> dict[str, object]:
 
 
 def test_the_list_of_recipes_is_complete() -> None:
-    assert recipe_names() == sorted([*ABLATIONS, *TASKS, *CPT, *OTHERS])
+    assert recipe_names("ag.fit") == sorted([*ABLATIONS, *TASKS, *CPT, *OTHERS])
+    assert recipe_names("ag.compare") == sorted(COMPARISONS)
+    assert recipe_names() == sorted([*recipe_names("ag.fit"), *recipe_names("ag.compare")])
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", recipe_names())
 def test_loads_without_a_warning_and_survives_a_round_trip(name: str, tmp_path: Path) -> None:
-    config = load(name)
+    schema: type[Config] | type[CompareConfig] = CompareConfig if name in COMPARISONS else Config
+    config = resolve(schema, {"recipe": name})
     assert config.recipe == name
     (tmp_path / "config.yaml").write_text(dump(config))
-    assert load_config(tmp_path / "config.yaml", Config) == config
+    assert load_config(tmp_path / "config.yaml", schema) == config
 
 
 @pytest.mark.parametrize("name", sorted({*ABLATIONS, *TASKS, *CPT} - {"piqa_sft", "redpajama_cpt"}))
@@ -65,12 +79,13 @@ def test_a_recipe_repeats_nothing_of_its_base(name: str) -> None:
     assert changed == written | {key for key, value in tree.items() if not isinstance(value, dict)}
 
 
-def test_listing_describes_each_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("program", "schema"), [("ag.fit", Config), ("ag.compare", CompareConfig)])
+def test_listing_describes_each_recipe(program: str, schema: type, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        parse(["--recipes"], Config, "ag.fit")
+        parse(["--recipes"], schema, program)
     assert stopped.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == recipe_names()
+    assert [line.split()[0] for line in lines] == recipe_names(program)
     for line in lines:
         assert len(line.split(maxsplit=1)[1]) > 20, line
 
@@ -144,3 +159,23 @@ def test_small_recipes_use_the_small_model_in_full_precision(name: str) -> None:
 
 def test_the_baseline_needs_no_recipe_of_its_own() -> None:
     assert load("boolq_sft", train="lora").train == "lora"
+
+
+@pytest.mark.parametrize(("name", "cells", "published"), [(name, *told) for name, told in COMPARISONS.items()])
+def test_a_comparison_can_be_planned_and_names_what_it_is_held_against(name: str, cells: int, published: str) -> None:
+    assert len(plan(resolve(CompareConfig, {"recipe": name}))) == cells
+    comment = [line for line in (RECIPES / f"{name}.yaml").read_text().splitlines() if line.startswith("#")]
+    assert published in " ".join(comment)
+
+
+def test_comparisons_have_the_papers_settings() -> None:
+    def of(name: str) -> CompareConfig:
+        return resolve(CompareConfig, {"recipe": name})
+
+    caote, cake, obcache = of("compare_caote_table2"), of("compare_cake_table1"), of("compare_obcache_table1")
+    assert (caote.schedule, caote.budgets) == ("blocks:128+every", [2048, 4096])
+    assert (of("compare_vatp_table1").budgets, of("compare_ag_table1").budgets) == ([0.5], [0.5])
+    temperatures = {cell.policy.budget: cell.policy.allocator for cell in plan(cake) if cell.label == "cake"}
+    assert {size: (a.tau1, a.tau2) for size, a in temperatures.items()} == {128: (0.9, 2.3), 1024: (1.9, 1.8)}
+    assert obcache.budgets == [80, 160, 320, 400]
+    assert obcache.task_options["needle_text"]["lengths"] == [4096, 8192, 16384, 32768]

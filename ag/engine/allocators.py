@@ -38,6 +38,8 @@ class Allocator:
         tau2: preference: temperature of the variance.
         observers: preference: last queries whose attention is measured.
         floor: heads: share of the budget that every head keeps at least.
+        official_int: pyramid and preference: round as the papers' codes do. Totals are then not exact: a pyramid's is
+            up to 5 % too large, and cascading may lose tokens that a later layer cannot use.
     """
 
     kind: Literal["uniform", "pyramid", "preference", "heads"] = "uniform"
@@ -46,6 +48,7 @@ class Allocator:
     tau2: float = 1.0
     observers: int = 32
     floor: float = 0.2
+    official_int: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
@@ -57,7 +60,12 @@ class Allocator:
 
 
 #: The options that each kind of allocator reads.
-OPTIONS = {"uniform": (), "pyramid": ("beta",), "preference": ("tau1", "tau2", "observers"), "heads": ("floor",)}
+OPTIONS = {
+    "uniform": (),
+    "pyramid": ("beta", "official_int"),
+    "preference": ("tau1", "tau2", "observers", "official_int"),
+    "heads": ("floor",),
+}
 
 
 def published_tau(model: str, tokens: int | float | None) -> tuple[float, float]:
@@ -76,19 +84,24 @@ def published_tau(model: str, tokens: int | float | None) -> tuple[float, float]
 
 
 def layer_preference(seen: Observation, allocator: Allocator) -> Tensor:
-    """Return CAKE's preference of a layer ``H^(1/tau1) V^(1/tau2)``, ``[B]`` float64 (section 4.1 of the paper).
+    """Return CAKE's preference of a layer ``H^(1/tau1) V^(1/tau2)``, ``[B]`` float64 (section 4.1 of the paper)."""
+    entropy, variance = entropy_and_variance(seen, allocator.observers)
+    spread = entropy.double().clamp_min(1e-12) ** (1 / allocator.tau1)
+    return spread * variance.double().clamp_min(1e-12) ** (1 / allocator.tau2)
+
+
+def entropy_and_variance(seen: Observation, observers: int) -> tuple[Tensor, Tensor]:
+    """Return H and V of a layer, ``[B]`` each.
 
     H is the entropy of the attention that the last queries pay the tokens before them, summed over heads and queries, V
     its variance over those queries, summed over heads and tokens. Attention to the observing tokens themselves does not
     count, and the rest is not normalised anew.
     """
-    rows = seen.rows(allocator.observers)
-    before = (seen.key_valid & (seen.age >= allocator.observers)).repeat_interleave(seen.group, 1)
+    rows = seen.rows(observers)
+    before = (seen.key_valid & (seen.age >= observers)).repeat_interleave(seen.group, 1)
     a = rows.a * (rows.counted[:, None, :, None] & before[:, :, None])
     entropy = -(a * (a + 1e-10).log()).sum((1, 2, 3))
-    variance = (rows.moments()[1] * before).sum((1, 2))
-    spread = entropy.double().clamp_min(1e-12) ** (1 / allocator.tau1)
-    return spread * variance.double().clamp_min(1e-12) ** (1 / allocator.tau2)
+    return entropy, (rows.moments()[1] * before).sum((1, 2))
 
 
 def largest_remainder(shares: Tensor, total: Tensor, caps: Tensor) -> Tensor:
@@ -112,7 +125,7 @@ def largest_remainder(shares: Tensor, total: Tensor, caps: Tensor) -> Tensor:
     return whole + (place < missing[:, None])
 
 
-def pyramid(mean: int, held: int, layers: int, beta: int = 20) -> list[int]:
+def pyramid(mean: int, held: int, layers: int, beta: int = 20, official_int: bool = False) -> list[int]:
     """Share ``mean * layers`` tokens along a line, lower layers getting more (PyramidKV, Cai et al. 2024).
 
     Args:
@@ -120,6 +133,7 @@ def pyramid(mean: int, held: int, layers: int, beta: int = 20) -> list[int]:
         held: tokens that compete in each layer.
         layers: number of layers L.
         beta: steepness; the last layer gets ``mean // beta``. 1 is uniform.
+        official_int: descend by a whole step, as the code does; the total is then too large.
 
     Returns:
         Tokens of each layer, ``mean * layers`` in all (or all held).
@@ -130,11 +144,38 @@ def pyramid(mean: int, held: int, layers: int, beta: int = 20) -> list[int]:
     high = 2 * mean - low
     if high > held:
         high, low = held, 2 * mean - held
+    if official_int:
+        return [high - index * ((high - low) // (layers - 1)) for index in range(layers)]
     step = (high - low) / (layers - 1)
     shares = torch.tensor([[high - index * step for index in range(layers)]], dtype=torch.float64)
     caps = torch.full((1, layers), held)
     result: list[int] = largest_remainder(shares, torch.tensor([mean * layers]), caps)[0].tolist()
     return result
+
+
+def official_shares(preference: Tensor, total: Tensor, caps: Tensor) -> Tensor:
+    """Share a total in proportion to preferences as CAKE's code rounds it.
+
+    Shares are cut to integers and to the caps, what was cut off goes evenly to the layers below their cap, and single
+    tokens from layer 0 on make up the total. The last cut may lose some again.
+
+    Args:
+        preference: ``[B, L]`` float64, above 0.
+        total: ``[B]`` long.
+        caps: ``[B, L]`` long.
+
+    Returns:
+        ``[B, L]`` long.
+    """
+    wanted = (preference / preference.sum(1, keepdim=True) * total[:, None]).long()
+    cut = wanted.minimum(caps)
+    lost, room = (wanted - cut).sum(1), (cut < caps)
+    spread = torch.where(room, (lost // room.sum(1).clamp_min(1))[:, None], 0)
+    shares = cut + spread
+    missing = total - shares.sum(1)
+    index = torch.arange(caps.shape[1], device=caps.device)
+    shares = shares + (missing // caps.shape[1])[:, None] + (index < (missing % caps.shape[1])[:, None]).long()
+    return shares.clamp_min(0).minimum(caps)
 
 
 def water_fill(preference: Tensor, total: Tensor, caps: Tensor) -> Tensor:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ag.attach import AttentionCall, Plan, attached_gates, check_geometry, decoder_of, instrument, place
+from ag.attach import (
+    AttentionCall,
+    Plan,
+    attached_gates,
+    check_geometry,
+    check_rotations,
+    decoder_of,
+    instrument,
+    place,
+)
 from ag.engine.decide import Decision
-from ag.engine.layer import EvictionLayer
+from ag.engine.layer import EvictionLayer, Part
 from ag.engine.policy import Option, Policy, policy
 from ag.engine.report import Report
 from ag.errors import UserError
@@ -34,6 +46,17 @@ class EvictionCache(Cache, Plan):
         UserError: when the gates were made for another model, or ``gates`` is asked for and none are attached.
     """
 
+    #: ``[B, seen]``, False on padding.
+    valid: Tensor
+    #: Columns of the prompt, and the own tokens ``[B]`` of each sequence's prompt.
+    prompt_columns: int
+    prompt_lengths: Tensor
+    #: Counts the calls of the decoder.
+    step: int
+    decision: Decision | None
+    gating: Gating | None
+    _expected: Tensor | None
+
     def __init__(
         self,
         model: nn.Module,
@@ -52,24 +75,38 @@ class EvictionCache(Cache, Plan):
                 raise UserError(
                     "Policy 'gates': no gates are attached; call ag.attach(model, gates) or name gates:PATH."
                 )
-        self._decoder = decoder_of(model)
+        self.decoder = decoder_of(model)
         if self.gates is not None:
             check_geometry(model, self.gates)
             place(model, self.gates)
         instrument(model)
-        super().__init__(layers=[EvictionLayer(self) for _ in self._decoder.layers])
-        windowed = fingerprint(self._decoder.config)["windowed_layers"]
+        super().__init__(layers=[EvictionLayer(self) for _ in self.decoder.layers])
+        windowed = fingerprint(self.decoder.config)["windowed_layers"]
         self._sharing = [index for index in range(len(self.layers)) if index not in windowed]
-        self.decision: Decision | None = None
-        #: ``[B, seen]`` bool, False on padding.
-        self.valid = torch.empty(0, 0, dtype=torch.bool)
-        self.gating: Gating | None = None
-        self.padded_step = False
+        if self.policy.positions == "slot":
+            check_rotations(self.decoder)
+            if windowed:
+                raise UserError(
+                    f"{self.policy!r}: layers {windowed} attend within a sliding window, which slots would move; use "
+                    "positions=original."
+                )
+        self.reset()
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated for keys and values."""
         return sum(layer.store.nbytes for layer in self.evicting_layers if layer.store is not None)
+
+    @property
+    def prefill(self) -> Literal["dense", "sparse", "blocks"]:
+        """What later tokens of a prompt see of earlier ones: all, what the gates leave, what blocks left."""
+        if self.policy.block is not None:
+            return "blocks"
+        if self.policy.evict_before_attend:
+            return "sparse"
+        if self.gates is not None and self.policy.budget is None:
+            return self.gates.config.prefill
+        return "dense"
 
     @property
     def seen_tokens(self) -> int:
@@ -110,9 +147,17 @@ class EvictionCache(Cache, Plan):
             seconds=[layer.scoring_seconds for layer in self.evicting_layers],
         )
 
+    def expect(self, valid: Tensor) -> None:
+        """Take note of the prompt ``[B, T]`` (bool, False on padding) that is to come, whole or in parts.
+
+        ``model.generate`` calls it. Without it the first forward pass is the prompt.
+        """
+        if not self.seen_tokens:
+            self._expected = valid
+
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         """Take the padding of the coming tokens; see :class:`ag.attach.Plan`."""
-        if decoder is not self._decoder:
+        if decoder is not self.decoder:
             raise UserError("This cache was made for another model; make one with EvictionCache(model, ...).")
         seen = self.get_seq_length()
         device = next(decoder.parameters()).device
@@ -127,15 +172,104 @@ class EvictionCache(Cache, Plan):
                 f"attention_mask {tuple(attention_mask.shape)}: expected {(batch, seen + length)}, one entry for each "
                 "token seen and coming."
             )
+        if not seen and self.gates is not None and self._expected is not None and length < self._expected.shape[1]:
+            raise UserError(
+                f"{self.policy!r}: gates read the prompt in one forward pass, and {length} of "
+                f"{self._expected.shape[1]} tokens came; leave prefill_chunk_size out."
+            )
         self.valid = torch.cat([self.valid, new], 1) if seen else new
-        self.new_ranks = self.valid.cumsum(1)[:, seen:] - 1
-        self.padded_step = not bool(new.all())
-        self.left_padded = self.padded_step and not bool(new[:, 0].all())
-        self.gating = None
-        if not seen and self.policy.budget is not None:
-            self.decision = Decision(self.policy, self._sharing)
+        self._before = seen
+        if not seen:
+            self._begin_prompt(new)
+        self.reading, self.gating = seen < self.prompt_columns, None
+        if seen + length >= self.prompt_columns > seen:
+            self.prompt_lengths = self.valid[:, : self.prompt_columns].sum(1)
         if not seen and self.gates is not None:
-            self.gating = Gating(self.gates, self.valid, self.valid.sum(1), hard=True)
+            prompt = self.valid[:, : self.prompt_columns]
+            self.gating = Gating(self.gates, prompt, prompt.sum(1), hard=True)
+        self.counts = self.valid[:, :seen].sum(1)
+        self._start(Part(None, (self.valid.cumsum(1) - 1)[:, seen:], new))
+
+    def _begin_prompt(self, new: Tensor) -> None:
+        whole = new if self._expected is None else self._expected.to(new.device)
+        self._expected = None
+        if len(whole) != len(new):  # beams: each prompt comes several times
+            whole = whole.repeat_interleave(len(new) // len(whole), 0)
+        self.prompt_columns, self.prompt_lengths = whole.shape[1], whole.sum(1)
+        if self.policy.budget is not None:
+            self.decision = Decision(self.policy, self._sharing)
+
+    def _start(self, part: Part, last: bool = True) -> None:
+        """Turn to the next tokens; ``last``: the last ones of the forward pass, or of its part of the prompt."""
+        self.ranks, self.real = part.ranks, part.real
+        self.counts = torch.where(part.real, part.ranks + 1, 0).amax(1).maximum(self.counts)
+        self.prompt_over = last and self.valid.shape[1] >= self.prompt_columns
+        self.padded = not bool(part.real.all())
+        self.left_padded = self.padded and not bool(part.real[:, 0].all())
+        self.step += 1
+        if self.policy.positions == "slot":
+            # any position does that is not far beyond what is held: layers turn queries and keys to their own slots
+            stores = [layer.store for layer in self.evicting_layers if layer.store is not None]
+            held = [store.lengths.view(store.batch, -1).amax(1) for store in stores]
+            first = torch.where(part.real, part.ranks, self.valid.shape[1]).amin(1, keepdim=True)
+            self.places = part.ranks - first
+            if held:
+                self.places += torch.stack(held).amax(0).to(self.places.device)[:, None]
+            self.places = self.places.clamp_min(0)
+
+    def blocks(self) -> Iterator[Tensor] | None:
+        """Let the model read the prompt in the blocks of the schedule, and what comes with it (a draft) after it."""
+        if not self.reading:
+            return None
+        here = self.prompt_columns - self._before
+        columns = torch.arange(self.ranks.shape[1], device=self.ranks.device).expand_as(self.ranks)
+        prompt, rest = (
+            Part(columns[:, x], self.ranks[:, x], self.real[:, x]) for x in (slice(here), slice(here, None))
+        )
+        parts = [prompt] if self.gating is not None else self.parts(prompt)
+        return self._one_by_one(parts, rest) if len(parts) > 1 or rest.ranks.shape[1] else None
+
+    def _one_by_one(self, parts: list[Part], rest: Part) -> Iterator[Tensor]:
+        for number, part in enumerate(parts, 1):
+            assert part.columns is not None
+            self._start(part, number == len(parts))
+            yield part.columns.where(part.real, -1)
+        if rest.columns is not None and rest.columns.shape[1]:
+            self.reading, self.gating = False, None
+            self._start(rest)
+            yield rest.columns.where(rest.real, -1)
+
+    def parts(self, whole: Part) -> list[Part]:
+        """Cut tokens of the prompt into the blocks of the schedule, counted in each sequence's own tokens."""
+        block = self.policy.block
+        if block is None or self.decision is None:
+            return [whole]
+        number = torch.where(whole.real, whole.ranks // block, -1)
+        present = number[whole.real].unique().tolist()
+        if len(present) < 2:
+            return [whole]
+        parts = []
+        for index in present:
+            inside = number == index
+            columns = (~inside).long().argsort(dim=1, stable=True)[:, : int(inside.sum(1).max())]
+            parts.append(Part(columns, whole.ranks.gather(1, columns), inside.gather(1, columns)))
+        return parts
+
+    def due(self, part: Part) -> Tensor:
+        """Return ``[B]`` bool: the sequences whose prompt, or a block of it, ends with these tokens."""
+        count = torch.where(part.real, part.ranks + 1, 0).amax(1)
+        ends = count == self.prompt_lengths
+        return (count > 0) & (ends if self.policy.block is None else ends | (count % self.policy.block == 0))
+
+    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
+        """Return the positions ``[B, w]`` that the model rotates the tokens at hand by."""
+        if self.policy.positions == "slot":
+            return self.places
+        if columns is None:
+            return given
+        if given is None:
+            given = torch.arange(self._before, self.valid.shape[1], device=columns.device)[None]
+        return given.expand(len(columns), -1).gather(1, columns.clamp_min(0))
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Let the layer's gate look at the prompt."""
@@ -146,11 +280,9 @@ class EvictionCache(Cache, Plan):
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend, evict and store."""
         layer = self.evicting_layers[call.layer]
-        if layer.store is not None:
-            return layer.extend(call)
-        if self.decision is None or call.layer not in self._sharing:
-            return layer.prefill(call)
-        return layer.prefill_within(call, self.decision)
+        if self.reading and self.decision is not None and call.layer in self._sharing:
+            return layer.read(call, self.decision)
+        return layer.prefill(call) if layer.store is None else layer.extend(call)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest tokens; a negative number is the same as a positive one.
@@ -163,6 +295,7 @@ class EvictionCache(Cache, Plan):
             return
         self._check_crop(remove)
         self.valid = self.valid[:, :-remove]
+        self.prompt_columns = min(self.prompt_columns, self.valid.shape[1])
         for layer in self.evicting_layers:
             layer.crop_to(self.valid)
 
@@ -170,16 +303,10 @@ class EvictionCache(Cache, Plan):
         """Prepare for drafts that :meth:`crop` takes back.
 
         Raises:
-            UserError: when drafts could make something go that is then wanted back: while decoding, or before the
-                prompt was seen, as the first draft comes with it as if it were a part.
+            UserError: when drafts could make something go that is then wanted back.
         """
         if self.policy.scorer is None:
             return
-        if not self.seen_tokens:
-            raise UserError(
-                f"Policy {self.policy.spec!r} cannot tell a prompt from a draft; generate without an assistant model "
-                "and prompt lookup, or use the policy full."
-            )
         if self.policy.steps is not None:
             raise UserError(
                 f"{self.policy!r} evicts while drafts come, and cannot take that back; generate without an assistant "
@@ -192,8 +319,9 @@ class EvictionCache(Cache, Plan):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
-        self.valid = self.valid[indices.to(self.valid.device)]
-        self.new_ranks = self.new_ranks[indices.to(self.new_ranks.device)]
+        for name in ("valid", "ranks", "real", "prompt_lengths"):
+            x: Tensor = getattr(self, name)
+            setattr(self, name, x[indices.to(x.device)])
         for layer in self.evicting_layers:
             layer.select_sequences(indices)
         if self.decision is not None:
@@ -205,8 +333,9 @@ class EvictionCache(Cache, Plan):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.valid = self.valid[:0, :0]
-        self.decision = None
+        self.valid, self.prompt_lengths = torch.empty(0, 0, dtype=torch.bool), torch.empty(0, dtype=torch.long)
+        self.prompt_columns = self.step = 0
+        self._expected = self.decision = self.gating = None
         for layer in self.evicting_layers:
             layer.reset()
 
@@ -215,7 +344,7 @@ class EvictionCache(Cache, Plan):
         scorer, left = self.policy.scorer, self.get_seq_length() - remove
         if scorer is None:
             return
-        columns = min(layer.prompt_length for layer in self.evicting_layers)
+        columns = self.prompt_columns
         if left < columns:
             raise UserError(f"crop({-remove}): only tokens after the prompt can go; prefill a shorter prompt.")
         if self.decision is None:
@@ -236,7 +365,7 @@ class EvictionCache(Cache, Plan):
         assert self.gates is not None
         prompt, left = self.valid[:, :columns].sum(1), self.valid[:, :-remove].sum(1)
         recent = self.gates.config.recent_tokens
-        if bool(((left < prompt + recent - 1) & (left < self.new_ranks[:, 0])).any()):
+        if bool(((left < prompt + recent - 1) & (left < self.ranks[:, 0])).any()):
             raise UserError(
                 f"crop({-remove}): some of the prompt's {recent} recent tokens are evicted; crop no more than the last "
                 "forward pass, or make a new cache."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ag.engine.allocators import largest_remainder, layer_preference, pyramid, water_fill
+from ag.engine.allocators import largest_remainder, layer_preference, official_shares, pyramid, water_fill
 from ag.engine.observe import Observation
 from ag.engine.policy import Policy
 from ag.engine.select import select, select_over_heads
@@ -112,7 +112,7 @@ class Decision:
     def _ballot(self, seen: Observation, due: Tensor) -> Ballot:
         scorer, allocator = self.policy.scorer, self.policy.allocator
         assert scorer is not None
-        capacity = self.policy.capacity(seen.prompt_lengths)
+        seen.capacity = capacity = self.policy.capacity(seen.prompt_lengths)
         shared = allocator.kind == "preference" and not seen.decoding
         preference = layer_preference(seen, allocator) if shared else None
         score, protected, valid = scorer.score(seen), scorer.protected(seen, capacity), seen.key_valid
@@ -120,7 +120,9 @@ class Decision:
             raise FloatingPointError(f"layer {seen.layer}: {self.policy!r} gave a score that is not finite.")
         ballot = Ballot(score, protected, valid, capacity, seen.prompt_lengths, preference)
         tight = due & (ballot.fixed > capacity) & (valid.sum(-1).amax(1) > capacity)
-        if bool(tight.any()):
+        if not self.policy.strict:
+            ballot.capacity = ballot.fixed.where(tight, capacity)
+        elif bool(tight.any()):
             row = int(tight.long().argmax())
             raise UserError(
                 f"{self.policy!r}: {int(capacity[row])} tokens per KV head are fewer than the {int(ballot.fixed[row])} "
@@ -130,7 +132,7 @@ class Decision:
 
     def _pyramid(self, ballot: Ballot, place: int) -> Tensor:
         """Return the tokens ``[B]`` that the layer at a place keeps."""
-        beta, count = self.policy.allocator.beta, len(self.layers)
+        beta, official, count = self.policy.allocator.beta, self.policy.allocator.official_int, len(self.layers)
         kept = []
         for mean, fixed, prompt in zip(
             *(x.tolist() for x in (ballot.capacity, ballot.fixed, ballot.prompt)), strict=True
@@ -138,7 +140,7 @@ class Decision:
             share = mean - fixed
             # a prompt that fits stays; one that is not twice as long as the budget is shared evenly, as officially
             even = prompt < 2 * share
-            kept.append(fixed + (share if even else pyramid(share, prompt - fixed, count, beta)[place]))
+            kept.append(fixed + (share if even else pyramid(share, prompt - fixed, count, beta, official)[place]))
         return torch.tensor(kept, device=ballot.capacity.device)
 
     def _cascade(self, due: Tensor) -> dict[int, Tensor]:
@@ -147,14 +149,17 @@ class Decision:
         fixed = torch.stack([ballot.fixed for ballot in ballots], 1)
         caps = torch.stack([ballot.rivals for ballot in ballots], 1)
         total = (ballots[0].capacity - fixed[:, 0]).clamp_min(0) * len(self.layers)
-        shares = water_fill(preference, total, caps)
         last = len(ballots) == len(self.layers)
-        counts = largest_remainder(shares, total, caps) if last else (shares - 1e-9).ceil().long().minimum(caps)
+        if self.policy.allocator.official_int:
+            counts = official_shares(preference, total, caps)
+        else:
+            shares = water_fill(preference, total, caps)
+            counts = largest_remainder(shares, total, caps) if last else (shares - 1e-9).ceil().long().minimum(caps)
         masks = {}
         for index, (layer, ballot) in enumerate(self.ballots.items()):
             capacity = (fixed + counts)[:, index]
             self._settle(layer, ballot, capacity, due)
-            masks[layer] = _uniform(ballot, capacity)
+            masks[layer] = _uniform(ballot, capacity) | (ballot.valid & ~due[:, None, None])
         self.ballots = {} if last else {layer: self.ballots[layer].after(keep) for layer, keep in masks.items()}
         return masks
 

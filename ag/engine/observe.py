@@ -6,39 +6,72 @@ and whole rows exist only for a window of the last ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-BLOCK = 128  # queries visited at once
+BLOCK = 64  # queries visited at once
+TILE = {"cpu": 2**20, "cuda": 2**27}  # elements of a tile that fits the caches, or that keeps a GPU busy
 
 
-@dataclass(frozen=True)
 class AttentionRows:
-    """Some queries against all held keys: w queries, N keys.
+    """Some queries against held keys: w queries, N keys. Everything is computed when it is asked for.
 
-    Attributes:
-        a: weights ``[B, H, w, N]``, a softmax over what the query sees; 0 on the rest.
-        s: scaled logits ``[B, H, w, N]``; 0 where the query does not see the key.
-        visible: ``[B, H, w, N]`` bool, whether it does.
-        o: outputs ``[B, H, w, D]``.
-        v: values ``[B, Hkv, N, D]``.
+    Args:
+        logits: scaled ``[B, H, w, N]``, ``-inf`` where the query does not see the key; becomes ``s``.
+        v: values ``[B, Hkv, N, D]``, H a multiple of Hkv.
         counted: ``[B, w]`` bool, the queries that exist.
+        open_until: keys before this one are seen by every query.
+        outputs: ``[B, H, w, D]`` where they are known, in the type of the logits.
     """
 
-    a: Tensor
-    s: Tensor
-    visible: Tensor
-    o: Tensor
-    v: Tensor
-    counted: Tensor
+    def __init__(
+        self, logits: Tensor, v: Tensor, counted: Tensor, open_until: int = 0, outputs: Tensor | None = None
+    ) -> None:
+        self.v, self.counted = v, counted
+        self._logits, self._open_until, self._outputs = logits, open_until, outputs
+
+    @cached_property
+    def a(self) -> Tensor:
+        """Weights ``[B, H, w, N]``, a softmax over what the query sees; 0 on the rest."""
+        a = self._logits.softmax(-1)
+        return a if self._open_until else a.masked_fill(~self.visible, 0.0)  # some row may see nothing
+
+    @cached_property
+    def s(self) -> Tensor:
+        """Scaled logits ``[B, H, w, N]``; 0 where the query does not see the key."""
+        _, hidden = self.a, self._hidden  # which need the logits as they were
+        self._logits[..., self._open_until :].masked_fill_(hidden, 0.0)
+        return self._logits
+
+    @cached_property
+    def _hidden(self) -> Tensor:
+        """``[B, H, w, N - open_until]`` bool, the pairs that are not visible."""
+        return self._logits[..., self._open_until :] == float("-inf")
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """``[B, H, w, N]`` bool, whether the query sees the key."""
+        visible = torch.ones_like(self._logits, dtype=torch.bool)
+        visible[..., self._open_until :] = ~self._hidden
+        return visible
+
+    @cached_property
+    def o(self) -> Tensor:
+        """Outputs ``[B, H, w, D]``."""
+        if self._outputs is not None:
+            return self._outputs
+        batch, heads, rows, keys = self._logits.shape
+        grouped = self.a.reshape(batch, self.v.shape[1], -1, keys)
+        return (grouped @ self.v).view(batch, heads, rows, -1)
 
     def total(self, statistic: Callable[[AttentionRows], Tensor]) -> Tensor:
         """Sum a statistic ``[B, H, w, N]`` over the queries, ``[B, H, N]``."""
-        return (statistic(self) * self.counted[:, None, :, None]).sum(2)
+        values = statistic(self)
+        return (self.counted[:, None, None].to(values.dtype) @ values)[:, :, 0]
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return the mean and the unbiased variance of the weights over the queries, ``[B, H, N]`` each."""
@@ -49,16 +82,27 @@ class AttentionRows:
         return mean, squares / (number - 1).clamp_min(1)
 
     def dot_outputs(self) -> Tensor:
-        """Return ``<o_i, v_p>``, ``[B, H, w, N]``."""
+        """Return ``<o_i, v_p>``, ``[B, H, w, N]``, a tensor of its own."""
         batch, heads, rows, dim = self.o.shape
-        kv_heads = self.v.shape[1]
-        grouped = self.o.reshape(batch, kv_heads, -1, dim)
+        grouped = self.o.reshape(batch, self.v.shape[1], -1, dim)
         return (grouped @ self.v.mT).view(batch, heads, rows, -1)
+
+    def mean_heads(self) -> AttentionRows:
+        """Return rows whose weights, logits and outputs are the means over the query heads of each KV head."""
+        group = self._logits.shape[1] // self.v.shape[1]
+        a, s, o = (x.unflatten(1, (-1, group)).mean(2) for x in (self.a, self.s, self.o))
+        rows = AttentionRows(s, self.v, self.counted)
+        vars(rows).update(a=a, s=s, o=o)  # as if computed
+        return rows
+
+    def output_norms(self) -> Tensor:
+        """Return ``||o_i||^2``, ``[B, H, w, 1]``."""
+        return self.o.square().sum(-1, keepdim=True)
 
     def value_norms(self) -> Tensor:
         """Return ``||v_p||^2`` by query head, ``[B, H, 1, N]``."""
         norms = self.v.square().sum(-1)
-        return norms.repeat_interleave(self.a.shape[1] // norms.shape[1], 1)[:, :, None]
+        return norms.repeat_interleave(self._logits.shape[1] // norms.shape[1], 1)[:, :, None]
 
 
 Statistic = Callable[[AttentionRows], Tensor]
@@ -89,6 +133,8 @@ class Observation:
             the keys (new tokens have 0); what they record now goes there too.
         prompt_lengths: ``[B]`` long, own tokens of each prompt as far as they are known; None: all tokens seen.
         decoding: whether the prompt is over.
+        memo: where measurements are remembered, so that each is made once.
+        outputs: attention outputs ``[B, H, new, D]`` of the new queries where they are known, which saves time.
     """
 
     def __init__(
@@ -108,15 +154,22 @@ class Observation:
         memory: dict[str, Tensor] | None = None,
         prompt_lengths: Tensor | None = None,
         decoding: bool = False,
+        memo: dict[Hashable, Any] | None = None,
+        outputs: Tensor | None = None,
     ) -> None:
         self.layer, self.gate, self.decoding = layer, gate, decoding
         self.new = q.shape[2] if new is None else new
         self.memory = {} if memory is None else memory
+        #: Tokens per KV head ``[B]`` that the budget allows, where something may go.
+        self.capacity: Tensor | None = None
+        self._memo = {} if memo is None else memo
         self._prompt_lengths = prompt_lengths
         self.q, self.k, self.scaling, self.window = q, k, scaling, window
         self.query_ranks, self.key_ranks = query_ranks, key_ranks
         self.query_valid, self.key_valid = query_valid, key_valid
         self._v = v
+        # scores are computed in float32, so that outputs in half precision would not do
+        self._outputs = outputs if outputs is not None and outputs.dtype == torch.float32 else None
 
     @property
     def group(self) -> int:
@@ -159,19 +212,37 @@ class Observation:
         by_token.scatter_add_(1, places.flatten(1), values.flatten(1))
         return (by_token[:, None].expand(-1, kv_heads, -1) / self.q.shape[1]).gather(2, places)
 
-    def rows(self, last: int) -> AttentionRows:
-        """Return the last ``last`` queries of each sequence, or as many as there are, oldest first."""
-        newest = self.query_valid & (self.query_ranks >= (self.lengths - last)[:, None])
-        width = min(last, self.q.shape[2])
-        order = torch.where(newest, self.query_ranks, -1).argsort(dim=1, stable=True)[:, -width:]
-        return self._rows(order)
+    def rows(self, last: int, only_new: bool = False) -> AttentionRows:
+        """Return the last ``last`` queries of each sequence, or as many as there are, oldest first.
+
+        Args:
+            last: how many.
+            only_new: leave out those that were shown before.
+        """
+        if ("rows", last, only_new) not in self._memo:
+            chosen = self.query_valid & (self.query_ranks >= (self.lengths - last)[:, None])
+            if only_new:
+                chosen[:, : self.q.shape[2] - self.new] = False
+            width = min(last, self.new if only_new else self.q.shape[2])
+            order = torch.where(chosen, self.query_ranks, -1).argsort(dim=1, stable=True)[:, -width:]
+            ranks = self.query_ranks.gather(1, order)
+            ((_, open_until, _),) = self._spans(ranks.amin(1, keepdim=True), ranks.amax(1, keepdim=True))
+            everything = (0, 0 if self.window is not None else open_until, self.k.shape[2])
+            rows = self._rows(order, slice(None), everything)
+            rows.counted = chosen.gather(1, order)
+            self._memo["rows", last, only_new] = rows
+        found: AttentionRows = self._memo["rows", last, only_new]
+        return found
 
     def total(self, statistic: Statistic = attention) -> Tensor:
         """Sum a statistic ``[B, H, w, N]`` over all new queries, ``[B, H, N]``."""
-        total = self.q.new_zeros(*self.q.shape[:2], self.k.shape[2], dtype=torch.float32)
-        for rows in self._blocks():
-            total += rows.total(statistic)
-        return total
+        if ("total", statistic) not in self._memo:
+            total = self.q.new_zeros(*self.q.shape[:2], self.k.shape[2], dtype=torch.float32)
+            for heads, keys, rows in self._blocks():
+                total[:, heads, keys] += rows.total(statistic)
+            self._memo["total", statistic] = total
+        summed: Tensor = self._memo["total", statistic]
+        return summed
 
     def accumulated(self, name: str, new: Tensor) -> Tensor:
         """Add ``[..., N]`` to what was recorded under a name; returns and records the sum."""
@@ -200,27 +271,68 @@ class Observation:
         self.memory[name] = new[:, :, -last:]
         return self.memory[name]
 
-    def _blocks(self) -> Iterator[AttentionRows]:
-        columns = torch.arange(self.q.shape[2] - self.new, self.q.shape[2], device=self.q.device)
-        for block in columns.split(BLOCK):
-            yield self._rows(block.expand(len(self.q), -1))
+    @cached_property
+    def _sorted_ranks(self) -> Tensor:
+        """``[B, Hkv, N]`` ascending: free slots come last, and rank after everything."""
+        return self.key_ranks.masked_fill(~self.key_valid, torch.iinfo(self.key_ranks.dtype).max).contiguous()
 
-    def _rows(self, columns: Tensor) -> AttentionRows:
-        """Return the queries in ``columns`` ``[B, w]``."""
-        batch, heads, _, dim = self.q.shape
-        width = columns.shape[1]
-        q = self.q.gather(2, columns[:, None, :, None].expand(batch, heads, width, dim)).float()
-        ranks, counted = self.query_ranks.gather(1, columns), self.query_valid.gather(1, columns)
-        s = q.view(batch, self.k.shape[1], -1, dim) @ self._keys.mT * self.scaling
-        s = s.view(batch, self.k.shape[1], self.group, width, -1)
-        distance = ranks[:, None, :, None] - self.key_ranks[:, :, None]
-        visible = (distance >= 0) & self.key_valid[:, :, None]
+    def _spans(self, oldest: Tensor, newest: Tensor) -> list[tuple[int, int, int]]:
+        """Return, for queries whose ranks go from ``oldest`` to ``newest`` ``[B, n]``, three slots for each n.
+
+        Some query sees slots from the first to before the third; slots before the second are seen by all of them.
+        """
+
+        def slots(ranks: Tensor) -> Tensor:
+            wanted = ranks[:, None].expand(-1, self.key_ranks.shape[1], -1).to(self.key_ranks.dtype)
+            return torch.searchsorted(self._sorted_ranks, wanted.contiguous(), right=True)
+
+        stop, open_until = slots(newest).amax((0, 1)), slots(oldest).amin((0, 1))
+        start = torch.zeros_like(stop)
         if self.window is not None:
-            visible = visible & (distance < self.window)
-        hidden = ~visible[:, :, None]
-        a = s.masked_fill(hidden, float("-inf")).softmax(-1)
-        a = a.masked_fill(hidden, 0.0)  # also the rows that see nothing
-        o = (a.flatten(2, 3) @ self.v).view(batch, heads, width, dim)
-        a, s = a.view(batch, heads, width, -1), s.masked_fill(hidden, 0.0).view(batch, heads, width, -1)
-        visible = visible[:, :, None].expand(-1, -1, self.group, -1, -1).reshape(batch, heads, width, -1)
-        return AttentionRows(a, s, visible, o, self.v, counted)
+            start = open_until = slots(oldest - self.window).amin((0, 1))
+        return list(zip(start.tolist(), open_until.tolist(), stop.tolist(), strict=True))
+
+    def _blocks(self) -> Iterator[tuple[slice, slice, AttentionRows]]:
+        """Visit the new queries in tiles; yields query heads, slots and the queries against those."""
+        batch, kv_heads, held = self.key_ranks.shape
+        tile = TILE.get(self.q.device.type, TILE["cuda"]) // (batch * self.group * held)
+        width = min(max(tile, 16), BLOCK if self.q.device.type == "cpu" else 2 * BLOCK)
+        heads = max(1, min(kv_heads, tile // width))
+        tokens = self.q.shape[2]
+        blocks = [slice(at, min(at + width, tokens)) for at in range(tokens - self.new, tokens, width)]
+        ranks = [self.query_ranks[:, block] for block in blocks]
+        spans = self._spans(torch.stack([x.amin(1) for x in ranks], 1), torch.stack([x.amax(1) for x in ranks], 1))
+        for block, span in zip(blocks, spans, strict=True):
+            for first in range(0, kv_heads if span[2] > span[0] else 0, heads):
+                part = slice(first, first + heads)
+                rows = self._rows(block, part, span)
+                yield slice(first * self.group, part.stop * self.group), slice(span[0], span[2]), rows
+
+    def _rows(self, columns: Tensor | slice, heads: slice, span: tuple[int, int, int]) -> AttentionRows:
+        """Return the queries in ``columns`` (``[B, w]``, or a range) against slots of some KV heads; see `_spans`."""
+        start, open_until, stop = span
+        keys = self._keys[:, heads, start:stop]
+        q = self._by_head(self.q, columns, heads).float() * self.scaling
+        batch, kv_heads, group, width, dim = q.shape
+        s = (q.reshape(batch, kv_heads, -1, dim) @ keys.mT).view(batch, kv_heads, group, width, -1)
+        ranks, counted = (
+            x[:, columns] if isinstance(columns, slice) else x.gather(1, columns)
+            for x in (self.query_ranks, self.query_valid)
+        )
+        distance = ranks[:, None, :, None] - self.key_ranks[:, heads, None, open_until:stop]
+        hidden = (distance < 0) | ~self.key_valid[:, heads, None, open_until:stop]
+        if self.window is not None:
+            hidden = hidden | (distance >= self.window)
+        s[..., open_until - start :].masked_fill_(hidden[:, :, None], float("-inf"))
+        outputs = None
+        if self._outputs is not None and self.new == self.q.shape[2]:
+            outputs = self._by_head(self._outputs, columns, heads).flatten(1, 2)
+        return AttentionRows(s.flatten(1, 2), self.v[:, heads, start:stop], counted, open_until - start, outputs)
+
+    def _by_head(self, x: Tensor, columns: Tensor | slice, heads: slice) -> Tensor:
+        """Pick ``[B, Hkv', G, w, D]`` out of ``[B, H, T, D]``."""
+        x = x.unflatten(1, (-1, self.group))[:, heads]
+        if isinstance(columns, slice):
+            return x[..., columns, :]
+        index = columns[:, None, None, :, None].expand(*x.shape[:3], -1, x.shape[-1])
+        return x.gather(3, index)

@@ -35,7 +35,11 @@ class Policy:
         spec: the text it was made from.
         budget: tokens per KV head (int) or share of the prompt (float); None: nothing is evicted, or what flags say.
         schedule: when something is evicted; see :func:`policy`.
-        options: hyper-parameters that were given.
+        options: what else was given: ``positions``, ``evict_before_attend`` and hyper-parameters of the parts.
+        positions: what keys are rotated by: their place in the text, or their slot among what a head holds.
+        evict_before_attend: whether queries attend to what is kept (and to themselves) instead of to all that is held
+            when they come.
+        strict: whether a budget below what is protected is an error; else what is protected stays.
         scorer: says what a token is worth; None for ``full``.
         allocator: shares the budget among layers and heads.
         gates: gates read from a folder; None for ``gates`` alone (those attached to the model) and other scorers.
@@ -45,6 +49,9 @@ class Policy:
     budget: int | float | None = None
     schedule: str = "prefill"
     options: Mapping[str, Option] = field(default_factory=dict, hash=False)
+    positions: Literal["original", "slot"] = field(default="original", compare=False)
+    evict_before_attend: bool = field(default=False, compare=False)
+    strict: bool = field(default=True, compare=False)
     scorer: Scorer | None = field(default=None, compare=False)
     allocator: Allocator = field(default_factory=Allocator, compare=False)
     gates: AttentionGates | None = field(default=None, compare=False)
@@ -64,6 +71,12 @@ class Policy:
         """Tokens after the prompt between evictions; None: nothing more is evicted."""
         parts = self.schedule.split("+")
         return 1 if "every" in parts else next((int(part[6:]) for part in parts if part.startswith("steps:")), None)
+
+    @property
+    def lookback(self) -> int:
+        """Earlier queries of the prompt that a decision has to be shown beside the new ones."""
+        observers = self.allocator.observers - 1 if self.allocator.kind == "preference" else 0
+        return max(observers, 0 if self.scorer is None else self.scorer.lookback)
 
     def capacity(self, lengths: Tensor) -> Tensor:
         """Return the tokens per KV head ``[B]`` that prompts of these lengths may keep, the mean over layers."""
@@ -96,7 +109,11 @@ def policy(spec: str, budget: int | float | None = None, schedule: str = "prefil
             that never more than the budget and a block are held; ``every``: after every forward pass behind the prompt;
             ``steps:n``: there, after every n tokens. Parts are joined by +, for example ``blocks:128+every``.
         options: hyper-parameters of the parts, such as ``window=32``; see their classes. ``tau="llama2-7b-chat-4k"``
-            looks up the published temperatures of ``preference`` for a model and a budget in tokens.
+            looks up the published temperatures of ``preference`` for a model and a budget in tokens. Of every policy:
+            ``positions="slot"`` rotates keys and queries by their slots in the cache instead of their places in the
+            text (StreamingLLM), so that a stream may run past the model's context; ``evict_before_attend=True`` lets
+            queries attend to what is kept, and to themselves, instead of to all that is held when they come (CAOTE,
+            Eq. 7); ``strict=False`` keeps what is protected where the budget is smaller, instead of raising.
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
@@ -128,13 +145,18 @@ def policy(spec: str, budget: int | float | None = None, schedule: str = "prefil
     allocator = ("preference" if head == "cake" else "uniform") if allocator is None else allocator
     _known(allocator, ALLOCATORS, "allocator", spec)
     _check_budget(spec, head, budget, bool(wrapper) or shared or schedule != "prefill")
-    if options and head == "gates" and budget is None:
-        raise UserError(
-            f"Policy {spec!r}: {next(iter(options))} has no meaning without a budget: the gates' flags decide."
-        )
-    _check_schedule(spec, schedule, allocator)
-    gates = AttentionGates.from_pretrained(Path(path)) if path else None
     rest = dict(options)
+    engine = {name: rest.pop(name) for name in ("positions", "evict_before_attend", "strict") if name in rest}
+    if (rest or "evict_before_attend" in engine) and head in ("gates", "full") and budget is None:
+        name, why = (
+            next(iter(rest), "evict_before_attend"),
+            "the gates' flags decide" if head == "gates" else "nothing is evicted",
+        )
+        raise UserError(f"Policy {spec!r}: {name} has no meaning without a budget: {why}.")
+    _check_schedule(spec, schedule, allocator, head)
+    for name, value in engine.items():
+        _check_type(f"Policy {spec!r}: {name}={value!r}", value, get_type_hints(Policy)[name])
+    gates = AttentionGates.from_pretrained(Path(path)) if path else None
     if allocator == "preference" and (model := rest.pop("tau", None)) is not None:
         rest["tau1"], rest["tau2"] = published_tau(str(model), budget)
     mine = {name: rest.pop(name) for name in OPTIONS[allocator] if name in rest}
@@ -146,7 +168,7 @@ def policy(spec: str, budget: int | float | None = None, schedule: str = "prefil
     if rest:
         names = sorted({f.name for part in parts for f in fields(part)} - {"inner"} | set(OPTIONS[allocator]))
         _known(next(iter(rest)), names, "option", spec)
-    return Policy(spec, budget, schedule, options, scorer, sharing, gates)
+    return Policy(spec, budget, schedule, options, scorer=scorer, allocator=sharing, gates=gates, **engine)  # type: ignore[arg-type]
 
 
 def _scorer(spec: str, head: str, wrapper: str, options: dict[str, Option]) -> Scorer:
@@ -201,16 +223,16 @@ def _check_budget(spec: str, head: str, budget: int | float | None, needed: bool
         raise UserError(f"budget={budget}: expected tokens (an int of at least 1) or a share (a float in (0, 1]).")
 
 
-def _check_schedule(spec: str, schedule: str, allocator: str) -> None:
+def _check_schedule(spec: str, schedule: str, allocator: str, head: str) -> None:
     kinds = [part.partition(":")[0] for part in schedule.split("+")]
     if not re.fullmatch(r"(prefill|every|(blocks|steps):[1-9]\d*)(\+(every|(blocks|steps):[1-9]\d*))*", schedule):
         raise UserError(f"schedule={schedule!r}: expected prefill, blocks:m, every, steps:n, or some joined by +.")
     if len(set(kinds)) < len(kinds) or {"every", "steps"} <= set(kinds) or {"prefill", "blocks"} <= set(kinds):
         raise UserError(f"schedule={schedule!r}: expected at most one part for the prompt and one for what follows.")
-    if allocator == "preference" and "blocks" in kinds:
+    if allocator == "preference" and head == "gates" and "blocks" in kinds:
         raise UserError(
-            f"Policy {spec!r} with schedule={schedule!r}: preference compares layers, which see a prompt's blocks one "
-            "layer after the other; use the schedule prefill, or another allocator."
+            f"Policy {spec!r} with schedule={schedule!r}: gates see a prompt whole, layer by layer, and preference "
+            "compares all layers after each block; use the schedule prefill, or another allocator."
         )
 
 

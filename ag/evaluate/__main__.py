@@ -69,7 +69,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Scores]:
         model = PeftModel.from_pretrained(base, str(Path(config.run) / "export" / "adapter"))
     elif config.run is not None and recipe.train == "gates+lora":
         model = export.load_adapter(base, Path(config.run) / "export")
-    results = {name: score_responses(model.eval(), batches.val_dataloader(), one) for name, one in plan.items()}
+    scores = score_responses(model.eval(), batches.val_dataloader(), list(plan.values()))
+    results = dict(zip(plan, scores, strict=True))
     output = config.output or (Path(config.run) / "evaluation.json" if config.run else None)
     if output is not None:
         text = json.dumps({name: asdict(scores) for name, scores in results.items()}, indent=2)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from ag.attach import decoder_of
-from ag.engine import EvictionCache, Policy
+from ag.engine import EvictionCache, Policy, prefill
 from ag.losses import token_nll
 from ag.metrics import MultipleChoiceAccuracy
 
@@ -45,62 +45,91 @@ class Scores:
 
 
 @torch.inference_mode()
-def score_responses(model: nn.Module, batches: Iterable[dict[str, Tensor]], policy: str | Policy) -> Scores:
-    """Prefill each prompt, evict, and score the response over what is left.
+def score_responses(
+    model: nn.Module, batches: Iterable[dict[str, Tensor]], policies: Sequence[str | Policy]
+) -> list[Scores]:
+    """Prefill each prompt, evict, and score the response over what is left; policies share a dense forward pass.
 
     Args:
         model: causal language model in evaluation mode.
         batches: as :class:`ag.data.collate.Collator` makes them, with ``prompt_length``; of a multiple-choice question
             the right answer is scored, and all of them compete for the accuracy.
-        policy: what the cache evicts; see :func:`ag.policy`.
+        policies: what the caches evict; see :func:`ag.policy`.
+
+    Returns:
+        What was found under each policy.
     """
-    scores, accuracy = Scores(), MultipleChoiceAccuracy()
+    tallies = [_Tally() for _ in policies]
     device = next(model.parameters()).device
-    kept = entries = 0.0
     for batch in batches:
-        batch = {name: value.to(device) for name, value in batch.items()}
-        cache = EvictionCache(model, policy)
-        nll, rows, kept_share, kv_bytes = _score(model, batch, cache)
-        right = torch.ones(len(batch["input_ids"]), dtype=torch.bool, device=device)
+        aligned = _aligned({name: value.to(device) for name, value in batch.items()})
+        longest = aligned.longest
+        caches = prefill(
+            model,
+            policies,
+            aligned.tokens[:, :longest],
+            aligned.mask[:, :longest],
+            aligned.positions[:, :longest],
+        )
+        for tally, (cache, last) in zip(tallies, caches, strict=True):
+            tally.add(model, aligned, cache, last)
+    return [tally.scores() for tally in tallies]
+
+
+@dataclass
+class _Aligned:
+    """A batch whose prompts end in the same column, ``longest - 1``; responses begin in the next one."""
+
+    batch: dict[str, Tensor]
+    longest: int
+    tokens: Tensor
+    labels: Tensor
+    mask: Tensor
+    positions: Tensor
+
+
+def _aligned(batch: dict[str, Tensor]) -> _Aligned:
+    ids, lengths, prompt = batch["input_ids"], batch["attention_mask"].sum(1), batch["prompt_length"]
+    longest = int(prompt.max())
+    columns = torch.arange(longest + int((lengths - prompt).max()), device=ids.device) - longest + prompt[:, None]
+    mask = (columns >= 0) & (columns < lengths[:, None])
+    source = columns.clamp(0, ids.shape[1] - 1)
+    labels = batch["labels"].gather(1, source).masked_fill(~mask, -100)
+    return _Aligned(batch, longest, ids.gather(1, source), labels, mask, columns.clamp_min(0))
+
+
+class _Tally:
+    """What one policy has made of the batches so far."""
+
+    def __init__(self) -> None:
+        self.found, self.accuracy = Scores(), MultipleChoiceAccuracy()
+        self.kept = self.entries = 0.0
+
+    def add(self, model: nn.Module, aligned: _Aligned, cache: EvictionCache, last: Tensor) -> None:
+        """Score the responses after the final hidden states ``last`` ``[B, d]`` of their prompts."""
+        batch, longest = aligned.batch, aligned.longest
+        prompt_tokens = float(batch["prompt_length"].sum())
+        self.kept += cache.kept_share() * prompt_tokens
+        self.entries += prompt_tokens
+        self.found.kv_bytes += cache.nbytes
+        after = decoder_of(model)(
+            input_ids=aligned.tokens[:, longest:],
+            attention_mask=aligned.mask,
+            position_ids=aligned.positions[:, longest:],
+            past_key_values=cache,
+        ).last_hidden_state
+        nll, rows = token_nll(model, torch.cat([last[:, None], after], 1), aligned.labels[:, longest - 1 :])
+        right = torch.ones(len(aligned.tokens), dtype=torch.bool, device=nll.device)
         if "question" in batch:
-            accuracy.to(device).update(nll, rows, batch["question"], batch["choice"], batch["target"])
+            self.accuracy.to(nll.device).update(nll, rows, batch["question"], batch["choice"], batch["target"])
             right = (batch["choice"] == batch["target"]) & (batch["question"] >= 0)
         for row in right.nonzero().flatten().tolist():
             mine = nll[rows == row]
-            scores.losses.append(float(mine.mean()))
-            scores.tokens.append(len(mine))
-        prompt_tokens = float(batch["prompt_length"].sum())
-        kept += kept_share * prompt_tokens
-        entries += prompt_tokens
-        scores.kv_bytes += kv_bytes
-    scores.kept = kept / entries
-    scores.accuracy = float(accuracy.compute()) if accuracy.questions else None
-    return scores
+            self.found.losses.append(float(mine.mean()))
+            self.found.tokens.append(len(mine))
 
-
-def _score(model: nn.Module, batch: dict[str, Tensor], cache: EvictionCache) -> tuple[Tensor, Tensor, float, int]:
-    """Return the losses ``[N]`` of the response tokens, the row ``[N]`` of each, kept share and bytes."""
-    decoder = decoder_of(model)
-    ids, lengths, prompt = batch["input_ids"], batch["attention_mask"].sum(1), batch["prompt_length"]
-    longest, device = int(prompt.max()), ids.device
-    # prompts end in the same column, responses begin in the next one
-    columns = torch.arange(longest + int((lengths - prompt).max()), device=device) - longest + prompt[:, None]
-    mask = (columns >= 0) & (columns < lengths[:, None])
-    source = columns.clamp(0, ids.shape[1] - 1)
-    tokens, labels = ids.gather(1, source), batch["labels"].gather(1, source).masked_fill(~mask, -100)
-    positions = columns.clamp_min(0)
-    before = decoder(
-        input_ids=tokens[:, :longest],
-        attention_mask=mask[:, :longest],
-        position_ids=positions[:, :longest],
-        past_key_values=cache,
-    ).last_hidden_state
-    held = cache.kept_share(), cache.nbytes
-    after = decoder(
-        input_ids=tokens[:, longest:],
-        attention_mask=mask,
-        position_ids=positions[:, longest:],
-        past_key_values=cache,
-    ).last_hidden_state
-    hidden = torch.cat([before[:, -1:], after], 1)
-    return *token_nll(model, hidden, labels[:, longest - 1 :]), *held
+    def scores(self) -> Scores:
+        """Return the result."""
+        self.found.kept = self.kept / self.entries
+        self.found.accuracy = float(self.accuracy.compute()) if self.accuracy.questions else None
+        return self.found

@@ -1,24 +1,46 @@
-"""Gated attention in blocks of queries: pure PyTorch, memory linear in T, with its own backward."""
+"""Gated attention in tiles: pure PyTorch, memory linear in T, with its own backward."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ag.kernels.gated_attention.masks import pair_masks, sink_mask
 
-BLOCK = 128  # queries handled at once
+BLOCK = 64  # queries of a tile, where it does not grow too large
+TILE = {"cpu": 2**20, "cuda": 2**26}  # pairs of a tile that fits the caches, or that keeps a GPU busy
 
 
-class _Tiles:
-    """The tiles (a block of queries, the keys it can see) of one call and what both passes compute on them."""
+class _Tile(NamedTuple):
+    """Some queries against the keys that they can see, for some of the (sequence, KV head) pairs.
+
+    Columns before ``near`` are visible to every row, and no pair among them is protected by ``recent``: what a key
+    weighs there is the same for all rows. Behind it the masks say pair by pair.
+    """
+
+    part: slice  # of the (sequence, KV head) pairs
+    rows: slice
+    columns: slice
+    near: int  # relative to the columns
+    open: bool  # whether the rows ignore the flags
+
+
+class _Problem:
+    """One call, laid out by (sequence, KV head) pair: P pairs, G query heads each; and what both passes compute on it.
+
+    Attributes:
+        weight: ``[P, T]`` what each key weighs when nothing but a sink is protected, or None when all weigh 1.
+        free: ``[P, T]`` bool, keys whose flag decides; None without flags.
+    """
 
     def __init__(
         self,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         keep: Tensor | None,
         key_valid: Tensor | None,
         scaling: float,
@@ -27,36 +49,77 @@ class _Tiles:
         window: int | None,
         dense_until: Tensor | None,
     ) -> None:
-        self.q, self.k, self.keep, self.key_valid = q, k, keep, key_valid
-        self.scaling, self.recent, self.window, self.dense_until = scaling, recent, window, dense_until
-        batch, _, self.length, _ = q.shape
-        self.group = q.shape[1] // k.shape[1]
-        self.sink = sink_mask(key_valid, sinks, batch, self.length, q.device)
+        self.batch, self.kv_heads, self.length, _ = k.shape
+        self.group = q.shape[1] // self.kv_heads
+        self.pairs = self.batch * self.kv_heads
+        self.q, self.k, self.v = self.by_pair(q), k.flatten(0, 1), v.flatten(0, 1)
+        self.key_valid, self.scaling, self.recent, self.window = key_valid, scaling, recent, window
+        self.dense_until = dense_until
         self.acc = torch.promote_types(q.dtype, torch.float32)
+        self.sink = sink_mask(key_valid, sinks, self.batch, self.length, q.device)
+        self.keep = None if keep is None else keep.to(self.acc).flatten(0, 1)
+        self.valid = None if key_valid is None else self._each(key_valid)
+        self.weight, self.free = self.keep, None
+        if self.keep is not None:
+            self.free = ~self._each(self.sink) if self.valid is None else ~self._each(self.sink) & self.valid
+            self.weight = torch.where(self._each(self.sink), 1.0, self.keep)
+        if self.valid is not None:
+            self.weight = self.valid.to(self.acc) if self.weight is None else self.weight * self.valid
 
-    def spans(self) -> list[tuple[slice, slice]]:
-        """Return the (rows, columns) of each tile."""
-        spans = []
-        for start in range(0, self.length, BLOCK):
-            stop = min(start + BLOCK, self.length)
+    def by_pair(self, x: Tensor) -> Tensor:
+        """Lay ``[B, H, T, ...]`` out as ``[P, G, T, ...]``."""
+        return x.reshape(self.pairs, self.group, *x.shape[2:])
+
+    def _each(self, x: Tensor) -> Tensor:
+        """Give what a sequence has, ``[B, ...]``, to each of its KV heads, ``[P, ...]``."""
+        return x.repeat_interleave(self.kv_heads, 0)
+
+    def tiles(self) -> Iterator[_Tile]:
+        """Visit every tile."""
+        size = TILE.get(self.q.device.type, TILE["cuda"]) // max(1, self.group * self.length)
+        width = min(max(size, 16), BLOCK if self.q.device.type == "cpu" else 4 * BLOCK)
+        pairs = max(1, size // width)
+        dense = (0, 0) if self.dense_until is None else (int(self.dense_until.min()), int(self.dense_until.max()))
+        for start in range(0, self.length, width):
+            stop = min(start + width, self.length)
             first = 0 if self.window is None else max(0, start - self.window + 1)
-            spans.append((slice(start, stop), slice(first, stop)))
-        return spans
+            opened = stop <= dense[0]
+            by_pair = self.window is not None or (start < dense[1] and not opened)
+            near = 0 if by_pair else max(0, start - self.recent + 1)
+            for pair in range(0, self.pairs, pairs):
+                part = slice(pair, min(pair + pairs, self.pairs))
+                yield _Tile(part, slice(start, stop), slice(first, stop), near, opened)
 
-    def grouped(self, x: Tensor, rows: slice) -> Tensor:
-        """Fold the query heads of a KV head into the rows: ``[B, H, T, D] -> [B, Hkv, G * rows, D]``."""
-        tile = x[:, :, rows]
-        return tile.reshape(x.shape[0], -1, self.group * tile.shape[2], x.shape[-1])
+    def logits(self, tile: _Tile) -> Tensor:
+        """Return ``s``, ``[p, G * rows, columns]``."""
+        q, k = self.rows(self.q, tile), self.k[tile.part, tile.columns]
+        if q.dtype == self.acc:
+            return (q * self.scaling) @ k.mT
+        return (q @ k.mT).to(self.acc).mul_(self.scaling)
 
-    def logits(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return s, s with the weights and masks in, and the weights; each ``[B, Hkv, G, rows, columns]``.
+    def rows(self, x: Tensor, tile: _Tile) -> Tensor:
+        """Return the rows of a tile of ``[P, G, T, D]``, ``[p, G * rows, D]``."""
+        return x[tile.part, :, tile.rows].flatten(1, 2)
 
-        The weights are those of the pairs a flag decides, NaN-free, or None when there are no flags.
+    def unfolded(self, x: Tensor) -> Tensor:
+        """View ``[p, G * rows, N]`` as ``[p, G, rows, N]``."""
+        return x.unflatten(1, (self.group, -1))
+
+    def column_weight(self, tile: _Tile) -> Tensor | None:
+        """Return what the keys before ``near`` weigh, ``[p, 1, near]``; None: 1 all."""
+        weight = self.weight if not tile.open else None if self.valid is None else self.valid.to(self.acc)
+        first = tile.columns.start
+        return None if weight is None else weight[tile.part, None, first : first + tile.near]
+
+    def near_masks(self, tile: _Tile) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return, for the pairs from ``near`` on, which are hidden, which a flag decides, and what those weigh.
+
+        Each is ``[p or 1, 1, rows, columns - near]``; without flags the last two are None.
         """
-        batch, kv_heads = self.k.shape[:2]
         index = torch.arange(self.length, device=self.q.device)
+        columns = slice(tile.columns.start + tile.near, tile.columns.stop)
         visible, protected = pair_masks(
-            index[rows],
+            index[tile.rows],
             index[columns],
             None if self.key_valid is None else self.key_valid[:, columns],
             self.sink[:, columns],
@@ -64,31 +127,39 @@ class _Tiles:
             self.window,
             self.dense_until,
         )
-        s = (self.grouped(self.q, rows) @ self.k[:, :, columns].mT).to(self.acc) * self.scaling
-        s = s.view(batch, kv_heads, self.group, rows.stop - rows.start, columns.stop - columns.start)
-        bias = torch.zeros((), dtype=self.acc, device=s.device).masked_fill(~visible, float("-inf"))
+        visible, protected = (x[:, 0] if len(x) == 1 else self._each(x[:, 0])[tile.part] for x in (visible, protected))
         if self.keep is None:
-            return s, s + bias[:, :, None], None
-        flags = self.keep[:, :, None, columns].to(self.acc)
-        free = ~protected & visible
-        bias = torch.where(free, flags.log(), bias)
-        return s, s + bias[:, :, None], free
+            return ~visible[:, None], None, None
+        free = (visible & ~protected)[:, None]
+        return ~visible[:, None], free, self.keep[tile.part, None, None, columns]
 
 
 class _ChunkedGatedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, *options: Any) -> Tensor:
-        tiles = _Tiles(q, k, keep, *options)
-        out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=tiles.acc, device=q.device)
-        for rows, columns in tiles.spans():
-            _, logits, _ = tiles.logits(rows, columns)
-            total = logits.logsumexp(-1, keepdim=True)
-            total = total.masked_fill(total == float("-inf"), 0.0)  # a query that sees nothing gets zeros
-            weights = torch.exp(logits - total).to(v.dtype).flatten(2, 3)
-            tile = weights @ v[:, :, columns]
-            out[:, :, rows] = tile.view(q.shape[0], q.shape[1], -1, v.shape[-1])
-            lse[:, :, rows] = total.view(q.shape[0], q.shape[1], -1)
+        problem = _Problem(q, k, v, keep, *options)
+        out = q.new_empty(*problem.q.shape[:3], v.shape[-1])
+        lse = torch.empty(problem.q.shape[:3], dtype=problem.acc, device=q.device)
+        for tile in problem.tiles():
+            s = problem.logits(tile)
+            weight = problem.column_weight(tile)
+            if weight is not None:
+                s[..., : tile.near] += weight.log()
+            hidden, free, flags = problem.near_masks(tile)
+            near = problem.unfolded(s)[..., tile.near :]
+            if free is not None and flags is not None:
+                near += torch.where(free, flags, 1.0).log()
+            near.masked_fill_(hidden, float("-inf"))
+            top = s.amax(-1, keepdim=True)
+            top.masked_fill_(top == float("-inf"), 0.0)
+            s.sub_(top).exp_()
+            total = s.sum(-1, keepdim=True)
+            mixed = (s.to(v.dtype) @ problem.v[tile.part, tile.columns]) / total.clamp_min(1e-30).to(v.dtype)
+            out[tile.part, :, tile.rows] = problem.unfolded(mixed)
+            # a query that sees nothing gets zeros
+            top += total.log().masked_fill_(total == 0, 0.0)
+            lse[tile.part, :, tile.rows] = problem.unfolded(top)[..., 0]
+        out, lse = out.view(*q.shape[:3], -1), lse.view(q.shape[:3])
         ctx.save_for_backward(q, k, v, keep, out, lse, *(x for x in options if isinstance(x, Tensor)))
         ctx.options = tuple(None if isinstance(x, Tensor) else x for x in options)
         ctx.tensors = tuple(isinstance(x, Tensor) for x in options)
@@ -99,33 +170,51 @@ class _ChunkedGatedAttention(torch.autograd.Function):
         q, k, v, keep, out, lse, *rest = ctx.saved_tensors
         saved = iter(rest)
         options = [next(saved) if tensor else x for tensor, x in zip(ctx.tensors, ctx.options, strict=True)]
-        tiles = _Tiles(q, k, keep, *options)
-        d_out = grads[0]
-        delta = (d_out.to(tiles.acc) * out.to(tiles.acc)).sum(-1, keepdim=True)
-        dq = torch.empty_like(q)
-        dk, dv = torch.zeros_like(k, dtype=tiles.acc), torch.zeros_like(v, dtype=tiles.acc)
-        d_keep = None
-        if keep is not None and ctx.needs_input_grad[3]:
-            d_keep = torch.zeros_like(keep, dtype=tiles.acc)
-        for rows, columns in tiles.spans():
-            s, logits, free = tiles.logits(rows, columns)
-            shape = s.shape
-            total = tiles.grouped(lse[..., None], rows).view(*shape[:4], 1)
-            d_tile = tiles.grouped(d_out, rows)
-            weights = torch.exp(logits - total)
-            dv[:, :, columns] += weights.to(v.dtype).flatten(2, 3).mT @ d_tile
-            slope = (d_tile @ v[:, :, columns].mT).to(tiles.acc).view(shape)
-            slope -= tiles.grouped(delta, rows).view(*shape[:4], 1)
+        problem = _Problem(q, k, v, keep, *options)
+        d_out = problem.by_pair(grads[0])
+        delta = (d_out.to(problem.acc) * problem.by_pair(out).to(problem.acc)).sum(-1, keepdim=True)
+        total = problem.by_pair(lse)[..., None]
+        dq = torch.empty_like(problem.q, memory_format=torch.contiguous_format)
+        # transposed: with the keys last, the products over the queries run faster
+        dk, dv = (x.new_zeros(len(x), x.shape[2], x.shape[1], dtype=problem.acc) for x in (problem.k, problem.v))
+        flagged = keep is not None and ctx.needs_input_grad[3]
+        d_keep = torch.zeros_like(problem.keep) if flagged and problem.keep is not None else None
+        for tile in problem.tiles():
+            q_rows, d_rows = problem.rows(problem.q, tile), problem.rows(d_out, tile)
+            slope = (d_rows @ problem.v[tile.part, tile.columns].mT).to(problem.acc)
+            slope.sub_(problem.rows(delta, tile))
+            ratio = problem.logits(tile).sub_(problem.rows(total, tile))
+            weight = problem.column_weight(tile)
+            if weight is not None:
+                # where m is 0 its gradient is held at the one for e^(s - lse) = 1
+                far = ratio[..., : tile.near]
+                torch.minimum(far, torch.where(weight == 0, 0.0, float("inf")).to(far.dtype), out=far)
+            hidden, free, flags = problem.near_masks(tile)
+            near = problem.unfolded(ratio)[..., tile.near :]
+            if free is not None and flags is not None:
+                near.copy_(torch.where(free & (flags == 0), near.clamp(max=0.0), near))
+            near.masked_fill_(hidden, float("-inf"))
+            ratio.exp_()
+            slope.mul_(ratio)
             if d_keep is not None and free is not None:
-                exponent = s - total
-                evicted = (keep[:, :, None, None, columns] == 0) & (exponent > 0)
-                ratio = torch.exp(exponent.masked_fill(evicted, 0.0).masked_fill(~free[:, :, None], float("-inf")))
-                d_keep[:, :, columns] += (ratio * slope).sum((2, 3))
-            ds = (weights * slope * tiles.scaling).to(q.dtype).flatten(2, 3)
-            dq[:, :, rows] = (ds @ k[:, :, columns]).view(q.shape[0], q.shape[1], -1, q.shape[-1])
-            dk[:, :, columns] += ds.mT @ tiles.grouped(q, rows)
-        d_flags = None if d_keep is None else d_keep.to(keep.dtype)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), d_flags, *(None for _ in options)
+                columns = d_keep[tile.part, tile.columns]
+                if not tile.open:
+                    columns[:, : tile.near] += slope[..., : tile.near].sum(1)
+                columns[:, tile.near :] += (problem.unfolded(slope)[..., tile.near :] * free).sum((1, 2))
+            for x in (slope, ratio):  # from here on the slope of the logits, and the weights
+                if weight is not None:
+                    x[..., : tile.near] *= weight
+                if free is not None and flags is not None:
+                    problem.unfolded(x)[..., tile.near :] *= torch.where(free, flags, 1.0)
+            ds = slope.to(q.dtype)
+            dv[tile.part, :, tile.columns] += d_rows.mT @ ratio.to(v.dtype)
+            dk[tile.part, :, tile.columns] += q_rows.mT @ ds
+            dq[tile.part, :, tile.rows] = problem.unfolded(ds @ problem.k[tile.part, tile.columns])
+        d_flags = None
+        if d_keep is not None and keep is not None and problem.free is not None:
+            d_flags = (d_keep * problem.free).view(keep.shape).to(keep.dtype)
+        dq, dk, dv = dq.mul_(problem.scaling).view(q.shape), dk.mul_(problem.scaling).mT, dv.mT
+        return dq, dk.reshape(k.shape).to(k.dtype), dv.reshape(v.shape).to(v.dtype), d_flags, *(None for _ in options)
 
 
 def chunked_gated_attention(

@@ -59,6 +59,15 @@ CASES = {
         },
         Example("Baking: A cook stirs. The cook", ["sings.", "bakes a cake. Then rests."], 1),
     ),
+    "mmlu": (
+        {"question": "How many?", "subject": "high_school_maths", "choices": ["1", "2", "3", "4"], "answer": 3},
+        Example(
+            "The following are multiple choice questions (with answers) about high school maths.\n\n"
+            "How many?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:",
+            ["A", "B", "C", "D"],
+            3,
+        ),
+    ),
 }
 
 
@@ -119,6 +128,7 @@ def test_missing_field_is_named():
         ("copa", {"question": "why"}),
         ("hellaswag", {"label": ""}),
         ("hellaswag", {"endings": [1, 2]}),
+        ("mmlu", {"choices": ["1", "2", "3"]}),
     ],
 )
 def test_rows_of_another_form_are_named(name, change):
@@ -143,7 +153,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", ROWS)
 def test_real_data(shared_data, name):
     """Every row of the real data becomes a question whose right answer is its own field's text."""
     task = TASKS[name]

@@ -506,7 +506,7 @@ def test_everything_that_generate_can_return(tiny_llama):
 
 @pytest.mark.parametrize("draft", ["prompt lookup", "assistant"])
 def test_drafts(tiny_llama, draft):
-    """A full cache takes wrong drafts back; gates would see the first draft as a part of the prompt."""
+    """A full cache takes wrong drafts back."""
     model, ids = tiny_llama(), row(12).repeat(3)[None]
     options = {"prompt_lookup_num_tokens": 3} if draft == "prompt lookup" else {"assistant_model": tiny_llama(seed=1)}
     plain = model.generate(ids, **GREEDY)
@@ -516,9 +516,6 @@ def test_drafts(tiny_llama, draft):
     assert torch.equal(model.generate(ids, past_key_values=cache, **options, **GREEDY), plain)
     assert any(crops), "no draft was wrong"
     assert cache.seen_tokens == 45
-    ag.attach(model, gates_for(model))
-    with pytest.raises(UserError, match="Policy 'gates' cannot tell a prompt from a draft"):
-        model.generate(ids, past_key_values=ag.EvictionCache(model, "gates"), **options, **GREEDY)
 
 
 @pytest.mark.parametrize("how", ["argument", "config", "model"])
@@ -534,7 +531,7 @@ def test_a_prompt_in_chunks_is_refused(tiny_llama, how):
         config = model.generation_config.from_dict(model.generation_config.to_dict() | GREEDY)
         config.prefill_chunk_size = 8
         arguments = {"generation_config": config}
-    with pytest.raises(UserError, match="prefill_chunk_size=8: .* in one forward pass"):
+    with pytest.raises(UserError, match="in one forward pass, and 8 of 30 tokens came; leave prefill_chunk_size out"):
         model.generate(ids, past_key_values=cache, **arguments)
     assert model.generate(ids, **arguments).shape == (1, 40)
     ag.detach(model)

@@ -1,5 +1,6 @@
 """Schedules: physical drop against masks, whole policies against slow ones, budgets, padding, state that moves."""
 
+import copy
 import gc
 from collections import defaultdict
 from types import SimpleNamespace
@@ -48,17 +49,18 @@ POLICIES = SCORERS | {
     for wrapper in WRAPPERS
 }
 POLICIES |= {f"{base}+{wrapper}": {} for base in ("knorm", "gates") for wrapper in ("caote", "fastcaote")}
+
+
+def refused(name, schedule):
+    return name == "gates@preference" and "blocks" in schedule
+
+
 POLICIES |= {
     f"{base}@{allocator}": options | ({"observers": 4} if allocator == "preference" else {})
     for base, options in (BASES | {"scissorhands": SCORERS["scissorhands"], "gates": {}, "h2o+caote": {}}).items()
     for allocator in ("pyramid", "preference", "heads")
 }
-CASES = [
-    (name, schedule)
-    for name in POLICIES
-    for schedule in SCHEDULES
-    if not ("@preference" in name and "blocks" in schedule)
-]
+CASES = [(name, schedule) for name in POLICIES for schedule in SCHEDULES if not refused(name, schedule)]
 
 
 def make(name, schedule, budget=0.5, **options):
@@ -74,12 +76,17 @@ def llama(tiny_llama):
 
 
 def observed_calls(monkeypatch):
-    """By layer, the q, k, v of every forward pass from now on."""
+    """By layer, the q, k, v of all that comes from now on, and which of them are tokens."""
     calls, attend = defaultdict(list), EvictionCache.attend
     monkeypatch.setattr(
-        EvictionCache, "attend", lambda self, call: calls[call.layer].append(call) or attend(self, call)
+        EvictionCache, "attend", lambda self, call: calls[call.layer].append((call, self.real)) or attend(self, call)
     )
     return calls
+
+
+def seen_by(calls, name, row):
+    """The queries or keys ``[H, T, D]`` of a sequence's own tokens."""
+    return torch.cat([getattr(call, name)[row][:, real[row]] for call, real in calls], 1)
 
 
 @pytest.mark.parametrize(("name", "schedule"), CASES, ids=lambda x: x)
@@ -150,8 +157,8 @@ def test_what_is_held_is_what_the_policy_says(family, name, schedule, request, m
     policy = ag.policy(f"{spec}@uniform", budget=capacity, schedule=schedule, **options)
     result = run(model, policy, [row], [prompt], steps=passes)
     for layer, seen in calls.items():
-        q, k = (torch.cat([getattr(call, x)[0] for call in seen], 1) for x in ("q", "k"))
-        slow = slow_policies.Layer(spec, q, k, seen[0].scaling, capacity, options, seen[0].window)
+        q, k, first = seen_by(seen, "q", 0), seen_by(seen, "k", 0), seen[0][0]
+        slow = slow_policies.Layer(spec, q, k, first.scaling, capacity, options, first.window)
         wanted = slow_policies.follow(slow, prompt, passes, policy.block, policy.steps)
         assert [held[layer][0] for held in result.held] == wanted
 
@@ -184,20 +191,16 @@ def test_what_is_recorded_moves_with_its_token(llama, name, schedule, monkeypatc
     rows = [torch.randint(3, 128, (n + STEPS,), generator=torch.Generator().manual_seed(n)) for n in prompts]
     result = run(llama, policy, rows, prompts)
     for index, layer in enumerate(result.cache.evicting_layers):
-        q, k = (torch.cat([getattr(call, x) for call in calls[index]], 2).double() for x in ("q", "k"))
         if "rows" in layer.memory:
             sums = layer.memory["rows"].sum(2)
         else:
             sums = layer.memory.get("sums", 0) + layer.memory.get("window", torch.zeros(1, 1, 1, 1)).sum(2)
-        for b, columns in enumerate(result.cache.valid):
+        for b in range(2):
+            q, k = (seen_by(calls[index], name, b).double() for name in ("q", "k"))
             for head in range(4):
                 rows = [  # by query: token to weight
                     slow_policies.attention_row(
-                        q[b, head][columns],
-                        k[b, head // 2][columns],
-                        i,
-                        arrival.held[b][head // 2],
-                        calls[0][0].scaling,
+                        q[head], k[head // 2], i, arrival.held[b][head // 2], calls[0][0][0].scaling
                     )
                     for arrival in result.arrivals[index]
                     for i in arrival.new[b]
@@ -258,7 +261,7 @@ def test_a_share_of_each_row_s_own_prompt(llama):
 def test_uneven_budgets_are_exact_and_stay(llama, name, schedule):
     """C tokens a head over all layers, or over the heads of a layer; while decoding every layer keeps its own."""
     allocator = name.partition("@")[2]
-    if allocator == "preference" and "blocks" in schedule:
+    if refused(name, schedule):
         return
     policy = make(name, schedule, 12)
     result = run(llama, policy, [ROWS[0]], [29])
@@ -278,8 +281,6 @@ def test_uneven_budgets_are_exact_and_stay(llama, name, schedule):
 @pytest.mark.parametrize("schedule", ["every", "steps:3", "blocks:4+every"])
 @pytest.mark.parametrize("name", ["h2o", "snapkv@pyramid", "cake@preference", "tova@heads", "h2o@pyramid"])
 def test_a_prompt_that_fits_is_cut_to_the_mean_later(llama, name, schedule):
-    if "preference" in name and "blocks" in schedule:
-        return
     policy = make(name, schedule, 12)
     result = run(llama, policy, [ROWS[0]], [9], steps=[1] * 15)
     for after, held in enumerate(result.held):
@@ -320,9 +321,8 @@ def test_a_long_prompt_in_blocks_never_holds_more_than_budget_and_block(tiny_lla
         most = [int(cache.evicting_layers[i].store.lengths.max()) for i in range(3)]
         assert sum(most) == 3 * budget
         assert most[0] > most[1] > most[2]
-    per_row = len(sizes) // 3
     for index, (before, after, nbytes) in enumerate(sizes):
-        mean = 2 * most[index // per_row]
+        mean = 2 * most[index % 3]
         if "heads" in name:
             assert sum(before) <= mean
         else:
@@ -514,18 +514,48 @@ def test_crop_where_something_was(llama, name, schedule, fed, back, message):
     assert cache.seen_tokens == 29 + fed
 
 
-def test_drafts_are_refused(llama, plain_text):
-    ids = plain_text[0]["input_ids"][:1]
-    for name, schedule in (("h2o", "prefill"), ("tova", "every")):
-        cache = EvictionCache(llama, make(name, schedule, 12))
-        with pytest.raises(UserError, match=f"Policy '{name}' cannot tell a prompt from a draft"):
-            llama.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
-        feed(cache, llama, [ROWS[0][:29]], [[29]])
-        if schedule == "every":
-            with pytest.raises(UserError, match="'tova'.* evicts while drafts come"):
-                cache.activate_past_recording()
-        else:
-            cache.activate_past_recording()
+@pytest.mark.parametrize("name", ["h2o", "snapkv@pyramid", "cake@preference", "gates", "tova@heads"])
+@pytest.mark.parametrize("schedule", ["prefill", "blocks:7"])
+def test_drafts_that_are_taken_back(llama, plain_text, name, schedule):
+    """Drafts come with the prompt and after it, and change no word; what the policy keeps of the prompt neither."""
+    if refused(name, schedule):
+        return
+    ids, budget = plain_text[0]["input_ids"][:1], None if name == "gates" and schedule == "prefill" else 12
+    text, held = [], []
+    for draft in ({}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": llama}):
+        if "assistant_model" in draft:
+            draft = {"assistant_model": copy.deepcopy(llama)}
+        cache = EvictionCache(llama, make(name, schedule, budget))
+        text.append(llama.generate(ids, past_key_values=cache, **draft, **GREEDY).tolist())
+        held.append([[x[x < ids.shape[1]].tolist() for x in cache.kept_positions(i)[0]] for i in range(3)])
+    assert text[0] == text[1] == text[2]
+    assert held[0] == held[1] == held[2]
+
+
+def test_drafts_are_refused_where_they_could_make_something_go(llama, plain_text):
+    cache = EvictionCache(llama, make("tova", "every", 12))
+    with pytest.raises(UserError, match="'tova'.* evicts while drafts come"):
+        llama.generate(plain_text[0]["input_ids"][:1], past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
+
+
+@pytest.mark.parametrize("schedule", ["prefill", "blocks:7+every", "blocks:5"])
+@pytest.mark.parametrize(
+    "name", ["h2o", "h2o-window", "snapkv+obcache_joint@uniform", "scissorhands", "cake@preference"]
+)
+@pytest.mark.parametrize("chunk", [3, 8, 40])
+def test_a_prompt_in_chunks_is_as_one_in_a_piece(llama, name, schedule, chunk):
+    """``prefill_chunk_size``, alone and in a padded batch: same text, same tokens held."""
+    policy = make(name, schedule)
+    ids = torch.stack(
+        [torch.cat([torch.zeros(29 - p, dtype=torch.long), row[:p]]) for p, row in zip(PROMPTS, ROWS, strict=True)]
+    )
+    inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    found = []
+    for options in ({}, {"prefill_chunk_size": chunk}):
+        cache = EvictionCache(llama, policy)
+        text = llama.generate(**inputs, past_key_values=cache, **options, **GREEDY)
+        found.append((text.tolist(), [contents(layer.store) for layer in cache.evicting_layers]))
+    assert found[0] == found[1]
 
 
 # ---- bad input
@@ -560,10 +590,9 @@ def test_a_budget_below_what_is_protected_matters_when_something_has_to_go(llama
             assert per_layer(run(llama, policy, [ROWS[0]], [15], steps=[1] * 20).held[-1]) == [[35, 35]] * 3
 
 
-def test_preference_in_blocks_is_refused():
-    for spec in ("cake", "h2o@preference"):
-        with pytest.raises(UserError, match="schedule='blocks:7': preference compares layers"):
-            ag.policy(spec, budget=12, schedule="blocks:7")
+def test_gates_with_preference_in_blocks_are_refused():
+    with pytest.raises(UserError, match="schedule='blocks:7': gates see a prompt whole"):
+        ag.policy("gates@preference", budget=12, schedule="blocks:7")
 
 
 # ---- the report

@@ -100,11 +100,9 @@ def rows_in_float64(queries=5, keys=7, group=2, dim=6, seed=0, sharp=1.0):
     q = torch.randn(group, queries, dim, generator=make, dtype=torch.float64) * sharp
     k, v = (torch.randn(keys, dim, generator=make, dtype=torch.float64) for _ in range(2))
     visible = torch.arange(keys) <= torch.arange(queries)[:, None] + keys - queries
-    s = (q @ k.T).masked_fill(~visible, 0.0)
-    a = s.masked_fill(~visible, -torch.inf).softmax(-1)
-    seen = visible.expand(group, -1, -1)[None]
+    logits = (q @ k.T).masked_fill(~visible, -torch.inf)
     counted = torch.ones(1, queries, dtype=torch.bool)
-    return AttentionRows(a[None], s[None], seen, (a @ v)[None], v[None, None], counted), q, k, v, visible
+    return AttentionRows(logits[None], v[None, None], counted), q, k, v, visible
 
 
 def shrunk_outputs(q, k, v, visible, p, by_value, by_key):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from ag.engine.observe import Observation, Statistic, attention
 from ag.errors import require
+
+Group = Literal["mean", "sum", "max"]
+Reduction = Callable[[Observation, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +69,13 @@ class Scorer(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class RowScorer(Scorer):
-    """A scorer that sums a statistic of attention rows over queries."""
+    """A scorer that sums a statistic of attention rows over queries.
+
+    Attributes:
+        group: how the query heads of a KV head combine: ``mean``, ``sum`` (the same ranking within a head) or ``max``.
+    """
+
+    group: Group = "mean"
 
     @abstractmethod
     def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
@@ -76,30 +86,30 @@ class RowScorer(Scorer):
         return self.sums(seen)
 
     def reduce(self, seen: Observation, heads: Tensor) -> Tensor:
-        """Turn ``[B, H, N]`` into one score per KV head, ``[B, Hkv, N]``: the group's mean."""
-        return group_mean(heads, seen)
+        """Turn ``[B, H, N]`` into one score per KV head, ``[B, Hkv, N]``."""
+        return grouped(heads, seen, self.group)
 
     def pool(self, seen: Observation, score: Tensor, before_window: bool = True) -> Tensor:
         """Smooth a score ``[B, *, N]`` over neighbours in the cache; a plain scorer returns it as it is."""
         return score
 
+    def finish(self, seen: Observation, heads: Tensor, reduce: Reduction) -> Tensor:
+        """Reduce ``[B, H, N]`` over groups, and pool."""
+        return self.pool(seen, reduce(seen, heads))
+
     def score(self, seen: Observation) -> Tensor:
         """Return the reduced score, pooled."""
-        return self.pool(seen, self.reduce(seen, self.raw(seen)))
+        return self.finish(seen, self.raw(seen), self.reduce)
 
     def heads(self, seen: Observation) -> Tensor:
         """Return the score by query head, pooled over all held tokens."""
         return self.pool(seen, self.raw(seen), before_window=False)
 
 
-def group_mean(values: Tensor, seen: Observation) -> Tensor:
-    """Average ``[B, H, N]`` over the query heads of each KV head, ``[B, Hkv, N]``."""
-    return values.view(len(values), -1, seen.group, values.shape[-1]).mean(2)
-
-
-def group_sum(values: Tensor, seen: Observation) -> Tensor:
-    """Sum ``[B, H, N]`` over the query heads of each KV head, ``[B, Hkv, N]``."""
-    return values.view(len(values), -1, seen.group, values.shape[-1]).sum(2)
+def grouped(values: Tensor, seen: Observation, how: Group) -> Tensor:
+    """Combine ``[B, H, N]`` over the query heads of each KV head, ``[B, Hkv, N]``."""
+    values = values.view(len(values), -1, seen.group, values.shape[-1])
+    return values.amax(2) if how == "max" else values.sum(2) if how == "sum" else values.mean(2)
 
 
 def pooled(values: Tensor, inside: Tensor, kernel: int, kind: str) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation, Statistic, attention
@@ -22,10 +23,12 @@ class H2O(RowScorer):
     Attributes:
         recent: newest tokens that stay: a number, or a share of the budget.
         window: of the prompt's queries, count only so many of the last instead of all.
+        normalize: ``count`` divides by the number of counting queries that saw the key; as published it is not.
     """
 
     recent: int | float = 0.5  # type: ignore[assignment]
     window: int | None = None
+    normalize: Literal["none", "count"] = "none"
     follows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -37,10 +40,21 @@ class H2O(RowScorer):
     def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
         """Return the sums over all queries, or those of the prompt's window and of decoding, as they were when seen."""
         if self.window is None or seen.decoding:
-            decoded = seen.accumulated("sums", seen.total(statistic))
-            return decoded if self.window is None else decoded + seen.memory["window"].sum(2)
-        rows = seen.rows(min(self.window, seen.new))
-        return seen.latest("window", rows.counted[:, None, :, None] * statistic(rows), rows.counted, self.window).sum(2)
+            sums = seen.accumulated("sums", seen.total(statistic))
+            sums = sums if self.window is None else sums + seen.memory["window"].sum(2)
+        else:
+            rows = seen.rows(self.window, only_new=True)
+            counted = rows.counted[:, None, :, None] * statistic(rows)
+            sums = seen.latest("window", counted, rows.counted, self.window).sum(2)
+        return sums if self.normalize == "none" else sums / self._queries(seen)
+
+    def _queries(self, seen: Observation) -> Tensor:
+        """Return how many of the queries that count came with or after each key, ``[B, H, N]``."""
+        first = torch.zeros_like(seen.lengths)
+        if self.window is not None:
+            first = (seen.prompt_lengths if seen.decoding else seen.lengths) - self.window
+        since = seen.lengths[:, None, None] - seen.key_ranks.maximum(first[:, None, None])
+        return since.clamp_min(1).repeat_interleave(seen.group, 1)
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return the sinks and the newest tokens."""

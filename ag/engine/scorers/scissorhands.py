@@ -23,11 +23,14 @@ class Scissorhands(RowScorer):
         window: queries that count.
         count: count the queries that paid at least ``1 / t`` (t: the keys a query saw) instead of summing.
         recent: newest tokens that stay.
+        vatp_code: as VATP's code has it: the mean over the prompt's last ``window`` queries, to which every later query
+            is added whole.
     """
 
     window: int = 400
     count: bool = False
     recent: int = 10
+    vatp_code: bool = False
 
     follows: ClassVar[bool] = True
 
@@ -38,9 +41,13 @@ class Scissorhands(RowScorer):
 
     def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
         """Return the sums over the window, rows as they were when seen."""
-        rows = seen.rows(min(self.window, seen.new))
-        values = (_above_uniform if self.count and statistic is attention else statistic)(rows)
-        return seen.latest("rows", rows.counted[:, None, :, None] * values, rows.counted, self.window).sum(2)
+        statistic = _above_uniform if self.count and statistic is attention else statistic
+        if self.vatp_code and seen.decoding:
+            return seen.memory["rows"].sum(2) / self.window + seen.accumulated("sums", seen.total(statistic))
+        rows = seen.rows(self.window, only_new=True)
+        values = rows.counted[:, None, :, None] * statistic(rows)
+        sums = seen.latest("rows", values, rows.counted, self.window).sum(2)
+        return sums / self.window if self.vatp_code else sums
 
 
 def _above_uniform(rows: AttentionRows) -> Tensor:

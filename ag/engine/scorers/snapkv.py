@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from ag.engine.observe import Observation, Statistic, attention
-from ag.engine.scorers.base import RowScorer, pooled
+from ag.engine.scorers.base import Reduction, RowScorer, pooled
 from ag.errors import require
 
 
@@ -23,11 +23,13 @@ class SnapKV(RowScorer):
         window: last queries that observe; their tokens stay and count within the budget.
         kernel: width of the pooling, odd.
         pooling: ``max`` or ``avg``.
+        pool_then_reduce: pool each query head, then reduce over the group, as kvpress does; it matters for ``max``.
     """
 
     window: int = 32
     kernel: int = 7
     pooling: Literal["max", "avg"] = "max"
+    pool_then_reduce: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
@@ -48,6 +50,10 @@ class SnapKV(RowScorer):
         """Pool along the tokens before the window, or along all of them."""
         inside = seen.key_valid & (seen.age >= self.window) if before_window else seen.key_valid
         return pooled(score, inside, self.kernel, self.pooling)
+
+    def finish(self, seen: Observation, heads: Tensor, reduce: Reduction) -> Tensor:
+        """Reduce over groups and pool, in either order."""
+        return reduce(seen, self.pool(seen, heads)) if self.pool_then_reduce else super().finish(seen, heads, reduce)
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return the sinks, the window and the newest tokens."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ag.engine.observe import Observation, Statistic, attention
 from ag.engine.scorers.base import RowScorer
+from ag.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,11 @@ class Tova(RowScorer):
 
     scope: Literal["layer", "kv_head"] = "layer"
     recent: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        super().__post_init__()
+        require(self, "group", self.group == "mean" or self.scope == "kv_head", "mean, or scope=kv_head")
 
     def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
         """Return the statistic of the newest query."""

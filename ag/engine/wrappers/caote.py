@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.scorers.base import group_sum
+from ag.engine.scorers.base import RowScorer, grouped
 from ag.engine.wrappers.base import Wrapper
 
 
@@ -18,10 +20,17 @@ class Caote(Wrapper):
 
     Source: "CAOTE: KV Caching through Attention Output Error-based Token Eviction", Eq. 5 to 7. It is the change of the
     output when one token goes and the rest is normalised anew. For weights over 1/2 the same is computed without the
-    difference of near numbers, as ``h_p ||v_p - o_(-p)||`` with the output of the others. The heads of a group
-    combine as
-    the root of the sum of squares, the change of their concatenated output. The newest token stays on any base.
+    difference of near numbers, as ``h_p ||v_p - o_(-p)||`` with the output of the others. The heads of a group combine
+    as the root of the sum of squares, the change of their concatenated output. The newest token stays on any base.
+
+    Attributes:
+        pool_stage: ``base``: a base that pools does so before; ``final``: the change is pooled instead.
+        greedy: let tokens go one by one, each change computed after those before it; as published all go at once. Its
+            cost grows with the number that goes.
     """
+
+    pool_stage: Literal["base", "final"] = "base"
+    greedy: bool = False
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return what the base protects, and the newest token."""
@@ -29,28 +38,61 @@ class Caote(Wrapper):
 
     def score(self, seen: Observation) -> Tensor:
         """Return the change of the group's output."""
-        weights = normalised(self.inner.heads(seen), seen)
+        pooling = self.inner if self.pool_stage == "final" and isinstance(self.inner, RowScorer) else None
+        heads = self.inner.heads(seen) if pooling is None else pooling.raw(seen)
+
+        def score_of(held: Tensor) -> Tensor:
+            change = self.change(normalised(heads, held.repeat_interleave(seen.group, 1)), seen, held)
+            return change if pooling is None else pooling.pool(seen, change, before_window=False)
+
+        if self.greedy and seen.capacity is not None:
+            protected = self.protected(seen, seen.capacity)
+            return one_by_one(score_of, seen.key_valid, protected, seen.capacity)
+        return score_of(seen.key_valid)
+
+    def change(self, weights: Tensor, seen: Observation, held: Tensor) -> Tensor:
+        """Return the change of the group's output, ``[B, Hkv, N]``, for weights ``[B, H, N]`` of the tokens held."""
         change = removal_error(weights, seen.v.repeat_interleave(seen.group, 1))
-        return group_sum(change.square(), seen).sqrt()
+        return grouped(change.square(), seen, "sum").sqrt()
 
 
 @dataclass(frozen=True, kw_only=True)
 class FastCaote(Caote):
     """CAOTE with the plain mean of the held values in the place of the output."""
 
-    def score(self, seen: Observation) -> Tensor:
+    def change(self, weights: Tensor, seen: Observation, held: Tensor) -> Tensor:
         """Return the change of the group's output, approximately."""
-        weights = normalised(self.inner.heads(seen), seen).view(*seen.v.shape[:2], seen.group, -1)
-        count = seen.key_valid.sum(-1, keepdim=True).clamp_min(1)
-        mean = seen.v.sum(2, keepdim=True) / count[..., None]
-        distance = torch.linalg.vector_norm(seen.v - mean, dim=-1)
-        change = weights / (1 - weights).clamp_min(1e-6) * distance[:, :, None]
-        return torch.sqrt(change.square().sum(2))
+        values = seen.v * held[..., None]
+        mean = values.sum(2, keepdim=True) / held.sum(-1).clamp_min(1)[..., None, None]
+        distance = torch.linalg.vector_norm(seen.v - mean, dim=-1).repeat_interleave(seen.group, 1)
+        change = weights / (1 - weights).clamp_min(1e-6) * distance
+        return grouped(change.square(), seen, "sum").sqrt()
 
 
-def normalised(heads: Tensor, seen: Observation) -> Tensor:
-    """Divide ``[B, H, N]`` by its sum over the held tokens."""
-    heads = heads.masked_fill(~seen.key_valid.repeat_interleave(seen.group, 1), 0.0)
+def one_by_one(score_of: Callable[[Tensor], Tensor], valid: Tensor, protected: Tensor, capacity: Tensor) -> Tensor:
+    """Let tokens go one by one down to a capacity; returns ``[B, Hkv, N]``, below 0 and ascending in that order.
+
+    Args:
+        score_of: from the tokens that are held ``[B, Hkv, N]`` bool to their scores.
+        valid: ``[B, Hkv, N]`` bool, the tokens held at first.
+        protected: ``[B, Hkv, N]`` bool, those that stay.
+        capacity: ``[B]`` long.
+    """
+    held, order = valid.clone(), torch.zeros_like(valid, dtype=torch.long)
+    surplus = (valid.sum(-1) - capacity[:, None]).clamp_min(0)
+    rounds = int(surplus.max())
+    for number in range(rounds):
+        rivals = held & ~protected
+        worst = score_of(held).masked_fill(~rivals, float("inf")).argmin(-1, keepdim=True)
+        goes = (number < surplus)[..., None] & rivals.gather(-1, worst)
+        order.scatter_(-1, worst, torch.where(goes, number - rounds, order.gather(-1, worst)))
+        held.scatter_(-1, worst, held.gather(-1, worst) & ~goes)
+    return score_of(held).where(order == 0, order.float())
+
+
+def normalised(heads: Tensor, held: Tensor) -> Tensor:
+    """Divide ``[B, H, N]`` by its sum over the tokens held ``[B, H, N]``; 0 on others."""
+    heads = heads.masked_fill(~held, 0.0)
     return heads / heads.sum(-1, keepdim=True).clamp_min(1e-30)
 
 

@@ -3,33 +3,54 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from ag.engine.observe import AttentionRows, Observation
-from ag.engine.scorers.base import RowScorer, group_sum
+from ag.engine.observe import AttentionRows, Observation, Statistic
+from ag.engine.scorers.base import RowScorer, grouped
 from ag.engine.wrappers.base import Wrapper
+from ag.errors import UserError, require
 
 
 def value_error(rows: AttentionRows) -> Tensor:
     """``A^2 ||v_p||^2``, the squared change of the output when the value becomes 0."""
-    return rows.a.square() * rows.value_norms()
+    return rows.a.square().mul_(rows.value_norms())
 
 
 def key_error(rows: AttentionRows) -> Tensor:
     """``A^2 s^2 ||v_p - o_i||^2``, when the logit becomes 0 (first order)."""
-    outputs = rows.o.square().sum(-1, keepdim=True)
-    distance = rows.value_norms() + outputs - 2 * rows.dot_outputs()
-    return (rows.a * rows.s).square() * distance.clamp_min(0.0)
+    distance = torch.add(rows.output_norms(), rows.dot_outputs(), alpha=-2).add_(rows.value_norms()).clamp_min_(0.0)
+    change = rows.a * rows.s
+    return distance.mul_(change).mul_(change)
 
 
 def joint_error(rows: AttentionRows) -> Tensor:
-    """``A^2 ||(1 + s) v_p - s o_i||^2``, when both do (first order; the cross term has the factor +2)."""
-    s, norms = rows.s, rows.value_norms()
-    outputs = rows.o.square().sum(-1, keepdim=True)
-    size = (1 + s).square() * norms - 2 * s * (1 + s) * rows.dot_outputs() + s.square() * outputs
-    return rows.a.square() * size.clamp_min(0.0)
+    """``A^2 ||(1 + s) v_p - s o_i||^2``, when both do (first order; the cross term has the factor +2).
+
+    Written as ``A^2 (||v||^2 + s (2 ||v||^2 - 2 <o, v> + s ||v - o||^2))``, with few passes over memory.
+    """
+    norms, dots = rows.value_norms(), rows.dot_outputs()
+    distance = torch.add(rows.output_norms(), dots, alpha=-2).add_(norms)
+    slope = torch.add(2 * norms, dots, alpha=-2, out=dots)
+    torch.addcmul(slope, rows.s, distance, out=distance)
+    torch.addcmul(norms, rows.s, distance, out=distance)
+    return distance.clamp_min_(0.0).mul_(rows.a).mul_(rows.a)
+
+
+@dataclass(frozen=True)
+class OfMean:
+    """A statistic of the group's mean query: weights, logits and outputs are averaged over the heads first."""
+
+    error: Statistic
+
+    def __call__(self, rows: AttentionRows) -> Tensor:
+        """Return it for every head of the group, divided by their number, so that the group's sum is it."""
+        kv_heads = rows.v.shape[1]
+        group = rows.a.shape[1] // kv_heads
+        return self.error(rows.mean_heads()).repeat_interleave(group, 1) / group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +59,36 @@ class OBCache(Wrapper):
 
     Source: "OBCache: Optimal Brain KV Cache Pruning for Efficient Long-Context LLM Inference", Eq. 5 to 7. The heads
     of a group are summed, which is the error of their concatenated output.
+
+    Attributes:
+        group: how the errors of a group combine: ``sum``, ``mean`` (the same ranking within a head), ``max``, or
+            ``pre``: weights, logits and outputs are averaged over the group first, and scored once.
+        obc_window: sum over so many of the last queries instead of the base's (the paper's needle setting: 16).
     """
+
+    inner: RowScorer
+    group: Literal["sum", "mean", "max", "pre"] = "sum"
+    obc_window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, and a window where the base has none."""
+        super().__post_init__()
+        require(self, "obc_window", self.obc_window is None or self.obc_window >= 1, "1 or more, or None")
+        if self.obc_window is not None and not hasattr(self.inner, "window"):
+            raise UserError(
+                f"obc_window={self.obc_window}: {type(self.inner).__name__} looks at the newest query alone; leave it "
+                "out."
+            )
+
+    @property
+    def host(self) -> RowScorer:
+        """The base with the window of this wrapper."""
+        return self.inner if self.obc_window is None else replace(self.inner, window=self.obc_window)  # type: ignore[call-arg]
+
+    @property
+    def lookback(self) -> int:
+        """Earlier queries that the base or this wrapper needs."""
+        return max(self.inner.lookback, self.host.lookback)
 
     @staticmethod
     @abstractmethod
@@ -47,8 +97,12 @@ class OBCache(Wrapper):
 
     def score(self, seen: Observation) -> Tensor:
         """Return the error of the group's output."""
-        assert isinstance(self.inner, RowScorer)
-        return self.inner.pool(seen, group_sum(self.inner.sums(seen, self.error), seen))
+        sums = self.host.sums(seen, OfMean(self.error) if self.group == "pre" else self.error)
+
+        def reduce(seen: Observation, heads: Tensor) -> Tensor:
+            return grouped(heads, seen, "sum" if self.group == "pre" else self.group)
+
+        return self.inner.finish(seen, sums, reduce)
 
 
 @dataclass(frozen=True, kw_only=True)

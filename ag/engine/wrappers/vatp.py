@@ -18,18 +18,26 @@ class Vatp(Wrapper):
     """``S_p ||v_p||``: a token that is attended to but has a small value changes little.
 
     Source: Guo et al. 2024, "Attention Score is not All You Need for Token Importance Indicator in KV Cache Reduction:
-    Value Also Matters", Eq. 3; code guozhiyu/vatp. The norm multiplies before a pooling base pools.
+    Value Also Matters", Eq. 3; code guozhiyu/vatp.
 
     Attributes:
         norm: of the value: 1, 2 or ``inf``.
         sinks: first tokens that stay, within the budget (the paper's F).
+        stage: whether the norm multiplies ``before`` or ``after`` a pooling base pools.
     """
 
+    inner: RowScorer
     norm: Literal[1, 2, "inf"] = 1
     sinks: int = 20
+    stage: Literal["before", "after"] = "before"
 
     def score(self, seen: Observation) -> Tensor:
         """Return the product."""
-        assert isinstance(self.inner, RowScorer)
-        norms = torch.linalg.vector_norm(seen.v, ord=float(self.norm), dim=-1)
-        return self.inner.pool(seen, self.inner.reduce(seen, self.inner.raw(seen)) * norms)
+        norms: Tensor = torch.linalg.vector_norm(seen.v, ord=float(self.norm), dim=-1)
+        if self.stage == "after":
+            return self.inner.score(seen) * norms
+
+        def weighed(seen: Observation, heads: Tensor) -> Tensor:
+            return self.inner.reduce(seen, heads) * norms
+
+        return self.inner.finish(seen, self.inner.raw(seen), weighed)

@@ -1,0 +1,85 @@
+"""Reading a prompt once for several policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ag.attach import AttentionCall, Plan, decoder_of
+from ag.engine.cache import EvictionCache
+from ag.engine.policy import Policy
+
+
+@torch.no_grad()
+def prefill(
+    model: nn.Module,
+    policies: Sequence[Policy | str],
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> list[tuple[EvictionCache, Tensor]]:
+    """Show a prompt to caches with different policies; those that read it densely share one forward pass.
+
+    Each cache is as if it had been alone. What a shared pass needs beside the caches is one layer's keys and values.
+
+    Args:
+        model: causal language model in evaluation mode.
+        policies: one for each cache.
+        input_ids: ``[B, T]``.
+        attention_mask: ``[B, T]``, nonzero on real tokens; None without padding.
+        position_ids: ``[B, T]``; None: counted from the first column.
+
+    Returns:
+        For each policy its cache, and the final hidden states ``[B, d]`` of the prompt's last column.
+    """
+    decoder = decoder_of(model)
+    caches = [EvictionCache(model, policy) for policy in policies]
+
+    def read(plan: dict[str, object]) -> Tensor:
+        states: Tensor = decoder(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **plan
+        ).last_hidden_state
+        return states[:, -1]
+
+    together = [cache for cache in caches if cache.prefill == "dense"]
+    shared = read({"gating": _Together(together), "use_cache": False}) if together else None
+    return [
+        (cache, read({"past_key_values": cache}) if shared is None or cache.prefill != "dense" else shared)
+        for cache in caches
+    ]
+
+
+@dataclass
+class _Attended(AttentionCall):
+    """A call whose dense attention is known."""
+
+    output: Tensor = field(kw_only=True)
+
+    def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
+        return self.output
+
+
+class _Together(Plan):
+    """Several caches that see the same forward pass."""
+
+    def __init__(self, caches: list[EvictionCache]) -> None:
+        self.caches = caches
+
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+        for cache in self.caches:
+            cache.begin(decoder, attention_mask, batch, length)
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        for cache in self.caches:
+            cache.enter_layer(layer, hidden)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        first = self.caches[0]
+        output = call.dense(first.valid if first.padded else None, first.left_padded)
+        for cache in self.caches:
+            cache.evicting_layers[call.layer].update(call.k, call.v)
+            cache.attend(_Attended(**vars(call), output=output))
+        return output

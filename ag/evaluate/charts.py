@@ -1,0 +1,95 @@
+"""Line charts as SVG for a page: they take its colours, and their text is text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+from matplotlib.ticker import MaxNLocator
+
+WIDTH, HEIGHT = 380, 250
+LEFT, RIGHT, TOP, BOTTOM = 52, 10, 12, 40
+SHAPES = (
+    "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0",  # circle
+    "M-3.5,-3.5h7v7h-7z",  # square
+    "M0,-5L5,0L0,5L-5,0z",  # diamond
+    "M0,-5L4.5,3.5h-9z",  # triangle up
+    "M0,5L4.5,-3.5h-9z",  # triangle down
+    "M-1.5,-5h3v3.5h3.5v3h-3.5v3.5h-3v-3.5h-3.5v-3h3.5z",  # plus
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point: place, standard error, and what it is, in words."""
+
+    x: float
+    y: float
+    error: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line, whose number chooses colour and shape."""
+
+    number: int
+    name: str
+    points: Sequence[Point]
+
+
+def mark(number: int) -> Markup:
+    """Return the mark of a line, around the origin."""
+    return Markup('<path class="mark c{}" d="{}"/>').format(number % 8, SHAPES[number % len(SHAPES)])
+
+
+def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> Markup:
+    """Draw lines over shares; the title says in words what there is to see."""
+    points = [point for line in lines for point in line.points]
+    low = min(point.y - point.error for point in points)
+    high = max(point.y + point.error for point in points)
+    pad = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+    low, high = low - pad, high + pad
+    right = max(point.x for point in points) * 1.03 or 1.0
+
+    def at(x: float, y: float) -> tuple[str, str]:
+        across = LEFT + (WIDTH - LEFT - RIGHT) * x / right
+        down = TOP + (HEIGHT - TOP - BOTTOM) * (high - y) / (high - low)
+        return f"{across:.1f}", f"{down:.1f}"
+
+    parts = [Markup('<svg class="chart" viewBox="0 0 {} {}" role="img"><title>{}</title>').format(WIDTH, HEIGHT, title)]
+    for tick in MaxNLocator(5).tick_values(low, high):
+        if low <= tick <= high:
+            (left, down), (end, _) = at(0, tick), at(right, tick)
+            parts.append(Markup('<path class="grid" d="M{},{}H{}"/>').format(left, down, end))
+            parts.append(Markup('<text class="end" x="{}" y="{}" dy="4">{:.4g}</text>').format(LEFT - 6, down, tick))
+    for tick in MaxNLocator(5).tick_values(0, right):
+        if 0 <= tick <= right:
+            across, _ = at(tick, low)
+            text = Markup('<text class="middle" x="{}" y="{}">{:.0f} %</text>')
+            parts.append(text.format(across, HEIGHT - BOTTOM + 16, 100 * tick))
+    middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
+    parts.append(Markup('<text class="middle" x="{}" y="{}">{}</text>').format(middle, HEIGHT - 6, x_label))
+    parts.append(
+        Markup('<text class="middle" transform="translate(11 {}) rotate(-90)">{}</text>').format(
+            TOP + (HEIGHT - TOP - BOTTOM) / 2, y_label
+        )
+    )
+    for line in lines:
+        colour = f"c{line.number % 8}"
+        if len(line.points) == 1:  # a level to hold the others against
+            (left, y), (end, _) = at(0, line.points[0].y), at(right, line.points[0].y)
+            parts.append(Markup('<path class="line level {}" d="M{},{}H{}"/>').format(colour, left, y, end))
+        path = "L".join(",".join(at(point.x, point.y)) for point in line.points)
+        parts.append(Markup('<path class="line {}" d="M{}"/>').format(colour, path))
+        for point in line.points:
+            (x, top), (_, bottom) = at(point.x, point.y + point.error), at(point.x, point.y - point.error)
+            _, y = at(point.x, point.y)
+            parts.append(Markup('<path class="line error {}" d="M{},{}V{}"/>').format(colour, x, top, bottom))
+            parts.append(
+                Markup('<g transform="translate({} {})"><title>{}</title>{}</g>').format(
+                    x, y, point.text, mark(line.number)
+                )
+            )
+    return Markup("").join([*parts, Markup("</svg>")])

@@ -1,0 +1,102 @@
+"""The model ``ag`` of lm-evaluation-harness: its tasks, with eviction between context and continuation.
+
+``python -m ag.evaluate.lm_eval`` is the harness's own command ``lm_eval`` with the model added (it finds other
+people's models by import only)::
+
+    python -m ag.evaluate.lm_eval --model ag --model_args pretrained=MODEL,policy=h2o,budget=0.25 --tasks piqa
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from ag import engine, export
+from ag.evaluate.tasks.follow import score
+from ag.models import resolve
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ImportError as error:
+    raise ImportError("ag.evaluate.lm_eval needs lm-evaluation-harness: pip install 'ag[lm_eval]'.") from error
+
+log = logging.getLogger(__name__)
+
+Request = tuple[tuple[str, str] | None, list[int], list[int]]
+
+
+@register_model("ag")
+class EvictingLM(HFLM):
+    """The harness's ``hf`` model whose caches forget.
+
+    Requests with the same context share one forward pass of it: the context is the prompt, which is read and evicted
+    before each continuation. ``loglikelihood_rolling`` evicts nothing, since a rolling window has no prompt.
+
+    Args:
+        pretrained: hub id, local folder, the alias smollm2, or a model (then with ``tokenizer``).
+        policy: see :func:`ag.policy`; ``gates:EXPORT`` brings the export's adapter along.
+        budget: share of the context, or tokens per KV head.
+        schedule: when something is evicted.
+        others: arguments of ``hf`` (dtype, peft, max_length, ...), and options of the policy (window, ...).
+    """
+
+    def __init__(
+        self,
+        pretrained: str | PreTrainedModel,
+        policy: str = "full",
+        budget: int | float | None = None,
+        schedule: str = "prefill",
+        **others: Any,
+    ) -> None:
+        known = inspect.signature(HFLM.__init__).parameters
+        options = {name: others.pop(name) for name in list(others) if name not in known}
+        self.policy = engine.policy(policy, budget, schedule, **options)
+        path = policy.partition(":")[2] if self.policy.by_gates else ""
+        while path and not Path(path).is_dir():  # a wrapper and an allocator may follow it
+            path = path[: max(path.rfind("+"), path.rfind("@"), 0)]
+        if path and (adapter := export.adapter_path(path)):
+            others.setdefault("peft", str(adapter))
+        super().__init__(pretrained=resolve(pretrained) if isinstance(pretrained, str) else pretrained, **others)
+
+    def _loglikelihood_tokens(
+        self, requests: list[Request], disable_tqdm: bool = False, **others: Any
+    ) -> list[tuple[float, bool]]:
+        if requests and requests[0][0] is None:  # the windows of loglikelihood_rolling have no text
+            plain: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, **others)
+            return plain
+        groups: dict[tuple[int, ...], list[int]] = {}
+        cut = 0
+        for index, (_, context, continuation) in enumerate(requests):
+            # hf's rule: what is fed, that is all but the last token, fits the model
+            room = self.max_length + 1 - len(continuation)
+            if room < 1:
+                raise ValueError(f"A continuation of {len(continuation)} tokens exceeds the context: no task for it.")
+            groups.setdefault(tuple(context[-room:]), []).append(index)
+            cut += len(context) > room
+        if cut:
+            log.warning("%d of %d contexts do not fit the model: their first tokens are cut.", cut, len(requests))
+        found: dict[int, tuple[float, bool]] = {}
+        for context, members in tqdm(groups.items(), disable=disable_tqdm or self.rank != 0, desc="Contexts"):
+            [(cache, last)] = engine.prefill(self.model, [self.policy], torch.tensor([context], device=self.device))
+            scores = score(self.model, cache, last, [requests[index][2] for index in members])
+            for index, (nats, greedy) in zip(members, scores, strict=True):
+                found[index] = float(nats.sum()), bool(greedy.all())
+                self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
+        return [found[index] for index in range(len(requests))]
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
+        cache = engine.EvictionCache(self.model, self.policy)
+        generated: torch.Tensor = super()._model_generate(context, max_length, stop, past_key_values=cache, **settings)
+        return generated
+
+
+if __name__ == "__main__":
+    cli_evaluate()

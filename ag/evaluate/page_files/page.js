@@ -1,0 +1,89 @@
+"use strict";
+
+// Tables: a click on a head, or Enter or Space on it, sorts by its column; again, the other way round.
+for (const table of document.querySelectorAll("table.sortable")) {
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, column) => {
+    head.querySelector("button").addEventListener("click", () => {
+      const down = head.getAttribute("aria-sort") === "ascending";
+      heads.forEach((other) => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", down ? "descending" : "ascending");
+      const rows = [...table.tBodies[0].rows];
+      const value = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
+      rows.sort((one, other) => {
+        const [a, b] = [value(one), value(other)];
+        if (a === "" || b === "") return (a === "") - (b === ""); // nothing comes last, both ways
+        const order = isNaN(a) || isNaN(b) ? a.localeCompare(b) : a - b;
+        return down ? -order : order;
+      });
+      table.tBodies[0].append(...rows);
+    });
+  });
+}
+
+// The viewer: texts are set as textContent only, so that no prompt can become part of the page.
+const prompts = JSON.parse(document.getElementById("data").textContent).prompts;
+const [prompt, policy, layer, head] = ["prompt", "policy", "layer", "head"].map((id) => document.getElementById(id));
+
+function choices(select, names) {
+  const before = select.selectedOptions[0]?.textContent;
+  select.replaceChildren(...names.map((name, index) => {
+    const option = document.createElement("option");
+    option.textContent = name;
+    option.value = index;
+    option.selected = name === before;
+    return option;
+  }));
+}
+
+function numbered(word, count) {
+  return [`all ${word}s`, ...Array.from({ length: count }, (_, index) => `${index}`)];
+}
+
+function chosen(select, list) {
+  return select.value === "0" ? list : [list[select.value - 1]];
+}
+
+function showPolicies() {
+  const names = prompts[prompt.value].policies.map((one) => one.name);
+  const first = policy.options.length === 0;
+  choices(policy, names);
+  if (first && names[0] === "full" && names.length > 1) policy.value = 1; // one that evicts
+  showLayers();
+}
+
+function showLayers() {
+  const kept = prompts[prompt.value].policies[policy.value].kept;
+  choices(layer, numbered("layer", kept.length));
+  choices(head, numbered("head", kept[0].length));
+  showTokens();
+}
+
+function showTokens() {
+  const { pieces, policies } = prompts[prompt.value];
+  const rows = chosen(layer, policies[policy.value].kept).flatMap((heads) => chosen(head, heads)).map(atob);
+  const counts = pieces.map((_, token) => rows.filter((bits) => (bits.charCodeAt(token >> 3) >> (token & 7)) & 1).length);
+  document.getElementById("text").replaceChildren(...pieces.map((piece, token) => {
+    const element = document.createElement(counts[token] ? "span" : "del");
+    element.textContent = piece;
+    element.title = `token ${token}: ` + (rows.length > 1 ? `kept by ${counts[token]} of ${rows.length}` : counts[token] ? "kept" : "evicted");
+    if (rows.length > 1) element.style.setProperty("--share", counts[token] / rows.length);
+    return element;
+  }));
+  const kept = counts.reduce((sum, count) => sum + count, 0);
+  const share = (100 * kept / (rows.length * pieces.length)).toFixed(1);
+  document.getElementById("summary").textContent = rows.length > 1
+    ? `${share} % of the entries of ${pieces.length} tokens in ${rows.length} heads kept`
+    : `${kept} of ${pieces.length} tokens kept (${share} %)`;
+}
+
+if (prompts.length) {
+  choices(prompt, prompts.map((one) => one.name));
+  prompt.addEventListener("change", showPolicies);
+  policy.addEventListener("change", showLayers);
+  layer.addEventListener("change", showTokens);
+  head.addEventListener("change", showTokens);
+  showPolicies();
+} else {
+  document.getElementById("tokens").hidden = true;
+}

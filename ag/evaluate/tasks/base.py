@@ -1,0 +1,152 @@
+"""What a task is: samples, and what a policy makes of each of them."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ag.engine import EvictionCache, Policy, prefill
+
+Tags = Mapping[str, str | int | float]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question, document or haystack.
+
+    Attributes:
+        id: names it, the same in every run.
+        prompt: its tokens up to the answer, ``[T]``; what a policy evicts from.
+    """
+
+    id: str
+    prompt: list[int]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a policy made of one sample.
+
+    Attributes:
+        sample: its id.
+        score: the task's metric on it: accuracy 0 or 1, nats per token, F1 in 0..1, ...
+        tokens: prompt tokens.
+        kept: share of the (token, layer, KV head) entries that was held after the prompt, measured in the cache.
+        kv_bytes: allocated for keys and values at that moment.
+        seconds: of deciding what to evict and of the answer; reading the prompt, which policies share, is not in it.
+        tags: what tells samples apart: needle length and depth, subset of a benchmark, bins of a curve.
+    """
+
+    sample: str
+    score: float
+    tokens: int
+    kept: float
+    kv_bytes: int
+    seconds: float
+    tags: Tags = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The samples of a task.
+
+    Attributes:
+        samples: those that can be run, in their stored order.
+        too_long: how many were left out because they do not fit the model.
+        too_short: how many were left out because they have fewer tokens than the task needs.
+    """
+
+    samples: list[Any]
+    too_long: int = 0
+    too_short: int = 0
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """A task; its fields are its options.
+
+    Attributes:
+        name: what the command calls it.
+        root: local folder of the data; None: the Hugging Face hub.
+    """
+
+    name: str
+    root: str | None = None
+
+    metric: ClassVar[str]
+    higher_is_better: ClassVar[bool] = True
+
+    @abstractmethod
+    def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
+        """Read and tokenise the samples.
+
+        Args:
+            tokenizer: the model's.
+            limit: only the first so many; None: all. Those of them that cannot be run are left out and counted.
+            max_tokens: the model's context; a sample with its answer must fit.
+
+        Raises:
+            UserError: the data is missing or damaged; the message says how to get it.
+        """
+
+    @abstractmethod
+    def run(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        policies: Sequence[Policy],
+        samples: Sequence[Any],
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Run policies over samples, and yield (index of the policy, outcome) as each is done.
+
+        Sample by sample, and for each sample policy by policy: those that read the prompt densely share one forward
+        pass of it.
+
+        Raises:
+            UserError: a policy cannot do the task.
+        """
+
+
+@dataclass(frozen=True)
+class PromptTask(Task):
+    """A task whose samples are a prompt, which is read and evicted, and something that follows it."""
+
+    def run(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        policies: Sequence[Policy],
+        samples: Sequence[Any],
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Run policies over samples; see :meth:`Task.run`."""
+        device = next(model.parameters()).device
+        for sample in samples:
+            caches = prefill(model, policies, torch.tensor([sample.prompt], device=device))
+            for index in range(len(policies)):
+                cache, last = caches.pop(0)  # freed before the next answer
+                held = cache.kept_share(), cache.nbytes
+                start = time.perf_counter()
+                score, tags = self.answer(model, tokenizer, cache, last, sample)
+                seconds = time.perf_counter() - start + sum(layer.scoring_seconds for layer in cache.evicting_layers)
+                yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags)
+
+    @abstractmethod
+    def answer(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Any
+    ) -> tuple[float, Tags]:
+        """Return the sample's score and tags.
+
+        Args:
+            model: the model.
+            tokenizer: its tokenizer.
+            cache: has read and evicted the prompt; this sample's own.
+            last: ``[1, d]``, the final hidden state of the prompt's last token.
+            sample: one of those that :meth:`load` gave.
+        """

@@ -1,0 +1,95 @@
+"""What follows a prompt: tokens that are given, or those that the model finds likeliest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ag.attach import decoder_of, lm_logits
+from ag.engine import EvictionCache
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module, cache: EvictionCache, last: Tensor, answers: list[list[int]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return for each answer its tokens' log-likelihoods ``[T]`` in nats, float32, and whether each is the likeliest.
+
+    The answers share one prompt and are fed as one batch padded on the right; where the policy evicts while decoding,
+    in pieces of as many tokens as come between two evictions. The results are on the CPU.
+
+    Args:
+        model: the model.
+        cache: holds one prompt; it is used up.
+        last: ``[1, d]``, the final hidden state of the prompt's last token.
+        answers: tokens of each.
+    """
+    longest = max(map(len, answers))
+    tokens = torch.tensor([answer + [0] * (longest - len(answer)) for answer in answers], device=last.device)
+    mask = torch.tensor([[i < len(answer) for i in range(longest)] for answer in answers], device=last.device)
+    if len(answers) > 1:
+        cache.batch_repeat_interleave(len(answers))
+    states = last.expand(len(answers), -1)[:, None]
+    if longest > 1:
+        states = torch.cat([states, feed(model, cache, tokens[:, :-1], mask[:, :-1])], 1)
+    found = []
+    for row, ids, answer in zip(states, tokens, answers, strict=True):
+        logits, right = lm_logits(model, row[: len(answer)]).float(), ids[: len(answer)]
+        nats = -F.cross_entropy(logits, right, reduction="none")
+        found.append((nats.cpu(), (logits.argmax(-1) == right).cpu()))
+    return found
+
+
+@torch.no_grad()
+def feed(model: nn.Module, cache: EvictionCache, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the final hidden states ``[B, T, d]`` of tokens after what the cache has seen.
+
+    Args:
+        model: the model.
+        cache: has seen B sequences without padding on their left.
+        tokens: ``[B, T]``.
+        mask: ``[B, T]`` bool, False on padding, which is on the right.
+    """
+    decoder, states = decoder_of(model), []
+    for start in range(0, tokens.shape[1], piece := cache.policy.steps or tokens.shape[1]):
+        part = slice(start, start + piece)
+        valid = None if mask is None else torch.cat([cache.valid, mask[:, part]], 1)
+        states.append(decoder(tokens[:, part], attention_mask=valid, past_key_values=cache).last_hidden_state)
+    return torch.cat(states, 1)
+
+
+@torch.no_grad()
+def greedy(
+    model: nn.Module, cache: EvictionCache, last: Tensor, most: int, stop: Collection[int], least: int = 0
+) -> list[int]:
+    """Return the likeliest tokens one after the other.
+
+    Args:
+        model: the model.
+        cache: holds one prompt.
+        last: ``[1, d]``, the final hidden state of the prompt's last token.
+        most: at most so many.
+        stop: tokens that end the text; they are not part of it.
+        least: the text does not end before it has so many.
+    """
+    found: list[int] = []
+    while len(found) < most:
+        logits = lm_logits(model, last[0])
+        if len(found) < least:
+            logits[list(stop)] = -torch.inf
+        token = int(logits.argmax())
+        if token in stop:
+            break
+        found.append(token)
+        if len(found) < most:
+            last = feed(model, cache, torch.tensor([[token]], device=last.device))[:, -1]
+    return found
+
+
+def end_tokens(model: nn.Module, eos: int | None) -> set[int]:
+    """Return the tokens that end a text: the tokenizer's ``eos`` and those of the model's generation settings."""
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return {token for token in (eos, *(named if isinstance(named, list) else [named])) if token is not None}

@@ -1,0 +1,195 @@
+"""Perplexity of plain documents: after an evicted prompt, and of whole books in a cache of fixed size."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+
+from ag.attach import lm_logits
+from ag.data.collate import start_tokens, tokenize
+from ag.engine import EvictionCache, Policy, prefill
+from ag.errors import UserError, require
+from ag.evaluate.tasks.base import Loaded, Outcome, PromptTask, Sample, Tags, Task
+from ag.evaluate.tasks.follow import feed, score
+from ag.evaluate.tasks.rows import HeldOut
+
+LETTERS = 32  # per token, more than any text has on average: what is tokenised of a book
+
+
+@dataclass(frozen=True)
+class Document(Sample):
+    """A document.
+
+    Attributes:
+        following: tokens after the prompt.
+    """
+
+    following: list[int]
+
+
+@dataclass(frozen=True)
+class Documents(Task):
+    """Where the documents are.
+
+    Attributes:
+        data: hub id, or folder under ``root``; None: PG-19 on the hub, ``corpus`` (``pg19_style`` for books) in a root.
+        subset: configuration name on the hub.
+        split: None: test, or where there is none, validation.
+        text_field: the field that holds a document.
+    """
+
+    data: str | None = None
+    subset: str | None = None
+    split: str | None = None
+    text_field: str = "text"
+
+    metric: ClassVar[str] = "nats per token"
+    higher_is_better: ClassVar[bool] = False
+    folder: ClassVar[str] = "corpus"
+
+    def texts(self) -> Iterator[str]:
+        """Return the documents in their stored order."""
+        hub, folder = self.data or "emozilla/pg19-test", self.data or self.folder
+        splits = (self.split,) if self.split else ("test", "validation")
+        return HeldOut.of(self.name, self.root, hub, folder, splits, self.subset).texts(self.text_field)
+
+
+def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, number: int | None) -> list[int]:
+    """Return the first tokens of a text, what the tokenizer starts texts with included; None: all."""
+    part = text if number is None else text[: LETTERS * number]
+    ids = start_tokens(tokenizer) + tokenize(tokenizer, [part])[0]
+    if number is not None and len(ids) <= number and len(part) < len(text):
+        return first_tokens(tokenizer, text, None)[:number]
+    return ids[:number]
+
+
+@dataclass(frozen=True)
+class Continuation(Documents, PromptTask):
+    """Perplexity of a document's continuation after its evicted first tokens; one document is one sample.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        continuation: tokens scored after it.
+    """
+
+    prompt: int = 512
+    continuation: int = 64
+
+    def __post_init__(self) -> None:
+        """Check the lengths."""
+        for name in ("prompt", "continuation"):
+            value = getattr(self, name)
+            require(self, name, type(value) is int and value > 0, "a number of tokens, at least 1")
+
+    def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
+        """Read the documents; see :meth:`ag.evaluate.tasks.Task.load`."""
+        length = self.prompt + self.continuation
+        if length > max_tokens:
+            raise UserError(
+                f"Task {self.name}: prompt={self.prompt} and continuation={self.continuation} exceed the model's "
+                f"context of {max_tokens} tokens; give fewer."
+            )
+        rows = [first_tokens(tokenizer, text, length) for text in itertools.islice(self.texts(), limit)]
+        long_enough = [(number, ids) for number, ids in enumerate(rows) if len(ids) == length]
+        documents = [Document(f"{number}", ids[: self.prompt], ids[self.prompt :]) for number, ids in long_enough]
+        return Loaded(documents, too_short=len(rows) - len(documents))
+
+    def answer(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Document
+    ) -> tuple[float, Tags]:
+        """Return the continuation's mean negative log-likelihood."""
+        return -float(score(model, cache, last, [sample.following])[0][0].mean()), {}
+
+
+@dataclass(frozen=True)
+class Stream(Documents):
+    """Perplexity of whole books while the cache keeps its size, as in StreamingLLM's experiments on PG-19.
+
+    The first block is the prompt; then come as many tokens at once as lie between two evictions of the policy, which
+    needs a schedule ``every`` or ``steps:n`` (and for long blocks ``blocks:m``). Kept share and bytes are those at the
+    end. The tags ``nats@N`` are the curve: the mean over the tokens from N on.
+
+    Attributes:
+        block: tokens of the first forward pass.
+        tokens: only the first so many of each book; None: all.
+        bin: tokens of a point of the curve.
+    """
+
+    block: int = 512
+    tokens: int | None = None
+    bin: int = 1024
+
+    folder: ClassVar[str] = "pg19_style"
+
+    def __post_init__(self) -> None:
+        """Check the lengths."""
+        for name in ("block", "bin", "tokens"):
+            value = getattr(self, name)
+            fits = (type(value) is int and value > 0) or (name == "tokens" and value is None)
+            require(self, name, fits, "a number of tokens, at least 1")
+
+    def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
+        """Read the books; see :meth:`ag.evaluate.tasks.Task.load`. None is too long: policies say what they can do."""
+        rows = [first_tokens(tokenizer, text, self.tokens) for text in itertools.islice(self.texts(), limit)]
+        books = [
+            Document(f"{number}", ids[: self.block], ids[self.block :])
+            for number, ids in enumerate(rows)
+            if len(ids) > self.block
+        ]
+        return Loaded(books, too_short=len(rows) - len(books))
+
+    def run(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        policies: Sequence[Policy],
+        samples: Sequence[Any],
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Run policies over books; see :meth:`ag.evaluate.tasks.Task.run`."""
+        longest = max((len(book.prompt) + len(book.following) for book in samples), default=0)
+        for policy in policies:
+            self._check(policy, longest, model.config.get_text_config().max_position_embeddings)  # type: ignore[operator, union-attr]
+        device = next(model.parameters()).device
+        for book in samples:
+            caches = prefill(model, policies, torch.tensor([book.prompt], device=device))
+            for index in range(len(policies)):
+                cache, last = caches.pop(0)
+                start = time.perf_counter()
+                nats = self._read(model, cache, last, torch.tensor(book.following, device=device))
+                seconds = time.perf_counter() - start
+                first = len(book.prompt)
+                tags = {f"nats@{first + i * self.bin}": float(x.mean()) for i, x in enumerate(nats.split(self.bin))}
+                held = first + len(nats), cache.kept_share(), cache.nbytes
+                yield index, Outcome(book.id, float(nats.mean()), *held, seconds, tags)
+
+    def _check(self, policy: Policy, longest: int, context: int) -> None:
+        if policy.spec != "full" and policy.steps is None:
+            raise UserError(
+                f"Task {self.name}: {policy!r} evicts nothing after the first block, so that its cache grows; give "
+                "schedule=every or schedule=steps:n."
+            )
+        if longest > context and policy.positions != "slot":
+            raise UserError(
+                f"Task {self.name}: {policy!r}: {longest} tokens exceed the model's context of {context}, beyond which "
+                f"only policies with positions=slot work; give tokens={context} or fewer."
+            )
+
+    def _read(self, model: nn.Module, cache: EvictionCache, last: Tensor, tokens: Tensor) -> Tensor:
+        """Return the negative log-likelihoods ``[T]`` of the tokens, on the CPU."""
+        found = []
+        for part in tokens.split(cache.policy.steps or 256):
+            with torch.no_grad():
+                found.append(F.cross_entropy(lm_logits(model, last).float(), part[:1], reduction="none").cpu())
+                states = feed(model, cache, part[None])[0]
+                ahead = lm_logits(model, states[:-1]).float()
+                found.append(F.cross_entropy(ahead, part[1:], reduction="none").cpu())
+            last = states[-1:]
+        return torch.cat(found)

@@ -1,0 +1,79 @@
+"""Gated prefill in blocks of queries, each of which meets only the keys that some of its queries see."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ag.kernels.gated_attention.masks import sink_mask
+
+BLOCK = 128  # queries handled at once
+LONG = 4096  # of a head that keeps more tokens, half as many queries are handled at once
+
+
+def chunked_gated_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    key_valid: Tensor | None,
+    scaling: float,
+    recent: int = 1,
+    sinks: int = 0,
+    window: int | None = None,
+) -> Tensor:
+    """Compute :func:`ag.kernels.gated_prefill.gated_prefill`; the work is that of the kept pairs and the diagonal.
+
+    The kept keys of a (sequence, KV head) pair are gathered once, in order, so that those up to a query's position are
+    a range, whose end a binary search finds. The softmax runs in float32 (float64 for float64 arguments).
+    """
+    batch, heads, length, _ = q.shape
+    kv_heads, group = k.shape[1], heads // k.shape[1]
+    out = torch.zeros_like(q[..., :1].expand(*q.shape[:3], v.shape[-1]), memory_format=torch.contiguous_format)
+    stays = keep | sink_mask(key_valid, sinks, batch, length, q.device)[:, None]
+    goes = ~stays
+    if key_valid is not None:
+        stays, goes = stays & key_valid[:, None], goes & key_valid[:, None]
+    for b in range(batch):
+        for h in range(kv_heads):
+            part = slice(h * group, (h + 1) * group)
+            out[b, part] = _one(q[b, part], k[b, h], v[b, h], stays[b, h], goes[b, h], scaling, recent, window)
+    return out
+
+
+def _one(
+    q: Tensor, k: Tensor, v: Tensor, stays: Tensor, goes: Tensor, scaling: float, recent: int, window: int | None
+) -> Tensor:
+    """Attend from the query heads ``[G, T, D]`` of one KV head; ``goes`` are the evicted keys, seen while recent."""
+    group, length, dim = q.shape
+    acc = torch.promote_types(q.dtype, torch.float32)
+    kept, gone = stays.nonzero().flatten(), goes.nonzero().flatten()
+    kept_k, kept_v = k[kept], v[kept]
+    width = BLOCK if len(kept) <= LONG else BLOCK // 2
+    starts = torch.arange(0, length, width, device=q.device)
+    stops = (starts + width).clamp_max(length)
+    oldest = starts * 0 if window is None else (starts - window + 1).clamp_min(0)
+    edges = [
+        *(torch.searchsorted(kept, at).tolist() for at in (oldest, starts if window is None else oldest, stops)),
+        *(torch.searchsorted(gone, at).tolist() for at in (torch.maximum(starts - recent + 1, oldest), stops)),
+    ]
+    out = q.new_empty(group, length, v.shape[-1])
+    for start, first, open_until, last, near, end in zip(starts.tolist(), *edges, strict=True):
+        stop = min(start + width, length)
+        extra = gone[near:end]
+        keys, values = torch.cat([kept_k[first:last], k[extra]]), torch.cat([kept_v[first:last], v[extra]])
+        positions = torch.cat([kept[open_until:last], extra])
+        distance = torch.arange(start, stop, device=q.device)[:, None] - positions
+        hidden = distance < 0
+        hidden[:, last - open_until :] |= distance[:, last - open_until :] >= recent
+        if window is not None:
+            hidden |= distance >= window
+        rows = q[:, start:stop].reshape(-1, dim)
+        s = (rows * scaling) @ keys.mT if q.dtype == acc else (rows @ keys.mT).to(acc).mul_(scaling)
+        by_head = s.view(group, stop - start, -1)
+        by_head[..., open_until - first :].masked_fill_(hidden, float("-inf"))
+        weights = s.softmax(-1)
+        if open_until == first:  # a padding query may see nothing
+            weights.view_as(by_head).masked_fill_(hidden, 0.0)
+        out[:, start:stop] = (weights.to(v.dtype) @ values).view(group, stop - start, -1)
+    return out

@@ -1,0 +1,63 @@
+"""Several policies that read a prompt together are as each is alone."""
+
+import pytest
+import torch
+from gates_for import gates_for
+
+import ag
+from ag.attach import decoder_of
+from ag.engine import EvictionCache, prefill
+from ag.engine.observe import Observation
+
+POLICIES = [
+    ag.policy("full"),
+    ag.policy("h2o", 0.5),
+    ag.policy("snapkv+caote@preference", 9, window=4),
+    ag.policy("tova", 6, schedule="blocks:5+every"),
+    ag.policy("gates"),
+    ag.policy("gates", 0.3),
+]
+
+
+@pytest.mark.parametrize("prefix", ["sparse", "dense"])
+def test_together_is_as_alone(tiny_llama, prefix):
+    model = tiny_llama().eval()
+    ag.attach(model, gates_for(model, prefill=prefix))
+    ids = torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, :7] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    passes = []
+    handle = decoder_of(model).register_forward_hook(lambda *_: passes.append(1))
+    together = prefill(model, POLICIES, ids, mask, positions)
+    handle.remove()
+    assert len(passes) == (3 if prefix == "sparse" else 2)
+    for one, (cache, last) in zip(POLICIES, together, strict=True):
+        alone = EvictionCache(model, one)
+        with torch.no_grad():
+            states = decoder_of(model)(ids, mask, positions, past_key_values=alone).last_hidden_state[:, -1]
+        torch.testing.assert_close(last, states, atol=1e-5, rtol=0)
+        assert cache.nbytes == alone.nbytes
+        for layer in range(3):
+            for mine, theirs in zip(cache.kept_positions(layer), alone.kept_positions(layer), strict=True):
+                assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
+        following = torch.tensor([[5, 6, 7], [8, 9, 10]])
+        both = torch.cat([mask, torch.ones(2, 3, dtype=torch.long)], 1)
+        with torch.no_grad():
+            logits = [
+                model(following, both, both.cumsum(1)[:, -3:] - 1, past_key_values=x).logits for x in (cache, alone)
+            ]
+        torch.testing.assert_close(*logits, atol=1e-5, rtol=0)
+
+
+def test_what_is_measured_once_serves_all(tiny_llama, monkeypatch):
+    """One pass over the queries for all sums of attention, and one look at the last 4 for score and preference."""
+    model, looks = tiny_llama().eval(), []
+    rows = Observation._rows
+    monkeypatch.setattr(Observation, "_rows", lambda *args: looks.append(1) or rows(*args))
+    ids = torch.randint(3, 128, (1, 24), generator=torch.Generator().manual_seed(0))
+    prefill(model, ["full", ag.policy("h2o", 0.5), ag.policy("h2o+vatp", 0.25, sinks=1, recent=1)], ids)
+    assert len(looks) == 3  # one a layer
+    looks.clear()
+    prefill(model, [ag.policy("cake", 0.5, window=4), ag.policy("snapkv", 0.25, window=4)], ids)
+    assert len(looks) == 3

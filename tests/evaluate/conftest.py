@@ -1,0 +1,69 @@
+"""A tiny model with documents to compare policies on."""
+
+import io
+import json
+import random
+
+import pytest
+from rich.console import Console
+
+from ag.compare import CompareConfig, compare
+
+POLICIES = ["full", "h2o", "tova"]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory, tiny_llama, tiny_tokenizer):
+    """A folder with a model, and the task ppl's documents in corpus/; one of them is too short, one hostile."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_llama().save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("abcdefgh ", k=60)) for _ in range(5)]
+    texts.insert(1, "</script><script>alert(1)</script> <img src=x onerror=alert(2)> &amp; ]]> \\u003c ' \"")
+    texts.append("short")
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "test.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+@pytest.fixture
+def config(tiny_folder, tmp_path):
+    """`config(**changes)`: three policies at two budgets on one task, five cells."""
+
+    def make(**changes):
+        values = {
+            "model": str(tiny_folder),
+            "root": str(tiny_folder),
+            "policies": list(POLICIES),
+            "budgets": [0.5, 0.25],
+            "tasks": ["ppl"],
+            "task_options": {"ppl": {"prompt": 40, "continuation": 8}},
+            "output": str(tmp_path / "out"),
+        }
+        return CompareConfig(**values | changes)
+
+    return make
+
+
+@pytest.fixture
+def quiet():
+    """A console that keeps what it is told."""
+    return Console(file=io.StringIO(), width=200)
+
+
+@pytest.fixture(scope="session")
+def compared(tiny_folder, tmp_path_factory):
+    """A finished comparison of two tasks, read only."""
+    values = {"prompt": 40, "continuation": 8}
+    config = CompareConfig(
+        model=str(tiny_folder),
+        root=str(tiny_folder),
+        policies=[*POLICIES, "snapkv@pyramid"],
+        policy_options={"snapkv@pyramid": {"window": 4, "kernel": 3}},
+        budgets=[0.5, 0.25],
+        tasks=["ppl", "needle_single"],
+        task_options={"ppl": values, "needle_single": {"lengths": [300], "repeats": 2, "depths": [0.0, 1.0]}},
+        output=str(tmp_path_factory.mktemp("compared")),
+    )
+    return compare(config, Console(file=io.StringIO(), width=200))

@@ -1,0 +1,208 @@
+"""LongBench's metrics on cases worked out by hand, its prompts, and how they are cut."""
+
+import inspect
+import json
+import sys
+import zipfile
+
+import pytest
+
+import ag
+from ag.data.sources import DataError
+from ag.errors import UserError
+from ag.evaluate.tasks import GROUPS, make
+from ag.evaluate.tasks.longbench_metrics import classification, code_similarity, count, f1, retrieval, rouge_l
+from ag.evaluate.tasks.longbench_subsets import SUBSETS
+
+
+def row(context="Bob is tall.", question="Who is tall?", answers=("Bob",), classes=None):
+    return {
+        "input": question,
+        "context": context,
+        "answers": list(answers),
+        "length": 7,
+        "dataset": "hotpotqa",
+        "language": "en",
+        "all_classes": classes,
+        "_id": "x",
+    }
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "score"),
+    [
+        ("The cat sat.", "a cat", 2 / 3),  # cat sat | cat: precision 1/2, recall 1
+        ("cat cat cat", "cat cat", 0.8),  # counted as often as both have it: 2 of 3, 2 of 2
+        ("U.S.A", "usa", 1.0),
+        ("dog", "cat", 0.0),
+        ("", "cat", 0.0),
+    ],
+)
+def test_f1(answer, reference, score):
+    assert f1(answer, reference) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "score"),
+    [
+        ("the cat sat on the mat", "the cat sat on the mat", 1.0),
+        ("police killed the gunman", "police kill the gunman", 0.75),  # 3 of 4 words in order, both ways
+        ("a b c d", "a c x", 2 * (1 / 2 * 2 / 3) / (1 / 2 + 2 / 3)),
+        ("", "words", 0.0),
+        ("...", "words", 0.0),
+    ],
+)
+def test_rouge_l(answer, reference, score):
+    assert rouge_l(answer, reference) == pytest.approx(score, abs=1e-6)
+
+
+def test_rouge_l_of_a_sentence_that_is_too_long_for_the_package():
+    sentence = " ".join(f"w{i}" for i in range(250))
+    assert rouge_l(sentence, sentence) == pytest.approx(1.0)
+    usual = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 200)
+    try:
+        assert rouge_l(sentence, sentence) == 0.0
+    finally:
+        sys.setrecursionlimit(usual)
+
+
+CLASSES = ["Number", "Other number", "Date", "City", "Other city"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "score"),
+    [
+        ("Type: Date", "Date", 1.0),
+        ("Date or City", "Date", 0.5),
+        ("Other number", "Other number", 1.0),
+        ("Number and Other number", "Other number", 0.5),  # "Number" is no part of "Other number": small letter
+        ("City", "Date", 0.0),
+        ("nothing", "Date", 0.0),
+    ],
+)
+def test_classification(answer, reference, score):
+    assert classification(answer, reference, CLASSES) == score
+
+
+def test_classification_leaves_out_parts_of_the_right_name():
+    assert classification("Other city", "Other city", ["city", "Other city", "Date"]) == 1.0
+    assert classification("Other city", "city", ["city", "Other city", "Date"]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"), [("There are 7.", 1.0), ("7 or 8", 0.5), ("17", 0.0), ("seven", 0.0), ("7 7 8 9", 0.5)]
+)
+def test_count_and_retrieval(answer, score):
+    assert count(answer, "7") == score
+    assert retrieval(answer, "Paragraph 7") == score
+    assert retrieval(answer, "no paragraph") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "score"),
+    [
+        ("return x", "return x", 1.0),
+        ("\n# a comment\nreturn x\nmore", "return x", 1.0),
+        ("```python\nabcd", "abcf", 0.75),  # 2 edits (out, in) of 8 letters
+        ("// only comments", "abc", 0.0),
+    ],
+)
+def test_code_similarity(answer, reference, score):
+    assert code_similarity(answer, reference) == score
+
+
+def test_the_subsets_are_those_of_the_benchmark(shared_data):
+    facts = json.loads((shared_data / "longbench" / "prompts.json").read_text())
+    assert {name: subset.prompt for name, subset in SUBSETS.items()} == facts["dataset2prompt"]
+    assert {name: subset.most for name, subset in SUBSETS.items()} == facts["dataset2maxlen"]
+    assert [name for name, subset in SUBSETS.items() if subset.first_line] == facts["score_first_line_only"]
+    assert {name for name, subset in SUBSETS.items() if not subset.chat} == set(facts["no_chat_template"])
+    names = {"f1": "qa_f1", "code_similarity": "code_sim"}
+    metrics = {name: subset.metric.__name__ for name, subset in SUBSETS.items()}
+    assert {name: names.get(metric, metric) for name, metric in metrics.items()} == facts["dataset2metric"]
+
+
+def test_every_subset_of_the_data_loads(shared_data, tiny_tokenizer):
+    for name in GROUPS["longbench"]:
+        loaded = make(name, str(shared_data)).load(tiny_tokenizer, 2, 3000)
+        assert len(loaded.samples) == 2
+        assert all(len(case.prompt) <= 3000 - SUBSETS[name].most for case in loaded.samples)
+
+
+def test_a_prompt_loses_its_middle(tiny_tokenizer, write):
+    context = "".join(f"[{i}]" for i in range(300))
+    root = write("longbench/hotpotqa", [row(), row(context)])
+    short, long = make("hotpotqa", root, max_length=601).load(tiny_tokenizer, None, 1000).samples
+    whole = SUBSETS["hotpotqa"].prompt.format(context=context, input="Who is tall?")
+    assert tiny_tokenizer.decode(short.prompt) == SUBSETS["hotpotqa"].prompt.format(
+        context="Bob is tall.", input="Who is tall?"
+    )
+    assert tiny_tokenizer.decode(long.prompt) == whole[:300] + whole[-300:]
+    assert short.tags == {"subset": "hotpotqa", "words": 7, "cut": 0}
+    assert long.tags["cut"] == len(whole) - 600
+    [_, fitted] = make("hotpotqa", root).load(tiny_tokenizer, None, 1000).samples
+    assert 1000 - 32 - 10 <= len(fitted.prompt) <= 1000 - 32
+    loaded = make("hotpotqa", root, max_length=980).load(tiny_tokenizer, None, 1000)
+    assert (len(loaded.samples), loaded.too_long) == (1, 1)
+    with pytest.raises(UserError, match="generates 512 tokens, which leaves no room"):
+        make("gov_report", write("longbench/gov_report", [row()])).load(tiny_tokenizer, None, 512)
+
+
+def test_chat(tiny_tokenizer, write, monkeypatch):
+    root = write("longbench/hotpotqa", [row()])
+    write("longbench/lcc", [row()])
+    with pytest.raises(UserError, match="has no chat template; set chat=false"):
+        make("hotpotqa", root, chat=True).load(tiny_tokenizer, None, 1000)
+    template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", template)
+    [asked] = make("hotpotqa", root, chat=True).load(tiny_tokenizer, None, 1000).samples
+    [code] = make("lcc", root, chat=True).load(tiny_tokenizer, None, 1000).samples
+    assert tiny_tokenizer.decode(asked.prompt).startswith("<Answer the question")
+    assert tiny_tokenizer.decode(code.prompt).startswith("Please complete")
+
+
+@pytest.mark.parametrize("name", ["hotpotqa", "samsum"])
+def test_the_best_reference_counts(tiny_llama, tiny_tokenizer, write, name):
+    model = tiny_llama()
+    root = write(f"longbench/{name}", [row(answers=("nothing",))])
+    task = make(name, root)
+    loaded = task.load(tiny_tokenizer, None, 512)
+    [(_, outcome)] = task.run(model, tiny_tokenizer, [ag.policy("full")], loaded.samples)
+    ids = tiny_tokenizer.decode(loaded.samples[0].prompt)
+    newline = tiny_tokenizer("\n")["input_ids"]
+    ends = {"eos_token_id": [2, *newline], "min_new_tokens": 1} if name == "samsum" else {"eos_token_id": 2}
+    tokens = model.generate(
+        tiny_tokenizer(ids, return_tensors="pt")["input_ids"],
+        max_new_tokens=SUBSETS[name].most,
+        do_sample=False,
+        **ends,
+    )
+    text = tiny_tokenizer.decode(tokens[0, len(loaded.samples[0].prompt) :], skip_special_tokens=True)
+    assert outcome.tags["answer"] == (text.rstrip("\n") if name == "samsum" else text)
+    root = write(f"longbench/{name}", [row(answers=("nothing", text.strip("\n").split("\n")[0]))])
+    task = make(name, root)
+    [(_, better)] = task.run(model, tiny_tokenizer, [ag.policy("full")], task.load(tiny_tokenizer, None, 512).samples)
+    assert better.score > outcome.score
+
+
+def test_the_archive_of_the_hub(tiny_tokenizer, tmp_path, monkeypatch):
+    archive = tmp_path / "data.zip"
+    with zipfile.ZipFile(archive, "w") as files:
+        files.writestr("data/hotpotqa.jsonl", json.dumps(row("One.")) + "\n" + json.dumps(row("Two.")) + "\n")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(archive))
+    first, second = make("hotpotqa").load(tiny_tokenizer, None, 1000).samples
+    assert "One." in tiny_tokenizer.decode(first.prompt)
+    assert (second.id, second.references) == ("hotpotqa-2", ["Bob"])
+
+
+def test_missing_data(tiny_tokenizer, tmp_path, write):
+    hint = "Give root=FOLDER with longbench/qasper.jsonl.*hf download zai-org/LongBench data.zip"
+    with pytest.raises(DataError, match=hint):
+        make("qasper", str(tmp_path)).load(tiny_tokenizer, None, 1000)
+    with pytest.raises(DataError, match=hint):  # the tests have no hub
+        make("qasper").load(tiny_tokenizer, None, 1000)
+    with pytest.raises(DataError, match=hint):
+        make("qasper", write("longbench/lcc", [row()])).load(tiny_tokenizer, None, 1000)
+    with pytest.raises(DataError, match="qasper row 1 has no field context"):
+        make("qasper", write("longbench/qasper", [{"input": "x"}])).load(tiny_tokenizer, None, 1000)

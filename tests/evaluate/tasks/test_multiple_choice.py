@@ -1,0 +1,104 @@
+"""Multiple choice against the plain model, and what is read."""
+
+import random
+
+import pytest
+from gates_for import gates_for
+
+import ag
+from ag.data.sources import DataError
+from ag.evaluate.tasks import make
+
+rng = random.Random(0)
+WORDS = ("red", "blue", "cat", "dog", "runs", "sleeps", "7", "a", "stone", "under", "moon")
+
+
+def words(most):
+    return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
+
+
+PIQA = [{"goal": words(12), "sol1": words(6), "sol2": words(6), "label": i % 2} for i in range(16)]
+
+
+def test_a_full_cache_is_the_plain_model(tiny_llama, tiny_tokenizer, write, plain):
+    model = tiny_llama()
+    task = make("piqa", write("piqa/validation", PIQA))
+    loaded = task.load(tiny_tokenizer, None, 512)
+    outcomes = [outcome for _, outcome in task.run(model, tiny_tokenizer, [ag.policy("full")], loaded.samples)]
+    right, normalised = [], []
+    for row in PIQA:
+        prompt = tiny_tokenizer(f"Goal: {row['goal']}\nSolution:")["input_ids"]
+        sums = [float(plain(model, prompt, tiny_tokenizer(f" {row[x]}")["input_ids"]).sum()) for x in ("sol1", "sol2")]
+        right.append(float((sums[1] > sums[0]) == row["label"]))
+        normalised.append(float((sums[1] / len(row["sol2"]) > sums[0] / len(row["sol1"])) == row["label"]))
+        assert loaded.samples[len(right) - 1].prompt == prompt
+    assert [outcome.score for outcome in outcomes] == right
+    assert [outcome.tags["normalised"] for outcome in outcomes] == normalised
+    assert 0 < sum(right) < len(right)
+    assert right != normalised
+    assert [outcome.sample for outcome in outcomes] == [f"validation-{i}" for i in range(16)]
+    assert {outcome.kept for outcome in outcomes} == {1.0}
+    assert [outcome.tokens for outcome in outcomes] == [len(sample.prompt) for sample in loaded.samples]
+
+
+def test_policies_together_are_as_each_alone(tiny_llama, tiny_tokenizer, write):
+    model = tiny_llama()
+    ag.attach(model, gates_for(model))
+    task = make("piqa", write("piqa/validation", PIQA))
+    samples = task.load(tiny_tokenizer, 6, 512).samples
+    policies = [ag.policy("full"), ag.policy("h2o", 0.5, "every"), ag.policy("gates"), ag.policy("knorm", 8)]
+    together = list(task.run(model, tiny_tokenizer, policies, samples))
+    assert [index for index, _ in together] == [0, 1, 2, 3] * 6
+    for wanted, policy in enumerate(policies):
+        alone = [outcome for _, outcome in task.run(model, tiny_tokenizer, [policy], samples)]
+        mine = [outcome for index, outcome in together if index == wanted]
+        for one, other in zip(mine, alone, strict=True):
+            assert (one.sample, one.score, one.kept, one.kv_bytes) == (
+                other.sample,
+                other.score,
+                other.kept,
+                other.kv_bytes,
+            )
+    halves = [outcome.kept for index, outcome in together if index == 1]
+    assert halves == pytest.approx([(len(s.prompt) // 2) / len(s.prompt) for s in samples])
+
+
+def test_what_is_too_long_is_counted(tiny_tokenizer, write):
+    task = make("piqa", write("piqa/validation", PIQA))
+    everything = task.load(tiny_tokenizer, None, 512).samples
+    needs = sorted(len(q.prompt) + max(map(len, q.answers)) for q in everything)
+    loaded = task.load(tiny_tokenizer, None, needs[11])
+    assert loaded.too_long == sum(need > needs[11] for need in needs) > 0
+    assert loaded.samples == [q for q in everything if len(q.prompt) + max(map(len, q.answers)) <= needs[11]]
+
+
+def test_the_test_split_is_read_where_it_has_labels(tiny_tokenizer, write):
+    row = {"question": "Why?", "choices": {"text": ["a", "b", "c"], "label": ["A", "B", "C"]}, "answerKey": "C"}
+    write("arc_challenge/validation", [row])
+    root = write("arc_challenge/test", [row, row])
+    [first, _] = make("arc_c", root).load(tiny_tokenizer, None, 512).samples
+    assert (first.split, first.target, len(first.answers)) == ("test", 2, 3)
+    write("piqa/test", PIQA)
+    root = write("piqa/validation", PIQA[:3])
+    assert len(make("piqa", root).load(tiny_tokenizer, None, 512).samples) == 3
+
+
+def test_mmlu(tiny_tokenizer, write):
+    row = {"question": " How many? ", "subject": "high_school_maths", "choices": ["1", "2", "3", "4"], "answer": 3}
+    [question] = make("mmlu", write("mmlu/test", [row])).load(tiny_tokenizer, None, 512).samples
+    assert tiny_tokenizer.decode(question.prompt) == (
+        "The following are multiple choice questions (with answers) about high school maths.\n\n"
+        "How many?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:"
+    )
+    assert [tiny_tokenizer.decode(answer) for answer in question.answers] == [" A", " B", " C", " D"]
+    assert question.target == 3
+
+
+def test_missing_data(tiny_tokenizer, tmp_path, write):
+    with pytest.raises(
+        DataError, match=r"Task rte: .*Give root=FOLDER with rte/validation.jsonl.*load_dataset\('aps/super"
+    ):
+        make("rte", str(tmp_path)).load(tiny_tokenizer, None, 512)
+    root = write("rte/train", [{}])
+    with pytest.raises(DataError, match=r"Task rte: .*no split validation"):
+        make("rte", root).load(tiny_tokenizer, None, 512)

@@ -1,0 +1,118 @@
+"""Perplexity against the plain model and token by token."""
+
+import random
+import string
+
+import pytest
+import torch
+
+import ag
+from ag.errors import UserError
+from ag.evaluate.tasks import make
+from ag.evaluate.tasks.perplexity import first_tokens
+
+rng = random.Random(1)
+TEXTS = ["".join(rng.choices(string.ascii_letters + " ", k=n)) for n in (300, 40, 120, 59, 60)]
+ROWS = [{"text": text} for text in TEXTS]
+SLOT = 2 * 16 * 4  # bytes of a key and a value of one head, float32
+
+
+def test_continuation_after_a_full_cache(tiny_llama, tiny_tokenizer, write, plain):
+    model = tiny_llama()
+    task = make("ppl", write("corpus/validation", ROWS, zipped=True), prompt=40, continuation=20)
+    loaded = task.load(tiny_tokenizer, None, 512)
+    assert (loaded.too_long, loaded.too_short) == (0, 2)
+    outcomes = [outcome for _, outcome in task.run(model, tiny_tokenizer, [ag.policy("full")], loaded.samples)]
+    assert [outcome.sample for outcome in outcomes] == ["0", "2", "4"]
+    for outcome, text in zip(outcomes, (TEXTS[0], TEXTS[2], TEXTS[4]), strict=True):
+        ids = tiny_tokenizer(text)["input_ids"]
+        assert outcome.score == pytest.approx(-float(plain(model, ids[:40], ids[40:60]).mean()), abs=1e-5)
+        assert (outcome.tokens, outcome.kept, outcome.kv_bytes) == (40, 1.0, SLOT * 3 * 2 * (40 + 16))
+
+
+def test_continuation_after_eviction(tiny_llama, tiny_tokenizer, write, step_by_step):
+    model = tiny_llama()
+    task = make("ppl", write("corpus/validation", ROWS), prompt=40, continuation=20)
+    policies = [ag.policy("h2o", 0.25), ag.policy("tova", 10, "every")]
+    samples = task.load(tiny_tokenizer, 1, 512).samples
+    for (index, outcome), policy in zip(task.run(model, tiny_tokenizer, policies, samples), policies, strict=True):
+        ids = tiny_tokenizer(TEXTS[0])["input_ids"]
+        nats = step_by_step(model, ag.EvictionCache(model, policy), ids[:40], ids[40:60])
+        assert outcome.score == pytest.approx(-float(nats.mean()), abs=1e-5), index
+        assert outcome.kept == 0.25
+
+
+def test_lengths_that_do_not_fit(tiny_tokenizer, write):
+    root = write("corpus/validation", ROWS)
+    with pytest.raises(UserError, match="prompt=512 and continuation=64 exceed the model's context of 512"):
+        make("ppl", root).load(tiny_tokenizer, None, 512)
+    with pytest.raises(UserError, match="prompt=0: expected"):
+        make("ppl", root, prompt=0)
+
+
+def test_first_tokens(tiny_tokenizer):
+    """Only as much of a text is tokenised as surely has enough tokens; where it had not, all of it."""
+    words = "abc " * 100
+    assert first_tokens(tiny_tokenizer, words, 5) == tiny_tokenizer("abc a")["input_ids"]
+    assert first_tokens(tiny_tokenizer, words, None) == tiny_tokenizer(words)["input_ids"]
+
+    class Dense:  # 100 letters a token
+        bos_token_id = 0
+
+        def __call__(self, texts, **_):
+            split = [[len(text[i : i + 100]) for i in range(0, len(text), 100)] for text in texts]
+            return {"input_ids": split if isinstance(texts, list) else split[0]}
+
+    assert first_tokens(Dense(), "x" * 950, 7) == [100] * 7
+    assert first_tokens(Dense(), "x" * 250, 7) == [100, 100, 50]
+
+
+def test_a_stream_with_a_full_cache(tiny_llama, tiny_tokenizer, write, plain):
+    model = tiny_llama()
+    task = make("ppl_stream", write("pg19_style/test", ROWS), block=50, tokens=290, bin=100)
+    loaded = task.load(tiny_tokenizer, None, 512)
+    assert (len(loaded.samples), loaded.too_short) == (4, 1)
+    [(_, outcome)] = task.run(model, tiny_tokenizer, [ag.policy("full")], loaded.samples[:1])
+    ids = tiny_tokenizer(TEXTS[0])["input_ids"][:290]
+    nats = -plain(model, ids[:50], ids[50:])
+    assert outcome.score == pytest.approx(float(nats.mean()), abs=1e-5)
+    curve = {"nats@50": nats[:100].mean(), "nats@150": nats[100:200].mean(), "nats@250": nats[200:].mean()}
+    assert outcome.tags == pytest.approx({name: float(x) for name, x in curve.items()}, abs=1e-5)
+    assert (outcome.tokens, outcome.kept) == (290, 1.0)
+
+
+@pytest.mark.parametrize("schedule", ["every", "blocks:10+every", "steps:8"])
+def test_a_stream_keeps_its_size(tiny_llama, tiny_tokenizer, write, step_by_step, schedule):
+    model = tiny_llama()
+    task = make("ppl_stream", write("pg19_style/test", ROWS), block=50, tokens=114)
+    policy = ag.policy("streaming_llm", 20, schedule)
+    [(_, outcome)] = task.run(model, tiny_tokenizer, [policy], task.load(tiny_tokenizer, 1, 512).samples)
+    assert outcome.kept == pytest.approx(20 / 114)
+    assert outcome.kv_bytes <= SLOT * 3 * 2 * (20 + 16)
+    if policy.steps == 1:
+        ids = tiny_tokenizer(TEXTS[0])["input_ids"]
+        nats = step_by_step(model, ag.EvictionCache(model, policy), ids[:50], ids[50:114])
+        assert outcome.score == pytest.approx(-float(nats.mean()), abs=1e-5)
+
+
+def test_positions_by_slot_go_beyond_the_context(tiny_llama, tiny_tokenizer, write, step_by_step):
+    model = tiny_llama(max_position_embeddings=64)
+    task = make("ppl_stream", write("pg19_style/test", ROWS), block=30, tokens=100)
+    policy = ag.policy("streaming_llm", 20, "every", positions="slot")
+    [(_, outcome)] = task.run(model, tiny_tokenizer, [policy], task.load(tiny_tokenizer, 1, 64).samples)
+    ids = tiny_tokenizer(TEXTS[0])["input_ids"]
+    nats = step_by_step(model, ag.EvictionCache(model, policy), ids[:30], ids[30:100])
+    assert outcome.score == pytest.approx(-float(nats.mean()), abs=1e-5)
+    assert outcome.kept == pytest.approx(20 / 100)
+
+
+def test_policies_that_cannot_stream(tiny_llama, tiny_tokenizer, write):
+    model = tiny_llama()
+    root = write("pg19_style/test", [{"text": "x" * 600}])
+    task = make("ppl_stream", root, block=50)
+    samples = task.load(tiny_tokenizer, None, 512).samples
+    with pytest.raises(UserError, match=r"600 tokens exceed the model's context of 512.*positions=slot.*tokens=512"):
+        next(task.run(model, tiny_tokenizer, [ag.policy("h2o", 20, "every")], samples))
+    with pytest.raises(UserError, match=r"its cache grows; give schedule=every"):
+        next(task.run(model, tiny_tokenizer, [ag.policy("h2o", 20)], samples))
+    assert torch.is_grad_enabled()

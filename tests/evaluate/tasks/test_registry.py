@@ -1,0 +1,40 @@
+"""Names of tasks."""
+
+import pytest
+
+from ag.errors import UserError
+from ag.evaluate.tasks import GROUPS, TASKS, expand, make
+
+
+def test_names():
+    assert make("arc_c").name == "arc_challenge"
+    assert make("obqa", "/data").root == "/data"
+    assert make("needle_multikey").keys == 4
+    assert make("needle_multikey", keys=2).keys == 2
+    for name in TASKS:
+        task = make(name)
+        assert task.name == name
+        assert task.metric
+        assert task.higher_is_better == (not name.startswith("ppl"))
+
+
+def test_groups():
+    assert len(GROUPS["longbench"]) == 16
+    assert len(GROUPS["multiple_choice"]) == 9
+    assert expand(["boolq", "longbench", "obqa", "qasper", "boolq"]) == ["boolq", *GROUPS["longbench"], "openbookqa"]
+    assert expand(["needle"]) == [
+        *("needle_single", "needle_text", "needle_multikey", "needle_multivalue", "needle_variables")
+    ]
+    with pytest.raises(UserError, match="is a group of needle_single, "):
+        make("needle")
+
+
+def test_unknown_names():
+    with pytest.raises(UserError, match=r"Unknown task 'bolq'.*did you mean boolq\?"):
+        make("bolq")
+    with pytest.raises(UserError, match=r"Unknown task 'longbnch'.*did you mean longbench\?"):
+        expand(["ppl", "longbnch"])
+    with pytest.raises(UserError, match=r"Unknown option of task ppl 'promt'.*did you mean prompt\?"):
+        make("ppl", promt=3)
+    with pytest.raises(UserError, match=r"Unknown option of task boolq 'depths': it takes none"):
+        make("boolq", depths=[1])

@@ -1,0 +1,152 @@
+"""The harness's model ``ag`` against its own ``hf``, on local tasks."""
+
+import json
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'ag[lm_eval]'")
+
+from gates_for import gates_for
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
+
+import ag
+from ag.evaluate.lm_eval import EvictingLM, cli_evaluate
+
+ROWS = [
+    {"text": "the cat sat on the mat and then it", "choices": ["slept", "ran away", "ate"], "label": 0},
+    {"text": "one two three four five six", "choices": ["seven", "nine", "a dog"], "label": 0},
+    {"text": "a red door and a blue", "choices": ["wall", "cup of tea", "sky"], "label": 2},
+]
+CHOICE = """
+task: tiny_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{rows}"}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: label
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+GENERATE = """
+task: tiny_generate
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{rows}"}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "{{{{choices[0]}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 12}}
+metric_list: [{{metric: exact_match}}]
+"""
+ROLLING = """
+task: tiny_rolling
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{rows}"}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: word_perplexity}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_llama, tiny_tokenizer):
+    """A model with its tokenizer, and tasks over a local file."""
+    folder = tmp_path_factory.mktemp("lm_eval")
+    tiny_llama().save_pretrained(folder / "model")
+    tiny_tokenizer.save_pretrained(folder / "model")
+    rows = folder / "rows.json"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for name, text in (("choice", CHOICE), ("generate", GENERATE), ("rolling", ROLLING)):
+        (folder / f"{name}.yaml").write_text(text.format(rows=rows))
+    return folder
+
+
+def evaluate(folder, model, tasks=("tiny_choice", "tiny_generate", "tiny_rolling"), **args):
+    """Return each task's metrics, and the model's answers to each request."""
+    found = simple_evaluate(
+        model=model,
+        model_args={"pretrained": str(folder / "model"), **args},
+        tasks=list(tasks),
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        device="cpu",
+        batch_size=2,
+        bootstrap_iters=0,
+    )
+    metrics = {task: {k: v for k, v in found["results"][task].items() if isinstance(v, float)} for task in tasks}
+    answers = {task: [sample["resps"] for sample in found["samples"][task]] for task in tasks}
+    return metrics, answers
+
+
+def flat(answers):
+    return torch.tensor([[response[0][0] for response in sample] for sample in answers])
+
+
+def test_with_a_full_cache_it_is_hf(folder):
+    metrics, answers = evaluate(folder, "ag", policy="full")
+    wanted, theirs = evaluate(folder, "hf")
+    for task, values in wanted.items():
+        assert values
+        assert metrics[task] == pytest.approx(values, rel=1e-4)
+    torch.testing.assert_close(flat(answers["tiny_choice"]), flat(theirs["tiny_choice"]), atol=1e-4, rtol=0)
+    assert answers["tiny_generate"] == theirs["tiny_generate"]
+
+
+def test_something_is_evicted_between_context_and_continuation(folder, tiny_llama, tiny_tokenizer):
+    """The scores are those of a cache that read the context alone; a rolling window keeps all."""
+    _, answers = evaluate(folder, "ag", policy="snapkv", budget=0.4, window=2, schedule="every")
+    _, full = evaluate(folder, "ag", policy="full")
+    assert answers["tiny_rolling"] == full["tiny_rolling"]
+    assert answers["tiny_generate"] != full["tiny_generate"]
+    model = tiny_llama()
+    for row, found in zip(ROWS, flat(answers["tiny_choice"]), strict=True):
+        for choice, value in zip(row["choices"], found, strict=True):
+            context, answer = (tiny_tokenizer(text, return_tensors="pt")["input_ids"] for text in (row["text"], choice))
+            answer = torch.cat([tiny_tokenizer(" ", return_tensors="pt")["input_ids"], answer], 1)
+            cache = ag.EvictionCache(model, "snapkv", 0.4, "every", window=2)
+            with torch.no_grad():
+                logits = [model(context, past_key_values=cache).logits[:, -1:]]
+                logits += [model(token[None], past_key_values=cache).logits for token in answer.T[:-1]]
+            nats = torch.cat(logits, 1).log_softmax(-1).gather(2, answer[..., None]).sum()
+            assert float(value) == pytest.approx(float(nats), abs=1e-4)
+
+
+def test_gates_of_an_export(folder, tmp_path, tiny_llama):
+    model = tiny_llama()
+    gates_for(model).save_pretrained(tmp_path / "gates")
+    lm = EvictingLM(str(folder / "model"), policy=f"gates:{tmp_path / 'gates'}", device="cpu")
+    assert lm.policy.by_gates
+    [(nats, _)] = lm._loglikelihood_tokens([(("", ""), list(range(5, 30)), [7])], disable_tqdm=True)
+    cache = ag.EvictionCache(model, lm.policy)
+    with torch.no_grad():
+        wanted = model(torch.arange(5, 30)[None], past_key_values=cache).logits[0, -1].log_softmax(-1)[7]
+    assert nats == pytest.approx(float(wanted), abs=1e-4)
+
+
+def test_a_context_that_is_too_long_loses_its_start_as_with_hf(folder, caplog):
+    args = {"pretrained": str(folder / "model"), "device": "cpu", "max_length": 16}
+    request = Instance("loglikelihood", {}, ("".join(ROWS[0]["text"]), " slept"), 0)
+    [mine] = EvictingLM(**args).loglikelihood([request], disable_tqdm=True)
+    [theirs] = get_model("hf")(**args).loglikelihood([request], disable_tqdm=True)
+    assert mine == pytest.approx(theirs, abs=1e-4)
+    assert "are cut" in caplog.text
+
+
+def test_the_command(folder, monkeypatch, capsys):
+    """Left out is only the harness's own index of 13,000 tasks, which takes most of a minute."""
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    command = ["lm_eval", "--model", "ag", "--tasks", "tiny_choice", "--device", "cpu", "--include_path", str(folder)]
+    model_args = f"pretrained={folder / 'model'},policy=h2o,budget=0.5"
+    monkeypatch.setattr(sys, "argv", [*command, "--model_args", model_args])
+    cli_evaluate()
+    printed = capsys.readouterr().out
+    assert "tiny_choice" in printed
+    assert "'policy': 'h2o', 'budget': 0.5" in printed

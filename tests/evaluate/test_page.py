@@ -1,0 +1,165 @@
+"""The page in headless Chromium."""
+
+import shutil
+
+import pytest
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install -e '.[dev]'")
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.ui import Select  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """A browser without network, which logs its console."""
+    names = [("chromium", "chromium-browser", "google-chrome"), ("chromedriver",)]
+    browser, driver = (next(filter(None, map(shutil.which, choices)), None) for choices in names)
+    if browser is None or driver is None:
+        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    chromium = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    chromium.execute_cdp_cmd("Network.enable", {})
+    chromium.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["http*://*"]})
+    yield chromium
+    chromium.quit()
+
+
+@pytest.fixture
+def page(chromium, compared):
+    """`page(width, dark)`: the report, loaded without a word on the console."""
+
+    def load(width=1200, dark=False):
+        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        chromium.get((compared.folder / "report.html").as_uri())
+        return chromium
+
+    yield load
+    assert chromium.get_log("browser") == []
+
+
+def column(table, number):
+    rows = table.find_elements(By.CSS_SELECTOR, "tbody tr")
+    cells = [row.find_elements(By.CSS_SELECTOR, "th, td")[number] for row in rows]
+    return [cell.get_attribute("data-value") for cell in cells]
+
+
+def by_number(values, down=False):
+    return sorted((v for v in values if v), key=float, reverse=down) + [v for v in values if not v]
+
+
+def test_sorting_by_click_and_by_keyboard(page, compared):
+    table = page().find_elements(By.CSS_SELECTOR, "table.sortable")[1]
+    heads = table.find_elements(By.CSS_SELECTOR, "thead th")
+    assert heads[3].text.startswith("nats per token")
+    before = column(table, 3)
+    assert before != by_number(before)
+    heads[3].find_element(By.TAG_NAME, "button").click()
+    assert heads[3].get_attribute("aria-sort") == "ascending"
+    assert column(table, 3) == by_number(before)
+    heads[3].find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
+    assert heads[3].get_attribute("aria-sort") == "descending"
+    assert column(table, 3) == by_number(before, down=True)
+    differences = column(table, 4)
+    heads[4].find_element(By.TAG_NAME, "button").send_keys(Keys.SPACE)
+    assert [head.get_attribute("aria-sort") for head in heads].count("ascending") == 1
+    assert heads[3].get_attribute("aria-sort") is None
+    assert column(table, 4) == by_number(differences)
+    assert column(table, 4)[-1] == ""  # the baseline has no difference
+    heads[0].find_element(By.TAG_NAME, "button").click()
+    assert column(table, 0) == sorted(column(table, 0))
+
+
+def test_the_viewer_shows_what_was_kept(page, compared):
+    browser = page()
+    entries = {entry.name: entry for entry in compared.of_task("ppl")}
+    selects = {name: Select(browser.find_element(By.ID, name)) for name in ("prompt", "policy", "layer", "head")}
+    assert [option.text for option in selects["policy"].options] == compared.names
+    assert [option.text for option in selects["layer"].options] == ["all layers", "0", "1", "2"]
+    assert [option.text for option in selects["head"].options] == ["all heads", "0", "1"]
+    selects["prompt"].select_by_index(1)
+    for name in ("full", "h2o 0.25", "snapkv@pyramid 0.5"):
+        selects["policy"].select_by_visible_text(name)
+        for layer, head in ((0, 0), (2, 1)):
+            selects["layer"].select_by_visible_text(str(layer))
+            selects["head"].select_by_visible_text(str(head))
+            kept = entries[name].views[1].kept[layer, head]
+            tokens = browser.find_elements(By.CSS_SELECTOR, "#text > *")
+            assert [token.tag_name == "span" for token in tokens] == kept.tolist()
+            assert f"{kept.sum()} of {len(kept)} tokens kept" in browser.find_element(By.ID, "summary").text
+    selects["head"].select_by_visible_text("all heads")
+    kept = entries["snapkv@pyramid 0.5"].views[1].kept[2]
+    token = browser.find_elements(By.CSS_SELECTOR, "#text > *")[3]
+    assert token.get_attribute("title") == f"token 3: kept by {kept[:, 3].sum()} of 2"
+    selects["prompt"].select_by_index(2)  # the other choices stay
+    assert selects["policy"].first_selected_option.text == "snapkv@pyramid 0.5"
+    assert selects["layer"].first_selected_option.text == "2"
+
+
+def test_the_viewer_works_by_keyboard(page):
+    browser = page()
+    before = browser.find_element(By.ID, "summary").text
+    browser.find_element(By.ID, "layer").send_keys(Keys.ARROW_DOWN)
+    assert browser.find_element(By.ID, "layer").get_attribute("value") == "1"
+    assert browser.find_element(By.ID, "summary").text != before
+
+
+def test_a_hostile_prompt_is_shown_and_not_run(page):
+    browser = page()
+    Select(browser.find_element(By.ID, "prompt")).select_by_index(1)
+    text = browser.find_element(By.ID, "text")
+    assert text.get_attribute("textContent") == "</script><script>alert(1)</script> <img "
+    assert browser.execute_script("return document.scripts.length") == 2
+    assert browser.execute_script("return document.images.length") == 0
+
+
+def test_an_injected_script_would_not_run(chromium, compared, tmp_path):
+    """The Content-Security-Policy lets the page's own script run, and no other."""
+    text = (compared.folder / "report.html").read_text()
+    (tmp_path / "page.html").write_text(text.replace("</main>", "<script>document.title = 'run'</script></main>"))
+    chromium.get((tmp_path / "page.html").as_uri())
+    assert chromium.title == f"What to evict: {compared.entries[0].row.model}"
+    assert chromium.find_element(By.ID, "summary").text
+    assert "Content Security Policy" in chromium.get_log("browser")[0]["message"]
+
+
+@pytest.mark.parametrize("width", [360, 768, 1200])
+def test_nothing_is_wider_than_the_screen(page, width):
+    browser = page(width)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    wide = """return [...document.querySelectorAll("body *")].filter(e => !e.closest(".scroll *, svg *") &&
+        e.getBoundingClientRect().right > innerWidth + 1).map(e => e.tagName + e.id)"""
+    assert browser.execute_script(wide) == []
+
+
+def test_dark_and_light(page):
+    colours = [
+        page(dark=dark).execute_script("return getComputedStyle(document.body).backgroundColor")
+        for dark in (False, True)
+    ]
+    assert colours == ["rgb(255, 255, 255)", "rgb(20, 23, 26)"]
+
+
+def test_every_control_is_named_and_reached_by_tab(page):
+    browser = page()
+    controls = browser.find_elements(By.CSS_SELECTOR, "button, select, [tabindex='0']")
+    assert all(control.accessible_name for control in controls)
+    order = []
+    body = browser.find_element(By.TAG_NAME, "body")
+    for _ in range(len(controls)):
+        (browser.switch_to.active_element if order else body).send_keys(Keys.TAB)
+        order.append(browser.switch_to.active_element)
+    assert order == controls
+    assert all(figure.accessible_name for figure in browser.find_elements(By.CSS_SELECTOR, "[role=img]"))
+
+
+def test_it_prints_on_pages_with_everything(page):
+    pdf = page().execute_cdp_cmd("Page.printToPDF", {})["data"]
+    assert len(pdf) > 20_000
