@@ -35,5 +35,5 @@ def test_train_generate_and_add_a_scorer(tmp_path, tiny_llama, tiny_tokenizer):
     full, gated = run("generate.py", folder, "Once upon a time there was a river.").splitlines()
     assert full.startswith("full: 100% of the prompt kept") and gated.startswith("gates: ")
     lines = run("add_a_scorer.py", tmp_path / "base", "Once upon a time there was a river.").splitlines()
-    assert [line.split()[0] for line in lines] == ["value_norm", "knorm", "snapkv"]
+    assert [line.split()[0] for line in lines] == ["value_norm", "knorm", "tova"]
     assert lines[0].split(maxsplit=1)[1] != lines[1].split(maxsplit=1)[1]

@@ -25,7 +25,7 @@ class ValueNorm(Scorer):
 SCORERS["value_norm"] = ValueNorm
 model, tokenizer = load_base(ModelConfig(name=sys.argv[1]))
 inputs = tokenizer(sys.argv[2], return_tensors="pt")
-for policy in ("value_norm", "knorm", "snapkv"):
+for policy in ("value_norm", "knorm", "tova"):
     cache = ag.EvictionCache(model, policy, budget=0.5)
     model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
     print(policy, cache.kept_positions(layer=0)[0][0].tolist())

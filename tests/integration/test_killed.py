@@ -91,7 +91,7 @@ def broken(recipe: Path, place: Path, fault: str, *overrides: str, rank: int = 0
     script.write_text(SCRIPT.format(fault=fault, rank=rank, place=place, step=STEP))
     process = start(f"recipe={recipe}", f"output={place / 'runs'}", *RUN, *overrides, script=script)
     try:
-        _, errors = process.communicate(timeout=180)
+        _, errors = process.communicate(timeout=400)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
