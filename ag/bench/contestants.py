@@ -182,7 +182,7 @@ def kv_bytes(cache: Cache) -> int:
     """Return the bytes allocated for keys and values."""
     if isinstance(cache, EvictionCache):
         return cache.nbytes
-    tensors = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+    tensors = [x for layer in cache.layers for x in (getattr(layer, "keys", None), getattr(layer, "values", None))]
     return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
 
 

@@ -22,7 +22,7 @@ def measure(config: BenchConfig) -> list[Row]:
     rows = []
     for context in config.context:
         for batch in config.batch:
-            mine = [
+            mine: list[Row] = [
                 {"context": context, "batch": batch, "contestant": one.name}
                 | worker.call("memory", config, context, batch, one)
                 for one in plan

@@ -61,7 +61,8 @@ def build(name: str, device: str, dtype: str, seed: int) -> PreTrainedModel:
     geometry = name.removeprefix(RANDOM)
     if geometry not in GEOMETRIES:
         raise UserError(f"model={name}: expected random:{', random:'.join(GEOMETRIES)}.")
-    config = LlamaConfig(max_position_embeddings=1 << 20, rope_theta=500000.0, **GEOMETRIES[geometry])
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    config = LlamaConfig(max_position_embeddings=1 << 20, rope_parameters=rope, **GEOMETRIES[geometry])  # type: ignore[arg-type]
     config._attn_implementation = "sdpa"
     before = torch.get_default_dtype()
     torch.manual_seed(seed)
@@ -73,12 +74,13 @@ def build(name: str, device: str, dtype: str, seed: int) -> PreTrainedModel:
         raise UserError(f"device={device}: {str(error).splitlines()[0]}; give cpu, or one that has room.") from error
     finally:
         torch.set_default_dtype(before)
-    return model.requires_grad_(False).eval()
+    model.requires_grad_(False).eval()
+    return model
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of weights that a decoding step reads: all but an input embedding that is no head too."""
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding, head = next(model.get_input_embeddings().parameters()), model.get_output_embeddings().weight
     total = sum(parameter.nbytes for parameter in model.parameters())
     return total if embedding is head else total - embedding.nbytes
 
@@ -86,7 +88,8 @@ def weight_bytes(model: PreTrainedModel) -> int:
 def token_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of one token's keys and values, over all layers and KV heads."""
     size = fingerprint(decoder_of(model).config)
-    return 2 * size["num_layers"] * size["num_kv_heads"] * size["head_dim"] * next(model.parameters()).element_size()
+    entries: int = 2 * size["num_layers"] * size["num_kv_heads"] * size["head_dim"]
+    return entries * next(model.parameters()).element_size()
 
 
 def gates_for(model: PreTrainedModel, share: float = 0.03) -> AttentionGates:

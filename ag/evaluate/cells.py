@@ -127,7 +127,7 @@ def _policies(label: str, config: CompareConfig) -> list[Policy]:
     budgets = [] if label == "full" else [share if share <= 1 else int(share) for share in config.budgets]
     if not bare and not budgets:
         raise UserError(f"policy {label!r} needs budgets=[...]: shares of the prompt such as 0.25, or tokens.")
-    with_budgets = [policy(label, budget, config.schedule, **options) for budget in budgets]
+    with_budgets = [policy(label, budget, config.schedule, **{"strict": False} | options) for budget in budgets]
     return [policy(label), *with_budgets] if bare else with_budgets
 
 

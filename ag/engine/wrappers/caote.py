@@ -18,10 +18,11 @@ from ag.engine.wrappers.base import Wrapper
 class Caote(Wrapper):
     """``h_p / (1 - h_p) ||o - v_p||`` with ``h`` the base score normalised over the held tokens and ``o = sum h v``.
 
-    Source: "CAOTE: KV Caching through Attention Output Error-based Token Eviction", Eq. 8 and 20 to 22. It is the change of the
-    output when one token goes and the rest is normalised anew. For weights over 1/2 the same is computed without the
-    difference of near numbers, as ``h_p ||v_p - o_(-p)||`` with the output of the others. The heads of a group combine
-    as the root of the sum of squares, the change of their concatenated output. The newest token stays on any base.
+    Source: "CAOTE: KV Caching through Attention Output Error-based Token Eviction", Eq. 8 and 20 to 22. It is the
+    change of the output when one token goes and the rest is normalised anew. For weights over 1/2 the same is computed
+    without the difference of near numbers, as ``h_p ||v_p - o_(-p)||`` with the output of the others. The heads of a
+    group combine as the root of the sum of squares, the change of their concatenated output. The newest token stays on
+    any base.
 
     Attributes:
         pool_stage: ``base``: a base that pools does so before; ``final``: the change is pooled instead.
