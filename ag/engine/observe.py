@@ -320,8 +320,9 @@ class Observation:
         if self.window is not None:
             hidden = hidden | (distance >= self.window)
         s[..., open_until - start :].masked_fill_(hidden[:, :, None], float("-inf"))
-        known = self._outputs is not None and self.new == self.q.shape[2]
-        outputs = self._by_head(self._outputs, columns, heads).flatten(1, 2) if known else None
+        outputs = None
+        if self._outputs is not None and self.new == self.q.shape[2]:
+            outputs = self._by_head(self._outputs, columns, heads).flatten(1, 2)
         return AttentionRows(s.flatten(1, 2), self.v[:, heads, start:stop], counted, open_until - start, outputs)
 
     def _by_head(self, x: Tensor, columns: Tensor | slice, heads: slice) -> Tensor:

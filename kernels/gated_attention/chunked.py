@@ -99,7 +99,8 @@ class _Problem:
 
     def rows(self, x: Tensor, tile: _Tile) -> Tensor:
         """Return the rows of a tile of ``[P, G, T, D]``, ``[p, G * rows, D]``."""
-        return x[tile.part, :, tile.rows].flatten(1, 2)
+        rows: Tensor = x[tile.part, :, tile.rows].flatten(1, 2)
+        return rows
 
     def unfolded(self, x: Tensor) -> Tensor:
         """View ``[p, G * rows, N]`` as ``[p, G, rows, N]``."""
