@@ -99,12 +99,12 @@ class _Problem:
 
     def rows(self, x: Tensor, tile: _Tile) -> Tensor:
         """Return the rows of a tile of ``[P, G, T, D]``, ``[p, G * rows, D]``."""
-        rows: Tensor = x[tile.part, :, tile.rows].flatten(1, 2)
-        return rows
+        return x[tile.part, :, tile.rows].flatten(1, 2)
 
     def unfolded(self, x: Tensor) -> Tensor:
         """View ``[p, G * rows, N]`` as ``[p, G, rows, N]``."""
-        return x.unflatten(1, (self.group, -1))
+        unfolded: Tensor = x.unflatten(1, (self.group, -1))
+        return unfolded
 
     def column_weight(self, tile: _Tile) -> Tensor | None:
         """Return what the keys before ``near`` weigh, ``[p, 1, near]``; None: 1 all."""
