@@ -67,7 +67,7 @@ def test_cells_hold_what_a_plain_computation_gives(config, quiet, tiny_folder):
     full, h2o = comparison.entries[:2]
     assert full.paired is None
     assert h2o.paired.difference == pytest.approx(h2o.row.mean - full.row.mean)
-    assert h2o.row.policy == "ag.policy('h2o', budget=0.5)"
+    assert h2o.row.policy == "ag.policy('h2o', budget=0.5, strict=False)"
     assert h2o.row.versions["torch"] == torch.__version__
 
 
@@ -270,10 +270,19 @@ def test_other_errors_are_not_swallowed(config, quiet, failing):
         compare(config(), quiet)
 
 
-def test_a_budget_that_cannot_be_met_is_recorded_with_the_reason(config, quiet):
+def test_a_budget_that_cannot_be_met_is_recorded_with_what_was_kept(config, quiet):
     comparison = compare(
         config(policies=["full", "h2o+vatp"], policy_options={"h2o+vatp": {"sinks": 8}}, budgets=[10, 30]), quiet
     )
+    full, small, large = comparison.entries
+    assert (small.row.budget, small.row.kept) == (10, pytest.approx(13 / 40))  # 8 sinks and 5 recents are protected
+    assert (large.row.budget, large.row.kept) == (30, pytest.approx(30 / 40))
+    assert small.paired.n == large.paired.n == 6
+
+
+def test_a_policy_that_insists_has_the_reason_in_its_row(config, quiet):
+    options = {"h2o+vatp": {"sinks": 8, "strict": True}}
+    comparison = compare(config(policies=["full", "h2o+vatp"], policy_options=options, budgets=[10, 30]), quiet)
     full, small, large = comparison.entries
     assert "fewer than the 13 that it protects" in small.row.problem and small.row.mean is None
     assert large.row.problem is None and large.row.kept == pytest.approx(30 / 40)
@@ -396,7 +405,7 @@ def test_the_command(config, tiny_folder, capsys, monkeypatch):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "h2o 0.5" in out and "to full" in out and out.rstrip().endswith("report.html")
-    assert lines(config().output)[1]["policy"] == "ag.policy('h2o', budget=0.5, recent=0.25)"
+    assert lines(config().output)[1]["policy"] == "ag.policy('h2o', budget=0.5, strict=False, recent=0.25)"
     assert main([*words[:-1], "policies=[full,h2]"]) == 2
     assert "did you mean h2o?" in capsys.readouterr().err
 
