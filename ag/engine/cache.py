@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +93,16 @@ class EvictionCache(Cache, Plan):
                     "positions=original."
                 )
         self.reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EvictionCache:
+        """Copy what is held, for another continuation of the same prompt; the model stays the same one."""
+        new = memo[id(self)] = object.__new__(type(self))
+        memo |= {id(shared): shared for shared in (self.decoder, self.policy, self.gates)}
+        for name, value in vars(self).items():
+            setattr(new, name, copy.deepcopy(value, memo))
+        for layer in new.evicting_layers:
+            layer.owner = weakref.ref(new)
+        return new
 
     @property
     def nbytes(self) -> int:

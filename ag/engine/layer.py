@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -44,8 +45,14 @@ class EvictionLayer(CacheLayerMixin):
 
     def __init__(self, cache: EvictionCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._cache = cache
+        self.owner = weakref.ref(cache)  # a strong one would leave the memory to the garbage collector
         self.reset()
+
+    @property
+    def _cache(self) -> EvictionCache:
+        cache = self.owner()
+        assert cache is not None
+        return cache
 
     def reset(self) -> None:
         """Forget everything."""

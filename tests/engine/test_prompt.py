@@ -1,5 +1,9 @@
 """Several policies that read a prompt together are as each is alone."""
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
 from gates_for import gates_for
@@ -61,3 +65,39 @@ def test_what_is_measured_once_serves_all(tiny_llama, monkeypatch):
     looks.clear()
     prefill(model, [ag.policy("cake", 0.5, window=4), ag.policy("snapkv", 0.25, window=4)], ids)
     assert len(looks) == 3
+
+
+@pytest.mark.parametrize("spec", ["full", "h2o", "snapkv@preference", "gates"])
+def test_memory_goes_with_the_cache(tiny_llama, spec):
+    """At once, without the garbage collector."""
+    model = tiny_llama().eval()
+    ag.attach(model, gates_for(model))
+    policy = ag.policy(spec) if spec in ("full", "gates") else ag.policy(spec, 40, "blocks:16+every")
+    gc.collect()
+    gc.disable()
+    try:
+        ((cache, _),) = prefill(model, [policy], torch.randint(3, 128, (1, 60)))
+        with torch.no_grad():
+            model(torch.tensor([[5]]), past_key_values=cache)
+        held = [weakref.ref(layer.store.keys) for layer in cache.evicting_layers]
+        del cache
+        assert all(keys() is None for keys in held)
+    finally:
+        gc.enable()
+
+
+def test_copies_go_their_own_ways(tiny_llama):
+    """A copied cache shares the model, and nothing else."""
+    model = tiny_llama().eval()
+    ids = torch.randint(3, 128, (1, 30), generator=torch.Generator().manual_seed(0))
+    ((cache, _),) = prefill(model, [ag.policy("snapkv@preference", 12, "every", window=4)], ids)
+    copied = copy.deepcopy(cache)
+    assert copied.decoder is cache.decoder
+    with torch.no_grad():
+        for token in (5, 6, 7):
+            model(torch.tensor([[token]]), past_key_values=copied)
+        assert (cache.seen_tokens, copied.seen_tokens) == (30, 33)
+        logits = [model(torch.tensor([[9]]), past_key_values=x).logits for x in (cache, copy.deepcopy(copied))]
+        ((alone, _),) = prefill(model, [cache.policy], ids)
+        assert torch.equal(model(torch.tensor([[9]]), past_key_values=alone).logits, logits[0])
+    assert not torch.allclose(*logits, atol=1e-3)
