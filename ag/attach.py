@@ -184,7 +184,17 @@ def place(model: nn.Module, gates: AttentionGates) -> None:
     layers = decoder_of(model).layers
     for index in gates.layer_indices:
         source = layers[index - gates.config.layer_offset]
-        gates.layers[str(index)].to(next(source.parameters()).device)
+        gates.layers[str(index)].to(device_of(source))
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device a module runs on: that of its weights, or, while these are offloaded, of accelerate's hooks."""
+    device = next(module.parameters()).device
+    if device.type != "meta":
+        return device
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    found = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((device for device in found if device is not None), "cpu"))
 
 
 def instrument(model: nn.Module) -> Attachment:
@@ -270,7 +280,7 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
         return forward(**named, position_ids=plan.positions(given, None))
     parts = []
     for columns in blocks:
-        index = columns.clamp_min(0)
+        index = columns.clamp_min(0).to(tokens.device)
         part = tokens.gather(1, index) if tokens.ndim == 2 else tokens.gather(1, _wide(index, tokens))
         parts.append((columns, forward(**named | {name: part}, position_ids=plan.positions(given, columns))))
     return _joined(parts, tokens.shape[1])
@@ -283,7 +293,7 @@ def _joined(parts: list[tuple[Tensor, Any]], length: int) -> Any:
         first = outputs[0]
         whole = first.new_zeros(first.shape[0], length + 1, *first.shape[2:])  # the last column: of no token
         for (columns, _), output in zip(parts, outputs, strict=True):
-            whole.scatter_(1, _wide(columns.where(columns >= 0, length), output), output)
+            whole.scatter_(1, _wide(columns.where(columns >= 0, length).to(output.device), output), output)
         return whole[:, :length]
 
     out = parts[-1][1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -72,40 +74,28 @@ class Gating(Plan):
         target = layer + self.gates.config.layer_offset
         self.logits.setdefault(target, logits)  # gradient checkpointing comes by a second time
         keep = self.gates.flags(logits).float() if self.hard else self.gates.keep(logits)
-        keep = torch.where(self.counted()[:, None], keep, 1.0)
+        keep = torch.where(self.counted()[:, None].to(keep.device), keep, 1.0)
         self._keep[target] = nn.functional.pad(keep, (0, hidden.shape[1] - self._end), value=1.0)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend under the flags of the layer, or as the model does where it has no gate."""
-        keep = self._keep.get(call.layer)
+        keep, device = self._keep.get(call.layer), call.q.device
+        valid = None if self.valid is None else self.valid.to(device)
         if keep is None:
-            return call.dense(self.valid, self.left_padded)
+            return call.dense(valid, self.left_padded)
         config = self.gates.config
+        shared: dict[str, Any] = {
+            "key_valid": valid,
+            "scaling": call.scaling,
+            "recent": config.recent_tokens,
+            "sinks": config.sink_tokens,
+            "window": call.window,
+        }
         learning = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
         if self.hard and self._dense_until is None and not learning:
-            return gated_prefill(
-                call.q,
-                call.k,
-                call.v,
-                keep.bool(),
-                self.valid,
-                call.scaling,
-                config.recent_tokens,
-                config.sink_tokens,
-                call.window,
-            )
-        return gated_attention(
-            call.q,
-            call.k,
-            call.v,
-            keep,
-            self.valid,
-            call.scaling,
-            config.recent_tokens,
-            config.sink_tokens,
-            call.window,
-            self._dense_until,
-        )
+            return gated_prefill(call.q, call.k, call.v, keep.to(device, torch.bool), **shared)
+        dense_until = None if self._dense_until is None else self._dense_until.to(device)
+        return gated_attention(call.q, call.k, call.v, keep.to(device), dense_until=dense_until, **shared)
 
     def forget(self, layer: int) -> None:
         """Free what is held for a layer."""
@@ -116,7 +106,8 @@ class Gating(Plan):
         name = str(layer + self.gates.config.layer_offset)
         if name not in self.gates.layers:
             return None
-        logits: Tensor = self.gates.layers[name](hidden[:, : self._end], self._seen, self.left_padded)
+        seen = None if self._seen is None else self._seen.to(hidden.device)  # layers may lie on several devices
+        logits: Tensor = self.gates.layers[name](hidden[:, : self._end], seen, self.left_padded)
         return logits
 
 

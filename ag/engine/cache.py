@@ -18,6 +18,7 @@ from ag.attach import (
     check_geometry,
     check_rotations,
     decoder_of,
+    device_of,
     instrument,
     place,
 )
@@ -57,6 +58,8 @@ class EvictionCache(Cache, Plan):
     step: int
     decision: Decision | None
     gating: Gating | None
+    #: Positions ``[B, w]`` that the model rotates the tokens at hand by, where slots decide.
+    places: Tensor
     _expected: Tensor | None
 
     def __init__(
@@ -173,7 +176,7 @@ class EvictionCache(Cache, Plan):
         if decoder is not self.decoder:
             raise UserError("This cache was made for another model; make one with EvictionCache(model, ...).")
         seen = self.get_seq_length()
-        device = next(decoder.parameters()).device
+        device = device_of(decoder) if attention_mask is None else attention_mask.device
         if seen and batch != len(self.valid):
             raise UserError(f"This cache holds {len(self.valid)} sequences, not {batch}; make a new cache.")
         if attention_mask is None:
@@ -190,7 +193,8 @@ class EvictionCache(Cache, Plan):
                 f"{self.policy!r}: gates read the prompt in one forward pass, and {length} of "
                 f"{self._expected.shape[1]} tokens came; leave prefill_chunk_size out."
             )
-        self.valid = torch.cat([self.valid, new], 1) if seen else new
+        self.valid = torch.cat([self.valid.to(device), new], 1) if seen else new
+        self.prompt_lengths = self.prompt_lengths.to(device)
         self._before = seen
         if not seen:
             self._begin_prompt(new)
@@ -295,9 +299,16 @@ class EvictionCache(Cache, Plan):
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend, evict and store."""
         layer = self.evicting_layers[call.layer]
+        if call.q.device != self.ranks.device:
+            self._move(call.q.device)
         if self.reading and self.decision is not None and call.layer in self._sharing:
             return layer.read(call, self.decision)
         return layer.prefill(call) if layer.store is None else layer.extend(call)
+
+    def _move(self, device: torch.device) -> None:
+        """Follow a model whose next layers are on another device."""
+        for name in ("valid", "ranks", "real", "counts", "prompt_lengths", "places"):
+            setattr(self, name, getattr(self, name).to(device))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest tokens; a negative number is the same as a positive one.
@@ -349,6 +360,7 @@ class EvictionCache(Cache, Plan):
     def reset(self) -> None:
         """Forget everything."""
         self.valid, self.prompt_lengths = torch.empty(0, 0, dtype=torch.bool), torch.empty(0, dtype=torch.long)
+        self.places = torch.empty(0, 0, dtype=torch.long)
         self.prompt_columns = self.step = 0
         self._expected = self.decision = self.gating = None
         for layer in self.evicting_layers:

@@ -145,10 +145,13 @@ class Decision:
 
     def _cascade(self, due: Tensor) -> dict[int, Tensor]:
         ballots = list(self.ballots.values())
-        preference = torch.stack([ballot.preference for ballot in ballots if ballot.preference is not None], 1)
-        fixed = torch.stack([ballot.fixed for ballot in ballots], 1)
-        caps = torch.stack([ballot.rivals for ballot in ballots], 1)
-        total = (ballots[0].capacity - fixed[:, 0]).clamp_min(0) * len(self.layers)
+        preference, fixed, caps = (  # layers may lie on several devices
+            torch.stack([x.to(due.device) for x in column], 1)
+            for column in zip(
+                *((b.preference, b.fixed, b.rivals) for b in ballots if b.preference is not None), strict=True
+            )
+        )
+        total = (ballots[0].capacity.to(due.device) - fixed[:, 0]).clamp_min(0) * len(self.layers)
         last = len(ballots) == len(self.layers)
         if self.policy.allocator.official_int:
             counts = official_shares(preference, total, caps)
@@ -157,9 +160,9 @@ class Decision:
             counts = largest_remainder(shares, total, caps) if last else (shares - 1e-9).ceil().long().minimum(caps)
         masks = {}
         for index, (layer, ballot) in enumerate(self.ballots.items()):
-            capacity = (fixed + counts)[:, index]
-            self._settle(layer, ballot, capacity, due)
-            masks[layer] = _uniform(ballot, capacity) | (ballot.valid & ~due[:, None, None])
+            capacity, mine = ((fixed + counts)[:, index].to(ballot.score.device), due.to(ballot.score.device))
+            self._settle(layer, ballot, capacity, mine)
+            masks[layer] = _uniform(ballot, capacity) | (ballot.valid & ~mine[:, None, None])
         self.ballots = {} if last else {layer: self.ballots[layer].after(keep) for layer, keep in masks.items()}
         return masks
 

@@ -101,3 +101,27 @@ def test_copies_go_their_own_ways(tiny_llama):
         ((alone, _),) = prefill(model, [cache.policy], ids)
         assert torch.equal(model(torch.tensor([[9]]), past_key_values=alone).logits, logits[0])
     assert not torch.allclose(*logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", ["full", "snapkv@preference", "gates"])
+def test_layers_in_two_places(tiny_llama, tmp_path, spec):
+    """Two layers whose weights accelerate fetches from the disk, as ``device_map="auto"`` does."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    ids, found = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(0)), []
+    for offload in (False, True):
+        model = tiny_llama().eval()
+        gates = gates_for(model, prefill="sparse")
+        if offload:
+            places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb"), "cpu")
+            places |= {"model.layers.1": "disk", "model.layers.2": "disk", "lm_head": "cpu"}
+            model = accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=str(tmp_path))
+            assert next(model.model.layers[1].parameters()).device.type == "meta"
+        if spec == "gates":
+            ag.attach(model, gates)
+        policy = ag.policy(spec) if spec in ("full", "gates") else ag.policy(spec, 0.5, "blocks:8+every", window=4)
+        cache = EvictionCache(model, policy)
+        text = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        found.append((text.tolist(), [[x.tolist() for x in cache.kept_positions(i)[1]] for i in range(3)]))
+        ag.detach(model)
+        model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert found[0] == found[1]
