@@ -298,13 +298,19 @@ def _wide(index: Tensor, like: Tensor) -> Tensor:
 
 
 def check_rotations(decoder: Any) -> None:
-    """Raise ``UserError`` unless :func:`rotate` can undo what the model does to its keys."""
+    """Raise ``UserError`` unless keys may be rotated anew: frequencies are fixed, and no layer has a window."""
     rotary = getattr(decoder, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
     if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
         raise UnsupportedModelError(
             f"positions=slot: {type(decoder).__name__} rotates keys by {kind or 'no'} RoPE; expected one with fixed "
             "frequencies (default, linear, llama3, yarn). Use positions=original."
+        )
+    window = getattr(decoder.config, "sliding_window", None)
+    if window and "sliding_attention" in (getattr(decoder.config, "layer_types", None) or ["sliding_attention"]):
+        raise UserError(
+            f"positions=slot: {type(decoder).__name__} attends within a sliding window of {window} tokens, which slots "
+            "would move; use positions=original."
         )
 
 
