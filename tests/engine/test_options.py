@@ -292,9 +292,7 @@ def test_obcache_combines_the_group(scene, how, part):
 
     def error(b, g, a, s, o):
         return [
-            sum(
-                float((a[i, p] * (by_value * v + by_key * s[i, p] * (v - o[i]))).square().sum()) for i in range(len(a))
-            )
+            sum(float((a[i, p] * (by_value * v + by_key * s[i, p] * (v - o[i]))).square().sum()) for i in range(len(a)))
             for p, v in enumerate(scene.values(b, g))
         ]
 
@@ -459,9 +457,7 @@ def test_queries_that_attend_after_the_eviction(tiny_llama, name, schedule):
     ag.attach(model, gates_for(model))
     rows = [torch.randint(3, 128, (p + 8,), generator=torch.Generator().manual_seed(p)) for p in prompts]
     options = {"snapkv+caote": SNAP, "scissorhands": {"recent": 3, "window": 9}}.get(name, {})
-    after, before = (
-        ag.policy(name, 12, schedule, evict_before_attend=x, **options) for x in (True, False)
-    )
+    after, before = (ag.policy(name, 12, schedule, evict_before_attend=x, **options) for x in (True, False))
     alone = [run(model, after, [row], [p]) for row, p in zip(rows, prompts, strict=True)]
     for row, result in zip(rows, alone, strict=True):
         check(model, [row], result)

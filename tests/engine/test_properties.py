@@ -35,6 +35,7 @@ def cases(draw):
     """A model's geometry, a policy whose protection fits its budget, and passes of a padded batch."""
     kv_heads, group = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2)]))
     geometry = {
+        "hidden_size": 48,
         "num_attention_heads": kv_heads * group,
         "num_key_value_heads": kv_heads,
         "head_dim": draw(st.sampled_from([8, 16])),

@@ -5,6 +5,7 @@ import pytest
 import torch
 from gates_for import gates_for
 from held import contents, feed, run
+from transformers import PhiConfig, PhiForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import ag
@@ -165,7 +166,9 @@ def test_other_rotations(tiny_llama, rope):
     check_slots(exact, ROWS, result)
 
 
-@pytest.mark.parametrize(("family", "schedule"), [("tiny_llama", "prefill"), ("tiny_qwen2", "every"), ("tiny_qwen3", "blocks:8+every")])
+@pytest.mark.parametrize(
+    ("family", "schedule"), [("tiny_llama", "prefill"), ("tiny_qwen2", "every"), ("tiny_qwen3", "blocks:8+every")]
+)
 def test_a_budget_that_suffices_changes_no_word(family, schedule, request):
     model = request.getfixturevalue(family)()
     ids, mask = torch.zeros(2, 29, dtype=torch.long), torch.zeros(2, 29, dtype=torch.long)
@@ -189,7 +192,10 @@ def test_a_stream_runs_past_the_context_of_the_model(tiny_llama, name):
     row = torch.randint(3, 128, (100 + 40,), generator=torch.Generator().manual_seed(1))
     policy = ag.policy(name, 24, "blocks:8+every", positions="slot")
     cache, positions = ag.EvictionCache(model, policy), []
-    decoder_of(model).rotary_emb.register_forward_pre_hook(lambda _, args, named: positions.append((args[1] if len(args) > 1 else named["position_ids"]).abs().max()), with_kwargs=True)
+    decoder_of(model).rotary_emb.register_forward_pre_hook(
+        lambda _, args, named: positions.append((args[1] if len(args) > 1 else named["position_ids"]).abs().max()),
+        with_kwargs=True,
+    )
     result = feed(cache, model, [row], [[100], *[[1]] * 40])
     assert 24 <= int(torch.stack(positions).max()) <= 24 + 8
     assert cache.seen_tokens == 140
@@ -214,6 +220,12 @@ def test_rotations_that_change_are_refused(tiny_llama, kind, extra):
     with pytest.raises(UnsupportedModelError, match=f"positions=slot: .*by {kind} RoPE.*Use positions=original"):
         ag.EvictionCache(model, "streaming_llm", budget=24, positions="slot")
     ag.EvictionCache(model, "streaming_llm", budget=24)
+
+
+def test_partial_rotations_are_refused():
+    config = PhiConfig(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    with pytest.raises(UnsupportedModelError, match="PhiModel rotates 8 of a key's 16 dimensions; expected all"):
+        ag.EvictionCache(PhiForCausalLM(config), "streaming_llm", budget=24, positions="slot")
 
 
 def test_sliding_windows_are_refused(tiny_mistral, tiny_qwen2):
