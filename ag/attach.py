@@ -158,10 +158,14 @@ def detach(model: nn.Module) -> None:
         handle.remove()
     for module, config in attachment.configs:
         module.config = config  # type: ignore[assignment]
+        del module._ag_own_config
     vars(attachment.base).pop("generate", None)
-    del decoder.forward
-    if attachment.forward is not None:
+    if getattr(vars(decoder)["forward"], "func", None) is not _decode:  # accelerate hooked the decoder since
+        decoder._old_forward = attachment.forward or type(decoder).forward.__get__(decoder)
+    elif attachment.forward is not None:
         decoder.forward = attachment.forward
+    else:
+        del decoder.forward
     del decoder._ag_attachment
 
 
@@ -308,13 +312,25 @@ def _wide(index: Tensor, like: Tensor) -> Tensor:
 
 
 def check_rotations(decoder: Any) -> None:
-    """Raise ``UserError`` unless :func:`rotate` can undo what the model does to its keys."""
+    """Raise ``UserError`` unless keys may be rotated anew: frequencies are fixed, and no layer has a window."""
     rotary = getattr(decoder, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
     if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
         raise UnsupportedModelError(
             f"positions=slot: {type(decoder).__name__} rotates keys by {kind or 'no'} RoPE; expected one with fixed "
             "frequencies (default, linear, llama3, yarn). Use positions=original."
+        )
+    size = decoder.layers[0].self_attn.head_dim
+    if 2 * len(rotary.inv_freq) != size:
+        raise UnsupportedModelError(
+            f"positions=slot: {type(decoder).__name__} rotates {2 * len(rotary.inv_freq)} of a key's {size} dimensions; "
+            "expected all. Use positions=original."
+        )
+    window = getattr(decoder.config, "sliding_window", None)
+    if window and "sliding_attention" in (getattr(decoder.config, "layer_types", None) or ["sliding_attention"]):
+        raise UserError(
+            f"positions=slot: {type(decoder).__name__} attends within a sliding window of {window} tokens, which slots "
+            "would move; use positions=original."
         )
 
 

@@ -3,6 +3,7 @@
 Nothing here is shared with the library's attention: the logits of a run are recomputed from the record alone.
 """
 
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,10 +16,11 @@ from ag.engine.storage import RaggedStore
 
 @dataclass
 class Arrival:
-    """Tokens that came to a layer: their ranks by sequence, and what each head held with them, ranks too."""
+    """Tokens that came to a layer: their ranks by sequence; what each head held with them, ranks too, and kept then."""
 
     new: list[list[int]]
     held: list[list[list[int]]]
+    kept: list[list[list[int]]] | None = None  # after the eviction that they brought about
 
 
 @dataclass
@@ -31,13 +33,18 @@ class Run:
     logits: list[torch.Tensor] = field(default_factory=list)  # [own tokens, V] by sequence
 
     def visible(self, layer, row, length):
-        """``[Hkv, length, length]`` bool: what each query saw of the tokens that its head held when it attended."""
+        """``[Hkv, length, length]`` bool: what each query saw of the tokens that its head held when it attended.
+
+        Under ``evict_before_attend`` it saw what was kept, and itself.
+        """
+        after = self.cache.policy.evict_before_attend
         heads = len(self.arrivals[layer][0].held[row])
         seen = torch.zeros(heads, length, length, dtype=torch.bool)
         for arrival in self.arrivals[layer]:
             for query in arrival.new[row]:
                 for head in range(heads):
-                    seen[head, query, [t for t in arrival.held[row][head] if t <= query]] = True
+                    there = (arrival.kept if after and arrival.kept else arrival.held)[row][head]
+                    seen[head, query, [t for t in {*there, query} if t <= query]] = True
         return seen
 
 
@@ -51,7 +58,13 @@ def contents(store):
 @contextmanager
 def watched(cache):
     """Record every arrival of tokens at the stores of a cache."""
-    arrivals, append = [[] for _ in cache.layers], RaggedStore.append
+    arrivals, append, retain = [[] for _ in cache.layers], RaggedStore.append, RaggedStore.retain
+
+    def retaining(store, keep):
+        retain(store, keep)
+        layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
+        last = arrivals[layer][-1]
+        last.kept = contents(store) if last.kept is None else last.kept
 
     def recording(store, k, v, ranks, keep, fleeting=None):
         append(store, k, v, ranks, keep, fleeting)
@@ -60,11 +73,11 @@ def watched(cache):
         new = [r[flags].tolist() for r, flags in zip(ranks, real, strict=True)]
         arrivals[layer].append(Arrival(new, contents(store)))
 
-    RaggedStore.append = recording
+    RaggedStore.append, RaggedStore.retain = recording, retaining
     try:
         yield arrivals
     finally:
-        RaggedStore.append = append
+        RaggedStore.append, RaggedStore.retain = append, retain
 
 
 def run(model, policy, rows, prompts, side="left", steps=None):
@@ -137,3 +150,17 @@ def check(model, rows, result, tolerance=1e-4):
         visible = [result.visible(layer, b, len(row)) for layer in range(len(result.arrivals))]
         wanted = masked_logits(model, row, visible)
         assert (result.logits[b] - wanted).abs().max() <= tolerance
+
+
+def observed_calls(monkeypatch):
+    """By layer, the q, k, v of all that comes from now on, and which of them are tokens."""
+    calls, attend = defaultdict(list), ag.EvictionCache.attend
+    monkeypatch.setattr(
+        ag.EvictionCache, "attend", lambda self, call: calls[call.layer].append((call, self.real)) or attend(self, call)
+    )
+    return calls
+
+
+def seen_by(calls, name, row):
+    """The queries or keys ``[H, T, D]`` of a sequence's own tokens."""
+    return torch.cat([getattr(call, name)[row][:, real[row]] for call, real in calls], 1)

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from gates_for import gates_for
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -149,3 +150,51 @@ def test_an_attached_model_runs_no_more_operations_than_the_plain_one(tiny_llama
             model(IDS)
         counts.append(count.calls)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_accelerate_run_with_the_cache_and_survive_detach(tiny_llama, when):
+    """They replace the decoder's forward, before or after this library does."""
+    model, ids, calls = tiny_llama(), torch.arange(3, 23)[None], []
+
+    class Counting(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            calls.append(module)
+            return args, kwargs
+
+    for step in ("before", "library", "after"):
+        if step == when:
+            add_hook_to_module(model.model, Counting())
+        elif step == "library":
+            cache = ag.EvictionCache(model, "tova", budget=6)
+    model(ids, past_key_values=cache)
+    assert (len(calls), len(cache.kept_positions(0)[0][0])) == (1, 6)
+    ag.detach(model)
+    assert torch.equal(model(ids).logits, tiny_llama()(ids).logits)
+    assert len(calls) == 2
+    remove_hook_from_module(model.model)
+    assert torch.equal(model(ids).logits, tiny_llama()(ids).logits)
+    assert len(calls) == 2
+
+
+def test_detach_leaves_nothing_behind(tiny_llama):
+    model, plain = tiny_llama(), tiny_llama()
+    ag.EvictionCache(model, "full")
+    ag.detach(model)
+    for mine, other in zip(model.modules(), plain.modules(), strict=True):
+        assert vars(mine).keys() == vars(other).keys()
+
+
+def test_a_copy_of_a_model_stands_on_its_own(tiny_llama):
+    model, ids = tiny_llama(), torch.arange(3, 23)[None]
+    ag.EvictionCache(model, "full")
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        wanted = copied(ids, past_key_values=ag.EvictionCache(copied, "tova", budget=6)).logits
+        for parameter in model.parameters():
+            parameter.zero_()
+        got = copied(ids, past_key_values=ag.EvictionCache(copied, "tova", budget=6)).logits
+    assert torch.equal(got, wanted)
+    assert bool(got.any())
+    ag.detach(copied)
+    assert "forward" in vars(model.model)

@@ -90,11 +90,6 @@ class EvictionCache(Cache, Plan):
         self._sharing = [index for index in range(len(self.layers)) if index not in windowed]
         if self.policy.positions == "slot":
             check_rotations(self.decoder)
-            if windowed:
-                raise UserError(
-                    f"{self.policy!r}: layers {windowed} attend within a sliding window, which slots would move; use "
-                    "positions=original."
-                )
         self.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictionCache:

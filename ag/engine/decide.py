@@ -112,7 +112,8 @@ class Decision:
     def _ballot(self, seen: Observation, due: Tensor) -> Ballot:
         scorer, allocator = self.policy.scorer, self.policy.allocator
         assert scorer is not None
-        seen.capacity = capacity = self.policy.capacity(seen.prompt_lengths)
+        seen.due, seen.capacity = due, self.policy.capacity(seen.prompt_lengths)
+        capacity = seen.capacity
         shared = allocator.kind == "preference" and not seen.decoding
         preference = layer_preference(seen, allocator) if shared else None
         score, protected, valid = scorer.score(seen), scorer.protected(seen, capacity), seen.key_valid

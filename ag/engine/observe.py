@@ -177,6 +177,8 @@ class Observation:
         self.memory = {} if memory is None else memory
         #: Tokens per KV head ``[B]`` that the budget allows, where something may go.
         self.capacity: Tensor | None = None
+        #: Sequences ``[B]`` of which something may go now; None: all.
+        self.due: Tensor | None = None
         self._memo = {} if memo is None else memo
         self._prompt_lengths = prompt_lengths
         self.q, self.k, self.scaling, self.window = q, k, scaling, window
@@ -209,6 +211,14 @@ class Observation:
     def prompt_lengths(self) -> Tensor:
         """Own tokens of each prompt, ``[B]``, which shares of a budget refer to."""
         return self.lengths if self._prompt_lengths is None else self._prompt_lengths
+
+    @property
+    def evicts(self) -> Tensor:
+        """``[B]`` bool, sequences of which something goes: they are due, and their prompt or what is held too long."""
+        due = torch.ones_like(self.lengths, dtype=torch.bool) if self.due is None else self.due
+        if self.capacity is None:
+            return due
+        return due & (self.key_valid.sum(-1).amax(1).maximum(self.prompt_lengths) > self.capacity)
 
     @cached_property
     def age(self) -> Tensor:

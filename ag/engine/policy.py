@@ -181,6 +181,8 @@ def _scorer(spec: str, head: str, wrapper: str, options: dict[str, Option]) -> S
         raise UserError(
             f"Policy {spec!r}: scope=layer has no meaning, because {wrapper} scores each head; leave it out."
         )
+    if wrapper and options.get("official_order"):
+        raise UserError(f"Policy {spec!r}: official_order is the order of cake's own scores; leave {wrapper} out.")
     if not wrapper:
         return _make(base, options)
     bases = [part for part in WRAPPERS[wrapper].__mro__ if issubclass(part, Wrapper) and part is not Wrapper]

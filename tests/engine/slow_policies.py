@@ -4,6 +4,7 @@ Written from the specification, for one unpadded sequence and a layer's own q, k
 """
 
 from collections import defaultdict
+from statistics import fmean
 
 import torch
 
@@ -35,6 +36,7 @@ class Layer:
         self.held = [[] for _ in range(self.kv_heads)]
         self.rows = [[] for _ in range(self.heads)]  # every query's weights as they were when it attended
         self.decoding = False
+        self.order = [[] for _ in range(self.kv_heads)]  # what each held after its last eviction, as CAKE's code has it
 
     def arrive(self, tokens):
         """New tokens come, attend, and are remembered."""
@@ -51,6 +53,9 @@ class Layer:
         """Keep what is protected and the best of the rest, the earlier of equals."""
         scores = self.scores()
         for head, mine in enumerate(self.held):
+            if self.options.get("official_order") and len(mine) > self.capacity:
+                first = [t for t in mine if self.newest - t >= self.options["window"]]
+                self.order[head] = sorted(first, key=lambda t, h=head: (-scores[h][t], t)) + mine[len(first) :]
             safe = [t for t in mine if self.protected(t)]
             rest = sorted((t for t in mine if t not in safe), key=lambda t, h=head: (-scores[h][t], t))
             self.held[head] = sorted(safe + rest[: max(0, self.capacity - len(safe))])
@@ -78,8 +83,9 @@ class Layer:
         return range(kv_head * self.group, (kv_head + 1) * self.group)
 
     def mean(self, kv_head, by_head):
-        """Average dicts over the query heads of a KV head, for the tokens held."""
-        return {t: sum(by_head[h].get(t, 0.0) for h in self.members(kv_head)) / self.group for t in self.held[kv_head]}
+        """Combine dicts over the query heads of a KV head, for the tokens held."""
+        how = {"mean": fmean, "sum": sum, "max": max}[self.options.get("group", "mean")]
+        return {t: how([by_head[h].get(t, 0.0) for h in self.members(kv_head)]) for t in self.held[kv_head]}
 
     def scores(self):
         """One dict by token a KV head."""
@@ -89,14 +95,26 @@ class Layer:
         return {t: float(t) for t in self.held[head]}
 
     def h2o(self, head):
-        window = self.options.get("window")
-        if window is None:
-            return self.mean(head, {h: self.sums(h) for h in self.members(head)})
-        first = max(0, (self.prompt if self.decoding else len(self.rows[0])) - window)
-        return self.mean(head, {h: self.sums(h, first) for h in self.members(head)})
+        window, first = self.options.get("window"), 0
+        if window is not None:
+            first = max(0, (self.prompt if self.decoding else len(self.rows[0])) - window)
+        sums = {h: self.sums(h, first) for h in self.members(head)}
+        if self.options.get("normalize") == "count":
+            for h, total in sums.items():
+                for t in total:
+                    total[t] /= sum(t in row for row in self.rows[h][first:])
+        return self.mean(head, sums)
 
     def scissorhands(self, head):
         last = self.options.get("window", 400)
+        if self.options.get("vatp_code"):
+            read = self.prompt if self.decoding else len(self.rows[0])
+            total = {h: defaultdict(float) for h in self.members(head)}
+            for h in total:
+                for i, row in enumerate(self.rows[h]):
+                    for t, weight in row.items():
+                        total[h][t] += weight if i >= read else weight / last if i >= read - last else 0.0
+            return self.mean(head, total)
         if not self.options.get("count"):
             return self.mean(head, {h: self.sums(h, max(0, len(self.rows[h]) - last)) for h in self.members(head)})
         counts = {h: defaultdict(float) for h in self.members(head)}
@@ -129,7 +147,9 @@ class Layer:
     def pool(self, head, score, kernel, kind):
         """Pool over the held tokens before the window; the window's own score does not matter."""
         window = self.options.get("window", 32)
-        before = [t for t in self.held[head] if self.newest - t >= window]
+        cache = [t for t in self.order[head] if t in self.held[head]] if self.decoding else []
+        cache = cache + [t for t in self.held[head] if t not in cache]
+        before = [t for t in cache if self.newest - t >= window]
         return dict.fromkeys(self.held[head], 0.0) | dict(
             zip(before, pooled([score[t] for t in before], kernel, kind), strict=True)
         )
@@ -137,7 +157,10 @@ class Layer:
     def snapkv(self, head):
         rows = self.observed(head, self.options.get("window", 32))
         sums = {h: {t: sum(row.get(t, 0.0) for row in rows[h]) for t in self.held[head]} for h in rows}
-        return self.pool(head, self.mean(head, sums), self.options.get("kernel", 7), self.options.get("pooling", "max"))
+        how = self.options.get("kernel", 7), self.options.get("pooling", "max")
+        if self.options.get("pool_then_reduce"):
+            return self.mean(head, {h: self.pool(head, sums[h], *how) for h in sums})
+        return self.pool(head, self.mean(head, sums), *how)
 
     def cake(self, head):
         score = {}
@@ -148,8 +171,8 @@ class Layer:
                 score[h, t] = (
                     float(weights.mean()) + (0.0 if self.decoding else self.options.get("gamma", 200.0)) * spread
                 )
-        mean = {t: sum(score[h, t] for h in self.members(head)) / self.group for t in self.held[head]}
-        return self.pool(head, mean, self.options.get("kernel", 5), "avg")
+        by_head = {h: {t: score[h, t] for t in self.held[head]} for h in self.members(head)}
+        return self.pool(head, self.mean(head, by_head), self.options.get("kernel", 5), "avg")
 
 
 def follow(layer, prompt, lengths, block=None, steps=None):

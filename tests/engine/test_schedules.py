@@ -2,14 +2,13 @@
 
 import copy
 import gc
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import slow_policies
 import torch
 from gates_for import gates_for
-from held import check, contents, feed, run
+from held import check, contents, feed, observed_calls, run, seen_by
 
 import ag
 from ag import models
@@ -73,20 +72,6 @@ def llama(tiny_llama):
     model = tiny_llama()
     ag.attach(model, gates_for(model))
     return model
-
-
-def observed_calls(monkeypatch):
-    """By layer, the q, k, v of all that comes from now on, and which of them are tokens."""
-    calls, attend = defaultdict(list), EvictionCache.attend
-    monkeypatch.setattr(
-        EvictionCache, "attend", lambda self, call: calls[call.layer].append((call, self.real)) or attend(self, call)
-    )
-    return calls
-
-
-def seen_by(calls, name, row):
-    """The queries or keys ``[H, T, D]`` of a sequence's own tokens."""
-    return torch.cat([getattr(call, name)[row][:, real[row]] for call, real in calls], 1)
 
 
 @pytest.mark.parametrize(("name", "schedule"), CASES, ids=lambda x: x)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ag.engine.observe import Observation, attention
 from ag.engine.scorers.base import pooled
 from ag.engine.scorers.snapkv import SnapKV
+from ag.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +23,19 @@ class Cake(SnapKV):
 
     Attributes:
         gamma: weight of the variance.
-        official_order: while decoding, pool over neighbours in the order of the prompt's scores, highest first, as the
-            code does, whose cache is left in that order; else over neighbours in the text.
+        official_order: while decoding, pool over neighbours in the order in which evictions leave the cache of the
+            code: by score, highest first, then the window; else over neighbours in the text.
     """
 
     kernel: int = 5
     pooling: Literal["max", "avg"] = "avg"
     gamma: float = 200.0
     official_order: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, and an order of tokens where query heads would each have their own."""
+        super().__post_init__()
+        require(self, "official_order", not (self.official_order and self.pool_then_reduce), "no pool_then_reduce")
 
     def raw(self, seen: Observation) -> Tensor:
         """Return the indicator; while decoding, the attention of the newest query alone, as officially."""
@@ -39,20 +45,16 @@ class Cake(SnapKV):
         return mean + self.gamma * variance
 
     def pool(self, seen: Observation, score: Tensor, before_window: bool = True) -> Tensor:
-        """Pool along the tokens before the window, in the order of the text or of the prompt's scores."""
+        """Pool along the tokens before the window, in the order of the text or of the last eviction's scores."""
         if not self.official_order:
             return super().pool(seen, score, before_window)
-        if not seen.decoding:
-            result = super().pool(seen, score, before_window)
-            if result.shape[1] == seen.k.shape[1]:
-                rivals = result.masked_fill(~seen.key_valid | (seen.age < self.window), float("-inf"))
-                place = rivals.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-                seen.memory["place"] = place.float() - result.shape[-1]  # below 0, as what comes later has 0
-            return result
-        heads = score.shape[1] // seen.k.shape[1]
-        place = seen.memory["place"].masked_fill(~seen.key_valid, float("inf"))
-        order = place.argsort(dim=-1, stable=True).repeat_interleave(heads, 1)
-        inside = (seen.key_valid & (seen.age >= self.window)) if before_window else seen.key_valid
-        moved = inside.repeat_interleave(heads, 1).gather(-1, order)
-        mixed = pooled(score.gather(-1, order), moved, self.kernel, self.pooling)
-        return torch.zeros_like(mixed).scatter_(-1, order, mixed)
+        before = seen.memory.get("place", torch.zeros_like(score))  # what came since has 0
+        place = before if seen.decoding else torch.zeros_like(score)
+        order = place.masked_fill(~seen.key_valid, float("inf")).argsort(dim=-1, stable=True)
+        inside = seen.key_valid & (seen.age >= self.window)
+        mixed = pooled(score.gather(-1, order), inside.gather(-1, order), self.kernel, self.pooling)
+        result = torch.zeros_like(mixed).scatter_(-1, order, mixed)
+        ranking = result.masked_fill(~inside, float("-inf")).argsort(dim=-1, descending=True, stable=True)
+        after = ranking.argsort(dim=-1).float() - ranking.shape[-1]
+        seen.memory["place"] = torch.where(seen.evicts[:, None, None], after, before)
+        return result

@@ -1,0 +1,139 @@
+"""Random shapes, budgets, paddings, types and parts through the real cache: what must hold of every policy."""
+
+import pytest
+import torch
+from gates_for import gates_for
+from held import feed
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ag
+from ag.engine.decide import Decision
+from ag.engine.policy import ALLOCATORS
+from ag.engine.scorers import SCORERS
+from ag.engine.wrappers import NEED_ROWS, WRAPPERS
+
+SMALL = settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+ROWLESS = ("knorm", "gates")
+ALONE = ("streaming_llm", "random")
+BODIES = [*SCORERS] + [
+    f"{scorer}+{wrapper}"
+    for scorer in SCORERS
+    for wrapper in WRAPPERS
+    if scorer not in ALONE and not (scorer in ROWLESS and wrapper in NEED_ROWS)
+]
+
+
+@st.composite
+def cases(draw):
+    """A model's geometry, a policy whose protection fits its budget, and passes of a padded batch."""
+    kv_heads, group = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2)]))
+    geometry = {
+        "hidden_size": 48,
+        "num_attention_heads": kv_heads * group,
+        "num_key_value_heads": kv_heads,
+        "head_dim": draw(st.sampled_from([8, 16])),
+        "num_hidden_layers": draw(st.integers(1, 3)),
+    }
+    body, allocator = draw(st.sampled_from(BODIES)), draw(st.sampled_from(ALLOCATORS))
+    schedules = ["prefill", "every", "steps:2"]
+    schedules += [] if body.startswith("gates") and allocator == "preference" else ["blocks:4", "blocks:5+every"]
+    sinks, recent = draw(st.integers(0, 2)), draw(st.integers(0, 2))
+    options = {"sinks": sinks, "recent": recent}
+    if body.startswith(("snapkv", "cake", "h2o", "scissorhands")):
+        options["window"] = draw(st.integers(1, 3))
+    if allocator == "preference":
+        options["observers"] = draw(st.integers(1, 4))
+    prompts = draw(st.lists(st.integers(6, 17), min_size=1, max_size=2))
+    budget = draw(st.one_of(st.integers(6, 12), st.sampled_from([0.9, 1.0])))
+    policy = ag.policy(f"{body}@{allocator}", budget, draw(st.sampled_from(schedules)), strict=False, **options)
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    return geometry, policy, prompts, draw(st.sampled_from(["left", "right"])), dtype, draw(st.integers(0, 3))
+
+
+@given(cases())
+@SMALL
+def test_every_policy(tiny_llama, case):
+    geometry, policy, prompts, side, dtype, seed = case
+    model = tiny_llama(seed=seed, **geometry).to(dtype)
+    if policy.by_gates:
+        ag.attach(model, gates_for(model, kind="linear"))
+    rows = [torch.randint(3, 128, (p + 4,), generator=torch.Generator().manual_seed(p + seed)) for p in prompts]
+    passes = [prompts, *[[1] * len(rows)] * 4]
+    cache, scores = ag.EvictionCache(model, policy), []
+    ballot = Decision._ballot
+
+    def judged(self, seen, due):
+        found = ballot(self, seen, due)
+        scores.append(bool(found.score[found.valid & ~found.protected & due[:, None, None]].isfinite().all()))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decision, "_ballot", judged)
+        batch = feed(cache, model, rows, passes, side)
+    assert scores
+    assert all(scores)
+    assert all(logits.isfinite().all() for logits in batch.logits)
+    layers, heads = geometry["num_hidden_layers"], geometry["num_key_value_heads"]
+    sinks, recent = policy.options["sinks"], policy.options["recent"]
+    for after, held in enumerate(batch.held):
+        for b, prompt in enumerate(prompts):
+            n = prompt + after
+            capacity = int(policy.capacity(torch.tensor([prompt]))[0])
+            exact = min(prompt, capacity)
+            counts = [[len(head) for head in layer[b]] for layer in held]
+            for layer in held:
+                for head in layer[b]:
+                    assert head == sorted(set(head))
+                    assert all(0 <= t < n for t in head)
+                    assert set(range(min(sinks, prompt))) <= set(head)
+                    assert set(range(n - recent, n)) <= set(head)
+            if after == 0:
+                assert sum(map(sum, counts)) == exact * layers * heads
+                if policy.allocator.kind == "uniform":
+                    assert counts == [[exact] * heads] * layers
+                if policy.allocator.kind == "heads":
+                    assert [sum(layer) for layer in counts] == [exact * heads] * layers
+            elif policy.steps is None:
+                assert sum(map(sum, counts)) == (exact + after) * layers * heads
+            elif policy.steps == 1:
+                total = min(n, capacity) * layers * heads
+                assert sum(map(sum, counts)) == total
+    for layer in range(layers):
+        for b, found in enumerate(cache.kept_positions(layer)):
+            columns = cache.valid[b].nonzero().flatten()
+            for g, columns_kept in enumerate(found):
+                assert columns_kept.tolist() == columns[batch.held[-1][layer][b][g]].tolist()
+    if len(rows) > 1 and dtype == torch.float32:
+        for b, row in enumerate(rows):
+            alone = feed(ag.EvictionCache(model, policy), model, [row], [[n[b]] for n in passes])
+            assert [[layer[b] for layer in held] for held in batch.held] == [
+                [layer[0] for layer in held] for held in alone.held
+            ]
+
+
+@given(
+    st.sampled_from(["tova@heads", "knorm", "random@pyramid", "streaming_llm"]),
+    st.integers(256, 300),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 2),
+)
+@settings(SMALL, max_examples=6)
+def test_bytes_are_those_of_the_tokens_kept(tiny_llama, name, budget, dtype, batch):
+    """Within 10 %, from 256 kept tokens on (a head that kept fewer has slack for 16 all the same)."""
+    model = tiny_llama(max_position_embeddings=1024).to(dtype)
+    options = {"beta": 1} if "pyramid" in name else {"floor": 1.0} if "heads" in name else {}
+    ids = torch.randint(3, 128, (batch, 500), generator=torch.Generator().manual_seed(budget))
+    cache = ag.EvictionCache(model, ag.policy(name, budget, "blocks:100", **options))
+    with torch.no_grad():
+        model(ids, past_key_values=cache, logits_to_keep=1)
+    held = sum(len(head) for layer in range(3) for row in cache.kept_positions(layer) for head in row)
+    token = 2 * 16 * dtype.itemsize
+    assert held == 3 * 2 * batch * budget
+    assert held * token <= cache.nbytes <= 1.1 * held * token

@@ -1,0 +1,263 @@
+"""positions=slot: keys are rotated by their index among what a head holds, queries by their own; against float64."""
+
+import by_hand
+import pytest
+import torch
+from gates_for import gates_for
+from held import contents, feed, run
+from transformers import PhiConfig, PhiForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import ag
+from ag.attach import UnsupportedModelError, decoder_of
+from ag.errors import UserError
+
+PROMPTS, STEPS = (29, 19), 8
+ROWS = [torch.randint(3, 128, (p + STEPS,), generator=torch.Generator().manual_seed(p)) for p in PROMPTS]
+GREEDY = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+POLICIES = {
+    "streaming_llm": {"sinks": 2},
+    "h2o": {},
+    "snapkv@heads": {"window": 4, "kernel": 3, "floor": 0.0},
+    "tova+caote@pyramid": {},
+}
+SCHEDULES = ("prefill", "blocks:8+every", "every")
+
+
+@torch.no_grad()
+def slot_logits(model, ids, events):
+    """Logits ``[T, V]`` of one row, float64 where the model is.
+
+    ``events[layer]``: what came together, as (queries, what each KV head held then, pairs that are not visible).
+    """
+    decoder, length = model.get_decoder(), len(ids)
+    kv_heads = model.config.num_key_value_heads
+    group = model.config.num_attention_heads // kv_heads
+    x = decoder.embed_tokens(ids)[None]
+    for layer, happened in zip(decoder.layers, events, strict=True):
+        attention, states = layer.self_attn, layer.input_layernorm(x)
+        q, k, v = (
+            proj(states)[0].view(length, -1, attention.head_dim).transpose(0, 1)
+            for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        out = torch.full_like(q, float("nan"))
+        for queries, held, hidden_pairs in happened:
+            for g in range(kv_heads):
+                slots = torch.arange(len(held[g]))
+                mine = [held[g].index(i) for i in queries]
+                turn = decoder.rotary_emb(x, slots[None])
+                keys = apply_rotary_pos_emb(k[None, g : g + 1, held[g]], k[None, :1, held[g]], *turn)[0][0, 0]
+                for h in range(g * group, (g + 1) * group):
+                    asked = torch.zeros(1, 1, len(slots), attention.head_dim, dtype=q.dtype)
+                    asked[0, 0, mine] = q[h, queries]
+                    asked = apply_rotary_pos_emb(asked, asked, *turn)[0][0, 0, mine]
+                    scores = asked @ keys.T * attention.head_dim**-0.5
+                    hidden = [[t > i or (g, i, t) in hidden_pairs for t in held[g]] for i in queries]
+                    scores = scores.masked_fill(torch.tensor(hidden), float("-inf"))
+                    out[h, queries] = scores.softmax(-1) @ v[g, held[g]]
+        x = x + attention.o_proj(out.transpose(0, 1).reshape(1, length, -1))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return model.lm_head(decoder.norm(x))[0]
+
+
+def events_of(result, row):
+    return [
+        [(arrival.new[row], arrival.held[row], set()) for arrival in layer if arrival.new[row]]
+        for layer in result.arrivals
+    ]
+
+
+def check_slots(exact, rows, result, tolerance=1e-4):
+    for b, row in enumerate(rows):
+        wanted = slot_logits(exact, row, events_of(result, b))
+        assert (result.logits[b] - wanted).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", POLICIES)
+def test_keys_are_rotated_by_their_slots(tiny_llama, name, schedule):
+    """Alone and in left-padded batches, which hold the same."""
+    model, exact = tiny_llama(), tiny_llama().double()
+    policy = ag.policy(name, 12, schedule, positions="slot", **POLICIES[name])
+    alone = [run(model, policy, [row], [p]) for row, p in zip(ROWS, PROMPTS, strict=True)]
+    for row, result in zip(ROWS, alone, strict=True):
+        check_slots(exact, [row], result)
+    for side in ("left", "right"):
+        batch = run(model, policy, ROWS, PROMPTS, side)
+        check_slots(exact, ROWS, batch)
+        for b, single in enumerate(alone):
+            assert [[layer[b] for layer in held] for held in batch.held] == [
+                [layer[0] for layer in held] for held in single.held
+            ]
+    if name.endswith("@heads"):
+        assert any(len(layer[0][0]) != len(layer[0][1]) for layer in alone[0].held[-1])
+    original = run(model, ag.policy(name, 12, schedule, **POLICIES[name]), [ROWS[0]], [PROMPTS[0]])
+    assert (original.logits[0][PROMPTS[0] :] - alone[0].logits[0][PROMPTS[0] :]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("h2o", "every"), ("snapkv@heads", "blocks:8+steps:3")])
+def test_chat_turns(tiny_llama, name, schedule):
+    """Turns of several tokens, of another number for each sequence, or of none."""
+    passes = [[29, 19], [1, 1], [5, 3], [1, 0], [1, 4]]
+    policy = ag.policy(name, 12, schedule, positions="slot", **POLICIES[name])
+    rows = [row[: sum(n[b] for n in passes)] for b, row in enumerate(ROWS)]
+    for side in ("left", "right"):
+        model = tiny_llama()
+        check_slots(tiny_llama().double(), rows, feed(ag.EvictionCache(model, policy), model, rows, passes, side))
+
+
+@pytest.mark.parametrize("prefix", ["sparse", "dense"])
+@pytest.mark.parametrize("recent", [1, 4])
+def test_gates_by_flags(tiny_llama, prefix, recent):
+    """Every head holds another number of tokens; the prompt itself was read at its own places."""
+    model, exact = tiny_llama(), tiny_llama().double()
+    gates = gates_for(model, prefill=prefix, sink_tokens=1, recent_tokens=recent)
+    ag.attach(model, gates)
+    result = run(model, ag.policy("gates", positions="slot"), ROWS, PROMPTS)
+    assert len({len(head) for layer in result.held[-1] for head in layer[0]}) > 2
+    for b, (row, prompt) in enumerate(zip(ROWS, PROMPTS, strict=True)):
+        _, flags = by_hand.forward(tiny_llama(), gates, row, prompt)
+        events = []
+        for layer in range(3):
+            gone = {
+                (g, i, t)
+                for g in range(2)
+                for t in range(1, prompt)
+                for i in range(t + recent, prompt)
+                if not flags[layer][g, t]
+            }
+            happened = [(list(range(prompt)), [list(range(prompt))] * 2, gone if prefix == "sparse" else set())]
+            for i in range(prompt, len(row)):
+                held = [  # tokens kept as recent go after the query that no longer sees them
+                    [t for t in range(i + 1) if t >= prompt or t < 1 or flag[t] or max(prompt, i - 1) - t < recent]
+                    for flag in flags[layer]
+                ]
+                expired = {
+                    (g, i, t)
+                    for g in range(2)
+                    for t in held[g]
+                    if 0 < t < prompt and not flags[layer][g, t] and i - t >= recent
+                }
+                happened.append(([i], held, expired))
+            events.append(happened)
+        wanted = slot_logits(exact, row, events)
+        assert (result.logits[b] - wanted).abs().max() < 1e-4
+
+
+ROPES = {
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 10000.0,
+    },
+    "linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_other_rotations(tiny_llama, rope):
+    model, exact = tiny_llama(rope_parameters=ROPES[rope]), tiny_llama(rope_parameters=ROPES[rope]).double()
+    assert (decoder_of(model).rotary_emb.attention_scaling != 1) == (rope == "yarn")
+    result = run(model, ag.policy("h2o", 12, "blocks:8+every", positions="slot"), ROWS, PROMPTS)
+    check_slots(exact, ROWS, result)
+
+
+@pytest.mark.parametrize(
+    ("family", "schedule"), [("tiny_llama", "prefill"), ("tiny_qwen2", "every"), ("tiny_qwen3", "blocks:8+every")]
+)
+def test_a_budget_that_suffices_changes_no_word(family, schedule, request):
+    model = request.getfixturevalue(family)()
+    ids, mask = torch.zeros(2, 29, dtype=torch.long), torch.zeros(2, 29, dtype=torch.long)
+    for b, (row, p) in enumerate(zip(ROWS, PROMPTS, strict=True)):
+        ids[b, 29 - p :], mask[b, 29 - p :] = row[:p], 1
+    wanted = model.generate(input_ids=ids, attention_mask=mask, **GREEDY)
+    for name in POLICIES:
+        policy = ag.policy(name, 60, schedule, positions="slot", **POLICIES[name])
+        cache = ag.EvictionCache(model, policy)
+        got = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+        assert torch.equal(got, wanted)
+        assert cache.kept_share() == 1.0
+    cache = ag.EvictionCache(model, ag.policy("full", positions="slot"))
+    assert torch.equal(model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **GREEDY), wanted)
+
+
+@pytest.mark.parametrize("name", ["streaming_llm", "tova"])
+def test_a_stream_runs_past_the_context_of_the_model(tiny_llama, name):
+    """No position beyond budget and block ever reaches the rotary embedding, and the text goes on as it should."""
+    model = tiny_llama(max_position_embeddings=48)
+    row = torch.randint(3, 128, (100 + 40,), generator=torch.Generator().manual_seed(1))
+    policy = ag.policy(name, 24, "blocks:8+every", positions="slot")
+    cache, positions = ag.EvictionCache(model, policy), []
+    decoder_of(model).rotary_emb.register_forward_pre_hook(
+        lambda _, args, named: positions.append((args[1] if len(args) > 1 else named["position_ids"]).abs().max()),
+        with_kwargs=True,
+    )
+    result = feed(cache, model, [row], [[100], *[[1]] * 40])
+    assert 24 <= int(torch.stack(positions).max()) <= 24 + 8
+    assert cache.seen_tokens == 140
+    check_slots(tiny_llama(max_position_embeddings=48).double(), [row], result)
+    positions.clear()
+    cache = ag.EvictionCache(model, policy)
+    text = model.generate(row[None, :100], past_key_values=cache, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    assert int(torch.stack(positions).max()) <= 24 + 8
+    again = feed(ag.EvictionCache(model, policy), model, [text[0]], [[100], *[[1]] * 20])
+    logits = again.logits[0][99:-1]
+    logits[:, 2] = float("-inf")
+    assert logits.argmax(-1).tolist() == text[0, 100:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [("dynamic", {}), ("longrope", {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8})],
+)
+def test_rotations_that_change_are_refused(tiny_llama, kind, extra):
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64} | extra
+    model = tiny_llama(rope_parameters=rope)
+    with pytest.raises(UnsupportedModelError, match=f"positions=slot: .*by {kind} RoPE.*Use positions=original"):
+        ag.EvictionCache(model, "streaming_llm", budget=24, positions="slot")
+    ag.EvictionCache(model, "streaming_llm", budget=24)
+
+
+def test_partial_rotations_are_refused():
+    config = PhiConfig(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    with pytest.raises(UnsupportedModelError, match="PhiModel rotates 8 of a key's 16 dimensions; expected all"):
+        ag.EvictionCache(PhiForCausalLM(config), "streaming_llm", budget=24, positions="slot")
+
+
+def test_sliding_windows_are_refused(tiny_mistral, tiny_qwen2):
+    with pytest.raises(UserError, match="sliding window of 16 tokens, which slots would move; use positions=orig"):
+        ag.EvictionCache(tiny_mistral(), "streaming_llm", budget=24, positions="slot")
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    model = tiny_qwen2(use_sliding_window=True, sliding_window=9, layer_types=kinds)
+    with pytest.raises(UserError, match="positions=slot: Qwen2Model attends within a sliding window of 9 tokens"):
+        ag.EvictionCache(model, "h2o", budget=24, positions="slot")
+    ag.EvictionCache(tiny_mistral(sliding_window=None), "h2o", budget=24, positions="slot")
+
+
+def test_bfloat16_does_not_drift(tiny_llama):
+    """300 steps, each of which rotates what is held anew: the sinks' keys stay as they were, and so do the errors."""
+    model, exact = tiny_llama().bfloat16(), tiny_llama().bfloat16().float()
+    row = torch.randint(3, 128, (40 + 300,), generator=torch.Generator().manual_seed(0))
+    policy = ag.policy("streaming_llm", 16, "every", positions="slot")
+    logits, keys = [], []
+    for which in (model, exact):
+        cache, mask = ag.EvictionCache(which, policy), torch.ones(1, 340, dtype=torch.long)
+        outs = []
+        with torch.no_grad():
+            for start, stop in [(0, 40), *((t, t + 1) for t in range(40, 340))]:
+                places = torch.arange(start, stop)[None]
+                out = which(row[None, start:stop], mask[:, :stop], places, past_key_values=cache).logits[0, -1:]
+                outs.append(out.float())
+                if start in (0, 339):
+                    keys.append([layer.store.padded().keys[:, :4].clone() for layer in cache.evicting_layers])
+        assert contents(cache.evicting_layers[0].store) == [[[0, 1, 2, 3, *range(328, 340)]] * 2]
+        logits.append(torch.cat(outs))
+    for first, last in zip(keys[0], keys[1], strict=True):
+        assert torch.equal(first, last)
+    error = (logits[0] - logits[1]).norm(dim=-1) / logits[1].norm(dim=-1)
+    assert float(error.mean()) < 0.05
+    assert float(error[-100:].mean()) < 1.3 * float(error[1:101].mean())
