@@ -313,8 +313,8 @@ def check_rotations(decoder: Any) -> None:
     size = decoder.layers[0].self_attn.head_dim
     if 2 * len(rotary.inv_freq) != size:
         raise UnsupportedModelError(
-            f"positions=slot: {type(decoder).__name__} rotates {2 * len(rotary.inv_freq)} of a key's {size} dimensions; "
-            "expected all. Use positions=original."
+            f"positions=slot: {type(decoder).__name__} rotates {2 * len(rotary.inv_freq)} of a key's {size} "
+            "dimensions; expected all. Use positions=original."
         )
     window = getattr(decoder.config, "sliding_window", None)
     if window and "sliding_attention" in (getattr(decoder.config, "layer_types", None) or ["sliding_attention"]):
