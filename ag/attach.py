@@ -313,18 +313,18 @@ def _wide(index: Tensor, like: Tensor) -> Tensor:
 
 def check_rotations(decoder: Any) -> None:
     """Raise ``UserError`` unless keys may be rotated anew: frequencies are fixed, and no layer has a window."""
-    rotary = getattr(decoder, "rotary_emb", None)
+    rotary: Any = getattr(decoder, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
     if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
         raise UnsupportedModelError(
             f"positions=slot: {type(decoder).__name__} rotates keys by {kind or 'no'} RoPE; expected one with fixed "
             "frequencies (default, linear, llama3, yarn). Use positions=original."
         )
-    size = decoder.layers[0].self_attn.head_dim
-    if 2 * len(rotary.inv_freq) != size:
+    size, turned = decoder.layers[0].self_attn.head_dim, 2 * len(rotary.inv_freq)
+    if turned != size:
         raise UnsupportedModelError(
-            f"positions=slot: {type(decoder).__name__} rotates {2 * len(rotary.inv_freq)} of a key's {size} dimensions; "
-            "expected all. Use positions=original."
+            f"positions=slot: {type(decoder).__name__} rotates {turned} of a key's {size} "
+            "dimensions; expected all. Use positions=original."
         )
     window = getattr(decoder.config, "sliding_window", None)
     if window and "sliding_attention" in (getattr(decoder.config, "layer_types", None) or ["sliding_attention"]):

@@ -56,7 +56,7 @@ def test_training(tmp_path, tiny_llama, tiny_tokenizer, monkeypatch):
     taken = {}
 
     def on_train_batch_end(self, trainer, module, *arguments):
-        if trainer.global_step in (STEPS // 5, STEPS):
+        if trainer.global_step in (STEPS // 5 * 3, STEPS):  # the first validation has drawn pictures: fonts are open
             taken[trainer.global_step] = Census(module)
 
     monkeypatch.setattr(Throughput, "on_train_batch_end", on_train_batch_end)
@@ -65,7 +65,7 @@ def test_training(tmp_path, tiny_llama, tiny_tokenizer, monkeypatch):
     words += f" checkpoint.every_steps={STEPS // 5} gate.num_heads=1 gate.head_dim=4 trainer.accelerator=cpu"
     words += f" data.prompt_min=8 data.prompt_max=8 data.continuation=4 data.batch_size=1 output={tmp_path / 'runs'}"
     assert fit.main(words.split()) == 0
-    taken[STEPS].assert_no_more_than(taken[STEPS // 5], megabytes=25)
+    taken[STEPS].assert_no_more_than(taken[STEPS // 5 * 3], megabytes=25)
 
 
 def test_generating(tiny_llama):

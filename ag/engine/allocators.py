@@ -156,8 +156,8 @@ def pyramid(mean: int, held: int, layers: int, beta: int = 20, official_int: boo
 def official_shares(preference: Tensor, total: Tensor, caps: Tensor) -> Tensor:
     """Share a total in proportion to preferences as CAKE's code rounds it.
 
-    Shares are cut to integers and to the caps; what the caps cut off goes evenly to the layers below theirs, and so does
-    what is then missing, single tokens from layer 0 on. The last cut may lose some again.
+    Shares are cut to integers and to the caps; what the caps cut off goes evenly to the layers below theirs, and so
+    does what is then missing, single tokens from layer 0 on. The last cut may lose some again.
 
     Args:
         preference: ``[B, L]`` float64, above 0.
@@ -169,11 +169,10 @@ def official_shares(preference: Tensor, total: Tensor, caps: Tensor) -> Tensor:
     """
     wanted = (preference / preference.sum(1, keepdim=True) * total[:, None]).long()
     shares = wanted.minimum(caps)
-    for missing in (lambda: (wanted - shares).sum(1), lambda: total - shares.sum(1)):
-        room = shares < caps
-        each = missing()[:, None].clamp_min(0) // room.sum(1, keepdim=True).clamp_min(1)
-        rest = missing()[:, None].clamp_min(0) % room.sum(1, keepdim=True).clamp_min(1)
-        shares = shares + torch.where(room, each + (room.cumsum(1) <= rest), 0)
+    for goal in (wanted.sum(1), total):
+        room, missing = shares < caps, (goal - shares.sum(1)).clamp_min(0)[:, None]
+        layers = room.sum(1, keepdim=True).clamp_min(1)
+        shares = shares + torch.where(room, missing // layers + (room.cumsum(1) <= missing % layers), 0)
     return shares.minimum(caps)
 
 

@@ -122,8 +122,10 @@ def test_a_padded_batch_holds_what_its_rows_hold_alone(tiny_llama, name, schedul
 
 @pytest.mark.parametrize("how", REDUCE)
 @pytest.mark.parametrize(
-    "base", [H2O(), Scissorhands(window=4), Tova(scope="kv_head"), SnapKV(**SNAP), Cake(window=4)], ids=lambda x: type(x).__name__
-)  # fmt: skip
+    "base",
+    [H2O(), Scissorhands(window=4), Tova(scope="kv_head"), SnapKV(**SNAP), Cake(window=4)],
+    ids=lambda x: type(x).__name__,
+)
 def test_groups_combine_by_mean_sum_or_max(scene, base, how):
     last = {"H2O": None, "Tova": 1}.get(type(base).__name__, 4)
 
@@ -358,8 +360,9 @@ def test_an_own_window_sees_earlier_queries_in_blocks(tiny_llama, schedule):
 
 
 @pytest.mark.parametrize(
-    ("budget", "window", "layers", "overshoot"), [(128, 8, 32, 4.6), (128, 8, 28, 5.0), (512, 32, 80, 4.5), (2048, 8, 32, 0.0)]
-)  # fmt: skip
+    ("budget", "window", "layers", "overshoot"),
+    [(128, 8, 32, 4.6), (128, 8, 28, 5.0), (512, 32, 80, 4.5), (2048, 8, 32, 0.0)],
+)
 def test_pyramid_by_whole_steps_overshoots_as_published(budget, window, layers, overshoot):
     mean = budget - window
     official, exact = (pyramid(mean, 30000, layers, official_int=x) for x in (True, False))
@@ -371,7 +374,7 @@ def test_pyramid_by_whole_steps_overshoots_as_published(budget, window, layers, 
 
 
 def test_the_pyramid_of_a_policy_by_whole_steps():
-    """25 tokens protected, 75 shared: 147, 3 and steps of 36 over 5 layers make 372 of 375... plus what is rounded."""
+    """25 tokens protected and 75 shared: from 147 down to 3 in 5 steps of 28, which is 28.8 rounded down."""
     scene, kept = Scene(lengths=(300,), queries=40), {}
     for official in (False, True):
         policy = ag.policy("pyramidkv", 100, window=25, official_int=official)
@@ -474,7 +477,8 @@ def test_queries_that_attend_after_the_eviction(tiny_llama, name, schedule):
 
 def test_evicting_before_attending_with_room_for_all_changes_nothing(tiny_llama):
     row = torch.randint(3, 128, (30,), generator=torch.Generator().manual_seed(0))
-    results = [run(tiny_llama(), ag.policy("h2o", 40, "blocks:7+every", evict_before_attend=x), [row], [25]) for x in (0 > 1, 1 > 0)]  # fmt: skip
+    policies = [ag.policy("h2o", 40, "blocks:7+every", evict_before_attend=x) for x in (False, True)]
+    results = [run(tiny_llama(), policy, [row], [25]) for policy in policies]
     assert (results[0].logits[0] - results[1].logits[0]).abs().max() < 1e-5
 
 

@@ -14,7 +14,7 @@ from ag.engine.scorers import SCORERS
 from ag.engine.wrappers import NEED_ROWS, WRAPPERS
 
 SMALL = settings(
-    max_examples=40,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     database=None,
