@@ -14,7 +14,7 @@ from ag.engine.scorers import SCORERS
 from ag.engine.wrappers import NEED_ROWS, WRAPPERS
 
 SMALL = settings(
-    max_examples=8,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     database=None,

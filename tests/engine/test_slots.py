@@ -90,7 +90,7 @@ def test_keys_are_rotated_by_their_slots(tiny_llama, name, schedule):
                 [layer[0] for layer in held] for held in single.held
             ]
     if name.endswith("@heads"):
-        assert any(len(layer[0][0]) != len(layer[0][1]) for layer in alone[0].held[-1])
+        assert any(len(x[0][0]) != len(x[0][1]) for single in alone for x in single.held[-1])
     original = run(model, ag.policy(name, 12, schedule, **POLICIES[name]), [ROWS[0]], [PROMPTS[0]])
     assert (original.logits[0][PROMPTS[0] :] - alone[0].logits[0][PROMPTS[0] :]).abs().max() > 1e-2
 
@@ -128,17 +128,11 @@ def test_gates_by_flags(tiny_llama, prefix, recent):
             }
             happened = [(list(range(prompt)), [list(range(prompt))] * 2, gone if prefix == "sparse" else set())]
             for i in range(prompt, len(row)):
-                held = [  # tokens kept as recent go after the query that no longer sees them
-                    [t for t in range(i + 1) if t >= prompt or t < 1 or flag[t] or max(prompt, i - 1) - t < recent]
+                held = [  # tokens kept as recent go before the query that no longer sees them
+                    [t for t in range(i + 1) if t >= prompt or t < 1 or flag[t] or i - t < recent]
                     for flag in flags[layer]
                 ]
-                expired = {
-                    (g, i, t)
-                    for g in range(2)
-                    for t in held[g]
-                    if 0 < t < prompt and not flags[layer][g, t] and i - t >= recent
-                }
-                happened.append(([i], held, expired))
+                happened.append(([i], held, set()))
             events.append(happened)
         wanted = slot_logits(exact, row, events)
         assert (result.logits[b] - wanted).abs().max() < 1e-4
