@@ -28,6 +28,7 @@ from ag.attach import Plan as StepPlan
 from ag.config import Config
 from ag.gate import AttentionGates
 from ag.gating import Gating
+from ag.kernels.gated_attention import chunked
 
 GIB = 1 << 30
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a nibble, an 8-bit maximum per 64, a float32 per 256 of those
@@ -302,6 +303,18 @@ def _period(geometry: PretrainedConfig) -> int:
     return next((p for p in range(1, len(kinds)) if kinds[p:] == kinds[:-p]), 1)
 
 
+@contextmanager
+def _in_one_tile(length: int) -> Iterator[None]:
+    """Let attention under gates visit all pairs at once: what it saves is the same, and fake tensors need no tiles."""
+    before = chunked.BLOCK, dict(chunked.TILE)
+    chunked.BLOCK, chunked.TILE["cpu"] = length, 1 << 50
+    try:
+        yield
+    finally:
+        chunked.BLOCK = before[0]
+        chunked.TILE.update(before[1])
+
+
 def _step(config: Config, geometry: PretrainedConfig, length: int, checkpointing: bool, layers: int) -> Step:
     """Run the decoder forward and backward on fake tensors, with the first ``layers`` layers."""
     few = AutoConfig.for_model(**geometry.to_dict())
@@ -311,7 +324,7 @@ def _step(config: Config, geometry: PretrainedConfig, length: int, checkpointing
         text.layer_types = text.layer_types[:layers]
     batch = config.data.batch_size
     base, adapted, gates = _build(config, few)
-    with FakeTensorMode():
+    with FakeTensorMode(), _in_one_tile(length):
         for module in (adapted, gates):
             if module is not None:
                 _make_fake(module)

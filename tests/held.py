@@ -61,10 +61,11 @@ def watched(cache):
     arrivals, append, retain = [[] for _ in cache.layers], RaggedStore.append, RaggedStore.retain
 
     def retaining(store, keep):
-        retain(store, keep)
+        gone = retain(store, keep)
         layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
         last = arrivals[layer][-1]
         last.kept = contents(store) if last.kept is None else last.kept
+        return gone
 
     def recording(store, k, v, ranks, keep, fleeting=None):
         append(store, k, v, ranks, keep, fleeting)

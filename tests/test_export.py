@@ -906,7 +906,7 @@ def test_push_uploads_the_export_alone_and_keeps_it_private(tmp_path: Path, monk
     assert made == {"private": True, "exist_ok": True} and name == "me/gates"
     assert upload["allow_patterns"] == ["gates.safetensors", "gate_config.json", "README.md", "figure.png"]
     monkeypatch.setattr(Hub, "refusal", OSError("no login"))
-    with pytest.raises(ExportError, match=r"push_to_hub=me/gates: the hub refuses \(no login\): .* hf auth login"):
+    with pytest.raises(ExportError, match=r"push_to_hub=me/gates: the hub refuses \(no login\): .*`hf auth login`"):
         export.push(path, "me/gates")
 
 

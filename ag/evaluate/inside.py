@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ag.attach import AttentionCall, Plan, decoder_of, instrument
 from ag.engine.allocators import entropy_and_variance
+from ag.engine.decide import closing_order
 from ag.engine.observe import Observation
 from ag.gate import AttentionGate
 
@@ -53,17 +54,20 @@ class Reading(Plan):
         """
         call = self.calls[layer]
         k, v = call.k[:, :, :last], call.v[:, :, :last]
-        ranks = torch.arange(last, device=k.device)
-        every = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device)
+        if held is None:
+            held = torch.ones(k.shape[1:3], dtype=torch.bool, device=k.device)
+        slots = closing_order(held[None])  # an observation has its free slots at the end
+        index = slots[..., None].expand(-1, -1, -1, k.shape[-1])
+        ranks = torch.arange(first, last, device=k.device)[None]
         return Observation(
             call.q[:, :, first:last],
-            k,
-            v,
+            k.gather(2, index),
+            v.gather(2, index),
             call.scaling,
-            query_ranks=ranks[None, first:],
-            key_ranks=ranks.expand(k.shape[:3]),
-            query_valid=every[:, 0, first:],
-            key_valid=every if held is None else held[None],
+            query_ranks=ranks,
+            key_ranks=slots,
+            query_valid=torch.ones_like(ranks, dtype=torch.bool),
+            key_valid=torch.arange(slots.shape[-1], device=k.device) < held.sum(-1)[None, :, None],
             layer=layer,
             window=call.window,
         )

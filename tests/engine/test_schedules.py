@@ -112,19 +112,48 @@ def test_other_models(family, name, schedule, request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["h2o", "snapkv+obcache_joint@pyramid", "cake", "tova"])
-def test_smollm2(smollm2, name):
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("family", ["tiny_mistral", "tiny_qwen2"])
+def test_every_policy_on_other_models(family, name, request):
+    model = request.getfixturevalue(family)()
+    ag.attach(model, gates_for(model))
+    for schedule in ("prefill", "blocks:7", "every"):
+        if not refused(name, schedule):
+            check(model, ROWS, run(model, make(name, schedule), ROWS, PROMPTS, steps=[1, 4, 1, 2]))
+
+
+@pytest.fixture(scope="module")
+def small_model(smollm2):
     model, tokenizer = models.load_base(ModelConfig(name=str(smollm2)))
+    ag.attach(model, gates_for(model))
     text = "A gate looks at every token of the prompt and says whether later tokens will want to see it again. "
-    rows = [torch.tensor(tokenizer(text * n).input_ids) for n in (4, 3)]
+    return model, [torch.tensor(tokenizer(text * n).input_ids) for n in (3, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
+def test_smollm2(small_model, name):
+    """One sink stays: without it float32 is lost, see below."""
+    model, rows = small_model
     prompts = [len(row) - STEPS for row in rows]
-    schedule = "every" if name == "cake" else "blocks:16+every"
-    options = {} if name in ("h2o", "tova") else {"window": 8, "sinks": 1}  # without the sink float32 is lost
-    policy = ag.policy(name, 0.4, schedule, **options)
-    result = run(model, policy, rows, prompts)
+    schedule = ("prefill", "blocks:16", "every")[list(POLICIES).index(name) % 3]
+    schedule = "prefill" if refused(name, schedule) else schedule
+    policy = make(name, schedule, **{"sinks": max(1, POLICIES[name].get("sinks", 0))})
+    result = run(model, policy, rows, prompts, steps=[1, 4, 1, 2])
     check(model, rows, result)
-    assert max(len(head) for head in result.held[-1][0][0]) < prompts[0] - 10
-    check(model.double(), rows, run(model, policy, rows, prompts), 1e-9)
+    assert min(len(head) for layer in result.held[-1] for head in layer[0]) < prompts[0] - 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h2o", "snapkv+obcache_joint@pyramid", "cake", "tova"])
+def test_smollm2_in_float64(small_model, name):
+    """What one sink costs in float32 is lost in rounding alone."""
+    model, rows = small_model
+    policy = ag.policy(name, 0.4, "every" if name == "cake" else "blocks:16+every")
+    if name not in ("h2o", "tova"):
+        policy = ag.policy(name, 0.4, policy.schedule, window=8)
+    exact = copy.deepcopy(model).double()
+    check(exact, rows, run(exact, policy, rows, [len(row) - STEPS for row in rows]), 1e-9)
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "steps:5", "blocks:1", "blocks:16+steps:2"])
@@ -437,8 +466,8 @@ def test_reset_forgets_all_that_was_recorded(llama, name):
     assert cache.decision is None
     for layer, new in zip(cache.evicting_layers, EvictionCache(llama, policy).evicting_layers, strict=True):
         mine, fresh = vars(layer), vars(new)
-        assert {k: v for k, v in mine.items() if k not in ("_cache", "_decided")} == {
-            k: v for k, v in fresh.items() if k not in ("_cache", "_decided")
+        assert {k: v for k, v in mine.items() if k not in ("owner", "_decided")} == {
+            k: v for k, v in fresh.items() if k not in ("owner", "_decided")
         }
         assert mine["_decided"].numel() == 0
     again = feed(cache, llama, [ROWS[1]], [[23], *[[1]] * STEPS])

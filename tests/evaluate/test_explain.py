@@ -34,7 +34,6 @@ def test_all_pictures(words, tiny_llama, tmp_path, capsys):
     names = {f"keep-{policy}-{i}" for policy in ("h2o+caote", "gates") for i in range(1)}
     assert {path.stem for path in (tmp_path / "out").iterdir()} == names | {
         "attention-0",
-        "attention-1",
         "cake",
         "errors",
     }
