@@ -3,9 +3,9 @@
 What happens in a forward pass: a *plan* (:class:`Plan`: the gates of a training step, or an eviction cache) arrives as
 keyword argument ``gating`` or ``past_key_values``. The decoder's forward tells it the padding, and reads the tokens in
 blocks where it asks for that; a hook on each attention module shows it the hidden states; the attention function hands
-it q, k and v. Without a plan the model's own attention
-runs, untouched. Nothing global changes: each attention module gets its own shallow copy of the configuration, whose
-attention implementation is ``ag``, so that recomputation under gradient checkpointing takes the same path.
+it q, k and v. Without a plan the model's own attention runs, untouched. Nothing global changes: each attention module
+gets its own shallow copy of the configuration, whose attention implementation is ``ag``, so that recomputation under
+gradient checkpointing takes the same path.
 """
 
 from __future__ import annotations
@@ -269,8 +269,10 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the decoder under a plan, or as it is when there is none."""
-    named = dict(zip(inspect.signature(type(decoder).forward).parameters, (decoder, *args), strict=False)) | kwargs
-    named.pop("self", None)
+    named = kwargs
+    if args:
+        names = list(inspect.signature(type(decoder).forward).parameters)[1:]
+        named = dict(zip(names, args, strict=False)) | kwargs
     plan = named.get("gating") or named.get("past_key_values")
     if not isinstance(plan, Plan):
         return forward(*args, **kwargs)

@@ -85,7 +85,9 @@ class EvictionCache(Cache, Plan):
             check_geometry(model, self.gates)
             place(model, self.gates)
         instrument(model)
-        super().__init__(layers=[EvictionLayer(self) for _ in self.decoder.layers])
+        #: The layers, with their own type.
+        self.evicting_layers = [EvictionLayer(self) for _ in self.decoder.layers]
+        super().__init__(layers=[*self.evicting_layers])
         windowed = fingerprint(self.decoder.config)["windowed_layers"]
         self._sharing = [index for index in range(len(self.layers)) if index not in windowed]
         if self.policy.positions == "slot":
@@ -122,11 +124,6 @@ class EvictionCache(Cache, Plan):
     def seen_tokens(self) -> int:
         """Columns of the input that went by, padding and evicted tokens included."""
         return self.get_seq_length()
-
-    @property
-    def evicting_layers(self) -> list[EvictionLayer]:
-        """The layers, with their own type."""
-        return [layer for layer in self.layers if isinstance(layer, EvictionLayer)]
 
     def kept_positions(self, layer: int) -> list[list[Tensor]]:
         """Return, for each sequence and KV head, the sorted columns of the input row that a layer still holds."""
@@ -214,7 +211,7 @@ class EvictionCache(Cache, Plan):
     def _start(self, part: Part, last: bool = True) -> None:
         """Turn to the next tokens; ``last``: the last ones of the forward pass, or of its part of the prompt."""
         self.ranks, self.real = part.ranks, part.real
-        self.counts = torch.where(part.real, part.ranks + 1, 0).amax(1).maximum(self.counts)
+        self.counts = part.counts.maximum(self.counts)
         self.prompt_over = last and self.valid.shape[1] >= self.prompt_columns
         self.padded = not bool(part.real.all())
         self.left_padded = self.padded and not bool(part.real[:, 0].all())
@@ -269,7 +266,7 @@ class EvictionCache(Cache, Plan):
 
     def due(self, part: Part) -> Tensor:
         """Return ``[B]`` bool: the sequences whose prompt, or a block of it, ends with these tokens."""
-        count = torch.where(part.real, part.ranks + 1, 0).amax(1)
+        count = part.counts
         ends = count == self.prompt_lengths
         return (count > 0) & (ends if self.policy.block is None else ends | (count % self.policy.block == 0))
 

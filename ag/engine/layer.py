@@ -34,6 +34,11 @@ class Part(NamedTuple):
     ranks: Tensor  # [B, w], the place of each among its sequence's own tokens
     real: Tensor  # [B, w] bool, whether it exists
 
+    @property
+    def counts(self) -> Tensor:
+        """Own tokens of each sequence up to the last of these, ``[B]``; 0 where none exists."""
+        return torch.where(self.real, self.ranks + 1, 0).amax(1)
+
 
 class EvictionLayer(CacheLayerMixin):
     """One layer of the cache."""
@@ -130,17 +135,21 @@ class EvictionLayer(CacheLayerMixin):
         if self.store is None:
             self.store = RaggedStore(call.k.shape[0], call.k.shape[1], call.k, call.v)
         self._decided = cache.counts
-        length = call.q.shape[2]
-        out = F.pad(torch.zeros_like(call.q), (0, 0, 0, 1))  # the last column: of no token
-        for part in cache.parts(Part(None, cache.ranks, cache.real)):
-            if part.columns is None:
-                out = self._read_part(call, part, decision)
-            else:
-                mixed = self._read_part(call.at(part.columns), part, decision)
-                target = part.columns.where(part.real, length)[:, None, :, None]
-                out.scatter_(2, target.expand_as(mixed), mixed)
+        whole = Part(None, cache.ranks, cache.real)
+        parts = cache.parts(whole)
+        out = self._read_part(call, whole, decision) if len(parts) == 1 else self._read_parts(call, parts, decision)
         if cache.prompt_over and cache.policy.steps is None:  # no later decision needs these
             self.memory, self._lookback, self._probability = {}, None, None
+        return out
+
+    def _read_parts(self, call: AttentionCall, parts: list[Part], decision: Decision) -> Tensor:
+        length = call.q.shape[2]
+        out = F.pad(torch.zeros_like(call.q), (0, 0, 0, 1))  # the last column: of no token
+        for part in parts:
+            assert part.columns is not None
+            mixed = self._read_part(call.at(part.columns), part, decision)
+            target = part.columns.where(part.real, length)[:, None, :, None]
+            out.scatter_(2, target.expand_as(mixed), mixed)
         return out[:, :, :length]
 
     def _read_part(self, call: AttentionCall, part: Part, decision: Decision) -> Tensor:

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -62,12 +63,12 @@ class Policy:
         """Whether gates take part."""
         return self.spec.startswith("gates")
 
-    @property
+    @cached_property
     def block(self) -> int | None:
         """Tokens of a prompt between evictions; None: the whole prompt."""
         return next((int(part[7:]) for part in self.schedule.split("+") if part.startswith("blocks:")), None)
 
-    @property
+    @cached_property
     def steps(self) -> int | None:
         """Tokens after the prompt between evictions; None: nothing more is evicted."""
         parts = self.schedule.split("+")
@@ -99,10 +100,9 @@ def policy(spec: str, budget: int | float | None = None, schedule: str = "prefil
 
     Args:
         spec: ``SCORER[+WRAPPER][@ALLOCATOR]``. Scorers: full, streaming_llm, h2o, scissorhands, tova, snapkv, cake,
-            knorm,
-            random, ``gates`` (those attached to the model) or ``gates:PATH`` (exported ones). Wrappers: vatp, caote,
-            fastcaote, obcache_value, obcache_key, obcache_joint. Allocators: uniform, pyramid, preference, heads. The
-            name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), and cake without an allocator for
+            knorm, random, ``gates`` (those attached to the model) or ``gates:PATH`` (exported ones). Wrappers: vatp,
+            caote, fastcaote, obcache_value, obcache_key, obcache_joint. Allocators: uniform, pyramid, preference,
+            heads. The name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), and cake without one for
             ``cake@preference``.
         budget: tokens per KV head, or as a float in (0, 1] a share of each prompt's own tokens. Gates without a
             budget keep what their flags say; with one the most probable tokens stay.

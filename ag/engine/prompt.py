@@ -78,7 +78,7 @@ class _Together(Plan):
 
     def attend(self, call: AttentionCall) -> Tensor:
         first = self.caches[0]
-        output = call.dense(first.valid if first.padded else None, first.left_padded)
+        output = call.dense(first.real if first.padded else None, first.left_padded)
         for cache in self.caches:
             cache.evicting_layers[call.layer].update(call.k, call.v)
             cache.attend(_Attended(**vars(call), output=output))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from ag.configure import load_config
 from ag.engine import Policy, policy
 from ag.errors import UserError
 from ag.evaluate import Scores, score_responses
+from ag.evaluate.statistics import mean_and_error
 
 
 @dataclass
@@ -143,8 +143,8 @@ def table(results: dict[str, Scores]) -> Table:
 def paired_difference(scores: Scores, other: Scores) -> tuple[float, float]:
     """Return the mean of the losses' differences, response by response, and its standard error."""
     differences = [mine - theirs for mine, theirs in zip(scores.losses, other.losses, strict=True)]
-    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
-    return statistics.fmean(differences), error
+    mean, error = mean_and_error(differences)
+    return mean, math.nan if error is None else error
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ag.kernels.dispatch import no_triton, pick
+from ag.kernels.gated_attention.arguments import autocast, check
 from ag.kernels.gated_attention.chunked import chunked_gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
 
@@ -51,22 +52,12 @@ def gated_attention(
         ValueError: for shapes that do not fit, or ``recent`` below 1.
         UserError: ``AG_KERNELS`` asks for a version that cannot run.
     """
-    batch, heads, length, dim = q.shape
-    kv_heads = k.shape[1]
-    if k.shape != (batch, kv_heads, length, dim) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
-        raise ValueError(
-            f"gated_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected q [B, H, T, D] and "
-            "k, v [B, Hkv, T, D] with H a multiple of Hkv."
-        )
-    if keep is not None and keep.shape != (batch, kv_heads, length):
-        raise ValueError(f"gated_attention: keep {tuple(keep.shape)}: expected {(batch, kv_heads, length)}.")
-    if recent < 1:
-        raise ValueError(f"gated_attention: recent={recent}: expected at least 1, the query's own token.")
-    scaling = dim**-0.5 if scaling is None else scaling
+    check("gated_attention", q, k, v, recent)
+    if keep is not None and keep.shape != k.shape[:3]:
+        raise ValueError(f"gated_attention: keep {tuple(keep.shape)}: expected {tuple(k.shape[:3])}.")
+    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     device = q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = autocast(q, k, v)
     version = pick("gated_attention", {"triton": no_triton(q, v), "chunked": None, "reference": None})
     attend = chunked_gated_attention if version == "chunked" else reference_gated_attention
     if version == "triton":

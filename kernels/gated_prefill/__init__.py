@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ag.kernels.dispatch import no_triton, pick
 from ag.kernels.gated_attention import gated_attention
+from ag.kernels.gated_attention.arguments import autocast, check
 from ag.kernels.gated_prefill.chunked import chunked_gated_prefill
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
 
@@ -46,24 +47,12 @@ def gated_prefill(
         ValueError: for shapes that do not fit, ``keep`` that is not bool, or ``recent`` below 1.
         UserError: ``AG_KERNELS`` asks for a version that cannot run (see ag.kernels.dispatch).
     """
-    batch, heads, length, dim = q.shape
-    kv_heads = k.shape[1]
-    if k.shape != (batch, kv_heads, length, dim) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
-        raise ValueError(
-            f"gated_prefill: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected q [B, H, T, D] and "
-            "k, v [B, Hkv, T, D] with H a multiple of Hkv."
-        )
-    if keep.shape != (batch, kv_heads, length) or keep.dtype != torch.bool:
-        raise ValueError(
-            f"gated_prefill: keep {tuple(keep.shape)} {keep.dtype}: expected {(batch, kv_heads, length)}, bool."
-        )
-    if recent < 1:
-        raise ValueError(f"gated_prefill: recent={recent}: expected at least 1, the query's own token.")
-    scaling = dim**-0.5 if scaling is None else scaling
+    check("gated_prefill", q, k, v, recent)
+    if keep.shape != k.shape[:3] or keep.dtype != torch.bool:
+        raise ValueError(f"gated_prefill: keep {tuple(keep.shape)} {keep.dtype}: expected {tuple(k.shape[:3])}, bool.")
+    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     device = q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = autocast(q, k, v)
     version = pick("gated_prefill", {"triton": no_triton(q, v), "chunked": None, "reference": None})
     attend = chunked_gated_prefill if version == "chunked" else reference_gated_prefill
     if version == "triton":

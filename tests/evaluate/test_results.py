@@ -112,7 +112,8 @@ def test_a_changed_value_is_refused_or_of_the_right_type(name, value):
     except ValueError:
         return
     assert asdict(row) == asdict(ROW) | {name: value}
-    allowed = {"budget": (int, float, type(None)), "seconds": (int, float), "kv_bytes": (int, float)}
+    number = (int, float)
+    allowed = {"budget": (*number, type(None)), "error": (*number, type(None)), "seconds": number, "kv_bytes": number}
     expected = allowed.get(name, (type(getattr(ROW, name)), str if name == "problem" else int, type(None)))
     assert isinstance(value, expected)
 

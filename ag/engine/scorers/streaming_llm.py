@@ -16,7 +16,8 @@ class StreamingLLM(Scorer):
     """Attention sinks and a window of the newest tokens.
 
     Source: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"; code
-    mit-han-lab/streaming-llm. Deviation: keys keep their original positions.
+    mit-han-lab/streaming-llm. Deviation: keys keep their original positions, unless the policy says
+    ``positions="slot"``.
 
     Attributes:
         sinks: first tokens that stay.
