@@ -32,7 +32,7 @@ TASKS = {
     "obqa_sft": "openbookqa",
 }
 CPT = ["redpajama_cpt", "mistral_cpt", "redpajama_cpt_gates_only"]
-OTHERS = ["quickstart", "smollm2_boolq", "smollm2_corpus"]
+OTHERS = ["quickstart", "smollm2_boolq", "smollm2_corpus", "smollm2_quarter"]
 COMPARISONS = {  # cells, and the published score of the full cache that the comment must name
     "compare_parts": (1 + 31 * 3, "docs/results.md"),
     "compare_small": ((1 + 10 * 2) * 2, "docs/results.md"),
@@ -71,7 +71,7 @@ def test_loads_without_a_warning_and_survives_a_round_trip(name: str, tmp_path: 
     assert load_config(tmp_path / "config.yaml", schema) == config
 
 
-@pytest.mark.parametrize("name", sorted({*ABLATIONS, *TASKS, *CPT} - {"piqa_sft", "redpajama_cpt"}))
+@pytest.mark.parametrize("name", sorted({*ABLATIONS, *TASKS, *CPT, "smollm2_quarter"} - {"piqa_sft", "redpajama_cpt"}))
 def test_a_recipe_repeats_nothing_of_its_base(name: str) -> None:
     tree = parse_yaml((RECIPES / f"{name}.yaml").read_text())
     base, config = flat(load(tree.pop("base"))), flat(load(name))
