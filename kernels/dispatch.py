@@ -13,7 +13,7 @@ from torch import Tensor
 from ag.errors import UserError
 
 VARIABLE = "AG_KERNELS"
-VERSIONS = ("triton", "cpp", "chunked", "reference")
+VERSIONS = ("triton", "flash", "cpp", "chunked", "reference")
 INSTALLED = importlib.util.find_spec("triton") is not None
 log = logging.getLogger(__name__)
 

@@ -169,6 +169,7 @@ def test_triton_gated_prefill(triton_untuned, length, heads, kv_heads, dim, case
     ids=["B2-H6-D60", "B2-H3-D128", "B2-H8-D64-long"],
 )
 def test_triton_ragged_decode(triton_untuned, lengths, heads, dim, dtype, bound):
+    from ag.kernels.ragged_decode import flash
     from ag.kernels.ragged_decode.triton import triton_ragged_decode
 
     counts = torch.tensor(lengths, device="cuda")
@@ -187,6 +188,9 @@ def test_triton_ragged_decode(triton_untuned, lengths, heads, dim, dtype, bound)
         torch.cuda.set_sync_debug_mode("default")
     assert (got.double().view_as(want) - want).norm() <= bound * want.norm()
     assert torch.equal(got, triton_ragged_decode(q, keys, values, starts, counts, 0.2))
+    if flash.unavailable(keys, values) is None:
+        got = flash.flash_ragged_decode(q, keys, values, starts, counts, 0.2)
+        assert (got.double().view_as(want) - want).norm() <= bound * want.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -70,8 +70,8 @@ class Cell:
 
     def failed(self, problem: str, loaded: Loaded, prefill: str) -> Row:
         """Make the row of a cell that has no result."""
-        nothing: dict[str, Any] = {"kept": None, "mean": None, "error": None, "n": 0, "cut": 0, "seconds": 0.0, "kv_bytes": 0.0}
-        nothing |= {"too_long": loaded.too_long, "too_short": loaded.too_short, "problem": problem}
+        nothing: dict[str, Any] = {"kept": None, "mean": None, "error": None, "n": 0, "seconds": 0.0, "kv_bytes": 0.0}
+        nothing |= {"cut": 0, "too_long": loaded.too_long, "too_short": loaded.too_short, "problem": problem}
         return Row(**self._start(prefill), **nothing)
 
     def _start(self, prefill: str) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ag.kernels.dispatch import no_triton, pick
-from ag.kernels.ragged_decode import cpu
+from ag.kernels.ragged_decode import cpu, flash
 from ag.kernels.ragged_decode.chunked import chunked_ragged_decode
+from ag.kernels.ragged_decode.flash import flash_ragged_decode
 from ag.kernels.ragged_decode.reference import reference_ragged_decode
 
 
@@ -29,17 +30,20 @@ def ragged_decode(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengt
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
-    alike = q.dtype == keys.dtype == values.dtype
+    mixed = None if q.dtype == keys.dtype == values.dtype else "queries, keys and values differ in type"
     version = pick(
         "ragged_decode",
         {
-            "triton": no_triton(q, values) if alike else "queries, keys and values differ in type",
+            "triton": mixed or no_triton(q, values),
+            "flash": mixed or flash.unavailable(keys, values),
             "cpp": cpu.unavailable(keys, values),
             "chunked": None,
             "reference": None,
         },
     )
     attend = {"cpp": cpu.ragged_decode, "chunked": chunked_ragged_decode}.get(version, reference_ragged_decode)
+    if version == "flash":
+        attend = flash_ragged_decode
     if version == "triton":
         from ag.kernels.ragged_decode.triton import triton_ragged_decode as attend
     return attend(q, keys, values, starts, lengths, scaling)

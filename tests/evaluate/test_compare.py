@@ -14,7 +14,6 @@ import pytest
 import torch
 from gates_for import gates_for
 
-import ag
 from ag import export
 from ag.compare import CompareConfig, compare, main
 from ag.configure import resolve

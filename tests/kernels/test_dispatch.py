@@ -40,7 +40,7 @@ def test_an_operation_without_the_forced_version_keeps_its_own(monkeypatch):
 
 def test_an_unknown_version_is_named(monkeypatch):
     monkeypatch.setenv("AG_KERNELS", "cuda")
-    with pytest.raises(UserError, match="AG_KERNELS=cuda: expected triton, cpp, chunked, reference"):
+    with pytest.raises(UserError, match="AG_KERNELS=cuda: expected triton, flash, cpp, chunked, reference"):
         gated_attention(*[torch.zeros(1, 1, 4, 8)] * 3)
 
 

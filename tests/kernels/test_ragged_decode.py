@@ -2,6 +2,8 @@
 
 import logging
 import shutil
+import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from ag.errors import UserError
 from ag.kernels import dispatch
-from ag.kernels.ragged_decode import chunked_ragged_decode, cpu, ragged_decode, reference_ragged_decode
+from ag.kernels.ragged_decode import chunked_ragged_decode, cpu, flash, ragged_decode, reference_ragged_decode
 
 SCALING = 0.3
 needs_compiler = pytest.mark.skipif(isinstance(cpu.library(), str), reason=f"C++: {cpu.library()}")
@@ -84,6 +86,46 @@ def test_half_precision_is_summed_in_float32(version, dtype, dim):
     assert bool(
         ((out.double() - expected).abs() <= loose * torch.finfo(dtype).eps * expected.abs().clamp_min(0.1)).all()
     )
+
+
+def varlen_forward(q, k, v, **said):
+    """What flash-attn documents of its call: batch element i reads ``seqused_k[i]`` keys from its offset on."""
+    assert all(said[name].dtype == torch.int32 for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
+    assert said["cu_seqlens_q"].tolist() == list(range(len(q) + 1)) and said["max_seqlen_q"] == 1
+    assert len(said["cu_seqlens_k"]) == len(q) + 1 and said["max_seqlen_k"] >= int(said["seqused_k"].max())
+    assert not said["causal"] and said["dropout_p"] == 0
+    out = torch.full((*q.shape[:2], v.shape[-1]), float("nan"), dtype=q.dtype)
+    for i, (start, used) in enumerate(zip(said["cu_seqlens_k"].tolist(), said["seqused_k"].tolist(), strict=False)):
+        if used:
+            keys, values = k[start : start + used, 0], v[start : start + used, 0]
+            out[i] = (q[i] @ keys.T * said["softmax_scale"]).softmax(-1) @ values
+    return out, None, None, None
+
+
+@pytest.mark.parametrize("case", [case for case in CASES.values() if "width" not in case], ids=str)
+def test_flash_attn_is_told_where_rows_lie(monkeypatch, case):
+    interface = types.ModuleType("flash_attn.flash_attn_interface")
+    interface._flash_attn_varlen_forward = varlen_forward
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+    arguments = rows(**case, dtype=torch.float64)
+    torch.testing.assert_close(flash.flash_ragged_decode(*arguments, SCALING), by_hand(*arguments))
+
+
+def test_what_flash_attn_cannot_take(monkeypatch):
+    x = torch.zeros(4, 64, dtype=torch.bfloat16)
+    monkeypatch.setattr(flash, "INSTALLED", False)
+    assert flash.unavailable(x, x).startswith("flash-attn is not installed")
+    monkeypatch.setattr(flash, "INSTALLED", True)
+    assert flash.unavailable(x, x) == "the tensors are on cpu"
+
+    def on_card(dtype, dim):
+        return types.SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(4, dim))
+
+    half = on_card(torch.float16, 64)
+    assert flash.unavailable(half, half) is None
+    assert "not in torch.float32" in flash.unavailable(on_card(torch.float32, 64), half)
+    assert "of one size" in flash.unavailable(half, on_card(torch.float16, 32))
 
 
 @needs_compiler
