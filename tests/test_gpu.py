@@ -62,7 +62,9 @@ def triton_untuned(triton_only, monkeypatch):
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: True)
 
 
-def triton_arguments(length, heads, kv_heads, dim, dtype, flags, padding=False, dense=False, documents=False, **options):
+def triton_arguments(
+    length, heads, kv_heads, dim, dtype, flags, padding=False, dense=False, documents=False, **options
+):
     generator = torch.Generator("cuda").manual_seed(length)
     draw = lambda h: torch.randn(2, length, h, dim, device="cuda", generator=generator).to(dtype).transpose(1, 2)  # noqa: E731
     keep = torch.rand(2, kv_heads, length, device="cuda", generator=generator)

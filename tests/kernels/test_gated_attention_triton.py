@@ -151,7 +151,8 @@ def test_blocks_of_other_documents_are_not_read():
     options["first"] = (torch.arange(5 * BLOCK) >= 2 * BLOCK).long().expand(2, -1) * 2 * BLOCK
     q, k, v, keep = single(tensors)
     k[:, :, : 2 * BLOCK] = v[:, :, : 2 * BLOCK] = q[:, :, 2 * BLOCK :] = float("nan")
-    for poisoned, names, kept in (((k, v), (0, 1, 2, 3), slice(2 * BLOCK, None)), ((q,), (2, 3, 4), slice(0, 2 * BLOCK))):
+    earlier, later = slice(0, 2 * BLOCK), slice(2 * BLOCK, None)
+    for poisoned, names, kept in (((k, v), (0, 1, 2, 3), later), ((q,), (2, 3, 4), earlier)):
         given = [x if any(x is y for y in poisoned) else x.nan_to_num(0.5) for x in (q, k, v, keep)]
         out, grads = run(triton_gated_attention, given, options, 1.0)
         results = [out, *grads]
