@@ -65,19 +65,16 @@ class AttentionCall:
 
         return replace(self, q=pick(self.q), k=pick(self.k), v=pick(self.v), memo={})
 
-    def dense(self, valid: Tensor | None, left_padded: bool, first: Tensor | None = None) -> Tensor:
+    def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
         """Attend causally to every new token, ``[B, H, T, D]``; by the model's own implementation where it can.
 
         Args:
             valid: ``[B, T]`` bool, or None without padding.
             left_padded: whether some row starts with padding (padding on the right is never seen).
-            first: ``[B, T]`` long, the column where the document of each token begins; None: a row is one document.
         """
         windowed = self.window is not None and self.q.shape[2] > self.window
-        if left_padded or windowed or first is not None:
-            return gated_attention(
-                self.q, self.k, self.v, None, valid, scaling=self.scaling, window=self.window, first=first
-            )
+        if left_padded or windowed:
+            return gated_attention(self.q, self.k, self.v, None, valid, scaling=self.scaling, window=self.window)
         name = _own_implementation(self.module)
         name = "sdpa" if name == "eager" else name  # eager needs an n^2 mask to be causal
         own = ALL_ATTENTION_FUNCTIONS[name]

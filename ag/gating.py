@@ -43,8 +43,10 @@ class Dense(Plan):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend as the model does."""
-        device = call.q.device
-        return call.dense(_to(self.valid, device), self.left_padded, _to(self.first, device))
+        valid, first = (_to(x, call.q.device) for x in (self.valid, self.first))
+        if first is None:
+            return call.dense(valid, self.left_padded)
+        return gated_attention(call.q, call.k, call.v, None, valid, call.scaling, window=call.window, first=first)
 
 
 class Gating(Dense):
