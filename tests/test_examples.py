@@ -1,5 +1,6 @@
 """The scripts in scripts/examples, run one after the other on a tiny model."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ def test_length(path):
 
 
 @pytest.mark.slow
-def test_train_generate_and_add_a_scorer(tmp_path, tiny_llama, tiny_tokenizer):
+def test_train_generate_compare_and_add_a_scorer(tmp_path, tiny_llama, tiny_tokenizer):
     tiny_llama(num_hidden_layers=2).save_pretrained(tmp_path / "base")
     tiny_tokenizer.save_pretrained(tmp_path / "base")
     words = "trainer.max_steps=2 warmup.regress_steps=1 optim.warmup_steps=0 data.batch_size=1 data.train_samples=4"
@@ -34,6 +35,17 @@ def test_train_generate_and_add_a_scorer(tmp_path, tiny_llama, tiny_tokenizer):
     assert (Path(folder) / "gate_config.json").is_file()
     full, gated = run("generate.py", folder, "Once upon a time there was a river.").splitlines()
     assert full.startswith("full: 100% of the prompt kept") and gated.startswith("gates: ")
+    (tmp_path / "data" / "corpus").mkdir(parents=True)
+    texts = [json.dumps({"text": f"{name} went up the hill and saw the river. " * 8}) for name in ("Ann", "Ben")]
+    (tmp_path / "data" / "corpus" / "validation.jsonl").write_text("\n".join(texts))
+    lines = run("compare.py", tmp_path / "base", tmp_path / "data", tmp_path / "compared").splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "full: 100% kept",
+        "h2o 0.5: 50% kept",
+        "h2o 0.25: 25% kept",
+        "streaming_llm 0.5: 50% kept",
+        "streaming_llm 0.25: 25% kept",
+    ]
     lines = run("add_a_scorer.py", tmp_path / "base", "Once upon a time there was a river.").splitlines()
     assert [line.split()[0] for line in lines] == ["value_norm", "knorm", "tova"]
     assert lines[0].split(maxsplit=1)[1] != lines[1].split(maxsplit=1)[1]

@@ -63,13 +63,14 @@ class Cell:
             n=len(outcomes),
             too_long=loaded.too_long,
             too_short=loaded.too_short,
+            cut=sum(bool(outcome.tags.get("cut")) for outcome in outcomes),
             seconds=sum(outcome.seconds for outcome in outcomes),
             kv_bytes=sum(outcome.kv_bytes for outcome in outcomes) / len(outcomes),
         )
 
     def failed(self, problem: str, loaded: Loaded, prefill: str) -> Row:
         """Make the row of a cell that has no result."""
-        nothing: dict[str, Any] = {"kept": None, "mean": None, "error": None, "n": 0, "seconds": 0.0, "kv_bytes": 0.0}
+        nothing: dict[str, Any] = {"kept": None, "mean": None, "error": None, "n": 0, "cut": 0, "seconds": 0.0, "kv_bytes": 0.0}
         nothing |= {"too_long": loaded.too_long, "too_short": loaded.too_short, "problem": problem}
         return Row(**self._start(prefill), **nothing)
 
@@ -119,16 +120,17 @@ def gates_path(label: str) -> str | None:
 
 
 def _policies(label: str, config: CompareConfig) -> list[Policy]:
-    """Return a listed policy at each budget; gates also at none."""
+    """Return a listed policy at each budget; full and gates that no allocator ranks need none."""
     path, options = gates_path(label), config.policy_options.get(label, {})
     if path is not None or label.startswith("gates"):
         _check_gates(label, path, config)
     bare = label == "full" or label == f"gates:{path}"
-    budgets = [] if label == "full" else [share if share <= 1 else int(share) for share in config.budgets]
-    if not bare and not budgets:
+    if bare:
+        return [policy(label, **options)]
+    budgets = [share if share <= 1 else int(share) for share in config.budgets]
+    if not budgets:
         raise UserError(f"policy {label!r} needs budgets=[...]: shares of the prompt such as 0.25, or tokens.")
-    with_budgets = [policy(label, budget, config.schedule, **{"strict": False} | options) for budget in budgets]
-    return [policy(label), *with_budgets] if bare else with_budgets
+    return [policy(label, budget, config.schedule, **{"strict": False} | options) for budget in budgets]
 
 
 def _check_gates(label: str, path: str | None, config: CompareConfig) -> None:

@@ -23,7 +23,7 @@ NOTES = {
     "score": "mean over samples, with its standard error",
     "difference": "to the baseline on the same samples, with a 95 % bootstrap interval",
     "p": "sign-flip test of that difference",
-    "left out": "samples that are too long for the model, or too short for the task",
+    "left out": "samples that are too long for the model, or too short for the task (and how many were cut in the middle)",
     "prefill": "what later tokens of a prompt see of earlier ones: all, what gates keep, what blocks left",
     "KV MB": "allocated for keys and values after a prompt, the mean",
 }

@@ -57,7 +57,7 @@ class Entry:
         """Return its line in a table, as texts; see COLUMNS."""
         row, paired = self.row, self.paired
         start = (row.label, "" if row.budget is None else f"{row.budget:g}")
-        left_out = f"{row.too_long + row.too_short}"
+        left_out = f"{row.too_long + row.too_short}" + (f" ({row.cut} cut)" if row.cut else "")
         if row.mean is None or row.kept is None:
             return (*start, "", f"none: {row.problem}", "", "", "0", left_out, row.prefill, "")
         error = "" if row.error is None else f" ± {row.error:.4f}"

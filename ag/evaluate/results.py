@@ -53,6 +53,7 @@ class Row:
         n: samples scored.
         too_long: samples left out because they do not fit the model.
         too_short: samples left out because they have too few tokens for the task.
+        cut: samples that lost tokens from their middle, as the rules of LongBench have it.
         seconds: for all samples.
         kv_bytes: bytes allocated for keys and values after the prompt, the mean over samples.
         prefill: what later prompt tokens see: ``dense`` (everything), ``sparse`` (what gates keep), ``blocks:m``.
@@ -74,6 +75,7 @@ class Row:
     n: int
     too_long: int
     too_short: int
+    cut: int
     seconds: float
     kv_bytes: float
     prefill: str

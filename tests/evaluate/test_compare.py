@@ -316,26 +316,19 @@ def test_gates_by_their_flags_and_ranked(config, quiet, tiny_llama, tmp_path):
     gates = gates_for(tiny_llama(), prefill="sparse", recent_tokens=2)
     export.save(tmp_path / "gates", gates, base_model="tiny")
     label = f"gates:{tmp_path / 'gates'}"
-    comparison = compare(config(policies=["full", label, f"{label}@heads"]), quiet)
+    comparison = compare(config(policies=["full", label, f"{label}@uniform", f"{label}@heads"]), quiet)
     rows = [(e.row.label == label, e.row.budget, e.row.prefill) for e in comparison.entries[1:]]
     assert rows == [
         (True, None, "sparse"),
-        (True, 0.5, "dense"),
-        (True, 0.25, "dense"),
-        (False, 0.5, "dense"),
-        (False, 0.25, "dense"),
+        *[(False, 0.5, "dense"), (False, 0.25, "dense")] * 2,
     ]
-    model, ids = tiny_llama(), [int(i) for i in torch.arange(40) % 90 + 4]
-    caches = [ag.EvictionCache(model, label), ag.EvictionCache(model, label, 0.5)]
-    for cache in caches:
-        model(torch.tensor([ids]), past_key_values=cache)
     assert 0.2 < comparison.entries[1].row.kept < 0.95
     assert comparison.entries[2].row.kept == pytest.approx(0.5)
     keys = [entry.row.key for entry in comparison.entries]
     with torch.no_grad():
         next(gates.parameters()).add_(0.5)
     export.save(tmp_path / "gates", gates, base_model="tiny")
-    again = [cell.key for cell in plan(config(policies=["full", label, f"{label}@heads"]))]
+    again = [cell.key for cell in plan(config(policies=["full", label, f"{label}@uniform", f"{label}@heads"]))]
     assert again[0] == keys[0] and not set(again[1:]) & set(keys)
 
 

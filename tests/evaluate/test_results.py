@@ -25,6 +25,7 @@ ROW = Row(
     n=1,
     too_long=0,
     too_short=2,
+    cut=0,
     seconds=1.5,
     kv_bytes=1024.0,
     prefill="dense",

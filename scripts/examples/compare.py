@@ -1,0 +1,22 @@
+"""Compare policies on texts of your own: python scripts/examples/compare.py MODEL FOLDER OUTPUT."""
+
+import sys
+
+from rich.console import Console
+
+from ag.compare import CompareConfig, compare
+
+model, folder, output = sys.argv[1:]
+config = CompareConfig(
+    model=model,
+    policies=["full", "h2o", "streaming_llm"],
+    budgets=[0.5, 0.25],
+    tasks=["ppl"],
+    task_options={"ppl": {"prompt": 64, "continuation": 16}},
+    root=folder,  # with the texts in corpus/validation.jsonl
+    output=output,
+)
+for entry in compare(config, Console(stderr=True)).entries:
+    row, paired = entry.row, entry.paired
+    print(f"{entry.name}: {row.kept:.0%} kept, {row.mean:.3f} {row.metric}", end="")
+    print("" if paired is None else f", {paired.difference:+.3f} [{paired.low:+.3f}, {paired.high:+.3f}] to full")
