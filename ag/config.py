@@ -66,6 +66,9 @@ class DataConfig:
     packing: Literal["packed", "split"] = key(
         "split", "text: packed rows of max_length tokens, or prompt and continuation"
     )
+    cross_documents: bool = key(
+        True, "text, packed: attention runs on across the documents of a row; false: it stays inside each"
+    )
     prompt_min: int = key(192, "shortest prompt in tokens (text, split; facts: roughly)", low=1)
     prompt_max: int = key(512, "longest prompt in tokens (text, split; facts: roughly)", low=1)
     continuation: int = key(64, "tokens after the prompt that carry the loss (text, split)", low=1)

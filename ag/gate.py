@@ -105,13 +105,17 @@ class AttentionGate(nn.Module):
         for parameter in self.parameters():
             nn.init.xavier_uniform_(parameter)
 
-    def forward(self, hidden: Tensor, valid: Tensor | None = None, left_padded: bool = False) -> Tensor:
+    def forward(
+        self, hidden: Tensor, valid: Tensor | None = None, left_padded: bool = False, first: Tensor | None = None
+    ) -> Tensor:
         """Compute the logits, before bias and threshold.
 
         Args:
             hidden: hidden states ``[B, T, d]`` that enter the layer's attention.
             valid: ``[B, T]`` bool, True on the tokens the gate may look at; None when all of them are.
             left_padded: whether invalid tokens may come before valid ones.
+            first: ``[B, T]`` long, the column where the document of each token begins, before which a causal gate sees
+                nothing; None: a row is one document.
 
         Returns:
             ``[B, Hkv, T]`` float32. With ``granularity="query_head"`` the largest logit of a group stands for its
@@ -119,20 +123,20 @@ class AttentionGate(nn.Module):
         """
         hidden = hidden.to(next(self.parameters()).dtype)  # a 16-bit model may have float32 gates
         attention = self.config.kind == "attention"
-        logits = self._attend(hidden, valid, left_padded) if attention else self.linear(hidden)
+        logits = self._attend(hidden, valid, left_padded, first) if attention else self.linear(hidden)
         if attention and self.config.shortcut:
             logits = logits + self.linear(hidden)
         batch, length, _ = logits.shape
         return logits.float().view(batch, length, self.kv_heads, -1).amax(-1).transpose(1, 2)
 
-    def _attend(self, hidden: Tensor, valid: Tensor | None, left_padded: bool) -> Tensor:
+    def _attend(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
         shape = (*hidden.shape[:2], self.config.num_heads, self.config.head_dim)
         q, k, v = (proj(hidden).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.config.scope == "prompt":
             mask = None if valid is None else valid[:, None, None, :]
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        elif left_padded:
-            mixed = gated_attention(q, k, v, keep=None, key_valid=valid, scaling=self.config.head_dim**-0.5)
+        elif left_padded or first is not None:
+            mixed = gated_attention(q, k, v, None, key_valid=valid, scaling=self.config.head_dim**-0.5, first=first)
         else:  # a causal query never sees the padding to its right
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))

@@ -15,7 +15,41 @@ from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 
 
-class Gating(Plan):
+class Dense(Plan):
+    """Causal attention to every token, by the model's own implementation where it can, and inside documents.
+
+    Args:
+        valid: ``[B, T]``, nonzero on real tokens; padding on either side. None: there is none.
+        first: ``[B, T]`` long, the column where the document of each token begins. Tokens before it are invisible, and
+            positions count from it, so that a document is what it would be alone. None: a row is one document.
+    """
+
+    def __init__(self, valid: Tensor | None = None, first: Tensor | None = None) -> None:
+        self.left_padded = valid is not None and not bool(valid[:, 0].all())
+        self.valid = None if valid is None or bool(valid.all()) else valid.bool()
+        self.first = None if first is None or not bool(first.any()) else first
+
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+        """Do nothing: all there is to know was given before."""
+
+    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
+        """Count from the start of each document, unless the caller gave positions."""
+        if given is not None or self.first is None:
+            return given
+        return torch.arange(self.first.shape[1], device=self.first.device) - self.first
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Do nothing: no gate reads the layer's input."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend as the model does."""
+        valid, first = (_to(x, call.q.device) for x in (self.valid, self.first))
+        if first is None:
+            return call.dense(valid, self.left_padded)
+        return gated_attention(call.q, call.k, call.v, None, valid, call.scaling, window=call.window, first=first)
+
+
+class Gating(Dense):
     """Run ``model(..., gating=Gating(...), use_cache=False)`` under gates.
 
     After the forward pass ``logits`` holds, by layer, what the gates said.
@@ -25,13 +59,19 @@ class Gating(Plan):
         valid: ``[B, T]``, nonzero on real tokens; padding on either side.
         prompt_length: ``[B]`` long, tokens of each row's prompt, which alone the gates may evict. None: every token.
         hard: use the flags as they are, without an estimator's gradient or noise.
+        first: ``[B, T]`` long, the column where the document of each token begins; None: a row is one document.
 
     Raises:
-        UserError: when ``scope="prompt"`` or ``prefill="dense"`` has no prompt length.
+        UserError: when ``scope="prompt"`` or ``prefill="dense"`` has no prompt length, or documents have one.
     """
 
     def __init__(
-        self, gates: AttentionGates, valid: Tensor, prompt_length: Tensor | None = None, hard: bool = False
+        self,
+        gates: AttentionGates,
+        valid: Tensor,
+        prompt_length: Tensor | None = None,
+        hard: bool = False,
+        first: Tensor | None = None,
     ) -> None:
         config = gates.config
         if prompt_length is None and (config.scope == "prompt" or config.prefill == "dense"):
@@ -39,10 +79,11 @@ class Gating(Plan):
                 f"gate.scope={config.scope}, gate.prefill={config.prefill}: expected batches with a prompt and a "
                 "response; for plain packed text use scope=causal with prefill=sparse."
             )
+        if prompt_length is not None and first is not None:
+            raise UserError("A row of several documents has no prompt: give Gating first or prompt_length, not both.")
+        super().__init__(valid, first)
         valid = valid.bool()
         self.gates, self.hard = gates, hard
-        self.left_padded = not bool(valid[:, 0].all())
-        self.valid = None if bool(valid.all()) else valid
         rank = valid.cumsum(1) - 1
         #: ``[B, T]`` bool: the tokens that gates may evict, which are also those that losses and metrics count.
         self.prompt = valid if prompt_length is None else valid & (rank < prompt_length[:, None])
@@ -80,22 +121,21 @@ class Gating(Plan):
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend under the flags of the layer, or as the model does where it has no gate."""
         keep, device = self._keep.get(call.layer), call.q.device
-        valid = None if self.valid is None else self.valid.to(device)
         if keep is None:
-            return call.dense(valid, self.left_padded)
+            return super().attend(call)
         config = self.gates.config
         shared: dict[str, Any] = {
-            "key_valid": valid,
+            "key_valid": _to(self.valid, device),
             "scaling": call.scaling,
             "recent": config.recent_tokens,
             "sinks": config.sink_tokens,
             "window": call.window,
         }
         learning = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
-        if self.hard and self._dense_until is None and not learning:
+        if self.hard and self._dense_until is None and self.first is None and not learning:
             return gated_prefill(call.q, call.k, call.v, keep.to(device, torch.bool), **shared)
-        dense_until = None if self._dense_until is None else self._dense_until.to(device)
-        return gated_attention(call.q, call.k, call.v, keep.to(device), dense_until=dense_until, **shared)
+        shared |= {"dense_until": _to(self._dense_until, device), "first": _to(self.first, device)}
+        return gated_attention(call.q, call.k, call.v, keep.to(device), **shared)
 
     def forget(self, layer: int) -> None:
         """Free what is held for a layer."""
@@ -106,8 +146,10 @@ class Gating(Plan):
         name = str(layer + self.gates.config.layer_offset)
         if name not in self.gates.layers:
             return None
-        seen = None if self._seen is None else self._seen.to(hidden.device)  # layers may lie on several devices
-        logits: Tensor = self.gates.layers[name](hidden[:, : self._end], seen, self.left_padded)
+        device = hidden.device
+        first = None if self.first is None else self.first[:, : self._end]
+        gate = self.gates.layers[name]
+        logits: Tensor = gate(hidden[:, : self._end], _to(self._seen, device), self.left_padded, _to(first, device))
         return logits
 
 
@@ -179,4 +221,8 @@ class Observing(Gating):
                 log = 0.5 * log + call.v.float().norm(dim=-1).clamp_min(1e-12).log()
             self.targets[call.layer] = log[..., : self._end]
             self.window = call.window
-        return call.dense(self.valid, self.left_padded)
+        return Dense.attend(self, call)
+
+
+def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)  # layers may lie on several devices

@@ -19,7 +19,8 @@ from ag.attach import decoder_of, instrument
 from ag.config import Config
 from ag.errors import UserError
 from ag.gate import AttentionGates
-from ag.gating import Gating, Observing
+from ag.gating import Dense, Gating, Observing
+from ag.kernels.gated_attention.masks import sink_mask
 from ag.metrics import EvictedShare, MultipleChoiceAccuracy
 from ag.sharded import shard, whole
 
@@ -54,8 +55,10 @@ class GatedLM(L.LightningModule):
         #: Flags ``[L, Hkv, T]`` (True: kept) and token ids ``[T]`` of the first validation prompts.
         self.sample_flags: list[tuple[Tensor, Tensor]] = []
 
-    def hidden(self, batch: dict[str, Tensor], gating: Gating | None = None) -> Tensor:
+    def hidden(self, batch: dict[str, Tensor], gating: Dense | None = None) -> Tensor:
         """Run the decoder; returns the final hidden states ``[B, T, d]``."""
+        if gating is None and "document_start" in batch:
+            gating = Dense(batch["attention_mask"], batch["document_start"])
         keywords = {} if gating is None else {"gating": gating}
         mask = None if gating is not None else batch["attention_mask"]
         output = decoder_of(self.model)(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False, **keywords)
@@ -247,13 +250,15 @@ class GatedLM(L.LightningModule):
 
     def _gating(self, batch: dict[str, Tensor], hard: bool = False) -> Gating:
         assert self.gates is not None
-        return Gating(self.gates, batch["attention_mask"], batch.get("prompt_length"), hard)
+        documents = batch.get("document_start")
+        return Gating(self.gates, batch["attention_mask"], batch.get("prompt_length"), hard, documents)
 
     def _evicted_flags(self, gating: Gating) -> Tensor:
         """Return ``[L, B, Hkv, T']`` bool: the tokens that are gone once they are no longer recent."""
         assert self.gates is not None
         kept = torch.stack([self.gates.flags(logits) for logits in gating.logits.values()])
-        sinks = gating.prompt.cumsum(1) <= self.gates.config.sink_tokens
+        prompt, (batch, length) = gating.prompt, gating.prompt.shape
+        sinks = sink_mask(prompt, self.gates.config.sink_tokens, batch, length, prompt.device, gating.first)
         return ~kept & ~sinks[None, :, None, : kept.shape[-1]]
 
     def _over_all_layers(self, evicted: Tensor) -> Tensor:

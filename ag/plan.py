@@ -23,11 +23,10 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ag import models
-from ag.attach import AttentionCall, decoder_of, instrument
-from ag.attach import Plan as StepPlan
+from ag.attach import decoder_of, instrument
 from ag.config import Config
 from ag.gate import AttentionGates
-from ag.gating import Gating
+from ag.gating import Dense, Gating
 from ag.kernels.gated_attention import chunked
 
 GIB = 1 << 30
@@ -198,25 +197,12 @@ class _Live(TorchDispatchMode):
         self.now -= size
 
 
-class _Dense(StepPlan):
-    """Causal attention without a mask, as transformers attends to rows without padding."""
-
-    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
-        pass
-
-    def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        pass
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        return call.dense(None, left_padded=False)
-
-
 class _Full(Gating):
     """Gates over rows that are all prompt, made without looking at their contents."""
 
     def __init__(self, gates: AttentionGates, batch: int, length: int) -> None:
         self.gates, self.hard, self.left_padded = gates, False, False
-        self.valid = self._seen = self._dense_until = None
+        self.valid = self.first = self._seen = self._dense_until = None
         self.prompt = torch.ones(batch, length, dtype=torch.bool)
         self._end = length
         self.logits, self._keep = {}, {}
@@ -332,14 +318,14 @@ def _step(config: Config, geometry: PretrainedConfig, length: int, checkpointing
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         adapted.train()
         instrument(adapted)
-        gating = _Dense() if gates is None else _Full(gates, batch, length)
+        gating = Dense() if gates is None else _Full(gates, batch, length)
         ids = torch.zeros(batch, length, dtype=torch.long)
         trained = [p for m in (adapted, gates) if m is not None for p in m.parameters() if p.requires_grad]
         owners = [adapted] if gates is None else [adapted, gates]
         with _counting_flops() as flops, _Live(owners) as live:
             with _autocast(config):
                 states = decoder_of(adapted)(input_ids=ids, use_cache=False, gating=gating).last_hidden_state
-                means = [] if isinstance(gating, _Dense) else [x.sigmoid().mean() for x in gating.logits.values()]
+                means = [x.sigmoid().mean() for x in gating.logits.values()] if isinstance(gating, Gating) else []
             forward = flops.get_total_flops()
             saved = live.peak = live.now
             torch.autograd.backward([states, *means], [torch.ones_like(states), *map(torch.ones_like, means)])

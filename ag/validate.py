@@ -112,6 +112,17 @@ def _data(config: Config) -> None:
         f"data.packing=packed with data.kind={data.kind}: only plain text is packed; use data.packing=split",
     )
     _refuse(
+        not data.cross_documents and not packed,
+        f"data.cross_documents=false with data.kind={data.kind}, data.packing={data.packing}: only packed rows hold "
+        "several documents; use data.packing=packed, or leave it out",
+    )
+    _refuse(
+        not data.cross_documents and (config.loss.objective == "regress" or config.warmup.regress_steps > 0),
+        f"data.cross_documents=false with loss.objective={config.loss.objective}, "
+        f"warmup.regress_steps={config.warmup.regress_steps}: regression does not know where documents end; use "
+        "data.cross_documents=true, or train without it",
+    )
+    _refuse(
         packed and config.train != "lora" and gate.scope != "causal",
         f"gate.scope={gate.scope} with data.packing=packed: a gate that sees later tokens leaks them into "
         "the loss; use gate.scope=causal",

@@ -51,6 +51,8 @@ class Collator:
     - ``input_ids`` ``[B, T]`` int64, ``attention_mask`` ``[B, T]`` bool (True on real tokens),
     - ``labels`` ``[B, T]`` int64: ``input_ids`` where the token carries loss, else -100 (the loss shifts),
     - ``prompt_length`` ``[B]`` int64: absent for packed plain text,
+    - ``document_start`` ``[B, T]`` int64: with ``end`` only, the column where the document of each token begins. The
+      first token of a document carries no loss then: what comes before it belongs to another document,
     - ``question``, ``choice``, ``target`` ``[B]`` int64: validation of multiple-choice tasks only. All
       choices of a question are in one batch; the rows with ``choice == target`` give the language-model loss.
 
@@ -59,9 +61,11 @@ class Collator:
 
     Attributes:
         pad_id: token of the padding; any will do, the attention mask rules.
+        end: the token that closes each document of a row; the next one begins another. None: a row is one document.
     """
 
     pad_id: int
+    end: int | None = None
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Collate.
@@ -83,6 +87,12 @@ class Collator:
             "attention_mask": torch.from_numpy(mask),
             "labels": torch.from_numpy(labels),
         }
+        if self.end is not None:
+            starts = np.zeros_like(mask)
+            starts[:, 1:] = (ids[:, :-1] == self.end) & mask[:, 1:]
+            batch["labels"][torch.from_numpy(starts)] = IGNORED
+            columns = np.where(starts, np.arange(longest), 0)
+            batch["document_start"] = torch.from_numpy(np.maximum.accumulate(columns, axis=1))
         if rows[0].prompt_length is not None:
             batch["prompt_length"] = torch.tensor([row.prompt_length for row in rows])
         if rows[0].answer is not None:

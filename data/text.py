@@ -1,6 +1,7 @@
 """Plain documents, for continual pre-training and perplexity.
 
 ``packed``: documents, each closed by EOS, run on through rows of ``max_length`` tokens; all carry loss.
+With ``cross_documents=false`` attention ends at every EOS, and the first token of a document carries no loss.
 ``split``: each document is cut into windows of a prompt and its continuation; the continuation carries loss.
 """
 
@@ -50,8 +51,15 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     held_out = _held_out(source, data)
     counts = Counts()
     cut: Packed | Windows
+    end = None
     if data.packing == "packed":
         cut = Packed.of(data, tokenizer, context)
+        end = None if data.cross_documents else cut.end
+        if end is not None and cut.start == [end]:
+            raise DataError(
+                f"data.cross_documents=false tells documents apart by their end-of-sequence token, and the tokenizer "
+                f"{tokenizer.name_or_path} also begins them with it: use data.cross_documents=true"
+            )
     else:
         cut = Windows.of(data, tokenizer, context, config.seed, counts)
 
@@ -70,7 +78,7 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     return DataModule(
         train=training,
         validation=[(row,) for row in _kept(validation, data, counts, context, config.seed)],
-        collator=Collator(padding_token(tokenizer)),
+        collator=Collator(padding_token(tokenizer), end),
         data=data,
         seed=config.seed,
         counts=counts,

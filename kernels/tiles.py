@@ -35,7 +35,7 @@ def at(base, strides, first, second):
 
 
 @triton.jit
-def ranges(start, before, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr):
+def ranges(start, before, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr, floors=None):
     """Return the key blocks of a block of queries: which are far, and which hold keys that it may not or must see.
 
     Far blocks ``[far, near)`` lie below every protected key; when ``listed`` they are indices into the list of blocks
@@ -45,6 +45,8 @@ def ranges(start, before, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl
     far = near * 0
     if window is not None:
         far = tl.maximum(start - window + 1, 0) // KEYS
+    if floors is not None:
+        far = tl.maximum(far, tl.load(floors + start) // KEYS)
     near = tl.maximum(near, far)
     stop = tl.cdiv(tl.minimum(start + ROWS, T), KEYS)
     listed = before is not None
@@ -61,7 +63,7 @@ def ranges(start, before, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl
 
 @triton.jit
 def weights(start, n, gate, padding, dense, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr,
-            NEAR: tl.constexpr):  # fmt: skip
+            NEAR: tl.constexpr, floor=None):  # fmt: skip
     """Return what the flags and masks add to the logits of a tile: ``[ROWS or 1, KEYS]``."""
     rows = start + tl.arange(0, ROWS)[:, None]
     columns = n * KEYS + tl.arange(0, KEYS)[None, :]
@@ -79,6 +81,8 @@ def weights(start, n, gate, padding, dense, recent, window, T, ROWS: tl.constexp
         bias = tl.where(rows >= columns, bias, float("-inf"))
     if window is not None:
         bias = tl.where(rows - columns < window, bias, float("-inf"))
+    if floor is not None:
+        bias = tl.where(columns >= floor[:, None], bias, float("-inf"))
     return bias
 
 

@@ -235,6 +235,8 @@ def test_of_a_key_given_twice_the_last_one_counts() -> None:
 
 # Combinations
 
+DOCUMENTS = "data.kind=text data.name=c data.packing=packed data.cross_documents=false"
+
 
 @pytest.mark.parametrize(
     ("argv", "expected"),
@@ -260,6 +262,10 @@ def test_of_a_key_given_twice_the_last_one_counts() -> None:
         ("data.packing=packed", "only plain text is packed"),
         ("data.kind=text data.name=c data.packing=packed gate.scope=prompt", "use gate.scope=causal"),
         ("data.kind=text data.name=c data.packing=packed gate.prefill=dense", "use gate.prefill=sparse"),
+        ("data.cross_documents=false", "only packed rows hold several documents"),
+        ("data.kind=text data.name=c data.cross_documents=false", "use data.packing=packed"),
+        (f"{DOCUMENTS} train=gates loss.objective=regress", "use data.cross_documents=true"),
+        (f"{DOCUMENTS} warmup.regress_steps=5", "regression does not know where documents end"),
         ("data.streaming=true", "only plain text streams"),
         ("data.kind=text data.name=c data.streaming=true", "give trainer.max_steps"),
         ("data.prompt_min=600", "swap them"),
@@ -284,6 +290,8 @@ def test_combinations_that_make_no_sense(error: Any, argv: str, expected: str) -
     "argv",
     [
         "data.kind=text data.name=c data.packing=packed gate.scope=prompt train=lora",
+        f"{DOCUMENTS} loss.objective=kl",
+        f"{DOCUMENTS} train=lora",
         "data.kind=text data.name=c data.max_length=576",
         "data.kind=text data.name=c data.streaming=true trainer.max_steps=1",
         "warmup.regress_steps=10 optim.warmup_steps=10 trainer.max_steps=10",

@@ -1,11 +1,13 @@
 """The training forward pass against one written out with dense masks (``by_hand``)."""
 
 import by_hand
+import numpy as np
 import pytest
 import torch
 from gates_for import gates_for
 
 import ag
+from ag.data.collate import Collator, Row
 from ag.errors import UserError
 
 LENGTHS, PROMPTS = (26, 19, 8), (18, 11, 2)
@@ -127,3 +129,43 @@ def test_the_gating_of_responses_needs_prompts(tiny_llama):
         with pytest.raises(UserError, match="use scope=causal with prefill=sparse"):
             ag.Gating(gates_for(model, **changes), torch.ones(1, 4))
     ag.Gating(gates_for(model), torch.ones(1, 4))
+
+
+DOCUMENTS = [(7, 1, 12, 6), (20, 4)]  # lengths in two packed rows, the second shorter
+
+
+def packed(documents):
+    """Rows of documents, and what the collator says of them."""
+    draw = torch.Generator().manual_seed(3)
+    texts = [[[*torch.randint(3, 128, (n - 1,), generator=draw).tolist(), 2] for n in row] for row in documents]
+    rows = [Row(np.array(sum(row, []), dtype=np.int32)) for row in texts]
+    return texts, Collator(0, end=2)(rows)
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["training", "hard"])
+@pytest.mark.parametrize("variant", ["causal", "recent-sinks", "previous-layer", "linear"])
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_mistral"])
+def test_a_packed_document_is_what_it_is_alone(family, variant, hard, request):
+    model = request.getfixturevalue(family)()
+    gates = gates_for(model, **VARIANTS[variant])
+    ag.attach(model, gates)
+    texts, batch = packed(DOCUMENTS)
+    gating = ag.Gating(gates, batch["attention_mask"], hard=hard, first=batch["document_start"])
+    assert gating.positions(None, None)[0].tolist() == [i for n in DOCUMENTS[0] for i in range(n)]
+    with torch.no_grad():
+        logits = model(batch["input_ids"], gating=gating, use_cache=False).logits
+    for b, row in enumerate(texts):
+        start = 0
+        for text in row:
+            want, flags = by_hand.forward(model, gates, torch.tensor(text), len(text))
+            place = slice(start, start + len(text))
+            assert (logits[b, place] - want).abs().max() < 1e-4
+            for layer, said in gating.logits.items():
+                assert torch.equal(gates.flags(said)[b][:, place], flags[layer])
+            start += len(text)
+
+
+def test_documents_have_no_prompt(tiny_llama):
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(UserError, match="give Gating first or prompt_length, not both"):
+        ag.Gating(gates_for(tiny_llama()), ids, torch.tensor([2]), first=ids)

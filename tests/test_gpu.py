@@ -45,7 +45,8 @@ OPTIONS = {
     "protected": {"recent": 70, "sinks": 3},
     "window": {"window": 100, "recent": 5, "sinks": 3},
     "padding": {"padding": True, "sinks": 2},
-    "all": {"padding": True, "window": 200, "recent": 5, "sinks": 3, "dense": True},
+    "documents": {"documents": True, "recent": 5, "sinks": 3},
+    "all": {"padding": True, "window": 200, "recent": 5, "sinks": 3, "dense": True, "documents": True},
 }
 
 
@@ -61,7 +62,9 @@ def triton_untuned(triton_only, monkeypatch):
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: True)
 
 
-def triton_arguments(length, heads, kv_heads, dim, dtype, flags, padding=False, dense=False, **options):
+def triton_arguments(
+    length, heads, kv_heads, dim, dtype, flags, padding=False, dense=False, documents=False, **options
+):
     generator = torch.Generator("cuda").manual_seed(length)
     draw = lambda h: torch.randn(2, length, h, dim, device="cuda", generator=generator).to(dtype).transpose(1, 2)  # noqa: E731
     keep = torch.rand(2, kv_heads, length, device="cuda", generator=generator)
@@ -72,6 +75,10 @@ def triton_arguments(length, heads, kv_heads, dim, dtype, flags, padding=False, 
         options["key_valid"][1, : length // 3] = False
     if dense:
         options["dense_until"] = torch.tensor([length // 3, length // 2], device="cuda")
+    if documents:
+        borders = torch.tensor([[0, length // 5, length // 5 + 1], [0, length // 2, length - 2]], device="cuda")
+        index = torch.arange(length, device="cuda")
+        options["first"] = torch.where(borders[:, :, None] <= index, borders[:, :, None], 0).amax(1)
     return [draw(heads), draw(kv_heads), draw(kv_heads), keep], options | {"scaling": dim**-0.5}
 
 
@@ -91,6 +98,7 @@ def gradients(function, tensors, weight, options):
         ("protected", 63, 4, 2, 60),
         ("window", 513, 3, 3, 128),
         ("padding", 301, 6, 2, 64),
+        ("documents", 513, 6, 2, 64),
         ("all", 301, 4, 1, 128),
         ("all", 130, 2, 1, 256),
     ],

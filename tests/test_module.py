@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import by_hand
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from gates_for import gates_for
@@ -13,11 +14,14 @@ from lightning.pytorch.loggers.logger import Logger
 
 from ag import models
 from ag.config import Config, LoraConfig, LossConfig, OptimConfig, WarmupConfig
+from ag.data.collate import Collator, Row
 from ag.errors import UserError
+from ag.losses import token_nll
 from ag.module import GatedLM
 from ag.validate import ConfigWarning
 
 ROWS = [(12, 18), (7, 16), (9, 11), (5, 18)]  # prompt, length
+DOCUMENTS = [(7, 1, 12, 6), (20, 4)]  # lengths, in two packed rows
 
 
 def batch(rows=ROWS, seed=0, **more):
@@ -368,3 +372,62 @@ def test_a_checkpoint_holds_what_is_trained(tiny_llama):
             odd.on_load_checkpoint(saved)
     with pytest.raises(UserError, match="24 tensors are missing or unknown, the first being model.base_model.*lora_A"):
         build(tiny_llama).on_load_checkpoint(saved)
+
+
+def packed():
+    """Two rows of documents, the second shorter, collated with borders; and a batch of each document alone."""
+    draw = torch.Generator().manual_seed(3)
+    texts = [[[*torch.randint(3, 128, (n - 1,), generator=draw).tolist(), 2] for n in row] for row in DOCUMENTS]
+    rows = [Row(np.array(sum(row, []), dtype=np.int32)) for row in texts]
+    alone = [[Collator(0)([Row(np.array(text, dtype=np.int32))]) for text in row] for row in texts]
+    return Collator(0, end=2)(rows), alone
+
+
+def step(module, data, hard=False):
+    """Losses of the tokens, and the gates' probabilities for them, in their order; every gradient is added up."""
+    gating = None if module.gates is None else module._gating(data, hard)
+    nll, _ = token_nll(module.model, module.hidden(data, gating), data["labels"])
+    said = [] if gating is None else [module.gates.probability(x).mT[gating.counted()] for x in gating.logits.values()]
+    if not hard:
+        (nll.square().sum() + sum(x.square().sum() for x in said)).backward()
+    return [nll.detach(), *(x.detach() for x in said)]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("train", ["gates", "gates+lora", "lora"])
+def test_a_packed_document_is_what_it_is_alone(tiny_llama, train, checkpointing):
+    module = build(tiny_llama, train=train, lora_noise=0.1, gate={"sink_tokens": 2, "recent_tokens": 2})
+    if checkpointing:
+        plain(module).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        module.train()
+    together, alone = packed()
+    measured = []
+    for batches in ([together], sum(alone, [])):
+        module.zero_grad()
+        values = [torch.cat(parts) for parts in zip(*(step(module, data) for data in batches), strict=True)]
+        values += [p.grad.clone() for group in module.trainable().values() for p in group]
+        with torch.no_grad():
+            values += [torch.cat(x) for x in zip(*(step(module, data, hard=True) for data in batches), strict=True)]
+            values += [torch.cat([module._teacher(x)[x["attention_mask"]] for x in batches])]
+        measured.append(values)
+    assert len(measured[0][0]) == sum(sum(n - 1 for n in row) for row in DOCUMENTS)
+    for got, want in zip(*measured, strict=True):
+        assert (got - want).norm() <= 1e-4 * want.norm()
+
+
+def test_the_loss_of_packed_documents(tiny_llama):
+    module = build(tiny_llama, gate={"sink_tokens": 2}, loss=LossConfig(alpha=3.0, beta=0.2))
+    together, alone = packed()
+    probabilities, gone, lm = [], 0, []
+    for row in alone:
+        losses = []
+        for data in row:
+            tokens = data["input_ids"][0]
+            logits, flags = by_hand.forward(plain(module), module.gates, tokens, len(tokens), probabilities)
+            losses.append(nll_of(logits, tokens, 1))
+            gone += sum(int((~f[:, 2:]).sum()) for f in flags.values())
+        lm.append(float(torch.cat(losses).mean()))
+    mean = torch.cat(probabilities)
+    loss = module.training_step(together, 0)
+    assert float(loss) == pytest.approx(sum(lm) / 2 + 3 * abs(float(mean.mean()) - 0.2), abs=1e-5)
+    assert module.logged["train/evicted"] == pytest.approx(gone / len(mean), abs=1e-6)

@@ -22,14 +22,15 @@ def gated_attention(
     sinks: int = 0,
     window: int | None = None,
     dense_until: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Causal attention in which key t weighs ``m_jt exp(s_jt)`` for query j (renormalised).
 
     ``m_jt`` is 1 for a protected pair and ``keep[t]`` else; ``A_jt = m_jt e^{s_jt} / sum_u m_ju e^{s_ju}``. A pair is
-    protected when ``j - t < recent``, when t is among the row's first ``sinks`` tokens, or when ``j < dense_until``.
-    With flags of 0 and 1 the output equals that of masking; the gradient to the flags stays finite and reaches evicted
-    tokens, so that gates can open again. For flags that are exactly 0 the factor ``e^{s - lse}`` of that gradient is
-    held at 1: an evicted attention sink would make it astronomically large.
+    protected when ``j - t < recent``, when t is a sink, or when ``j < dense_until``. With flags of 0 and 1 the output
+    equals that of masking; the gradient to the flags stays finite and reaches evicted tokens, so that gates can open
+    again. For flags that are exactly 0 the factor ``e^{s - lse}`` of that gradient is held at 1: an evicted attention
+    sink would make it astronomically large.
 
     Triton runs it on CUDA, PyTorch in blocks elsewhere; ``AG_KERNELS`` forces a version (see ag.kernels.dispatch).
 
@@ -41,9 +42,11 @@ def gated_attention(
         key_valid: ``[B, T]`` bool, False on padding; None when there is none.
         scaling: factor of the logits; None is ``D ** -0.5``.
         recent: newest tokens that a query always sees, its own included (at least 1).
-        sinks: first tokens of a row that every query sees.
+        sinks: first tokens of a row, or with ``first`` of each document, that every query sees.
         window: sliding window of the model: pairs with ``j - t >= window`` are invisible, sinks too.
         dense_until: ``[B]`` long; queries with a smaller index ignore ``keep``. None: flags act on every query.
+        first: ``[B, T]`` long; the first column that each query may see: where its document begins in a packed row. It
+            never falls along a row. None: a row is one document.
 
     Returns:
         ``[B, H, T, D]`` in the type of ``q``; zeros for queries that see nothing (padding).
@@ -55,6 +58,8 @@ def gated_attention(
     check("gated_attention", q, k, v, recent)
     if keep is not None and keep.shape != k.shape[:3]:
         raise ValueError(f"gated_attention: keep {tuple(keep.shape)}: expected {tuple(k.shape[:3])}.")
+    if first is not None and first.shape != (q.shape[0], q.shape[2]):
+        raise ValueError(f"gated_attention: first {tuple(first.shape)}: expected {(q.shape[0], q.shape[2])}.")
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     device = q.device.type
     q, k, v = autocast(q, k, v)
@@ -63,4 +68,4 @@ def gated_attention(
     if version == "triton":
         from ag.kernels.gated_attention.triton import triton_gated_attention as attend
     with torch.autocast(device, enabled=False):
-        return attend(q, k, v, keep, key_valid, scaling, recent, sinks, window, dense_until)
+        return attend(q, k, v, keep, key_valid, scaling, recent, sinks, window, dense_until, first)

@@ -48,15 +48,16 @@ class _Problem:
         sinks: int,
         window: int | None,
         dense_until: Tensor | None,
+        first: Tensor | None,
     ) -> None:
         self.batch, self.kv_heads, self.length, _ = k.shape
         self.group = q.shape[1] // self.kv_heads
         self.pairs = self.batch * self.kv_heads
         self.q, self.k, self.v = self.by_pair(q), k.flatten(0, 1), v.flatten(0, 1)
         self.key_valid, self.scaling, self.recent, self.window = key_valid, scaling, recent, window
-        self.dense_until = dense_until
+        self.dense_until, self.first = dense_until, first
         self.acc = torch.promote_types(q.dtype, torch.float32)
-        self.sink = sink_mask(key_valid, sinks, self.batch, self.length, q.device)
+        self.sink = sink_mask(key_valid, sinks, self.batch, self.length, q.device, first)
         self.keep = None if keep is None else keep.to(self.acc).flatten(0, 1)
         self.valid = None if key_valid is None else self._each(key_valid)
         self.weight, self.free = self.keep, None
@@ -80,15 +81,21 @@ class _Problem:
         width = min(max(size, 16), BLOCK if self.q.device.type == "cpu" else 4 * BLOCK)
         pairs = max(1, size // width)
         dense = (0, 0) if self.dense_until is None else (int(self.dense_until.min()), int(self.dense_until.max()))
+        borders = None if self.first is None else self.first.tolist()
         for start in range(0, self.length, width):
             stop = min(start + width, self.length)
-            first = 0 if self.window is None else max(0, start - self.window + 1)
+            oldest = 0 if self.window is None else max(0, start - self.window + 1)
             opened = stop <= dense[0]
-            by_pair = self.window is not None or (start < dense[1] and not opened)
-            near = 0 if by_pair else max(0, start - self.recent + 1)
+            uneven = self.window is not None or (start < dense[1] and not opened)
             for pair in range(0, self.pairs, pairs):
                 part = slice(pair, min(pair + pairs, self.pairs))
-                yield _Tile(part, slice(start, stop), slice(first, stop), near, opened)
+                begin, by_pair = oldest, uneven
+                if borders is not None:
+                    documents = borders[part.start // self.kv_heads : (part.stop - 1) // self.kv_heads + 1]
+                    begin = max(oldest, min(row[start] for row in documents))
+                    by_pair = uneven or max(row[stop - 1] for row in documents) > begin
+                near = 0 if by_pair else max(0, start - self.recent + 1 - begin)
+                yield _Tile(part, slice(start, stop), slice(begin, stop), near, opened)
 
     def logits(self, tile: _Tile) -> Tensor:
         """Return ``s``, ``[p, G * rows, columns]``."""
@@ -127,6 +134,7 @@ class _Problem:
             self.recent,
             self.window,
             self.dense_until,
+            None if self.first is None else self.first[:, tile.rows],
         )
         visible, protected = (x[:, 0] if len(x) == 1 else self._each(x[:, 0])[tile.part] for x in (visible, protected))
         if self.keep is None:
@@ -229,12 +237,13 @@ def chunked_gated_attention(
     sinks: int = 0,
     window: int | None = None,
     dense_until: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_attention.gated_attention` with ``O(B H T)`` memory beside its arguments.
 
     The softmax runs in float32 (float64 for float64 arguments) whatever the type of q; only the row sums are saved, so
     that the backward computes each tile again.
     """
-    options = (key_valid, scaling, recent, sinks, window, dense_until)
+    options = (key_valid, scaling, recent, sinks, window, dense_until, first)
     out: Tensor = _ChunkedGatedAttention.apply(q, k, v, keep, *options)  # type: ignore[no-untyped-call]
     return out

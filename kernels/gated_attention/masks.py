@@ -6,11 +6,22 @@ import torch
 from torch import Tensor
 
 
-def sink_mask(key_valid: Tensor | None, sinks: int, batch: int, length: int, device: torch.device) -> Tensor:
-    """Return ``[B, T]`` bool: True on the first ``sinks`` tokens of each row, padding not counted."""
-    if key_valid is None:
+def sink_mask(
+    key_valid: Tensor | None,
+    sinks: int,
+    batch: int,
+    length: int,
+    device: torch.device,
+    first: Tensor | None = None,
+) -> Tensor:
+    """Return ``[B, T]`` bool: True on the first ``sinks`` tokens of each row, or document, padding not counted."""
+    if key_valid is None and first is None:
         return (torch.arange(length, device=device) < sinks).expand(batch, length)
-    return key_valid & (key_valid.cumsum(1) <= sinks)
+    valid = torch.ones(batch, length, dtype=torch.bool, device=device) if key_valid is None else key_valid
+    rank = valid.cumsum(1)
+    if first is not None:
+        rank = rank - (rank - valid.long()).gather(1, first)
+    return valid & (rank <= sinks)
 
 
 def pair_masks(
@@ -21,6 +32,7 @@ def pair_masks(
     recent: int,
     window: int | None,
     dense_until: Tensor | None,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the visible and the protected pairs of a tile, both ``[B or 1, 1, rows, columns]`` bool.
 
@@ -32,11 +44,14 @@ def pair_masks(
         recent: distance below which a pair is protected.
         window: distance from which a pair is invisible, or None.
         dense_until: ``[B]`` or None; queries below it ignore the flags.
+        first: ``[B, R]`` or None; columns below it are invisible.
     """
     distance = rows[:, None] - columns[None, :]
     visible = (distance >= 0)[None, None]
     if window is not None:
         visible = visible & (distance < window)
+    if first is not None:
+        visible = visible & (columns >= first[:, :, None])[:, None]
     if key_valid is not None:
         visible = visible & key_valid[:, None, None, :]
     protected = (distance < recent)[None, None] | sink[:, None, None, :]

@@ -19,6 +19,7 @@ def reference_gated_attention(
     sinks: int = 0,
     window: int | None = None,
     dense_until: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_attention.gated_attention` by autograd over whole matrices.
 
@@ -28,8 +29,8 @@ def reference_gated_attention(
     batch, heads, length, _ = q.shape
     group = heads // k.shape[1]
     index = torch.arange(length, device=q.device)
-    sink = sink_mask(key_valid, sinks, batch, length, q.device)
-    visible, protected = pair_masks(index, index, key_valid, sink, recent, window, dense_until)
+    sink = sink_mask(key_valid, sinks, batch, length, q.device, first)
+    visible, protected = pair_masks(index, index, key_valid, sink, recent, window, dense_until, first)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     s = (q @ k.mT) * scaling
     m = torch.ones_like(s)

@@ -21,20 +21,21 @@ from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded
 @triton.jit
 def attend(q, k, v, k_stride, v_stride, total, largest, mixed, scale, start, n, gate, padding, dense, recent, window,
            T, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
-           EP: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
+           EP: tl.constexpr, NEAR: tl.constexpr, floor=None):  # fmt: skip
     """Take one block of keys into the running softmax."""
     keys = load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
     s = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-    s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR)
+    s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR, floor)
     return mix(s, load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP), total, largest, mixed)
 
 
 @triton.jit(do_not_specialize=["T", "size", "recent"])
-def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, gate, padding, dense_until, listing,
-             before, scale, recent, window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
+def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, gate, padding, dense_until, floors,
+             listing, before, scale, recent, window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
              EP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """One block of queries of one head; the blocks with most keys go first."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    rows = start + tl.arange(0, ROWS)
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
     group = h // G
     k, v = at(k, k_strides, b, group), at(v, v_strides, b, group)
@@ -43,6 +44,10 @@ def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, ga
     dense = None
     if dense_until is not None:
         dense = tl.load(dense_until + b)
+    floor = None
+    if floors is not None:
+        floors += tl.cast(b, tl.int64) * T
+        floor = tl.load(floors + rows, mask=rows < T, other=0)
     if gate is not None:
         row, blocks = tl.cast(tl.program_id(1) // G, tl.int64), tl.cdiv(T, KEYS)
         gate += row * T
@@ -51,22 +56,21 @@ def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, ga
     queries = load_rows(at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
     total, largest = tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
     mixed = tl.zeros([ROWS, EP], tl.float32)
-    far, far_stop, near, stop, listed = ranges(start, before, dense, recent, window, T, ROWS, KEYS)
+    far, far_stop, near, stop, listed = ranges(start, before, dense, recent, window, T, ROWS, KEYS, floors)
     for i in range(far, far_stop):
         n = i
         if gate is not None:
             n = tl.where(listed, tl.load(listing + i), i)
         total, largest, mixed = attend(queries, k, v, k_strides[2], v_strides[2], total, largest, mixed, scale, start,
                                        n, gate, padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
-                                       False)  # fmt: skip
+                                       False, floor)  # fmt: skip
     for n in range(near, stop):
         total, largest, mixed = attend(queries, k, v, k_strides[2], v_strides[2], total, largest, mixed, scale, start,
                                        n, gate, padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP,
-                                       True)  # fmt: skip
+                                       True, floor)  # fmt: skip
     blind = total == 0.0
     mixed = mixed / tl.where(blind, 1.0, total)[:, None]
     store_rows(at(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
-    rows = start + tl.arange(0, ROWS)
     # A query that sees nothing weighs no key: with an infinite sum every exponential of the backward is 0.
     sums = tl.where(blind, float("inf"), largest + tl.log2(tl.where(blind, 1.0, total)))
     tl.store(lse + tl.cast(tl.program_id(1), tl.int64) * T + rows, sums, mask=rows < T)
@@ -75,11 +79,11 @@ def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, ga
 @triton.jit
 def _slope(q, d_out, k, v, k_stride, v_stride, lse, delta, dq, scale, start, n, gate, padding, dense, recent, window, T,
            ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
-           EP: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
+           EP: tl.constexpr, NEAR: tl.constexpr, floor=None):  # fmt: skip
     """Add what one block of keys gives to dQ."""
     keys = load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
     s = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-    s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR)
+    s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR, floor)
     p = tl.exp2(s - lse[:, None])
     values = load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP)
     slope = tl.dot(d_out, tl.trans(values), input_precision="ieee") - delta[:, None]
@@ -88,11 +92,12 @@ def _slope(q, d_out, k, v, k_stride, v_stride, lse, delta, dq, scale, start, n, 
 
 @triton.jit(do_not_specialize=["T", "size", "recent"])
 def _backward_queries(q, k, v, out, d_out, lse, delta, dq, q_strides, k_strides, v_strides, out_strides, d_out_strides,
-                      dq_strides, gate, padding, dense_until, listing, before, scale, recent, window, T, size, H, G,
-                      D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KEYS: tl.constexpr,
+                      dq_strides, gate, padding, dense_until, floors, listing, before, scale, recent, window, T, size,
+                      H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KEYS: tl.constexpr,
                       ROWS: tl.constexpr):  # fmt: skip
     """Write dQ of one block of queries of one head, and ``delta = dO . o`` for the kernel of the keys."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    rows = start + tl.arange(0, ROWS)
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
     group = h // G
     k, v = at(k, k_strides, b, group), at(v, v_strides, b, group)
@@ -101,6 +106,10 @@ def _backward_queries(q, k, v, out, d_out, lse, delta, dq, q_strides, k_strides,
     dense = None
     if dense_until is not None:
         dense = tl.load(dense_until + b)
+    floor = None
+    if floors is not None:
+        floors += tl.cast(b, tl.int64) * T
+        floor = tl.load(floors + rows, mask=rows < T, other=0)
     if gate is not None:
         row, blocks = tl.cast(tl.program_id(1) // G, tl.int64), tl.cdiv(T, KEYS)
         gate += row * T
@@ -108,31 +117,30 @@ def _backward_queries(q, k, v, out, d_out, lse, delta, dq, q_strides, k_strides,
         before += row * (blocks + 1)
     outputs = load_rows(at(out, out_strides, b, h), out_strides[2], start, T, ROWS, E, EP)
     d_outputs = load_rows(at(d_out, d_out_strides, b, h), d_out_strides[2], start, T, ROWS, E, EP)
-    rows = start + tl.arange(0, ROWS)
     shift = tl.cast(tl.program_id(1), tl.int64) * T
     deltas = tl.sum(outputs.to(tl.float32) * d_outputs.to(tl.float32), 1)
     tl.store(delta + shift + rows, deltas, mask=rows < T)
     sums = tl.load(lse + shift + rows, mask=rows < T, other=float("inf"))
     queries = load_rows(at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
     grad = tl.zeros([ROWS, DP], tl.float32)
-    far, far_stop, near, stop, listed = ranges(start, before, dense, recent, window, T, ROWS, KEYS)
+    far, far_stop, near, stop, listed = ranges(start, before, dense, recent, window, T, ROWS, KEYS, floors)
     for i in range(far, far_stop):
         n = i
         if gate is not None:
             n = tl.where(listed, tl.load(listing + i), i)
         grad = _slope(queries, d_outputs, k, v, k_strides[2], v_strides[2], sums, deltas, grad, scale, start, n, gate,
-                      padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP, False)  # fmt: skip
+                      padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP, False, floor)  # fmt: skip
     for n in range(near, stop):
         grad = _slope(queries, d_outputs, k, v, k_strides[2], v_strides[2], sums, deltas, grad, scale, start, n, gate,
-                      padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP, True)  # fmt: skip
+                      padding, dense, recent, window, T, ROWS, KEYS, D, DP, E, EP, True, floor)  # fmt: skip
     grad *= scale * 0.6931471805599453  # ln 2
     store_rows(at(dq, dq_strides, b, h), dq_strides[2], start, T, grad, ROWS, D, DP)
 
 
 @triton.jit
 def _pay(q, d_out, q_stride, d_out_stride, lse, delta, keys, values, dk, dv, dm, scale, start, n, weight, valid, dense,
-         recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
-         EP: tl.constexpr, FLAGS: tl.constexpr, ONLY: tl.constexpr):  # fmt: skip
+         floors, recent, window, T, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+         E: tl.constexpr, EP: tl.constexpr, FLAGS: tl.constexpr, ONLY: tl.constexpr):  # fmt: skip
     """Add what one block of queries gives to dK, dV and, with ``FLAGS``, the flags; tiles are ``[KEYS, ROWS]``."""
     rows, columns = start + tl.arange(0, ROWS)[None, :], n * KEYS + tl.arange(0, KEYS)[:, None]
     queries = load_rows(q, q_stride, start, T, ROWS, D, DP)
@@ -141,6 +149,8 @@ def _pay(q, d_out, q_stride, d_out_stride, lse, delta, keys, values, dk, dv, dm,
     visible = rows >= columns
     if window is not None:
         visible &= rows - columns < window
+    if floors is not None:
+        visible &= columns >= tl.load(floors + rows, mask=rows < T, other=0)
     if valid is not None:
         visible &= valid[:, None]
     exponent = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - sums
@@ -165,8 +175,8 @@ def _pay(q, d_out, q_stride, d_out_stride, lse, delta, keys, values, dk, dv, dm,
 
 @triton.jit(do_not_specialize=["T", "size", "recent"])
 def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_strides, v_strides, d_out_strides,
-                   dk_strides, dv_strides, gate, padding, dense_until, before, scale, recent, window, T, size, H, G,
-                   D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KEYS: tl.constexpr,
+                   dk_strides, dv_strides, gate, padding, dense_until, floors, ends, before, scale, recent, window, T,
+                   size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KEYS: tl.constexpr,
                    ROWS: tl.constexpr):  # fmt: skip
     """Write dK, dV and the flags' gradient of one block of keys, summed over the query heads of its group."""
     n = tl.program_id(0)
@@ -183,6 +193,9 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
     first, stop = start // ROWS * ROWS, T + 0
     if window is not None:
         stop = tl.minimum(T, start + KEYS - 1 + window)
+    if floors is not None:
+        floors += tl.cast(b, tl.int64) * T
+        stop = tl.minimum(stop, tl.load(ends + b * tl.cdiv(T, KEYS) + n))
     attended, weight = stop, None
     row = tl.cast(tl.program_id(1), tl.int64)
     if gate is not None:
@@ -204,14 +217,14 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
         for m in range(first, attended, ROWS):
             key_grad, value_grad, flag_grad = _pay(
                 queries, d_outputs, q_strides[2], d_out_strides[2], lse + shift, delta + shift, keys, values,
-                key_grad, value_grad, flag_grad, scale, m, n, weight, valid, dense, recent, window, T, ROWS, KEYS,
-                D, DP, E, EP, d_keep is not None, False)  # fmt: skip
+                key_grad, value_grad, flag_grad, scale, m, n, weight, valid, dense, floors, recent, window, T, ROWS,
+                KEYS, D, DP, E, EP, d_keep is not None, False)  # fmt: skip
         if d_keep is not None:
             for m in range(attended, stop, ROWS):
                 key_grad, value_grad, flag_grad = _pay(
                     queries, d_outputs, q_strides[2], d_out_strides[2], lse + shift, delta + shift, keys, values,
-                    key_grad, value_grad, flag_grad, scale, m, n, weight, valid, dense, recent, window, T, ROWS, KEYS,
-                    D, DP, E, EP, True, True)  # fmt: skip
+                    key_grad, value_grad, flag_grad, scale, m, n, weight, valid, dense, floors, recent, window, T, ROWS,
+                    KEYS, D, DP, E, EP, True, True)  # fmt: skip
     key_grad *= scale * 0.6931471805599453  # ln 2
     store_rows(at(dk, dk_strides, b, head), dk_strides[2], start, T, key_grad, KEYS, D, DP)
     store_rows(at(dv, dv_strides, b, head), dv_strides[2], start, T, value_grad, KEYS, E, EP)
@@ -228,7 +241,7 @@ KEYS = Tuned(_backward_keys, [(32, 8, 2), (32, 4, 2), (64, 8, 2), (64, 8, 3)], [
 
 
 def _tables(
-    keep: Tensor | None, key_valid: Tensor | None, sinks: int, block: int
+    keep: Tensor | None, key_valid: Tensor | None, sinks: int, block: int, first: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return what the kernels read about the keys; all of it is ``O(B Hkv T)``.
 
@@ -243,7 +256,8 @@ def _tables(
     if keep is None:
         return None, padding, None, None
     batch, _, length = keep.shape
-    gate = keep.float().log2().masked_fill_(sink_mask(key_valid, sinks, batch, length, keep.device)[:, None], 0.0)
+    sink = sink_mask(key_valid, sinks, batch, length, keep.device, first)
+    gate = keep.float().log2().masked_fill_(sink[:, None], 0.0)
     if key_valid is not None:
         gate.masked_fill_(~key_valid[:, None], float("-inf"))
     alive = nn.functional.pad(gate > float("-inf"), (0, -length % block)).unflatten(-1, (-1, block)).any(-1)
@@ -269,12 +283,14 @@ class _TritonGatedAttention(torch.autograd.Function):
         sinks: int,
         window: int | None,
         dense_until: Tensor | None,
+        first: Tensor | None,
     ) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         batch, heads, length, _ = q.shape
         block = key_block(max(q, v, key=lambda x: x.shape[-1]))
-        tables = _tables(keep, key_valid, sinks, block)
+        tables = _tables(keep, key_valid, sinks, block, first)
         dense = None if dense_until is None or keep is None else dense_until.int()
+        floors = None if first is None else first.int().contiguous()
         out = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty(*q.shape[:3], v.shape[-1])
         lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
         numbers = (scaling * LOG2E, recent if keep is not None else 1, window, length, doublings(length))
@@ -283,36 +299,41 @@ class _TritonGatedAttention(torch.autograd.Function):
         FORWARD(
             lambda meta: (triton.cdiv(length, meta["ROWS"]), batch * heads),
             *(q, k, v, out, lse, *_strides(q, k, v, out)),
-            *(gate, padding, dense, listing, before, *numbers, *sizes),
+            *(gate, padding, dense, floors, listing, before, *numbers, *sizes),
         )
-        ctx.save_for_backward(q, k, v, out, lse, *tables, dense, keep, key_valid)
+        ctx.save_for_backward(q, k, v, out, lse, *tables, dense, floors, keep, key_valid)
         ctx.constants = numbers, sizes, sinks
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, gate, padding, listing, before, dense, keep, key_valid = ctx.saved_tensors
+        q, k, v, out, lse, gate, padding, listing, before, dense, floors, keep, key_valid = ctx.saved_tensors
         numbers, sizes, sinks = ctx.constants
         batch, heads, length, _ = q.shape
         d_out = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
         delta, dq, dk, dv = torch.empty_like(lse), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        ends = None
+        if floors is not None:  # by block of keys, one past the last query that sees it
+            last = torch.arange(sizes[-1] - 1, length + sizes[-1] - 1, sizes[-1], device=q.device, dtype=torch.int32)
+            ends = torch.searchsorted(floors, last.expand(batch, -1).contiguous(), right=True, out_int32=True)
         d_keep = None
         if keep is not None and ctx.needs_input_grad[3]:
             d_keep = torch.empty(keep.shape, dtype=torch.float32, device=keep.device)
         QUERIES(
             lambda meta: (triton.cdiv(length, meta["ROWS"]), batch * heads),
             *(q, k, v, out, d_out, lse, delta, dq, *_strides(q, k, v, out, d_out, dq)),
-            *(gate, padding, dense, listing, before, *numbers, *sizes),
+            *(gate, padding, dense, floors, listing, before, *numbers, *sizes),
         )
         KEYS(
             lambda meta: (triton.cdiv(length, meta["KEYS"]), batch * k.shape[1]),
             *(q, k, v, d_out, lse, delta, dk, dv, d_keep, *_strides(q, k, v, d_out, dk, dv)),
-            *(gate, padding, dense, before, *numbers, *sizes),
+            *(gate, padding, dense, floors, ends, before, *numbers, *sizes),
         )
         if d_keep is not None:
-            d_keep.masked_fill_(sink_mask(key_valid, sinks, batch, length, q.device)[:, None], 0.0)
+            first = None if floors is None else floors.long()
+            d_keep.masked_fill_(sink_mask(key_valid, sinks, batch, length, q.device, first)[:, None], 0.0)
             d_keep = d_keep.to(keep.dtype)
-        return dq, dk, dv, d_keep, *(None for _ in range(6))
+        return dq, dk, dv, d_keep, *(None for _ in range(7))
 
 
 @torch.compiler.disable
@@ -327,12 +348,13 @@ def triton_gated_attention(
     sinks: int = 0,
     window: int | None = None,
     dense_until: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_attention.gated_attention` with ``O(B H T)`` memory beside its arguments.
 
     Blocks of keys that are all evicted are not read, except by the flags' gradient. Sums run in float32; products of
     float32 arguments are exact float32 products, not TF32.
     """
-    options = (key_valid, scaling, recent, sinks, window, dense_until)
+    options = (key_valid, scaling, recent, sinks, window, dense_until, first)
     out: Tensor = _TritonGatedAttention.apply(q, k, v, keep, *options)
     return out

@@ -1,7 +1,9 @@
+import copy
 import itertools
 import pickle
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -192,3 +194,37 @@ def test_real_corpus(shared_data, make_config, tokenizer):
     assert len(module.train_rows) == 40
     assert len(module.val_rows) <= 121
     assert {row.prompt_length for [row] in module.val_rows} <= set(range(192, 513, 64))
+
+
+@pytest.mark.parametrize("context", [10_000, 33])
+def test_documents_of_packed_rows_are_told_apart(make_config, corpus, bos_tokenizer, context):
+    options = {"packing": "packed", "train_samples": 5, "batch_size": 5}
+    module = build(make_config, bos_tokenizer, corpus, context, cross_documents=False, **options)
+    [batch] = module.train_dataloader()
+    end = bos_tokenizer.eos_token_id
+    [plain_batch] = build(make_config, bos_tokenizer, corpus, context, **options).train_dataloader()
+    assert batch.pop("document_start").tolist() == [
+        list(itertools.accumulate(range(len(ids)), lambda at, i, ids=ids: i if ids[i - 1] == end else at))
+        for ids in batch["input_ids"].tolist()
+    ]
+    borders = batch["input_ids"][:, :-1] == end
+    assert borders.any() and (batch["input_ids"][:, 1:][borders] == bos_tokenizer.bos_token_id).all()
+    labels = plain_batch.pop("labels")
+    labels[:, 1:][borders] = -100
+    assert torch.equal(batch.pop("labels"), labels)
+    assert all(torch.equal(batch[name], plain_batch[name]) for name in batch | plain_batch)
+
+
+def test_padding_begins_no_document(make_config, corpus, tokenizer):
+    module = build(make_config, tokenizer, corpus, packing="packed", cross_documents=False, val_batch_size=50)
+    [batch] = module.val_dataloader()  # no padding token: EOS pads
+    starts, real = batch["document_start"][-1], batch["attention_mask"][-1]
+    assert not real.all() and (starts[~real] == starts[real][-1]).all()
+
+
+def test_a_token_that_opens_and_closes_documents(make_config, corpus, bos_tokenizer):
+    tok = copy.deepcopy(bos_tokenizer)
+    tok.eos_token = tok.bos_token
+    with pytest.raises(DataError, match=r"also begins them with it: use data.cross_documents=true"):
+        build(make_config, tok, corpus, packing="packed", cross_documents=False)
+    assert build(make_config, tok, corpus, packing="packed").train_rows

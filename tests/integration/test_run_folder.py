@@ -58,6 +58,7 @@ CASES = {
     "layer before": Case(["gate.layer_offset=1", "gate.first_layer=1"], gates=GATE),
     "later layers": Case(["gate.first_layer=1", "gate.shortcut=true"], gates=GATE + 32 * 2),
     "packed text": Case(PACKED, choices=False),
+    "documents of packed text": Case([*PACKED, "data.cross_documents=false"], choices=False),
     "split text": Case(SPLIT, choices=False),
     "bf16": Case(["train=gates+lora", "trainer.precision=bf16-mixed"], lora=LORA),
 }

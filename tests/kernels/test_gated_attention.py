@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ag.kernels.gated_attention import gated_attention
-from ag.kernels.gated_attention.chunked import chunked_gated_attention
+from ag.kernels.gated_attention.chunked import _Problem, chunked_gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
 
 CASES = {
@@ -15,10 +15,28 @@ CASES = {
     "right-padding": {"padding": "right"},
     "left-padding": {"padding": "left", "sinks": 2, "recent": 2},
     "left-padding-window-dense": {"padding": "left", "window": 33, "dense": True},
+    "documents": {"documents": True},
+    "documents-sinks-recent": {"documents": True, "sinks": 3, "recent": 4},
+    "documents-left-padding-sinks-window-dense": {
+        "documents": True,
+        "padding": "left",
+        "sinks": 2,
+        "recent": 3,
+        "window": 21,
+        "dense": True,
+    },
+    "documents-right-padding-sinks": {"documents": True, "padding": "right", "sinks": 2},
 }
 
 
-def inputs(length, heads, kv_heads, dim, dtype=torch.float64, soft=False, padding=None, dense=False, **options):
+def starts(borders, length):
+    """The column where the document of each token begins."""
+    return torch.tensor([max(b for b in (0, *borders) if b <= t) for t in range(length)])
+
+
+def inputs(
+    length, heads, kv_heads, dim, dtype=torch.float64, soft=False, padding=None, dense=False, documents=False, **options
+):
     generator = torch.Generator().manual_seed(length * 31 + heads)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     q, k, v = draw(2, heads, length, dim), draw(2, kv_heads, length, dim), draw(2, kv_heads, length, dim)
@@ -29,6 +47,9 @@ def inputs(length, heads, kv_heads, dim, dtype=torch.float64, soft=False, paddin
         valid = torch.arange(length).expand(2, length) < torch.tensor([[length], [length - length // 3]])
         options["key_valid"] = valid if padding == "right" else valid.flip(1)
     options["dense_until"] = torch.tensor([length // 2, length // 4]) if dense else None
+    if documents:
+        borders = (length // 5, length // 5 + 1, length // 2, length - 2), (length // 3,)
+        options["first"] = torch.stack([starts(row, length) for row in borders])
     options["scaling"] = dim**-0.5
     return [x.to(dtype).requires_grad_() for x in (q, k, v, keep)], options
 
@@ -85,6 +106,56 @@ def test_hard_flags_equal_masking():
         q, k, v, attn_mask=allowed & torch.ones(70, 70, dtype=torch.bool).tril(), enable_gqa=True
     )
     torch.testing.assert_close(gated_attention(q, k, v, keep, **options), expected)
+
+
+DOCUMENTS = (64, 1, 7, 130, 16)  # in Triton's interpreter and on a CPU some begin where a tile does
+TOGETHER = {
+    "plain": {},
+    "sinks-recent": {"sinks": 3, "recent": 4},
+    "window-sinks": {"window": 17, "sinks": 2},
+    "left-padding-sinks": {"padding": "left", "sinks": 3},
+    "right-padding-sinks": {"padding": "right", "sinks": 3, "recent": 2},
+}
+
+
+def packed_and_alone(function, lengths=DOCUMENTS, dtype=torch.float64, **case):
+    """Output and gradients of documents in one row, and of each by itself, joined."""
+    tensors, options = inputs(sum(lengths), 4, 2, 12, dtype, soft=True, **case)
+    borders = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    first = starts(borders[:-1], sum(lengths)).expand(2, -1)
+    weight = torch.randn(2, 4, sum(lengths), 12, generator=torch.Generator().manual_seed(5), dtype=dtype)
+    out, grads = run(function, tensors, options | {"first": first}, weight)
+    parts = []
+    for start, stop in zip(borders, borders[1:], strict=False):
+        own = [x[:, :, start:stop] for x in tensors]
+        valid = options["key_valid"] if options["key_valid"] is None else options["key_valid"][:, start:stop]
+        own_out, own_grads = run(function, own, options | {"key_valid": valid}, weight[:, :, start:stop])
+        parts.append([own_out, *own_grads])
+    return [out, *grads], [torch.cat(x, 2) for x in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("case", TOGETHER, ids=str)
+@pytest.mark.parametrize("function", [chunked_gated_attention, reference_gated_attention])
+def test_a_packed_document_is_what_it_is_alone(function, case):
+    packed, alone = packed_and_alone(function, **TOGETHER[case])
+    for name, got, want in zip(["out", "dq", "dk", "dv", "dkeep"], packed, alone, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-11, rtol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_one_document_is_a_row():
+    tensors, options = inputs(131, 4, 2, 12, sinks=2, recent=3)
+    for function in (chunked_gated_attention, reference_gated_attention):
+        want, wanted = run(function, tensors, options, 1.0)
+        got, grads = run(function, tensors, options | {"first": torch.zeros(2, 131, dtype=torch.long)}, 1.0)
+        assert torch.equal(got, want) and all(map(torch.equal, grads, wanted))
+
+
+def test_tiles_end_at_documents():
+    (q, k, v, keep), options = inputs(512, 1, 1, 8)
+    first = torch.arange(512).expand(2, -1) // 128 * 128  # documents of two tiles
+    problem = _Problem(q, k, v, keep, None, 1.0, 1, 0, None, None, first)
+    tiles = [(t.rows.start, t.columns.start, t.near) for t in problem.tiles()]
+    assert tiles == [(start, start // 128 * 128, start % 128) for start in range(0, 512, 64)]
 
 
 @pytest.mark.parametrize("function", [chunked_gated_attention, reference_gated_attention])
@@ -147,3 +218,5 @@ def test_wrong_shapes_are_named():
         gated_attention(q, q[:, :2], q[:, :2], keep=torch.ones(1, 4, 8))
     with pytest.raises(ValueError, match="recent=0"):
         gated_attention(q, q, q, recent=0)
+    with pytest.raises(ValueError, match=r"first \(8,\): expected \(1, 8\)"):
+        gated_attention(q, q, q, first=torch.zeros(8, dtype=torch.long))

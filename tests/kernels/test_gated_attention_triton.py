@@ -8,7 +8,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
-from test_gated_attention import CASES, inputs, run
+from test_gated_attention import CASES, TOGETHER, inputs, packed_and_alone, run
 
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention import triton as kernels
@@ -137,6 +137,27 @@ def test_blocks_of_evicted_keys_are_not_read():
     for grad in (out, dq):
         assert torch.isfinite(grad[:, :, ~poisoned]).all() and not torch.isfinite(grad[:, :, poisoned]).all()
     assert torch.isfinite(dk[:, :, 4 * BLOCK :]).all() and torch.isfinite(dv[:, :, 4 * BLOCK :]).all()
+
+
+@pytest.mark.parametrize("case", TOGETHER, ids=str)
+def test_a_packed_document_is_what_it_is_alone(case):
+    packed, alone = packed_and_alone(triton_gated_attention, (32, 1, 7, 37, 16), torch.float32, **TOGETHER[case])
+    for name, got, want in zip(["out", "dq", "dk", "dv", "dkeep"], packed, alone, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_blocks_of_other_documents_are_not_read():
+    tensors, options = inputs(5 * BLOCK, 2, 1, 16)
+    options["first"] = (torch.arange(5 * BLOCK) >= 2 * BLOCK).long().expand(2, -1) * 2 * BLOCK
+    q, k, v, keep = single(tensors)
+    k[:, :, : 2 * BLOCK] = v[:, :, : 2 * BLOCK] = q[:, :, 2 * BLOCK :] = float("nan")
+    earlier, later = slice(0, 2 * BLOCK), slice(2 * BLOCK, None)
+    for poisoned, names, kept in (((k, v), (0, 1, 2, 3), later), ((q,), (2, 3, 4), earlier)):
+        given = [x if any(x is y for y in poisoned) else x.nan_to_num(0.5) for x in (q, k, v, keep)]
+        out, grads = run(triton_gated_attention, given, options, 1.0)
+        results = [out, *grads]
+        assert all(torch.isfinite(results[i][:, :, kept]).all() for i in names)
+        assert not any(torch.isfinite(results[i]).all() for i in names)
 
 
 def test_tables_list_the_blocks_with_a_kept_key():

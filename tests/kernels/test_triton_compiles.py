@@ -67,7 +67,7 @@ def draw(heads, dim, dtype=torch.bfloat16, length=300):
 @pytest.mark.parametrize(
     ("dim", "dtype", "given"),
     [
-        (128, torch.bfloat16, {"keep", "valid", "window", "dense"}),
+        (128, torch.bfloat16, {"keep", "valid", "window", "dense", "first"}),
         (60, torch.bfloat16, {"keep"}),
         (64, torch.float32, {"valid"}),
     ],
@@ -77,8 +77,9 @@ def test_gated_attention_compiles(compiled, dim, dtype, given):
     keep = torch.rand(2, 2, 300, requires_grad=True) if "keep" in given else None
     valid = torch.ones(2, 300, dtype=torch.bool) if "valid" in given else None
     window, dense = 100 if "window" in given else None, torch.tensor([3, 4]) if "dense" in given else None
+    first = torch.arange(300).expand(2, -1) // 70 * 70 if "first" in given else None
     q, k, v = draw(4, dim, dtype), draw(2, dim, dtype), draw(2, dim, dtype)
-    triton_gated_attention(q, k, v, keep, valid, 0.1, 4, 4, window, dense).sum().backward()
+    triton_gated_attention(q, k, v, keep, valid, 0.1, 4, 4, window, dense, first).sum().backward()
     assert set(compiled) == {"_forward", "_backward_queries", "_backward_keys"}
     for kernel in compiled.values():
         assert ("mma" in kernel.asm["ptx"]) == (dtype == torch.bfloat16)  # float32 must not be rounded to TF32
