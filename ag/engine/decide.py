@@ -53,9 +53,7 @@ class Ballot:
     def after(self, keep: Tensor) -> Ballot:
         """Return what is left when only the tokens in ``keep`` are, closed up as the store closes up."""
         order = closing_order(keep)
-        score, protected, valid, place = (
-            x.gather(-1, order) for x in (self.score, self.protected, keep, self.place)
-        )
+        score, protected, valid, place = (x.gather(-1, order) for x in (self.score, self.protected, keep, self.place))
         left = Ballot(score, protected, valid, self.capacity, self.prompt, self.preference)
         left.place = place  # the worst went, so that nobody moves up
         return left

@@ -114,7 +114,9 @@ class AttentionRows:
         batch, heads, rows, dim = self.o.shape
         grouped = self.o.reshape(batch * self.v.shape[1], -1, dim)
         values = self.v.flatten(0, 1)
-        return torch.baddbmm(self._norms.flatten(0, 1)[:, None], grouped, values.mT, alpha=-2).view(batch, heads, rows, -1)
+        return torch.baddbmm(self._norms.flatten(0, 1)[:, None], grouped, values.mT, alpha=-2).view(
+            batch, heads, rows, -1
+        )
 
     def output_norms(self) -> Tensor:
         """Return ``||o_i||^2``, ``[B, H, w, 1]``."""
