@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ag.kernels.row_statistics import Kind, best_version, row_statistics
+from ag.kernels.row_statistics import best_version, row_statistics
+from ag.kernels.row_statistics.reference import Kind
 
 BLOCK = 64  # queries visited at once
 TILE = {"cpu": 2**20, "cuda": 2**27}  # elements of a tile that fits the caches, or that keeps a GPU busy
@@ -113,10 +114,8 @@ class AttentionRows:
         """Return ``||v_p||^2 - 2 <o_i, v_p>``, ``[B, H, w, N]``, a tensor of its own, in one product."""
         batch, heads, rows, dim = self.o.shape
         grouped = self.o.reshape(batch * self.v.shape[1], -1, dim)
-        values = self.v.flatten(0, 1)
-        return torch.baddbmm(self._norms.flatten(0, 1)[:, None], grouped, values.mT, alpha=-2).view(
-            batch, heads, rows, -1
-        )
+        norms, values = self._norms.flatten(0, 1)[:, None], self.v.flatten(0, 1)
+        return torch.baddbmm(norms, grouped, values.mT, alpha=-2).view(batch, heads, rows, -1)
 
     def output_norms(self) -> Tensor:
         """Return ``||o_i||^2``, ``[B, H, w, 1]``."""
