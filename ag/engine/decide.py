@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from ag.engine.allocators import largest_remainder, layer_preference, official_shares, pyramid, water_fill
 from ag.engine.observe import Observation
 from ag.engine.policy import Policy
-from ag.engine.select import select, select_over_heads
+from ag.engine.select import best, places, select_over_heads
 from ag.errors import UserError
 
 
@@ -44,11 +45,18 @@ class Ballot:
         """Tokens of a KV head that compete, ``[B]`` long, the most over heads."""
         return (self.valid & ~self.protected).sum(-1).amax(1)
 
+    @cached_property
+    def place(self) -> Tensor:
+        """Where each rival stands in its head, 0 for the best."""
+        return places(self.score, self.valid & ~self.protected)
+
     def after(self, keep: Tensor) -> Ballot:
         """Return what is left when only the tokens in ``keep`` are, closed up as the store closes up."""
         order = closing_order(keep)
-        score, protected, valid = (x.gather(-1, order) for x in (self.score, self.protected, keep))
-        return Ballot(score, protected, valid, self.capacity, self.prompt, self.preference)
+        score, protected, valid, place = (x.gather(-1, order) for x in (self.score, self.protected, keep, self.place))
+        left = Ballot(score, protected, valid, self.capacity, self.prompt, self.preference)
+        left.place = place  # the worst went, so that nobody moves up
+        return left
 
 
 class Decision:
@@ -66,7 +74,7 @@ class Decision:
         self.settled: dict[int, Tensor] = {}
 
     def decide(self, seen: Observation, due: Tensor | None = None) -> dict[int, Tensor]:
-        """Take in a layer and return masks ``[B, Hkv, N]`` of what stays, by layer.
+        """Take in a layer and return masks ``[B, Hkv, N]`` of what stays, of it and of the layers where something goes.
 
         With the allocator ``preference`` the layers before give way too (cascading), so that never more than the budget
         and one whole layer is held; the result is that of one decision at the end.
@@ -159,18 +167,23 @@ class Decision:
         else:
             shares = water_fill(preference, total, caps)
             counts = largest_remainder(shares, total, caps) if last else (shares - 1e-9).ceil().long().minimum(caps)
-        masks = {}
-        for index, (layer, ballot) in enumerate(self.ballots.items()):
+        whole = (counts >= caps).all(0).tolist()
+        masks = {list(self.ballots)[-1]: ballots[-1].valid}
+        for index, (layer, ballot) in enumerate(zip(list(self.ballots), ballots, strict=True)):
             capacity, mine = ((fixed + counts)[:, index].to(ballot.score.device), due.to(ballot.score.device))
-            self._settle(layer, ballot, capacity, mine)
-            masks[layer] = _uniform(ballot, capacity) | (ballot.valid & ~mine[:, None, None])
-        self.ballots = {} if last else {layer: self.ballots[layer].after(keep) for layer, keep in masks.items()}
+            if last:
+                self._settle(layer, ballot, capacity, mine)
+            if not whole[index]:
+                masks[layer] = _uniform(ballot, capacity) | (ballot.valid & ~mine[:, None, None])
+                self.ballots[layer] = ballot.after(masks[layer])
+        if last:
+            self.ballots = {}
         return masks
 
 
 def _uniform(ballot: Ballot, capacity: Tensor) -> Tensor:
     """Keep ``capacity`` ``[B]`` tokens in each head."""
-    return select(ballot.score, ballot.protected, ballot.valid, capacity[:, None].expand(ballot.score.shape[:2]))
+    return best(ballot.place, ballot.protected, ballot.valid, capacity[:, None].expand(ballot.place.shape[:2]))
 
 
 def closing_order(keep: Tensor) -> Tensor:

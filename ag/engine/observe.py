@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ag.kernels.row_statistics import best_version, row_statistics
+from ag.kernels.row_statistics.reference import Kind
+
 BLOCK = 64  # queries visited at once
 TILE = {"cpu": 2**20, "cuda": 2**27}  # elements of a tile that fits the caches, or that keeps a GPU busy
 
@@ -21,7 +24,7 @@ class AttentionRows:
     """Some queries against held keys: w queries, N keys. Everything is computed when it is asked for.
 
     Args:
-        logits: scaled ``[B, H, w, N]``, ``-inf`` where the query does not see the key; becomes ``s``.
+        logits: scaled ``[B, H, w, N]``, ``-inf`` where the query does not see the key.
         v: values ``[B, Hkv, N, D]``, H a multiple of Hkv.
         counted: ``[B, w]`` bool, the queries that exist.
         open_until: keys before this one are seen by every query.
@@ -33,6 +36,7 @@ class AttentionRows:
     ) -> None:
         self.v, self.counted = v, counted
         self._logits, self._open_until, self._outputs = logits, open_until, outputs
+        self._averaged = False  # whether the weights are means, and not those of the logits
 
     @cached_property
     def a(self) -> Tensor:
@@ -43,9 +47,9 @@ class AttentionRows:
     @cached_property
     def s(self) -> Tensor:
         """Scaled logits ``[B, H, w, N]``; 0 where the query does not see the key."""
-        _, hidden = self.a, self._hidden  # which need the logits as they were
-        self._logits[..., self._open_until :].masked_fill_(hidden, 0.0)
-        return self._logits
+        s = self._logits.clone()
+        s[..., self._open_until :].masked_fill_(self._hidden, 0.0)
+        return s
 
     @cached_property
     def _hidden(self) -> Tensor:
@@ -69,8 +73,16 @@ class AttentionRows:
         return (grouped @ self.v).view(batch, heads, rows, -1)
 
     def total(self, statistic: Callable[[AttentionRows], Tensor]) -> Tensor:
-        """Sum a statistic ``[B, H, w, N]`` over the queries, ``[B, H, N]``."""
-        values = statistic(self)
+        """Sum a statistic ``[B, H, w, N]`` over the queries, ``[B, H, N]``; those in ``FUSED`` in one pass."""
+        kind = None if self._averaged else FUSED.get(statistic)
+        if kind is None or best_version(self._logits) == "reference":
+            return self._sum(statistic(self))
+        parts: list[Tensor] = [] if kind == "attention" else [self._norms]
+        if kind in ("key", "joint"):
+            parts += [self.dot_outputs(), self.output_norms()[..., 0]]
+        return row_statistics(kind, self._logits, self.counted, *parts)
+
+    def _sum(self, values: Tensor) -> Tensor:
         return (self.counted[:, None, None].to(values.dtype) @ values)[:, :, 0]
 
     def moments(self) -> tuple[Tensor, Tensor]:
@@ -80,8 +92,8 @@ class AttentionRows:
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
         number = self.counted.sum(1)[:, None, None]
-        mean = self.total(attention) / number
-        squares = self.total(lambda rows: (rows.a - mean[:, :, None]).square_())
+        mean = self._sum(self.a) / number
+        squares = self._sum((self.a - mean[:, :, None]).square_())
         return mean, squares / (number - 1).clamp_min(1)
 
     def dot_outputs(self) -> Tensor:
@@ -95,15 +107,14 @@ class AttentionRows:
         group = self._logits.shape[1] // self.v.shape[1]
         a, s, o = (x.unflatten(1, (-1, group)).mean(2) for x in (self.a, self.s, self.o))
         rows = AttentionRows(s, self.v, self.counted)
-        vars(rows).update(a=a, s=s, o=o)  # as if computed
+        vars(rows).update(a=a, s=s, o=o, _averaged=True)  # as if computed
         return rows
 
     def less_dots(self) -> Tensor:
         """Return ``||v_p||^2 - 2 <o_i, v_p>``, ``[B, H, w, N]``, a tensor of its own, in one product."""
         batch, heads, rows, dim = self.o.shape
         grouped = self.o.reshape(batch * self.v.shape[1], -1, dim)
-        values = self.v.flatten(0, 1)
-        norms = self.value_norms().unflatten(1, (self.v.shape[1], -1))[:, :, 0].flatten(0, 1)
+        norms, values = self._norms.flatten(0, 1)[:, None], self.v.flatten(0, 1)
         return torch.baddbmm(norms, grouped, values.mT, alpha=-2).view(batch, heads, rows, -1)
 
     def output_norms(self) -> Tensor:
@@ -112,12 +123,12 @@ class AttentionRows:
 
     def value_norms(self) -> Tensor:
         """Return ``||v_p||^2`` by query head, ``[B, H, 1, N]``."""
-        return self._value_norms
+        return self._norms.repeat_interleave(self._logits.shape[1] // self.v.shape[1], 1)[:, :, None]
 
     @cached_property
-    def _value_norms(self) -> Tensor:
-        norms = self.v.square().sum(-1)
-        return norms.repeat_interleave(self._logits.shape[1] // norms.shape[1], 1)[:, :, None]
+    def _norms(self) -> Tensor:
+        """``||v_p||^2`` by KV head, ``[B, Hkv, N]``."""
+        return self.v.square().sum(-1)
 
 
 Statistic = Callable[[AttentionRows], Tensor]
@@ -126,6 +137,10 @@ Statistic = Callable[[AttentionRows], Tensor]
 def attention(rows: AttentionRows) -> Tensor:
     """``A``: what a key is paid."""
     return rows.a
+
+
+#: Statistics that ag.kernels.row_statistics can sum in one pass, and their names there.
+FUSED: dict[Statistic, Kind] = {attention: "attention"}
 
 
 class Observation:

@@ -18,13 +18,21 @@ def select(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) ->
     Returns:
         ``[B, Hkv, N]`` bool.
     """
-    protected = protected & valid
-    rivals = valid & ~protected
+    return best(places(score, valid & ~protected), protected, valid, capacity)
+
+
+def places(score: Tensor, rivals: Tensor) -> Tensor:
+    """Return the place of each of the ``rivals`` in its head, 0 for the best, ``[B, Hkv, N]`` long; any elsewhere."""
     order = score.masked_fill(~rivals, float("-inf")).argsort(dim=-1, descending=True, stable=True)
-    place = torch.empty_like(order).scatter_(
-        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    )
-    return protected | (rivals & (place < (capacity - protected.sum(-1))[..., None]))
+    index = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, index)
+
+
+def best(place: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -> Tensor:
+    """Do what :func:`select` does, from the :func:`places` of what is not protected."""
+    protected = protected & valid
+    room = capacity - protected.sum(-1)
+    return protected | (valid & (place < room[..., None]))
 
 
 def select_over_heads(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor, floor: float) -> Tensor:

@@ -189,11 +189,11 @@ class RaggedStore:
         starts = limits - capacities
         total, device = int(capacities.sum()), self.keys.device
         first = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths).to(device)
-        target = first + torch.arange(len(slots), device=device)
+        source = torch.zeros(total, dtype=torch.long, device=device)  # free slots: of any token
+        source[first + torch.arange(len(slots), device=device)] = slots
         for name in ("keys", "values", "ranks", "fleeting"):
             old: Tensor = getattr(self, name)
-            new = old.new_zeros(total, *old.shape[1:])
-            new[target] = old[slots]
+            new = old.index_select(0, source) if len(old) else old.new_zeros(total, *old.shape[1:])
             setattr(self, name, new)
         self._limits = limits
         self._settle(starts, lengths)

@@ -7,6 +7,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ag.engine import observe
 from ag.engine.observe import attention
+from ag.kernels import native
+from ag.kernels.row_statistics import cpu
+
+COMPILED = native.function(cpu.SOURCE, *cpu.ARGUMENTS)
+needs_compiler = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"C++: {COMPILED}")
 
 SCENES = {
     "one": {},
@@ -185,3 +190,43 @@ def test_no_tensor_grows_with_the_square_of_the_prompt():
         sizes[tokens] = largest.size
     assert sizes[1024] <= 2 * observe.BLOCK * 1024
     assert sizes[1024] <= 2.1 * sizes[512]
+
+
+@needs_compiler
+def test_one_pass_sums_what_several_sum(scene, monkeypatch):
+    found = []
+    for version in ("cpp", "reference"):
+        monkeypatch.setenv("AG_KERNELS", version)
+        seen = scene.seen
+        found.append([x for f in observe.FUSED for x in (seen.total(f), seen.rows(3).total(f))])
+    assert len(found[0]) == 8
+    for one, several in zip(*found, strict=True):
+        assert bool((several > 0).any())
+        torch.testing.assert_close(one, several, rtol=1e-5, atol=1e-7)
+
+
+@needs_compiler
+def test_sums_in_one_pass_and_rows_leave_each_other_alone(monkeypatch):
+    monkeypatch.delenv("AG_KERNELS", raising=False)
+    scene = Scene(seed=2, lengths=(12, 7), ragged=True)
+    fresh, used = scene.seen.rows(4), scene.seen.rows(4)
+    sums = {f: used.total(f) for f in observe.FUSED}
+    for part in ("a", "s", "o", "visible"):
+        assert torch.equal(getattr(used, part), getattr(fresh, part))
+    mean = used.mean_heads()
+    for f in observe.FUSED:
+        assert torch.equal(used.total(f), sums[f])
+        monkeypatch.setenv("AG_KERNELS", "reference")
+        plain = mean.total(f)
+        monkeypatch.delenv("AG_KERNELS")
+        assert torch.equal(mean.total(f), plain)
+
+
+@needs_compiler
+def test_sums_in_one_pass_make_no_weights(monkeypatch):
+    monkeypatch.delenv("AG_KERNELS", raising=False)
+    logits, v, outputs = torch.randn(1, 4, 3, 9), torch.randn(1, 2, 9, 5), torch.randn(1, 4, 3, 5)
+    rows = observe.AttentionRows(logits, v, torch.ones(1, 3).bool(), outputs=outputs)
+    for f in observe.FUSED:
+        rows.total(f)
+    assert not {"a", "s", "visible"} & set(vars(rows))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from attention_by_hand import Scene, agree, group_mean, pool
 
+import ag
 from ag.engine.observe import AttentionRows
 from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.controls import KNorm
@@ -19,6 +20,11 @@ from ag.engine.wrappers import NEED_ROWS, WRAPPERS
 from ag.engine.wrappers.caote import Caote, FastCaote, removal_error
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue, joint_error, key_error, value_error
 from ag.engine.wrappers.vatp import Vatp
+from ag.kernels import native
+from ag.kernels.row_statistics import cpu
+
+COMPILED = native.function(cpu.SOURCE, *cpu.ARGUMENTS)
+needs_compiler = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"C++: {COMPILED}")
 
 SCENES = {
     "one": {"lengths": (10,)},
@@ -392,3 +398,30 @@ def test_tova_in_layer_scope_under_vatp_is_the_layer_mean_times_the_norm():
         (0, g): [a * float(v.abs().sum()) for a, v in zip(paid, scene.values(0, g), strict=True)] for g in range(2)
     }
     agree(scene, got, expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "spec", ["h2o", "h2o+obcache_value", "h2o+obcache_key", "h2o+obcache_joint", "snapkv+obcache_joint"]
+)
+def test_a_prompt_is_scored_in_one_pass_as_in_several(tiny_llama, spec, monkeypatch):
+    """Scores of every layer, with the outputs of the model's own attention and a padded row."""
+    model, scores, version = tiny_llama(), {}, "cpp"
+    make = torch.Generator().manual_seed(0)
+    ids, mask = torch.randint(3, 128, (2, 150), generator=make), torch.ones(2, 150).long()
+    mask[1, :31] = 0
+    scorer = ag.policy(spec, budget=40).scorer
+    plain = type(scorer).score
+
+    def score(self, seen):
+        scores.setdefault(version, []).append(plain(self, seen))
+        return scores[version][-1]
+
+    monkeypatch.setattr(type(scorer), "score", score)
+    for version in ("cpp", "reference"):
+        monkeypatch.setenv("AG_KERNELS", version)
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=ag.EvictionCache(model, spec, budget=40))
+    assert len(scores["cpp"]) == len(scores["reference"]) == 3
+    for one, several in zip(scores["cpp"], scores["reference"], strict=True):
+        torch.testing.assert_close(one, several, rtol=1e-5, atol=1e-7)

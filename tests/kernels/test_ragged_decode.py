@@ -4,17 +4,17 @@ import logging
 import shutil
 import sys
 import types
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from ag.errors import UserError
-from ag.kernels import dispatch
+from ag.kernels import dispatch, native
 from ag.kernels.ragged_decode import chunked_ragged_decode, cpu, flash, ragged_decode, reference_ragged_decode
 
 SCALING = 0.3
-needs_compiler = pytest.mark.skipif(isinstance(cpu.library(), str), reason=f"C++: {cpu.library()}")
+COMPILED = native.function(cpu.SOURCE, *cpu.ARGUMENTS)
+needs_compiler = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"C++: {COMPILED}")
 VERSIONS = [
     pytest.param(cpu.ragged_decode, id="cpp", marks=needs_compiler),
     pytest.param(chunked_ragged_decode, id="chunked"),
@@ -166,21 +166,14 @@ def test_cpp_does_not_depend_on_the_number_of_threads():
     assert torch.equal(outputs[0], outputs[2])
 
 
-@needs_compiler
-def test_loading_leaves_subnormal_numbers_alone():
-    """Libraries linked with -ffast-math flush them to zero in the whole process."""
-    cpu.library()
-    assert float(torch.tensor(1e-40) * 0.5) > 0
-
-
 @pytest.fixture
 def fresh(monkeypatch):
     """Nothing compiled or logged so far."""
-    cpu.library.cache_clear()
+    native.function.cache_clear()
     dispatch._tell.cache_clear()
     monkeypatch.delenv("AG_KERNELS", raising=False)
     yield monkeypatch
-    cpu.library.cache_clear()
+    native.function.cache_clear()
     dispatch._tell.cache_clear()
 
 
@@ -201,16 +194,6 @@ def test_without_a_compiler_pytorch_takes_over_and_says_so_once(fresh, caplog):
         ragged_decode(*arguments, SCALING)
 
 
-def test_a_compiler_that_fails_is_named_with_its_message(fresh, tmp_path):
-    compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\necho 'unknown option -fopenmp' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    fresh.setenv("CXX", str(compiler))
-    fresh.setenv("AG_HOME", str(tmp_path / "home"))
-    assert cpu.library() == f"{compiler} could not compile it: unknown option -fopenmp"
-    assert not list((tmp_path / "home").rglob("*.so"))
-
-
 @pytest.mark.parametrize(
     ("name", "version"), [("chunked", chunked_ragged_decode), ("reference", reference_ragged_decode)]
 )
@@ -223,17 +206,3 @@ def test_the_environment_forces_a_version(fresh, name, version):
 def test_float64_is_left_to_pytorch(fresh):
     arguments = rows([400, 9], dtype=torch.float64)
     torch.testing.assert_close(ragged_decode(*arguments, SCALING), by_hand(*arguments))
-
-
-@needs_compiler
-def test_it_is_compiled_once(tmp_path):
-    """Two at once compile once, and a third finds what they made."""
-    log, compiler = tmp_path / "log", tmp_path / "c++"
-    real = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    compiler.write_text(f'#!/bin/sh\necho run >> {log}\nexec {real} "$@"\n')
-    compiler.chmod(0o755)
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(cpu.load, [str(compiler)] * 2, [tmp_path / "made"] * 2))
-    cpu.load(str(compiler), tmp_path / "made")
-    assert log.read_text() == "run\n"
-    assert len(list((tmp_path / "made").glob("*.so"))) == 1

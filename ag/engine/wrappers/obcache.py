@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ag.engine.observe import AttentionRows, Observation, Statistic
+from ag.engine.observe import FUSED, AttentionRows, Observation, Statistic
 from ag.engine.scorers.base import RowScorer, grouped
 from ag.engine.wrappers.base import Wrapper
 from ag.errors import UserError, require
@@ -37,6 +37,9 @@ def joint_error(rows: AttentionRows) -> Tensor:
     torch.addcmul(slope.add_(norms), rows.s, distance, out=distance)
     torch.addcmul(norms, rows.s, distance, out=distance)
     return distance.clamp_min_(0.0).mul_(rows.a).mul_(rows.a)
+
+
+FUSED.update({value_error: "value", key_error: "key", joint_error: "joint"})
 
 
 @dataclass(frozen=True)

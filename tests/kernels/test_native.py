@@ -1,0 +1,61 @@
+"""Compiling kernels in C++: once per machine, and what is said where that fails."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from ag.kernels import native
+from ag.kernels.ragged_decode import cpu
+
+REAL = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+needs_compiler = pytest.mark.skipif(REAL is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Nothing compiled so far."""
+    native.function.cache_clear()
+    yield monkeypatch
+    native.function.cache_clear()
+
+
+@needs_compiler
+def test_loading_leaves_subnormal_numbers_alone():
+    """Libraries linked with -ffast-math flush them to zero in the whole process."""
+    assert not isinstance(native.function(cpu.SOURCE, *cpu.ARGUMENTS), str)
+    assert float(torch.tensor(1e-40) * 0.5) > 0
+
+
+def test_a_compiler_that_fails_is_named_with_its_message(fresh, tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'unknown option -fopenmp' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    fresh.setenv("CXX", str(compiler))
+    fresh.setenv("AG_HOME", str(tmp_path / "home"))
+    assert native.function(cpu.SOURCE, *cpu.ARGUMENTS) == f"{compiler} could not compile it: unknown option -fopenmp"
+    assert not list((tmp_path / "home").rglob("*.so"))
+
+
+@needs_compiler
+def test_it_is_compiled_once_for_each_state_of_its_sources(tmp_path, monkeypatch):
+    """Two at once compile once, and a third finds what they made; a change of the source or the header counts."""
+    log, compiler, made = tmp_path / "log", tmp_path / "c++", tmp_path / "made"
+    compiler.write_text(f'#!/bin/sh\necho run >> {log}\nexec {REAL} "$@"\n')
+    compiler.chmod(0o755)
+    source, header = tmp_path / "answer" / "cpu.cpp", tmp_path / "native.h"
+    source.parent.mkdir()
+    header.write_text("#define ANSWER 41\n")
+    source.write_text('#include "native.h"\nextern "C" int answer() { return ANSWER; }\n')
+    monkeypatch.setattr(native, "HEADER", header)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(native.load, [source] * 2, [str(compiler)] * 2, [made] * 2))
+    assert native.load(source, str(compiler), made)() == 41
+    assert log.read_text() == "run\n"
+    header.write_text("#define ANSWER 42\n")
+    assert native.load(source, str(compiler), made)() == 42
+    source.write_text('extern "C" int answer() { return 43; }\n')
+    assert native.load(source, str(compiler), made)() == 43
+    assert log.read_text() == "run\n" * 3
+    assert len(list(made.glob("answer-*.so"))) == 3
