@@ -16,6 +16,7 @@ os.environ |= {
     "OMP_NUM_THREADS": "1",  # one test process a core, and the processes that tests start
 }
 
+import hypothesis
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -49,6 +50,10 @@ GEOMETRY = {
     "pad_token_id": 0,
 }
 TinyModel = Callable[..., PreTrainedModel]
+
+# the same examples in every run, so that a failure is somebody's change
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("fixed")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
