@@ -665,8 +665,6 @@ def test_print_of_a_sweep_shows_each_configuration(capsys: pytest.CaptureFixture
 
 anything = settings(
     max_examples=150,
-    deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 texts = st.text(max_size=40) | st.sampled_from(

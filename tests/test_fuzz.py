@@ -24,8 +24,6 @@ from ag.manifest import checksum
 SECONDS = 10
 anything = settings(
     max_examples=120,
-    deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

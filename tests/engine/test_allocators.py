@@ -72,7 +72,7 @@ def test_rounding_stays_under_the_caps():
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_rounding_is_exact_and_fair(data):
     layers = data.draw(st.integers(1, 12))
     parts = data.draw(st.lists(st.integers(1, 50), min_size=layers, max_size=layers))
@@ -114,7 +114,7 @@ def test_pyramid_keeps_the_total_that_the_official_code_overshoots(budget, windo
 
 
 @given(st.integers(1, 400), st.integers(0, 4000), st.integers(1, 40), st.sampled_from([1, 2, 3, 7, 20, 50]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_pyramid_is_a_line_of_exact_total(mean, held, layers, beta):
     got = pyramid(mean, held, layers, beta)
     assert sum(got) == min(mean, held) * layers
@@ -282,7 +282,7 @@ def test_water_filling():
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_water_filling_is_the_capped_proportion(data):
     layers = data.draw(st.integers(1, 10))
     caps = data.draw(st.lists(st.integers(0, 60), min_size=layers, max_size=layers))

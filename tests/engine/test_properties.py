@@ -15,8 +15,6 @@ from ag.engine.wrappers import NEED_ROWS, WRAPPERS
 
 SMALL = settings(
     max_examples=60,
-    deadline=None,
-    derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -35,7 +35,7 @@ def by_hand(score, protected, valid, capacity):
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_select(case):
     score, protected, valid, capacity = case
     before = [x.clone() for x in case]
@@ -53,7 +53,7 @@ def test_select(case):
 
 
 @given(cases(), st.integers(0, 12), st.sampled_from([0.0, 0.2, 0.5]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_select_over_heads(case, extra, floor):
     score, protected, valid, _ = case
     batch, heads, _ = score.shape

@@ -110,7 +110,7 @@ class Lists:
             assert stored.ranks[i, mine].tolist() == sorted({rank for _, rank, _ in row})
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120)
 @given(batch=st.integers(1, 3), heads=st.integers(1, 3), operations=OPERATIONS)
 def test_any_sequence_of_operations_equals_lists(batch, heads, operations):
     oracle = Lists(batch, heads)
@@ -151,7 +151,7 @@ CHANGES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(even=st.booleans(), changes=CHANGES)
 def test_memory_is_at_most_a_tenth_more_than_what_is_kept_whatever_happens(even, changes):
     """For rows of 256 tokens and more, as soon as something was evicted."""

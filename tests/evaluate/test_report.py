@@ -191,7 +191,7 @@ def test_hostile_text_is_only_data(compared):
     assert [one["name"] for one in shown["prompts"][0]["policies"]] == compared.names
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(VALUES.filter(lambda value: value == value) | st.text())
 def test_embedded_json_is_inert_and_whole(value):
     try:

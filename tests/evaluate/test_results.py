@@ -105,7 +105,7 @@ def test_what_is_no_row_is_refused(line):
         read_line(line, Row)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(list(asdict(ROW))), VALUES)
 def test_a_changed_value_is_refused_or_of_the_right_type(name, value):
     try:
@@ -119,7 +119,7 @@ def test_a_changed_value_is_refused_or_of_the_right_type(name, value):
     assert isinstance(value, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.binary(max_size=40) | st.just(LINE.encode()) | VALUES.map(lambda v: json.dumps(v).encode())))
 def test_any_file_is_sorted_into_rows_and_the_rest(tmp_path_factory, pieces):
     folder = tmp_path_factory.mktemp("results")

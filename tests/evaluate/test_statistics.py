@@ -74,7 +74,7 @@ def test_comparison_refuses_unpaired_scores():
         compare([], [])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=30))
 def test_swapping_sides_mirrors_everything(values):
     zeros = [0.0] * len(values)

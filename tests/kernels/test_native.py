@@ -13,14 +13,6 @@ REAL = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(REAL is None, reason="there is no C++ compiler")
 
 
-@pytest.fixture
-def fresh(monkeypatch):
-    """Nothing compiled so far."""
-    native.function.cache_clear()
-    yield monkeypatch
-    native.function.cache_clear()
-
-
 @needs_compiler
 def test_loading_leaves_subnormal_numbers_alone():
     """Libraries linked with -ffast-math flush them to zero in the whole process."""

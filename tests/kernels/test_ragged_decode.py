@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ag.errors import UserError
-from ag.kernels import dispatch, native
+from ag.kernels import native
 from ag.kernels.ragged_decode import chunked_ragged_decode, cpu, flash, ragged_decode, reference_ragged_decode
 
 SCALING = 0.3
@@ -164,17 +164,6 @@ def test_cpp_does_not_depend_on_the_number_of_threads():
         torch.set_num_threads(before)
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    """Nothing compiled or logged so far."""
-    native.function.cache_clear()
-    dispatch._tell.cache_clear()
-    monkeypatch.delenv("AG_KERNELS", raising=False)
-    yield monkeypatch
-    native.function.cache_clear()
-    dispatch._tell.cache_clear()
 
 
 def test_without_a_compiler_pytorch_takes_over_and_says_so_once(fresh, caplog):

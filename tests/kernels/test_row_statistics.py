@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ag.errors import UserError
-from ag.kernels import dispatch, native
+from ag.kernels import native
 from ag.kernels.row_statistics import cpu, reference_row_statistics, row_statistics
 from ag.kernels.row_statistics.reference import KINDS
 
@@ -140,17 +140,6 @@ def test_arguments_need_not_be_contiguous():
     strided = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in arguments]
     assert not any(x.is_contiguous() for x in strided)
     assert torch.equal(cpu.row_statistics(kind, *strided), cpu.row_statistics(kind, *arguments))
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    """Nothing compiled or logged so far."""
-    native.function.cache_clear()
-    dispatch._tell.cache_clear()
-    monkeypatch.delenv("AG_KERNELS", raising=False)
-    yield monkeypatch
-    native.function.cache_clear()
-    dispatch._tell.cache_clear()
 
 
 def test_without_a_compiler_pytorch_takes_over_and_says_so_once(fresh, caplog):

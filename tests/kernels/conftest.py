@@ -1,0 +1,14 @@
+import pytest
+
+from ag.kernels import dispatch, native
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Nothing compiled or logged so far, and no version forced."""
+    native.function.cache_clear()
+    dispatch._tell.cache_clear()
+    monkeypatch.delenv("AG_KERNELS", raising=False)
+    yield monkeypatch
+    native.function.cache_clear()
+    dispatch._tell.cache_clear()
