@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ag.kernels.row_statistics import best_version, row_statistics
-from ag.kernels.row_statistics.reference import Kind
+from ag.kernels.row_statistics import Values, best_version, row_statistics
+from ag.kernels.row_statistics.reference import Kind, pair_statistics
 
 BLOCK = 64  # queries visited at once
+PRECISE = 1024  # keys up to which all queries are multiplied with them in float64, on a CPU
 TILE = {"cpu": 2**20, "cuda": 2**27}  # elements of a tile that fits the caches, or that keeps a GPU busy
 
 
@@ -25,18 +26,28 @@ class AttentionRows:
 
     Args:
         logits: scaled ``[B, H, w, N]``, ``-inf`` where the query does not see the key.
-        v: values ``[B, Hkv, N, D]``, H a multiple of Hkv.
+        values: gives those of the keys, ``[B, Hkv, N, D]`` with H a multiple of Hkv.
         counted: ``[B, w]`` bool, the queries that exist.
         open_until: keys before this one are seen by every query.
-        outputs: ``[B, H, w, D]`` where they are known, in the type of the logits.
+        outputs: gives them, less the values' centre, ``[B, H, w, D]`` in the type of the logits, or None.
     """
 
     def __init__(
-        self, logits: Tensor, v: Tensor, counted: Tensor, open_until: int = 0, outputs: Tensor | None = None
+        self,
+        logits: Tensor,
+        values: Callable[[], Values],
+        counted: Tensor,
+        open_until: int = 0,
+        outputs: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
-        self.v, self.counted = v, counted
+        self._make_values, self.counted = values, counted
         self._logits, self._open_until, self._outputs = logits, open_until, outputs
         self._averaged = False  # whether the weights are means, and not those of the logits
+
+    @cached_property
+    def values(self) -> Values:
+        """Values of the keys, centred."""
+        return self._make_values()
 
     @cached_property
     def a(self) -> Tensor:
@@ -66,21 +77,22 @@ class AttentionRows:
     @cached_property
     def o(self) -> Tensor:
         """Outputs ``[B, H, w, D]``."""
-        if self._outputs is not None:
-            return self._outputs
-        batch, heads, rows, keys = self._logits.shape
-        grouped = self.a.reshape(batch, self.v.shape[1], -1, keys)
-        return (grouped @ self.v).view(batch, heads, rows, -1)
+        v = self.values.v
+        batch, heads, rows, keys = self.a.shape
+        return (self.a.reshape(batch, v.shape[1], -1, keys) @ v).view(batch, heads, rows, -1)
+
+    def statistic(self, kind: Kind) -> Tensor:
+        """Return a statistic of every pair, ``[B, H, w, N]``; see :mod:`ag.kernels.row_statistics`."""
+        return pair_statistics(kind, self.a, self.s, self.values)
 
     def total(self, statistic: Callable[[AttentionRows], Tensor]) -> Tensor:
         """Sum a statistic ``[B, H, w, N]`` over the queries, ``[B, H, N]``; those in ``FUSED`` in one pass."""
         kind = None if self._averaged else FUSED.get(statistic)
         if kind is None or best_version(self._logits) == "reference":
             return self._sum(statistic(self))
-        parts: list[Tensor] = [] if kind == "attention" else [self._norms]
-        if kind in ("key", "joint"):
-            parts += [self.dot_outputs(), self.output_norms()[..., 0]]
-        return row_statistics(kind, self._logits, self.counted, *parts)
+        if kind == "attention":
+            return row_statistics(kind, self._logits, self.counted)
+        return row_statistics(kind, self._logits, self.counted, self.values, self._outputs())
 
     def _sum(self, values: Tensor) -> Tensor:
         return (self.counted[:, None, None].to(values.dtype) @ values)[:, :, 0]
@@ -96,39 +108,13 @@ class AttentionRows:
         squares = self._sum((self.a - mean[:, :, None]).square_())
         return mean, squares / (number - 1).clamp_min(1)
 
-    def dot_outputs(self) -> Tensor:
-        """Return ``<o_i, v_p>``, ``[B, H, w, N]``, a tensor of its own."""
-        batch, heads, rows, dim = self.o.shape
-        grouped = self.o.reshape(batch, self.v.shape[1], -1, dim)
-        return (grouped @ self.v.mT).view(batch, heads, rows, -1)
-
     def mean_heads(self) -> AttentionRows:
-        """Return rows whose weights, logits and outputs are the means over the query heads of each KV head."""
-        group = self._logits.shape[1] // self.v.shape[1]
-        a, s, o = (x.unflatten(1, (-1, group)).mean(2) for x in (self.a, self.s, self.o))
-        rows = AttentionRows(s, self.v, self.counted)
-        vars(rows).update(a=a, s=s, o=o, _averaged=True)  # as if computed
+        """Return rows whose weights and logits are the means over the query heads of each KV head."""
+        group = self._logits.shape[1] // self.values.v.shape[1]
+        a, s = (x.unflatten(1, (-1, group)).mean(2) for x in (self.a, self.s))
+        rows = AttentionRows(s, self._make_values, self.counted)
+        vars(rows).update(a=a, s=s, _averaged=True)  # as if computed
         return rows
-
-    def less_dots(self) -> Tensor:
-        """Return ``||v_p||^2 - 2 <o_i, v_p>``, ``[B, H, w, N]``, a tensor of its own, in one product."""
-        batch, heads, rows, dim = self.o.shape
-        grouped = self.o.reshape(batch * self.v.shape[1], -1, dim)
-        norms, values = self._norms.flatten(0, 1)[:, None], self.v.flatten(0, 1)
-        return torch.baddbmm(norms, grouped, values.mT, alpha=-2).view(batch, heads, rows, -1)
-
-    def output_norms(self) -> Tensor:
-        """Return ``||o_i||^2``, ``[B, H, w, 1]``."""
-        return self.o.square().sum(-1, keepdim=True)
-
-    def value_norms(self) -> Tensor:
-        """Return ``||v_p||^2`` by query head, ``[B, H, 1, N]``."""
-        return self._norms.repeat_interleave(self._logits.shape[1] // self.v.shape[1], 1)[:, :, None]
-
-    @cached_property
-    def _norms(self) -> Tensor:
-        """``||v_p||^2`` by KV head, ``[B, Hkv, N]``."""
-        return self.v.square().sum(-1)
 
 
 Statistic = Callable[[AttentionRows], Tensor]
@@ -200,8 +186,7 @@ class Observation:
         self.query_ranks, self.key_ranks = query_ranks, key_ranks
         self.query_valid, self.key_valid = query_valid, key_valid
         self._v = v
-        # scores are computed in float32, so that outputs in half precision would not do
-        self._outputs = outputs if outputs is not None and outputs.dtype == torch.float32 else None
+        self._outputs = outputs
 
     @property
     def group(self) -> int:
@@ -209,9 +194,30 @@ class Observation:
         return self.q.shape[1] // self.k.shape[1]
 
     @cached_property
+    def values(self) -> Values:
+        """Values of the held keys, centred."""
+        return Values.of(self._v.float(), self.key_valid)
+
+    @property
     def v(self) -> Tensor:
         """Values ``[B, Hkv, N, D]`` float32, 0 on free slots."""
-        return self._v.float().masked_fill(~self.key_valid[..., None], 0.0)
+        return self.values.v
+
+    @cached_property
+    def _outputs_serve(self) -> bool:
+        """Whether the outputs are known, with rounding errors that are small beside the spread of the values.
+
+        Scores are computed in float32, so that outputs in half precision would not do, nor those of values that are far
+        from the origin and close to each other.
+        """
+        if self._outputs is None or self._outputs.dtype != torch.float32 or self.new != self.q.shape[2]:
+            return False
+        centre, spread = self.values.centre, self.values.spread
+        return bool((centre.square().sum(-1) <= 4 * spread.mean(-1, keepdim=True)).all())
+
+    @cached_property
+    def _precise_keys(self) -> Tensor:
+        return self.k.double()
 
     @cached_property
     def _keys(self) -> Tensor:
@@ -268,7 +274,7 @@ class Observation:
             ranks = self.query_ranks.gather(1, order)
             ((_, open_until, _),) = self._spans(ranks.amin(1, keepdim=True), ranks.amax(1, keepdim=True))
             everything = (0, 0 if self.window is not None else open_until, self.k.shape[2])
-            rows = self._rows(order, slice(None), everything)
+            rows = self._rows(order, slice(None), everything, precise=not self.decoding)
             rows.counted = chosen.gather(1, order)
             self._memo["rows", last, only_new] = rows
         found: AttentionRows = self._memo["rows", last, only_new]
@@ -338,6 +344,7 @@ class Observation:
         tile = TILE.get(self.q.device.type, TILE["cuda"]) // (batch * self.group * held)
         width = min(max(tile, 16), BLOCK if self.q.device.type == "cpu" else 2 * BLOCK)
         heads = max(1, min(kv_heads, tile // width))
+        precise = held <= PRECISE and self.q.device.type == "cpu" and not self.decoding
         tokens = self.q.shape[2]
         blocks = [slice(at, min(at + width, tokens)) for at in range(tokens - self.new, tokens, width)]
         ranks = [self.query_ranks[:, block] for block in blocks]
@@ -345,16 +352,22 @@ class Observation:
         for block, span in zip(blocks, spans, strict=True):
             for first in range(0, kv_heads if span[2] > span[0] else 0, heads):
                 part = slice(first, first + heads)
-                rows = self._rows(block, part, span)
+                rows = self._rows(block, part, span, precise)
                 yield slice(first * self.group, part.stop * self.group), slice(span[0], span[2]), rows
 
-    def _rows(self, columns: Tensor | slice, heads: slice, span: tuple[int, int, int]) -> AttentionRows:
-        """Return the queries in ``columns`` (``[B, w]``, or a range) against slots of some KV heads; see `_spans`."""
+    def _rows(
+        self, columns: Tensor | slice, heads: slice, span: tuple[int, int, int], precise: bool = False
+    ) -> AttentionRows:
+        """Return the queries in ``columns`` (``[B, w]``, or a range) against slots of some KV heads; see `_spans`.
+
+        With ``precise`` the products are those of float64: in float32 a logit of 40 is off by 1e-5, and so is its
+        weight. That shows where few rows decide, and costs little there.
+        """
         start, open_until, stop = span
-        keys = self._keys[:, heads, start:stop]
-        q = self._by_head(self.q, columns, heads).float() * self.scaling
+        keys = (self._precise_keys if precise else self._keys)[:, heads, start:stop]
+        q = self._by_head(self.q, columns, heads).to(keys.dtype) * self.scaling
         batch, kv_heads, group, width, dim = q.shape
-        s = (q.reshape(batch, kv_heads, -1, dim) @ keys.mT).view(batch, kv_heads, group, width, -1)
+        s = (q.reshape(batch, kv_heads, -1, dim) @ keys.mT).float().view(batch, kv_heads, group, width, -1)
         ranks, counted = (
             x[:, columns] if isinstance(columns, slice) else x.gather(1, columns)
             for x in (self.query_ranks, self.query_valid)
@@ -364,10 +377,16 @@ class Observation:
         if self.window is not None:
             hidden = hidden | (distance >= self.window)
         s[..., open_until - start :].masked_fill_(hidden[:, :, None], float("-inf"))
-        outputs = None
-        if self._outputs is not None and self.new == self.q.shape[2]:
-            outputs = self._by_head(self._outputs, columns, heads).flatten(1, 2)
-        return AttentionRows(s.flatten(1, 2), self.v[:, heads, start:stop], counted, open_until - start, outputs)
+
+        def values() -> Values:
+            return self.values.part(heads, slice(start, stop))
+
+        def outputs() -> Tensor | None:
+            if self._outputs is None or not self._outputs_serve:
+                return None
+            return (self._by_head(self._outputs, columns, heads) - self.values.centre[:, heads, None]).flatten(1, 2)
+
+        return AttentionRows(s.flatten(1, 2), values, counted, open_until - start, outputs)
 
     def _by_head(self, x: Tensor, columns: Tensor | slice, heads: slice) -> Tensor:
         """Pick ``[B, Hkv', G, w, D]`` out of ``[B, H, T, D]``."""

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ag.engine import observe
 from ag.engine.observe import attention
 from ag.kernels import native
-from ag.kernels.row_statistics import cpu
+from ag.kernels.row_statistics import Values, cpu
+from ag.kernels.row_statistics.reference import differences
 
 COMPILED = native.function(cpu.SOURCE, *cpu.ARGUMENTS)
 needs_compiler = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"C++: {COMPILED}")
@@ -100,10 +101,9 @@ def test_moments(scene):
                     assert float(variance[b, h, slot]) == pytest.approx(spread, rel=1e-4, abs=1e-9)
 
 
-def test_products_with_values(scene):
+def test_differences_of_values_and_outputs(scene):
     rows = scene.seen.rows(3)
-    products, norms = rows.dot_outputs(), rows.value_norms()
-    assert norms.shape == (len(scene.lengths), scene.heads, 1, rows.a.shape[3])
+    apart, along = differences(rows.a, rows.values)
     for b in range(len(scene.lengths)):
         for h in range(scene.heads):
             values = scene.values(b, h // scene.group)
@@ -111,9 +111,10 @@ def test_products_with_values(scene):
             for i, row in enumerate(reversed(a)):
                 output = sum(weight * value for weight, value in zip(row, values, strict=True))
                 for slot, value in enumerate(values):
-                    got = float(products[b, h, -1 - i, slot])
-                    assert got == pytest.approx(float(output @ value), rel=1e-4, abs=1e-5)
-                    assert float(norms[b, h, 0, slot]) == pytest.approx(float(value @ value), rel=1e-5)
+                    change = value - output
+                    got = float(apart[b, h, -1 - i, slot]), float(along[b, h, -1 - i, slot])
+                    assert got[0] == pytest.approx(float(change @ change), rel=1e-5, abs=1e-9)
+                    assert got[1] == pytest.approx(float(value @ change), rel=1e-5, abs=1e-5)
 
 
 def test_age_lengths_and_group(scene):
@@ -225,8 +226,10 @@ def test_sums_in_one_pass_and_rows_leave_each_other_alone(monkeypatch):
 @needs_compiler
 def test_sums_in_one_pass_make_no_weights(monkeypatch):
     monkeypatch.delenv("AG_KERNELS", raising=False)
-    logits, v, outputs = torch.randn(1, 4, 3, 9), torch.randn(1, 2, 9, 5), torch.randn(1, 4, 3, 5)
-    rows = observe.AttentionRows(logits, v, torch.ones(1, 3).bool(), outputs=outputs)
+    logits, v, outputs = torch.randn(1, 4, 3, 9), torch.randn(1, 1, 9, 5), torch.randn(1, 4, 3, 5)
+    rows = observe.AttentionRows(
+        logits, lambda: Values.of(v), torch.ones(1, 3).bool(), outputs=lambda: outputs - Values.of(v).centre
+    )
     for f in observe.FUSED:
         rows.total(f)
     assert not {"a", "s", "visible"} & set(vars(rows))

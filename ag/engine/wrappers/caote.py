@@ -13,6 +13,8 @@ from ag.engine.observe import Observation
 from ag.engine.scorers.base import RowScorer, grouped
 from ag.engine.wrappers.base import Wrapper
 
+SMALLEST = 1e-12  # attention to all other tokens below which a token is as good as alone
+
 
 @dataclass(frozen=True, kw_only=True)
 class Caote(Wrapper):
@@ -63,11 +65,10 @@ class FastCaote(Caote):
 
     def change(self, weights: Tensor, seen: Observation, held: Tensor) -> Tensor:
         """Return the change of the group's output, approximately."""
-        values = seen.v * held[..., None]
-        mean = values.sum(2, keepdim=True) / held.sum(-1).clamp_min(1)[..., None, None]
-        distance = torch.linalg.vector_norm(seen.v - mean, dim=-1).repeat_interleave(seen.group, 1)
-        change = weights / (1 - weights).clamp_min(1e-6) * distance
-        return grouped(change.square(), seen, "sum").sqrt()
+        centred = seen.values.centred
+        mean = (centred * held[..., None]).sum(2, keepdim=True) / held.sum(-1).clamp_min(1)[..., None, None]
+        distance = torch.linalg.vector_norm(centred - mean, dim=-1).repeat_interleave(seen.group, 1)
+        return grouped((odds(weights) * distance).square(), seen, "sum").sqrt()
 
 
 def one_by_one(score_of: Callable[[Tensor], Tensor], valid: Tensor, protected: Tensor, capacity: Tensor) -> Tensor:
@@ -97,6 +98,13 @@ def normalised(heads: Tensor, held: Tensor) -> Tensor:
     return heads / heads.sum(-1, keepdim=True).clamp_min(1e-30)
 
 
+def odds(weights: Tensor) -> Tensor:
+    """Return ``h / (1 - h)`` of weights ``[..., N]`` that sum to 1, from the sum of the others where h is near 1."""
+    top, index = weights.max(-1, keepdim=True)
+    others = weights.scatter(-1, index, 0.0).sum(-1, keepdim=True)
+    return (weights / (1 - weights)).scatter(-1, index, top / others.clamp_min(SMALLEST))
+
+
 def removal_error(weights: Tensor, values: Tensor) -> Tensor:
     """Return ``||change of sum h v||`` when one token goes and the weights are normalised anew.
 
@@ -107,11 +115,15 @@ def removal_error(weights: Tensor, values: Tensor) -> Tensor:
     Returns:
         ``[..., N]``.
     """
-    output = weights[..., None, :] @ values
-    error = weights / (1 - weights).clamp_min(1e-6) * torch.linalg.vector_norm(values - output, dim=-1)
-    top, index = weights.max(-1, keepdim=True)  # at most one weight is over 1/2
+    # The change is one of differences, which a common part would only blur.
+    centred = values - values.mean(-2, keepdim=True)
+    top, index = weights.max(-1, keepdim=True)
     others = weights.scatter(-1, index, 0.0)
-    rest = others[..., None, :] @ values / others.sum(-1)[..., None, None].clamp_min(torch.finfo(weights.dtype).tiny)
-    mine = values.gather(-2, index[..., None].expand(*index.shape, values.shape[-1]))
-    exact = top * torch.linalg.vector_norm(mine - rest, dim=-1)
-    return torch.scatter(error, -1, index, exact.where(top > 0.5, error.gather(-1, index)))
+    mix, rest = others[..., None, :] @ centred, others.sum(-1)[..., None, None]
+    row = index[..., None].expand(*index.shape, values.shape[-1])
+    mine = centred.gather(-2, row)
+    error = weights / (1 - weights) * torch.linalg.vector_norm(centred - (mix + top[..., None] * mine), dim=-1)
+    # Of the largest weight: h ||v - the others' mean||, without the difference of near numbers; h ||v|| if it is alone.
+    left = torch.where(rest > 0, mine - mix / rest.clamp_min(torch.finfo(weights.dtype).tiny), values.gather(-2, row))
+    result: Tensor = error.scatter(-1, index, top * torch.linalg.vector_norm(left, dim=-1))
+    return result

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from ag.engine.observe import FUSED, AttentionRows, Observation, Statistic
@@ -17,26 +16,17 @@ from ag.errors import UserError, require
 
 def value_error(rows: AttentionRows) -> Tensor:
     """``A^2 ||v_p||^2``, the squared change of the output when the value becomes 0."""
-    return rows.a.square().mul_(rows.value_norms())
+    return rows.statistic("value")
 
 
 def key_error(rows: AttentionRows) -> Tensor:
     """``A^2 s^2 ||v_p - o_i||^2``, when the logit becomes 0 (first order)."""
-    distance = rows.less_dots().add_(rows.output_norms()).clamp_min_(0.0)
-    change = rows.a * rows.s
-    return distance.mul_(change).mul_(change)
+    return rows.statistic("key")
 
 
 def joint_error(rows: AttentionRows) -> Tensor:
-    """``A^2 ||(1 + s) v_p - s o_i||^2``, when both do (first order; the cross term has the factor +2).
-
-    Written as ``A^2 (||v||^2 + s (2 ||v||^2 - 2 <o, v> + s ||v - o||^2))``, with few passes over memory.
-    """
-    norms, slope = rows.value_norms(), rows.less_dots()
-    distance = slope + rows.output_norms()
-    torch.addcmul(slope.add_(norms), rows.s, distance, out=distance)
-    torch.addcmul(norms, rows.s, distance, out=distance)
-    return distance.clamp_min_(0.0).mul_(rows.a).mul_(rows.a)
+    """``A^2 ||(1 + s) v_p - s o_i||^2``, when both do (first order; the cross term has the factor +2)."""
+    return rows.statistic("joint")
 
 
 FUSED.update({value_error: "value", key_error: "key", joint_error: "joint"})
@@ -50,7 +40,7 @@ class OfMean:
 
     def __call__(self, rows: AttentionRows) -> Tensor:
         """Return it for every head of the group, divided by their number, so that the group's sum is it."""
-        kv_heads = rows.v.shape[1]
+        kv_heads = rows.values.v.shape[1]
         group = rows.a.shape[1] // kv_heads
         return self.error(rows.mean_heads()).repeat_interleave(group, 1) / group
 
