@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ag.kernels.gated_attention.masks import pair_masks, sink_mask
+from ag.kernels.gated_attention.masks import centred, pair_masks, sink_mask
 
 BLOCK = 64  # queries of a tile, where it does not grow too large
 TILE = {"cpu": 2**20, "cuda": 2**26}  # pairs of a tile that fits the caches, or that keeps a GPU busy
@@ -179,6 +179,7 @@ class _ChunkedGatedAttention(torch.autograd.Function):
         q, k, v, keep, out, lse, *rest = ctx.saved_tensors
         saved = iter(rest)
         options = [next(saved) if tensor else x for tensor, x in zip(ctx.tensors, ctx.options, strict=True)]
+        v, out = centred(v, out)
         problem = _Problem(q, k, v, keep, *options)
         d_out = problem.by_pair(grads[0])
         delta = (d_out.to(problem.acc) * problem.by_pair(out).to(problem.acc)).sum(-1, keepdim=True)

@@ -8,6 +8,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
+from hard import HARD, check_column_sums
 from test_column_sums import OPTIONS, inputs
 
 from ag.kernels.column_sums.reference import reference_column_sums
@@ -47,3 +48,9 @@ def test_two_runs_agree_to_the_bit():
     q, k, options = inputs(40, 2, 1)
     first, second = (triton_column_sums(q.float(), k.float(), **options) for _ in range(2))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("power", [1, 2])
+def test_hard_inputs(name, power):
+    check_column_sums(triton_column_sums, reference_column_sums, name, 70, power)

@@ -8,6 +8,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
+from hard import HARD, check_gated_attention
 from test_gated_attention import CASES, TOGETHER, inputs, packed_and_alone, run
 
 from ag.kernels.gated_attention import gated_attention
@@ -241,3 +242,8 @@ def test_the_operation_chooses_triton_and_compiled_models_keep_working(monkeypat
         assert torch.equal(got[0], want[0])
         for mine, theirs in zip(got[1], want[1], strict=True):
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_inputs(name):
+    check_gated_attention(triton_gated_attention, reference_gated_attention, name, 70)

@@ -1,0 +1,50 @@
+"""What is hard to sum, for the PyTorch and C++ versions of the kernels."""
+
+import pytest
+import torch
+from hard import HARD, SCALING, check_column_sums, check_gated_attention, hard
+
+from ag.kernels import native
+from ag.kernels.column_sums.chunked import chunked_column_sums
+from ag.kernels.column_sums.reference import reference_column_sums
+from ag.kernels.gated_attention.chunked import chunked_gated_attention
+from ag.kernels.gated_attention.reference import reference_gated_attention
+from ag.kernels.gated_prefill.chunked import chunked_gated_prefill
+from ag.kernels.gated_prefill.reference import reference_gated_prefill
+from ag.kernels.ragged_decode import chunked_ragged_decode, cpu
+
+COMPILED = native.function(cpu.SOURCE, *cpu.ARGUMENTS)
+needs_compiler = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"C++: {COMPILED}")
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_gated_attention(name):
+    check_gated_attention(chunked_gated_attention, reference_gated_attention, name, 300)
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("power", [1, 2])
+def test_column_sums(name, power):
+    check_column_sums(chunked_column_sums, reference_column_sums, name, 300, power)
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_gated_prefill(name):
+    q, k, v, keep, _ = hard(name, 300)
+    want = reference_gated_prefill(q.double(), k.double(), v.double(), keep.bool(), None, SCALING, recent=4, sinks=1)
+    got = chunked_gated_prefill(q, k, v, keep.bool(), None, SCALING, recent=4, sinks=1)
+    assert (got.double() - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    "decode", [pytest.param(cpu.ragged_decode, id="cpp", marks=needs_compiler), chunked_ragged_decode]
+)
+@pytest.mark.parametrize("name", HARD)
+def test_ragged_decode(name, decode):
+    q, k, v, *_ = hard(name, 300)
+    rows = [x[0].flatten(0, 1) for x in (k, v)]
+    starts, lengths = torch.arange(2) * 300, torch.full((2,), 300)
+    got = decode(q[:, :, -1], *rows, starts, lengths, SCALING)
+    s = (q[0, :, -1].double().unflatten(0, (2, -1)) @ k[0].double().mT) * SCALING
+    want = (s.softmax(-1) @ v[0].double()).flatten(0, 1)[None]
+    assert (got.double() - want).abs().max() <= 1e-5 * want.abs().max()
