@@ -1,6 +1,8 @@
 """What all tests share: tiny models, a tiny tokenizer, the converted SmolLM2, the shared data; no hub."""
 
 import os
+import random
+import shlex
 import string
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,8 @@ os.environ |= {
     "WANDB_MODE": "offline",
     "TOKENIZERS_PARALLELISM": "false",
     "MPLBACKEND": "Agg",
-    "OMP_NUM_THREADS": "1",  # one test process a core, and the processes that tests start
+    # one test process a core, and the processes that tests start; test_machines.py asks for two
+    "OMP_NUM_THREADS": os.environ.get("AG_TEST_THREADS", "1"),
 }
 
 import hypothesis
@@ -55,8 +58,35 @@ TinyModel = Callable[..., PreTrainedModel]
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("fixed")
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+if "PYTEST_XDIST_WORKER" in os.environ or "AG_TEST_THREADS" in os.environ:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, help="seed of a random order of the tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--shuffle") is not None:
+        random.Random(config.getoption("--shuffle")).shuffle(items)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """List the slowest files, and leave the names of the tests that failed to scripts/test.sh."""
+    reports = [x for found in terminalreporter.stats.values() for x in found if isinstance(x, pytest.TestReport)]
+    seconds: dict[str, float] = {}
+    for report in reports:
+        file = report.nodeid.partition("::")[0]
+        seconds[file] = seconds.get(file, 0.0) + report.duration
+    if config.getoption("durations"):
+        terminalreporter.section("slowest files")
+        for file in sorted(seconds, key=lambda x: -seconds[x])[:10]:
+            terminalreporter.line(f"{seconds[file]:7.1f} s  {file}")
+    failed = dict.fromkeys(x.nodeid for kind in ("failed", "error") for x in terminalreporter.stats.get(kind, []))
+    folder = ROOT / ".pytest_cache"
+    if failed and folder.is_dir():
+        shown = [shlex.quote(name) for name in failed][:5]
+        (folder / "failed").write_text(" ".join(shown) + (f" # and {len(failed) - 5} more" * (len(failed) > 5)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

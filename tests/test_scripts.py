@@ -80,3 +80,22 @@ def test_recipe_of_the_quickstart_is_for_a_cpu_and_minutes():
     assert (config.model.name, config.data.kind, config.train, config.data.root) == ("smollm2", "facts", "gates", None)
     seen = config.trainer.max_steps * config.data.batch_size * config.data.prompt_max
     assert seen < 30_000  # tokens; 240 a second on 2 cores with the backward pass
+
+
+def test_the_test_command_ends_with_what_failed(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "test.sh").write_bytes((ROOT / "scripts" / "test.sh").read_bytes())
+    (tmp_path / "scripts" / "setup.sh").write_text('set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
+    tools = tmp_path / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    for name, code in {"ruff": '[ "$1" = check ]', "mypy": "true", "bandit": "true"}.items():
+        (tools / name).write_text(f"#!/bin/sh\n{code}\n")
+    (tools / "python").write_text(
+        "#!/bin/sh\nmkdir -p .pytest_cache && echo tests/a.py::b >.pytest_cache/failed; exit 1\n"
+    )
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    done = subprocess.run(["bash", "scripts/test.sh"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    lint, tests = ".venv/bin/ruff format --check .", ".venv/bin/python -m pytest tests/a.py::b"
+    assert done.stdout.splitlines()[-1] == f"FAILED. Alone: {lint}; {tests}"
