@@ -14,6 +14,7 @@ from rich.console import Console
 from ag.cli import parse
 from ag.config import key, mapping
 from ag.configure import dump
+from ag.engine.spec import BUDGET
 from ag.errors import UserError
 from ag.evaluate.cells import plan
 from ag.evaluate.report import Comparison, terminal_table, write
@@ -31,7 +32,7 @@ class CompareConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
     adapter: str | None = key(None, "export whose LoRA adapter every policy runs with")
     policies: list[str] = key(["full", "h2o", "snapkv"], "what to compare, such as snapkv+caote or gates:EXPORT")
-    budgets: list[float] = key([], "shares of the prompt (up to 1) or tokens per KV head")
+    budgets: list[Any] = key([], "what policies that need a budget keep", words=f"list of {BUDGET}")
     schedule: str = key("prefill", "when something is evicted, for policies with a budget")
     tasks: list[str] = key(["ppl"], "what to compare on")
     root: str | None = key(None, "local folder of the data, with a folder for each task; null: the hub")

@@ -14,9 +14,12 @@ from ag.gate import GateConfig
 from ag.validate import validate
 
 
-def key(default: Any, doc: str, low: float | None = None, high: float | None = None) -> Any:
-    """Declare a configuration key: its default, its one-line documentation and its bounds, both inclusive."""
-    metadata = {"doc": doc, "low": low, "high": high}
+def key(default: Any, doc: str, low: float | None = None, high: float | None = None, words: str = "") -> Any:
+    """Declare a configuration key: its default, its one-line documentation and its bounds, both inclusive.
+
+    ``words`` say which values fit where the type does not; what reads such a key checks its value.
+    """
+    metadata = {"doc": doc, "low": low, "high": high, "words": words}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)

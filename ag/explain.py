@@ -18,6 +18,7 @@ from ag import export, models
 from ag.cli import parse
 from ag.config import ModelConfig, key, mapping
 from ag.engine import EvictionCache, Policy, policy
+from ag.engine.spec import BUDGET, PolicySpec
 from ag.errors import UserError
 from ag.evaluate import inside, inside_plots, tasks
 from ag.evaluate.tasks import Sample
@@ -38,7 +39,7 @@ class ExplainConfig:
     device: str = key("cpu", "cpu, cuda, cuda:1, ...")
     gates: str | None = key(None, "folder of exported gates, which join the policies; an adapter in it is put on")
     policies: list[str] = key(["h2o", "h2o+caote", "tova", "tova+caote", "snapkv", "snapkv+caote"], "what to picture")
-    budget: float = key(0.25, "share of the prompt (up to 1) or tokens per KV head that the policies may keep")
+    budget: Any = key(0.25, "what the policies may keep", words=BUDGET)
     task: str = key("ppl", "where the texts come from")
     task_options: dict[str, Any] = mapping("options of the task, as task_options.OPTION=VALUE")
     root: str | None = key(None, "local folder of the task's data; null: the hub")
@@ -150,9 +151,9 @@ def _attention(config: ExplainConfig, gates: AttentionGates, reading: inside.Rea
 
 
 def _policies(config: ExplainConfig) -> dict[str, Policy]:
-    budget = config.budget if config.budget <= 1 else int(config.budget)
-    plan = {name: policy(name, None if name == "full" else budget) for name in config.policies}
-    return plan | ({"gates": policy(f"gates:{config.gates}")} if config.gates else {})
+    specs = {name: PolicySpec.parse(name) for name in config.policies}
+    plan = {name: policy(spec, config.budget if spec.evicts else None) for name, spec in specs.items()}
+    return plan | ({"gates": policy(PolicySpec("gates", path=config.gates))} if config.gates else {})
 
 
 def _file(name: str) -> str:

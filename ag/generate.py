@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from ag.cli import parse
 from ag.config import ModelConfig, key, mapping
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.report import Report
+from ag.engine.spec import BUDGET, PolicySpec
 from ag.errors import UserError
 from ag.gate import fingerprint
 
@@ -33,7 +33,7 @@ class GenerateConfig:
 
     gates: str | None = key(None, "folder of exported gates, which a policy named gates uses")
     policy: str | None = key(None, "what to evict, such as h2o or gates; null: gates where there are some, else full")
-    budget: float | None = key(None, "share of the prompt (up to 1) or tokens per KV head that the policy keeps")
+    budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null")
     schedule: str = key("prefill", "when something is evicted: prefill, blocks:m, every, steps:n, joined by +")
     options: dict[str, Any] = mapping("options of the policy, as options.window=16")
     model: str | None = key(None, "hub id, local folder or alias, instead of the base model that the export names")
@@ -110,7 +110,7 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
             f"The prompt has {length} tokens: expected 1 to {context - config.max_new_tokens}, which leave room for "
             f"max_new_tokens={config.max_new_tokens} in the model's context."
         )
-    policies = {} if chosen.spec == "full" else {config.policy or "gates": chosen}
+    policies = {} if chosen.scorer is None else {config.policy or "gates": chosen}
     if config.compare or not policies:
         policies["full cache"] = policy("full")
     return {name: _generate(model, tokenizer, ids.long(), policy, config) for name, policy in policies.items()}
@@ -142,15 +142,12 @@ def _read_prompt(config: GenerateConfig) -> str:
 
 def _policy(config: GenerateConfig) -> Policy:
     """Return the policy; unknown names and bad budgets are found before a model is loaded."""
-    spec = config.policy or ("gates" if config.gates else "full")
-    if re.match(r"gates(\W|$)", spec) and not spec.startswith("gates:"):
+    spec = PolicySpec.parse(config.policy or ("gates" if config.gates else "full"))
+    if spec.reads_gates and spec.path is None:
         if config.gates is None:
             raise UserError(f"policy={spec}: expected gates=EXPORT beside it, the folder of exported gates.")
-        spec = spec.replace("gates", f"gates:{config.gates}", 1)
-    budget = config.budget
-    if budget is not None and budget > 1 and budget == int(budget):
-        budget = int(budget)
-    return policy(spec, budget, config.schedule, **config.options)
+        spec = replace(spec, path=config.gates)
+    return policy(spec, config.budget, config.schedule, **config.options)
 
 
 def _load(config: GenerateConfig) -> tuple[Model, PreTrainedTokenizerBase]:

@@ -26,6 +26,7 @@ from ag.engine.decide import Decision
 from ag.engine.layer import EvictionLayer, Part
 from ag.engine.policy import Option, Policy, policy
 from ag.engine.report import Report
+from ag.engine.spec import PolicySpec
 from ag.errors import UserError
 from ag.gate import fingerprint
 from ag.gating import Gating
@@ -65,14 +66,14 @@ class EvictionCache(Cache, Plan):
     def __init__(
         self,
         model: nn.Module,
-        spec: str | Policy,
+        spec: str | PolicySpec | Policy,
         budget: int | float | None = None,
         schedule: str = "prefill",
         **options: Option,
     ) -> None:
-        if not isinstance(spec, str) and (budget is not None or options):
+        if isinstance(spec, Policy) and (budget is not None or options):
             raise UserError(f"{spec!r} has its budget and options already; give them to ag.policy.")
-        self.policy = policy(spec, budget, schedule, **options) if isinstance(spec, str) else spec
+        self.policy = spec if isinstance(spec, Policy) else policy(spec, budget, schedule, **options)
         self.gates = self.policy.gates
         if self.policy.by_gates and self.gates is None:
             self.gates = attached_gates(model)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ class EvictingLM(HFLM):
     Args:
         pretrained: hub id, local folder, the alias smollm2, or a model (then with ``tokenizer``).
         policy: see :func:`ag.policy`; ``gates:EXPORT`` brings the export's adapter along.
-        budget: share of the context, or tokens per KV head.
+        budget: tokens per KV head (int), or share of the context (float).
         schedule: when something is evicted.
         others: arguments of ``hf`` (dtype, peft, max_length, ...), and options of the policy (window, ...).
     """
@@ -59,9 +58,7 @@ class EvictingLM(HFLM):
         known = inspect.signature(HFLM.__init__).parameters
         options = {name: others.pop(name) for name in list(others) if name not in known}
         self.policy = engine.policy(policy, budget, schedule, **options)
-        path = policy.partition(":")[2] if self.policy.by_gates else ""
-        while path and not Path(path).is_dir():  # a wrapper and an allocator may follow it
-            path = path[: max(path.rfind("+"), path.rfind("@"), 0)]
+        path = self.policy.spec.path
         if path and (adapter := export.adapter_path(path)):
             others.setdefault("peft", str(adapter))
         super().__init__(pretrained=resolve(pretrained) if isinstance(pretrained, str) else pretrained, **others)

@@ -44,9 +44,14 @@ class Entry:
     paired: Paired | None = None
 
     @property
+    def budget(self) -> str:
+        """The budget as it is written: 1 is a token, 1.0 the whole prompt; empty without one."""
+        return "" if self.row.budget is None else str(self.row.budget)
+
+    @property
     def name(self) -> str:
         """The policy and its budget."""
-        return self.row.label if self.row.budget is None else f"{self.row.label} {self.row.budget:g}"
+        return f"{self.row.label} {self.budget}".rstrip()
 
     @property
     def scores(self) -> dict[str, float]:
@@ -56,7 +61,7 @@ class Entry:
     def cells(self) -> tuple[str, ...]:
         """Return its line in a table, as texts; see COLUMNS."""
         row, paired = self.row, self.paired
-        start = (row.label, "" if row.budget is None else f"{row.budget:g}")
+        start = (row.label, self.budget)
         left_out = f"{row.too_long + row.too_short}" + (f" ({row.cut} cut)" if row.cut else "")
         if row.mean is None or row.kept is None:
             return (*start, "", f"none: {row.problem}", "", "", "0", left_out, row.prefill, "")
@@ -124,9 +129,9 @@ class Comparison:
         return list(dict.fromkeys(entry.name for entry in self.entries))
 
     @property
-    def budgets(self) -> list[int | float]:
+    def budgets(self) -> list[str]:
         """The budgets, in their order."""
-        return list(dict.fromkeys(entry.row.budget for entry in self.entries if entry.row.budget is not None))
+        return list(dict.fromkeys(entry.budget for entry in self.entries if entry.budget))
 
     def of_task(self, task: str) -> list[Entry]:
         """Return the entries of a task."""
@@ -152,9 +157,9 @@ class Comparison:
             lines.append((name, [found.get(task) for task in self.tasks], averages))
         return lines
 
-    def wins(self, budget: int | float) -> Wins:
+    def wins(self, budget: str) -> Wins:
         """Compare every pair of policies at a budget, those without a budget among them."""
-        entries = [entry for entry in self.entries if entry.row.budget in (None, budget) and entry.outcomes]
+        entries = [entry for entry in self.entries if entry.budget in ("", budget) and entry.outcomes]
         names = list(dict.fromkeys(entry.name for entry in entries))
         better, certain, tasks = (np.zeros((len(names), len(names))) for _ in range(3))
         for task in self.tasks:
@@ -184,8 +189,8 @@ class Comparison:
 def _tested(entry: Entry, baseline: str, entries: Sequence[Entry]) -> Entry:
     """Compare an entry with the baseline: the one at its budget, else the one without a budget."""
     same = [other for other in entries if other.row.task == entry.row.task and other.row.label == baseline]
-    for budget in (entry.row.budget, None):
-        other = next((other for other in same if other.row.budget == budget), None)
+    for budget in (entry.budget, ""):
+        other = next((other for other in same if other.budget == budget), None)
         if other is not None and other.outcomes and entry.outcomes and other is not entry:
             mine, theirs = _matched(entry, other)
             return Entry(entry.row, entry.outcomes, entry.views, compare(mine, theirs))

@@ -171,7 +171,7 @@ class Stream(Documents):
                 yield index, Outcome(book.id, float(nats.mean()), *held, seconds, tags)
 
     def _check(self, policy: Policy, longest: int, context: int) -> None:
-        if policy.spec != "full" and policy.steps is None:
+        if policy.scorer is not None and policy.steps is None:
             raise UserError(
                 f"Task {self.name}: {policy!r} evicts nothing after the first block, so that its cache grows; give "
                 "schedule=every or schedule=steps:n."
