@@ -18,7 +18,7 @@ from ag import export, models
 from ag.cli import parse
 from ag.config import ModelConfig, key, mapping
 from ag.engine import EvictionCache, Policy, policy
-from ag.engine.spec import BUDGET, PolicySpec
+from ag.engine.spec import BUDGET, PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import inside, inside_plots, tasks
 from ag.evaluate.tasks import Sample
@@ -152,7 +152,8 @@ def _attention(config: ExplainConfig, gates: AttentionGates, reading: inside.Rea
 
 def _policies(config: ExplainConfig) -> dict[str, Policy]:
     specs = {name: PolicySpec.parse(name) for name in config.policies}
-    plan = {name: policy(spec, config.budget if spec.evicts else None) for name, spec in specs.items()}
+    budget = parse_budget(config.budget)
+    plan = {name: policy(spec, budget if spec.evicts else None) for name, spec in specs.items()}
     return plan | ({"gates": policy(PolicySpec("gates", path=config.gates))} if config.gates else {})
 
 

@@ -94,7 +94,8 @@ def plan(config: CompareConfig) -> list[Cell]:
     Raises:
         UserError: naming a policy, budget or task, what was expected and the nearest name.
     """
-    policies = [(label, one) for label in config.policies for one in _policies(label, config)]
+    budgets = [parse_budget(budget) for budget in config.budgets]
+    policies = [(label, one) for label in config.policies for one in _policies(label, budgets, config)]
     adapter = None if config.adapter is None else export.read_info(config.adapter)["checksum"]
     same = (config.model, config.revision, config.dtype, adapter, config.samples, config.max_tokens)
     cells = []
@@ -110,14 +111,13 @@ def plan(config: CompareConfig) -> list[Cell]:
     return cells
 
 
-def _policies(label: str, config: CompareConfig) -> list[Policy]:
+def _policies(label: str, budgets: Sequence[int | float], config: CompareConfig) -> list[Policy]:
     """Return a listed policy at each budget; full and gates that no allocator ranks need none."""
     spec, options = PolicySpec.parse(label), config.policy_options.get(label, {})
     if spec.reads_gates:
         _check_gates(label, spec.path, config)
     if spec.bare:
         return [policy(spec, **options)]
-    budgets = [parse_budget(budget) for budget in config.budgets]
     if not budgets:
         raise UserError(f"policy {label!r} needs budgets=[...]: shares of the prompt such as 0.25, or tokens.")
     return [policy(spec, budget, config.schedule, **{"strict": False} | options) for budget in budgets]
