@@ -171,7 +171,7 @@ class WandbConfig:
 class ExportConfig:
     """What is written at the end of a run."""
 
-    merge: bool = key(False, "merge the adapter into a full copy of the base model instead of keeping it apart")
+    merge: bool = key(False, "write a full copy of the base model with the adapter merged into it as well (merged/)")
     push_to_hub: str | None = key(None, "upload the finished export, with its model card, to this hub repository")
 
 

@@ -37,7 +37,8 @@ class ExplainConfig:
     revision: str | None = key(None, "git revision of a hub model")
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
     device: str = key("cpu", "cpu, cuda, cuda:1, ...")
-    gates: str | None = key(None, "folder of exported gates, which join the policies; an adapter in it is put on")
+    gates: str | None = key(None, "folder of exported gates, which join the policies")
+    adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
     policies: list[str] = key(["h2o", "h2o+caote", "tova", "tova+caote", "snapkv", "snapkv+caote"], "what to picture")
     budget: Any = key(0.25, "what the policies may keep", words=BUDGET)
     task: str = key("ppl", "where the texts come from")
@@ -85,7 +86,7 @@ def explain(config: ExplainConfig) -> list[Path]:
     samples = [Sample(one.id, one.prompt[: config.tokens]) for one in found if len(one.prompt) >= config.tokens]
     if not samples:
         raise UserError(f"task={config.task}: no prompt has tokens={config.tokens}; ask for fewer.")
-    if config.gates and export.adapter_path(config.gates):
+    if config.gates and config.adapter and export.adapter_path(config.gates):
         model = export.load_adapter(model, config.gates)  # type: ignore[assignment]
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)

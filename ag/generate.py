@@ -36,6 +36,7 @@ class GenerateConfig:
     budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null")
     schedule: str = key("prefill", "when something is evicted: prefill, blocks:m, every, steps:n, joined by +")
     options: dict[str, Any] = mapping("options of the policy, as options.window=16")
+    adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
     model: str | None = key(None, "hub id, local folder or alias, instead of the base model that the export names")
     prompt: str | None = key(None, "the text to continue")
     file: str | None = key(None, "file with that text, instead of prompt")
@@ -97,7 +98,7 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
         UserError: (ModelError, ExportError, ...) naming what is wrong and the fix.
     """
     text, chosen = _read_prompt(config), _policy(config)
-    model, tokenizer = _load(config)
+    model, tokenizer = _load(config, chosen.spec.path or config.gates)
     if config.chat and tokenizer.chat_template is None:
         raise UserError("chat=true: the model's tokenizer has no chat template; set chat=false.")
     if config.chat:
@@ -147,19 +148,21 @@ def _policy(config: GenerateConfig) -> Policy:
         if config.gates is None:
             raise UserError(f"policy={spec}: expected gates=EXPORT beside it, the folder of exported gates.")
         spec = replace(spec, path=config.gates)
+    if config.gates and spec.path not in (None, config.gates):
+        raise UserError(f"gates={config.gates} and policy={spec} name two exports; leave gates= out.")
     return policy(spec, config.budget, config.schedule, **config.options)
 
 
-def _load(config: GenerateConfig) -> tuple[Model, PreTrainedTokenizerBase]:
-    """Load the base model, with the export's adapter where it has one, and the tokenizer."""
-    base = export.read_info(config.gates)["base_model"] if config.gates else {"name": "", "revision": None}
+def _load(config: GenerateConfig, gates: str | None) -> tuple[Model, PreTrainedTokenizerBase]:
+    """Load the base model, with the adapter of exported gates where they have one, and the tokenizer."""
+    base = export.read_info(gates)["base_model"] if gates else {"name": "", "revision": None}
     name = config.model or base["name"]
     if not name:
         raise UserError("No base model is named: give model=NAME, or gates=EXPORT of an export that names one.")
     revision = None if config.model or base["revision"] == smollm2.REQUIREMENT else base["revision"]
     model, tokenizer = models.load_base(ModelConfig(name, revision, config.dtype), config.device)
-    if config.gates and export.adapter_path(config.gates):
-        return export.load_adapter(model, config.gates), tokenizer
+    if gates and config.adapter and export.adapter_path(gates):
+        return export.load_adapter(model, gates), tokenizer
     return model, tokenizer
 
 

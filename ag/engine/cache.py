@@ -84,6 +84,8 @@ class EvictionCache(Cache, Plan):
         self.decoder = decoder_of(model)
         if self.gates is not None:
             check_geometry(model, self.gates)
+            if self.gates.adapter is not None:
+                self.gates.adapter.check(model, times=1)
             place(model, self.gates)
         instrument(model)
         #: The layers, with their own type.

@@ -128,7 +128,9 @@ def _check_gates(label: str, path: str | None, config: CompareConfig) -> None:
         raise UserError(f"policy {label!r}: name exported gates, as gates:FOLDER.")
     adapter = export.adapter_path(path)
     given = None if config.adapter is None else export.adapter_path(config.adapter)
-    if adapter is not None and (given is None or adapter.resolve() != given.resolve()):
+    if adapter is None or (given is None and export.is_merged(path, config.model, config.revision)):
+        return
+    if given is None or adapter.resolve() != given.resolve():
         raise UserError(
             f"policy {label!r}: its gates were trained with the adapter in {adapter}; give adapter={path}, which puts "
             "it on the model of all policies, so that they are compared on the same one."

@@ -44,6 +44,7 @@ class EvictingLM(HFLM):
         policy: see :func:`ag.policy`; ``gates:EXPORT`` brings the export's adapter along.
         budget: tokens per KV head (int), or share of the context (float).
         schedule: when something is evicted.
+        adapter: whether to put on the adapter of ``gates:EXPORT``; False for a model that it is merged into.
         others: arguments of ``hf`` (dtype, peft, max_length, ...), and options of the policy (window, ...).
     """
 
@@ -53,14 +54,15 @@ class EvictingLM(HFLM):
         policy: str = "full",
         budget: int | float | None = None,
         schedule: str = "prefill",
+        adapter: bool = True,
         **others: Any,
     ) -> None:
         known = inspect.signature(HFLM.__init__).parameters
         options = {name: others.pop(name) for name in list(others) if name not in known}
         self.policy = engine.policy(policy, budget, schedule, **options)
         path = self.policy.spec.path
-        if path and (adapter := export.adapter_path(path)):
-            others.setdefault("peft", str(adapter))
+        if adapter and path and (found := export.adapter_path(path)):
+            others.setdefault("peft", str(found))
         super().__init__(pretrained=resolve(pretrained) if isinstance(pretrained, str) else pretrained, **others)
 
     def _loglikelihood_tokens(
