@@ -102,8 +102,17 @@ class Plan(ABC):
         """
         return given
 
-    def expect(self, valid: Tensor) -> None:
-        """Take note of the prompt ``[B, T]`` (bool, False on padding) that is to come, whole or in parts."""
+    def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
+        """Take note of the text that is to come, whole or in parts, after what was seen of it.
+
+        Args:
+            valid: ``[B, T]`` bool, False on padding.
+            tokens: ``[B, T]`` ids, where they are known.
+        """
+        return None
+
+    def saw(self, tokens: Tensor) -> None:
+        """Take note of the text ``[B, T]`` that went by; the last of its tokens may not have."""
         return None
 
     @abstractmethod
@@ -263,8 +272,13 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     tokens = next((x for x in given if x is not None), None)
     if isinstance(cache, Plan) and tokens is not None:
         mask = kwargs.get("attention_mask")
-        cache.expect(torch.ones(tokens.shape[:2], dtype=torch.bool) if mask is None else mask.bool())
-    return type(model).generate(model, *args, **kwargs)
+        valid = torch.ones(tokens.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
+        cache.expect(valid, tokens if tokens.ndim == 2 else None)
+    output = type(model).generate(model, *args, **kwargs)
+    text = getattr(output, "sequences", output)
+    if isinstance(cache, Plan) and isinstance(text, Tensor) and tokens is not None and tokens.ndim == 2:
+        cache.saw(text)
+    return output
 
 
 def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -62,6 +62,8 @@ class EvictionCache(Cache, Plan):
     #: Positions ``[B, w]`` that the model rotates the tokens at hand by, where slots decide.
     places: Tensor
     _expected: Tensor | None
+    #: What ``model.generate`` said of the text so far, ``[B, T]``; None where it said nothing.
+    _text: Tensor | None
 
     def __init__(
         self,
@@ -157,13 +159,45 @@ class EvictionCache(Cache, Plan):
             seconds=[layer.scoring_seconds for layer in self.evicting_layers],
         )
 
-    def expect(self, valid: Tensor) -> None:
-        """Take note of the prompt ``[B, T]`` (bool, False on padding) that is to come, whole or in parts.
+    def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
+        """Take note of the text that is to come, whole or in parts: the prompt, or the same text grown longer.
 
         ``model.generate`` calls it. Without it the first forward pass is the prompt.
+
+        Args:
+            valid: ``[B, T]`` bool, False on padding.
+            tokens: ``[B, T]`` ids, where they are known.
+
+        Raises:
+            UserError: when the tokens do not go on from those seen.
         """
+        if tokens is not None:
+            self._check_goes_on(tokens)
+            self._text = tokens
         if not self.seen_tokens:
             self._expected = valid
+
+    def saw(self, tokens: Tensor) -> None:
+        """Take note of the text ``[B, T]`` that went by; ``model.generate`` calls it."""
+        if self._text is not None and len(self._text) == len(tokens) == len(self.valid):  # no beams
+            self._text = tokens
+
+    def _check_goes_on(self, tokens: Tensor) -> None:
+        seen = self.seen_tokens
+        again = "to continue, give the whole text so far and what follows; for another text call cache.reset() first"
+        if seen and tokens.shape[1] <= seen:
+            raise UserError(
+                f"model.generate was given {tokens.shape[1]} tokens, and this cache has seen {seen}: {again}."
+            )
+        if not seen or self._text is None or len(self._text) != len(tokens):
+            return
+        before = self._text[:, :seen].to(tokens.device)
+        differs = (before != tokens[:, : before.shape[1]]).any(0)
+        if bool(differs.any()):
+            raise UserError(
+                f"The tokens that model.generate was given differ from those that this cache has seen, from column "
+                f"{int(differs.long().argmax())} on: {again}."
+            )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
@@ -173,7 +207,9 @@ class EvictionCache(Cache, Plan):
         seen = self.get_seq_length()
         device = device_of(decoder) if attention_mask is None else attention_mask.device
         if seen and batch != len(self.valid):
-            raise UserError(f"This cache holds {len(self.valid)} sequences, not {batch}; make a new cache.")
+            raise UserError(
+                f"This cache holds {len(self.valid)} sequences, not {batch}; for another text call cache.reset() first."
+            )
         if attention_mask is None:
             new = torch.ones(batch, length, dtype=torch.bool, device=device)
         elif attention_mask.ndim == 2 and attention_mask.shape[1] == seen + length:
@@ -181,7 +217,7 @@ class EvictionCache(Cache, Plan):
         else:
             raise UserError(
                 f"attention_mask {tuple(attention_mask.shape)}: expected {(batch, seen + length)}, one entry for each "
-                "token seen and coming."
+                "token seen and coming; for another text call cache.reset() first."
             )
         if not seen and self.gates is not None and self._expected is not None and length < self._expected.shape[1]:
             raise UserError(
@@ -340,6 +376,8 @@ class EvictionCache(Cache, Plan):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
+        if self._text is not None:  # beams are more than the text has rows
+            self._text = self._text[indices.to(self._text.device)] if len(self._text) == len(self.valid) else None
         for name in ("valid", "ranks", "real", "prompt_lengths"):
             x: Tensor = getattr(self, name)
             setattr(self, name, x[indices.to(x.device)])
@@ -353,11 +391,11 @@ class EvictionCache(Cache, Plan):
         self.batch_select_indices(torch.arange(len(self.valid)).repeat_interleave(repeats))
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything: the next tokens are a new prompt, of any batch size."""
         self.valid, self.prompt_lengths = torch.empty(0, 0, dtype=torch.bool), torch.empty(0, dtype=torch.long)
         self.places = torch.empty(0, 0, dtype=torch.long)
         self.prompt_columns = self.step = 0
-        self._expected = self.decision = self.gating = None
+        self._expected = self._text = self.decision = self.gating = None
         for layer in self.evicting_layers:
             layer.reset()
 
