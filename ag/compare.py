@@ -37,7 +37,7 @@ class CompareConfig:
     tasks: list[str] = key(["ppl"], "what to compare on")
     root: str | None = key(None, "local folder of the data, with a folder for each task; null: the hub")
     roots: dict[str, str] = mapping("folders of single tasks, as roots.TASK=FOLDER")
-    samples: int | None = key(None, "the first N samples of each task", low=1)
+    samples: int | None = key(None, "the first N samples of each task that can be run", low=1)
     max_tokens: int | None = key(None, "longest sample in tokens, instead of the model's context", low=1)
     task_options: dict[str, dict[str, Any]] = mapping("options of tasks, as task_options.TASK.OPTION=VALUE")
     policy_options: dict[str, dict[str, Any]] = mapping("options of policies, as policy_options.POLICY.OPTION=VALUE")
@@ -68,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ag.compare: error: {error}", file=sys.stderr)
         return 2
     console.print(terminal_table(comparison))
+    for task in comparison.tasks:
+        console.print(f"{task}: {comparison.counted(task)}", soft_wrap=True)
     console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
     return 0
 

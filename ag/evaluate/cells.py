@@ -97,7 +97,8 @@ def plan(config: CompareConfig) -> list[Cell]:
     budgets = [parse_budget(budget) for budget in config.budgets]
     policies = [(label, one) for label in config.policies for one in _policies(label, budgets, config)]
     adapter = None if config.adapter is None else export.read_info(config.adapter)["checksum"]
-    same = (config.model, config.revision, config.dtype, adapter, config.samples, config.max_tokens)
+    samples = None if config.samples is None else f"the first {config.samples} that can be run"
+    same = (config.model, config.revision, config.dtype, adapter, samples, config.max_tokens)
     cells = []
     for task in _tasks(config):
         for label, one in policies:

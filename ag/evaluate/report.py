@@ -17,7 +17,7 @@ from ag.evaluate.cells import Cell
 from ag.evaluate.page import render
 from ag.evaluate.results import Results, Row
 from ag.evaluate.statistics import Paired, compare, sign_flips
-from ag.evaluate.tasks import Outcome
+from ag.evaluate.tasks import Outcome, unit
 from ag.evaluate.views import View
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Entry:
         """Return its line in a table, as texts; see COLUMNS."""
         row, paired = self.row, self.paired
         start = (row.label, self.budget)
-        left_out = f"{row.too_long + row.too_short}" + (f" ({row.cut} cut)" if row.cut else "")
+        left_out = row.left_out + (f" ({row.cut} cut)" if row.cut else "")
         if row.mean is None or row.kept is None:
             return (*start, "", f"none: {row.problem}", "", "", "0", left_out, row.prefill, "")
         error = "" if row.error is None else f" ± {row.error:.4f}"
@@ -136,6 +136,12 @@ class Comparison:
     def of_task(self, task: str) -> list[Entry]:
         """Return the entries of a task."""
         return [entry for entry in self.entries if entry.row.task == task]
+
+    def counted(self, task: str) -> str:
+        """Say how many samples of a task were run, in its unit, and how many were left out and why."""
+        rows = [entry.row for entry in self.of_task(task)]
+        row = max(rows, key=lambda row: row.n)
+        return f"{row.n} {unit(task)}, left out: {row.left_out}"
 
     @property
     def averaged(self) -> list[str]:
@@ -237,7 +243,7 @@ def markdown(comparison: Comparison) -> str:
         row = entries[0].row
         which = "higher" if row.higher_is_better else "lower"
         head = [{"score": row.metric, "difference": f"against {comparison.baseline}"}.get(c, c) for c in COLUMNS]
-        parts.append(f"## {task}\n\n{row.metric}, {which} is better\n")
+        parts.append(f"## {task}\n\n{row.metric}, {which} is better; {comparison.counted(task)}\n")
         parts.append(_markdown_table(head, [entry.cells() for entry in entries], 1))
     return "\n".join(parts)
 

@@ -311,6 +311,28 @@ def test_nothing_but_too_short_samples_is_a_problem(config, quiet):
     assert (row.n, row.too_short) == (0, 7)
 
 
+def test_n_samples_are_the_first_n_that_can_be_run(config, quiet, capsys, tiny_folder):
+    """Six of seven documents are long enough; the seventh is the short one."""
+    comparison = compare(config(samples=6), quiet)
+    assert {(entry.row.n, entry.row.too_short) for entry in comparison.entries} == {(6, 0)}
+    comparison = compare(config(samples=7), quiet)
+    assert {(entry.row.n, entry.row.too_short) for entry in comparison.entries} == {(6, 1)}
+    counted = "6 documents, left out: 1 too short"
+    assert comparison.counted("ppl") == counted
+    for page in ("table.md", "report.html"):
+        text = (comparison.folder / page).read_text()
+        assert counted in text and text.count("1 too short") == 6  # and in each of the five rows
+    words = [
+        f"model={tiny_folder}",
+        f"root={tiny_folder}",
+        "policies=[full]",
+        "samples=7",
+        "task_options.ppl.prompt=40",
+    ]
+    assert main([*words, "task_options.ppl.continuation=8", f"output={config().output}"]) == 0
+    assert f"ppl: {counted}" in capsys.readouterr().out.splitlines()
+
+
 def test_gates_by_their_flags_and_ranked(config, quiet, tiny_llama, tmp_path):
     gates = gates_for(tiny_llama(), prefill="sparse", recent_tokens=2)
     export.save(tmp_path / "gates", gates, base_model="tiny")
