@@ -144,12 +144,12 @@ def _read_prompt(config: GenerateConfig) -> str:
 def _policy(config: GenerateConfig) -> Policy:
     """Return the policy; unknown names and bad budgets are found before a model is loaded."""
     spec = PolicySpec.parse(config.policy or ("gates" if config.gates else "full"))
+    if config.gates and spec.path and Path(config.gates) != Path(spec.path):
+        raise UserError(f"gates={config.gates} and policy={spec} name two exports; leave gates= out.")
     if spec.reads_gates and spec.path is None:
         if config.gates is None:
             raise UserError(f"policy={spec}: expected gates=EXPORT beside it, the folder of exported gates.")
         spec = replace(spec, path=config.gates)
-    if config.gates and spec.path not in (None, config.gates):
-        raise UserError(f"gates={config.gates} and policy={spec} name two exports; leave gates= out.")
     return policy(spec, config.budget, config.schedule, **config.options)
 
 

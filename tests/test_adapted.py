@@ -124,6 +124,7 @@ def test_generate(folder):
     with pytest.raises(UserError, match=TWICE + r" gates without it \(commands: adapter=false"):
         run(gates=path, model=merged)
     assert run(gates=path, model=merged, adapter=False)["gates"].text == right
+    assert run(gates=f"{path}/")["gates"].text == right
     assert run(policy=f"gates:{path}")[f"gates:{path}"].text == right  # the adapter comes along
     with pytest.raises(UserError, match=LACKS):
         run(gates=path, adapter=False)

@@ -64,6 +64,8 @@ class EvictionCache(Cache, Plan):
     _expected: Tensor | None
     #: What ``model.generate`` said of the text so far, ``[B, T]``; None where it said nothing.
     _text: Tensor | None
+    #: Final hidden states ``[B, d]`` of the last own tokens so far, while parts of a prompt come.
+    _ends: Tensor | None
 
     def __init__(
         self,
@@ -237,6 +239,8 @@ class EvictionCache(Cache, Plan):
             self.gating = Gating(self.gates, prompt, prompt.sum(1), hard=True)
         self.counts = self.valid[:, :seen].sum(1)
         self._start(Part(None, (self.valid.cumsum(1) - 1)[:, seen:], new))
+        self._right_padded = self.padded and not bool(new[:, -1].all())
+        self._gaps |= self._right_padded
 
     def _begin_prompt(self, new: Tensor) -> None:
         whole = new if self._expected is None else self._expected.to(new.device)
@@ -313,11 +317,30 @@ class EvictionCache(Cache, Plan):
         """Return the positions ``[B, w]`` that the model rotates the tokens at hand by."""
         if self.policy.positions == "slot":
             return self.places
+        if self._gaps:  # transformers goes on counting from the padding
+            return self.ranks.clamp_min(0)
         if columns is None:
             return given
         if given is None:
             given = torch.arange(self._before, self.valid.shape[1], device=columns.device)[None]
         return given.expand(len(columns), -1).gather(1, columns.clamp_min(0))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def finish(self, states: Tensor) -> Tensor:
+        """Put each sequence's own last token in the last column, where ``model.generate`` looks for it.
+
+        Columns of padding have no meaning, so that nothing is lost; those on the right would otherwise be continued.
+        """
+        more = self.seen_tokens < self.prompt_columns  # a later part may hold nothing but padding of a sequence
+        if not (more or self._right_padded):
+            return states
+        real = self.valid[:, self._before :].to(states.device)
+        last = real.long().cumsum(1).argmax(1)
+        ends = states[torch.arange(len(states), device=states.device), last]
+        if self._ends is not None:
+            ends = ends.where(real.any(1, keepdim=True), self._ends.to(states.device))
+        self._ends = ends if more else None
+        return torch.cat([states[:, :-1], ends[:, None]], 1) if self._right_padded else states
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
@@ -395,7 +418,8 @@ class EvictionCache(Cache, Plan):
         self.valid, self.prompt_lengths = torch.empty(0, 0, dtype=torch.bool), torch.empty(0, dtype=torch.long)
         self.places = torch.empty(0, 0, dtype=torch.long)
         self.prompt_columns = self.step = 0
-        self._expected = self._text = self.decision = self.gating = None
+        self._gaps = False  # whether some sequence was padded on its right
+        self._expected = self._text = self._ends = self.decision = self.gating = None
         for layer in self.evicting_layers:
             layer.reset()
 

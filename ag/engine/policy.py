@@ -180,7 +180,7 @@ def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
             )
     for option, reason in base.unwrapped.items():
         if options.get(option):
-            raise UserError(f"Policy '{spec}': {option} means nothing under {name}, because {reason}; leave it out.")
+            raise UserError(f"Policy '{spec}': {option} is {reason}; leave {name} out.")
     bases = [part for part in wrapper.__mro__ if issubclass(part, Wrapper) and part is not Wrapper]
     own = {name for part in bases for name in vars(part).get("__annotations__", {})} & {f.name for f in fields(wrapper)}
     mine = {name: options.pop(name) for name in list(options) if name in own - {"inner"}}

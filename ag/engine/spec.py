@@ -56,9 +56,8 @@ class PolicySpec:
     path: str | None = None
 
     def __post_init__(self) -> None:
-        """Write a path without slashes at its end."""
-        if self.path:
-            object.__setattr__(self, "path", self.path.rstrip("/") or "/")
+        """Write a path without slashes at its end, and an empty one as None."""
+        object.__setattr__(self, "path", (self.path.rstrip("/") or "/") if self.path else None)
 
     @classmethod
     def parse(cls, text: str) -> PolicySpec:

@@ -591,6 +591,8 @@ def test_a_scorer_of_ones_own_is_checked_like_the_others(monkeypatch):
     assert decide(policy, Scene(lengths=(11,)))[0, 0].nonzero().flatten().tolist() == [0, 4, 5, 6]
     assert eval(repr(policy)) == policy
     assert ag.policy("middle+caote", budget=4).scorer == Caote(inner=Middle())
+    with pytest.raises(UserError, match="vatp cannot act on middle, because it has no attention rows"):
+        ag.policy("middle+vatp", budget=4)
     with pytest.raises(UserError, match="Middle: pull='x': expected float"):
         ag.policy("middle", budget=4, pull="x")
 

@@ -36,7 +36,7 @@ class Scorer(ABC):
     rowless: ClassVar[str] = "it has no attention rows to act on"
     #: What options must be under a wrapper that scores each head by itself, by name.
     by_head: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    #: Options that mean nothing under a wrapper, and why.
+    #: Options that mean nothing under a wrapper, and what they are.
     unwrapped: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     #: The allocator that goes with this scorer where none is named.

@@ -34,9 +34,7 @@ class Cake(SnapKV):
     gamma: float = 200.0
     official_order: bool = False
     default_allocator: ClassVar[str] = "preference"
-    unwrapped: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"official_order": "it is the order of cake's own scores"}
-    )
+    unwrapped: ClassVar[Mapping[str, str]] = MappingProxyType({"official_order": "the order of cake's own scores"})
 
     def __post_init__(self) -> None:
         """Refuse values out of range, and an order of tokens where query heads would each have their own."""
