@@ -152,7 +152,9 @@ def read(source: str, sha256: str, rows: Sequence[dict[str, Any]], tensors: dict
     traces = []
     for row in rows:
         down, up = (tensors[f"base_model.model.{row['module']}.{part}.weight"].float() for part in ("lora_A", "lora_B"))
-        traces.append(Trace(**row, down=down, up=up))
+        trace = Trace(**row, down=down, up=up)
+        if up.shape[1] == len(down) and trace.square > 0:  # else nobody's adapter: nothing can be told by it
+            traces.append(trace)
     return Adapter(source, sha256, tuple(traces))
 
 
