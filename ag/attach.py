@@ -102,8 +102,21 @@ class Plan(ABC):
         """
         return given
 
-    def expect(self, valid: Tensor) -> None:
-        """Take note of the prompt ``[B, T]`` (bool, False on padding) that is to come, whole or in parts."""
+    def finish(self, states: Tensor) -> Tensor:
+        """Return the final hidden states ``[B, T, d]`` of the new tokens as the model's head is to see them."""
+        return states
+
+    def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
+        """Take note of the text that is to come, whole or in parts, after what was seen of it.
+
+        Args:
+            valid: ``[B, T]`` bool, False on padding.
+            tokens: ``[B, T]`` ids, where they are known.
+        """
+        return None
+
+    def saw(self, tokens: Tensor) -> None:
+        """Take note of the text ``[B, T]`` that went by; the last of its tokens may not have."""
         return None
 
     @abstractmethod
@@ -257,14 +270,19 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate; tell the cache where the prompt ends, which it cannot see when drafts or chunks come."""
+    """Generate; tell the cache where the prompt ends, which it cannot see when drafts or chunks come, and the text."""
     cache = kwargs.get("past_key_values")
     given = (*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
     tokens = next((x for x in given if x is not None), None)
-    if isinstance(cache, Plan) and tokens is not None:
-        mask = kwargs.get("attention_mask")
-        cache.expect(torch.ones(tokens.shape[:2], dtype=torch.bool) if mask is None else mask.bool())
-    return type(model).generate(model, *args, **kwargs)
+    if not isinstance(cache, Plan) or tokens is None:
+        return type(model).generate(model, *args, **kwargs)
+    mask, ids = kwargs.get("attention_mask"), tokens if tokens.ndim == 2 else None
+    cache.expect(torch.ones(tokens.shape[:2], dtype=torch.bool) if mask is None else mask.bool(), ids)
+    output = type(model).generate(model, *args, **kwargs)
+    text = getattr(output, "sequences", output)
+    if ids is not None and isinstance(text, Tensor):
+        cache.saw(text)
+    return output
 
 
 def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -283,13 +301,17 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     given, blocks = named.pop("position_ids", None), plan.blocks()
     if blocks is None:
-        return forward(**named, position_ids=plan.positions(given, None))
-    parts = []
-    for columns in blocks:
-        index = columns.clamp_min(0).to(tokens.device)
-        part = tokens.gather(1, index) if tokens.ndim == 2 else tokens.gather(1, _wide(index, tokens))
-        parts.append((columns, forward(**named | {name: part}, position_ids=plan.positions(given, columns))))
-    return _joined(parts, tokens.shape[1])
+        out = forward(**named, position_ids=plan.positions(given, None))
+    else:
+        parts = []
+        for columns in blocks:
+            index = columns.clamp_min(0).to(tokens.device)
+            part = tokens.gather(1, index) if tokens.ndim == 2 else tokens.gather(1, _wide(index, tokens))
+            parts.append((columns, forward(**named | {name: part}, position_ids=plan.positions(given, columns))))
+        out = _joined(parts, tokens.shape[1])
+    if hasattr(out, "last_hidden_state"):  # not a tuple
+        out.last_hidden_state = plan.finish(out.last_hidden_state)
+    return out
 
 
 def _joined(parts: list[tuple[Tensor, Any]], length: int) -> Any:

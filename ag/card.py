@@ -51,6 +51,28 @@ python -m ag.generate gates=PATH prompt="Once upon a time"
 """
 
 
+_MERGED = """\
+# A base model with a LoRA adapter merged into it
+
+The adapter is that of `{source}` beside this folder (sha256 of its weights: `{digest}`), which was trained
+together with gates if that folder has some. The gates run on this model without the adapter:
+
+```sh
+python -m ag.generate gates=../{source} model=. adapter=false prompt="Once upon a time"
+```
+"""
+
+
+def merged_card(source: str, digest: str) -> str:
+    """Return the text that says of a merged model what it is.
+
+    Args:
+        source: name of the folder that holds the adapter.
+        digest: sha256 of its weights.
+    """
+    return _MERGED.format(source=source, digest=digest)
+
+
 def model_card(info: Mapping[str, Any], figure: str | None) -> str:
     """Return the text of the model card.
 

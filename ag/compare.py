@@ -14,6 +14,7 @@ from rich.console import Console
 from ag.cli import parse
 from ag.config import key, mapping
 from ag.configure import dump
+from ag.engine.spec import BUDGET
 from ag.errors import UserError
 from ag.evaluate.cells import plan
 from ag.evaluate.report import Comparison, terminal_table, write
@@ -31,12 +32,12 @@ class CompareConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
     adapter: str | None = key(None, "export whose LoRA adapter every policy runs with")
     policies: list[str] = key(["full", "h2o", "snapkv"], "what to compare, such as snapkv+caote or gates:EXPORT")
-    budgets: list[float] = key([], "shares of the prompt (up to 1) or tokens per KV head")
+    budgets: list[Any] = key([], "what policies that need a budget keep", words=f"list of {BUDGET}")
     schedule: str = key("prefill", "when something is evicted, for policies with a budget")
     tasks: list[str] = key(["ppl"], "what to compare on")
     root: str | None = key(None, "local folder of the data, with a folder for each task; null: the hub")
     roots: dict[str, str] = mapping("folders of single tasks, as roots.TASK=FOLDER")
-    samples: int | None = key(None, "the first N samples of each task", low=1)
+    samples: int | None = key(None, "the first N samples of each task that can be run", low=1)
     max_tokens: int | None = key(None, "longest sample in tokens, instead of the model's context", low=1)
     task_options: dict[str, dict[str, Any]] = mapping("options of tasks, as task_options.TASK.OPTION=VALUE")
     policy_options: dict[str, dict[str, Any]] = mapping("options of policies, as policy_options.POLICY.OPTION=VALUE")
@@ -67,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ag.compare: error: {error}", file=sys.stderr)
         return 2
     console.print(terminal_table(comparison))
+    for task in comparison.tasks:
+        console.print(f"{task}: {comparison.counted(task)}", soft_wrap=True)
     console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
     return 0
 

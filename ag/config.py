@@ -14,9 +14,12 @@ from ag.gate import GateConfig
 from ag.validate import validate
 
 
-def key(default: Any, doc: str, low: float | None = None, high: float | None = None) -> Any:
-    """Declare a configuration key: its default, its one-line documentation and its bounds, both inclusive."""
-    metadata = {"doc": doc, "low": low, "high": high}
+def key(default: Any, doc: str, low: float | None = None, high: float | None = None, words: str = "") -> Any:
+    """Declare a configuration key: its default, its one-line documentation and its bounds, both inclusive.
+
+    ``words`` say which values fit where the type does not; what reads such a key checks its value.
+    """
+    metadata = {"doc": doc, "low": low, "high": high, "words": words}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -168,7 +171,7 @@ class WandbConfig:
 class ExportConfig:
     """What is written at the end of a run."""
 
-    merge: bool = key(False, "merge the adapter into a full copy of the base model instead of keeping it apart")
+    merge: bool = key(False, "write a full copy of the base model with the adapter merged into it as well (merged/)")
     push_to_hub: str | None = key(None, "upload the finished export, with its model card, to this hub repository")
 
 

@@ -18,6 +18,7 @@ from ag import export, models
 from ag.cli import parse
 from ag.config import ModelConfig, key, mapping
 from ag.engine import EvictionCache, Policy, policy
+from ag.engine.spec import BUDGET, PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import inside, inside_plots, tasks
 from ag.evaluate.tasks import Sample
@@ -36,9 +37,10 @@ class ExplainConfig:
     revision: str | None = key(None, "git revision of a hub model")
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
     device: str = key("cpu", "cpu, cuda, cuda:1, ...")
-    gates: str | None = key(None, "folder of exported gates, which join the policies; an adapter in it is put on")
+    gates: str | None = key(None, "folder of exported gates, which join the policies")
+    adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
     policies: list[str] = key(["h2o", "h2o+caote", "tova", "tova+caote", "snapkv", "snapkv+caote"], "what to picture")
-    budget: float = key(0.25, "share of the prompt (up to 1) or tokens per KV head that the policies may keep")
+    budget: Any = key(0.25, "what the policies may keep", words=BUDGET)
     task: str = key("ppl", "where the texts come from")
     task_options: dict[str, Any] = mapping("options of the task, as task_options.OPTION=VALUE")
     root: str | None = key(None, "local folder of the task's data; null: the hub")
@@ -84,7 +86,7 @@ def explain(config: ExplainConfig) -> list[Path]:
     samples = [Sample(one.id, one.prompt[: config.tokens]) for one in found if len(one.prompt) >= config.tokens]
     if not samples:
         raise UserError(f"task={config.task}: no prompt has tokens={config.tokens}; ask for fewer.")
-    if config.gates and export.adapter_path(config.gates):
+    if config.gates and config.adapter and export.adapter_path(config.gates):
         model = export.load_adapter(model, config.gates)  # type: ignore[assignment]
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,9 +152,10 @@ def _attention(config: ExplainConfig, gates: AttentionGates, reading: inside.Rea
 
 
 def _policies(config: ExplainConfig) -> dict[str, Policy]:
-    budget = config.budget if config.budget <= 1 else int(config.budget)
-    plan = {name: policy(name, None if name == "full" else budget) for name in config.policies}
-    return plan | ({"gates": policy(f"gates:{config.gates}")} if config.gates else {})
+    specs = {name: PolicySpec.parse(name) for name in config.policies}
+    budget = parse_budget(config.budget)
+    plan = {name: policy(spec, budget if spec.evicts else None) for name, spec in specs.items()}
+    return plan | ({"gates": policy(PolicySpec("gates", path=config.gates))} if config.gates else {})
 
 
 def _file(name: str) -> str:

@@ -29,7 +29,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ag.card import model_card
+from ag import adapted, models
+from ag.adapted import Adapter
+from ag.card import merged_card, model_card
 from ag.files import fsync
 from ag.gate import AttentionGates, GateConfig, fingerprint
 from ag.manifest import (
@@ -46,6 +48,7 @@ from ag.manifest import (
 __all__ = [
     "ExportError",
     "adapter_path",
+    "is_merged",
     "load",
     "load_adapter",
     "push",
@@ -112,6 +115,7 @@ def save(
             "keep_rate": numbers.pop("kept", None),
             "metrics": numbers,
             "sha256": sha256,
+            "adapter": [] if adapter is None else adapted.record(adapter),
         }
         info["checksum"] = checksum(info)
         validate(target / CONFIG, info)
@@ -153,7 +157,23 @@ def load(path: StrPath, model_config: PretrainedConfig | None = None) -> Attenti
             raise ExportError(f"{file}: {name} is {found}: expected {wanted} from {CONFIG}; export the gates again.")
     _check_finite(file, tensors)
     gates.load_state_dict(tensors, assign=True)
+    gates.adapter = _adapter(folder, info)
     return gates.eval()
+
+
+def _adapter(folder: Path, info: dict[str, Any]) -> Adapter | None:
+    """Read what the export says of its adapter, with the weights that this needs."""
+    name = ADAPTER_FILES[1]
+    if name not in info["sha256"]:
+        return None
+    raw = _read(folder, name)
+    _check_hash(folder / name, raw, info["sha256"][name])
+    try:
+        return adapted.read(str(folder), info["sha256"][name], info.get(ADAPTER, []), _parse(folder / name, raw))
+    except KeyError as error:
+        raise ExportError(
+            f"{folder / CONFIG}: adapter names {error}, which {name} lacks; copy the folder again."
+        ) from None
 
 
 def read_info(path: StrPath) -> dict[str, Any]:
@@ -200,24 +220,30 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
 
     Raises:
         ExportError: when the export has no adapter, is damaged, or belongs to another base model.
+        UserError: when the model has the adapter already.
     """
     folder = adapter_path(path)
     if folder is None:
         raise ExportError(f"{path}: the export has no {ADAPTER} folder: expected one trained with train=gates+lora.")
-    _check_base(Path(path), read_info(path), model.config)
-    adapted = PeftModel.from_pretrained(model, str(folder)).eval()
-    return adapted.merge_and_unload(safe_merge=True) if merge else adapted
+    info = read_info(path)
+    _check_base(Path(path), info, model.config)
+    if adapter := _adapter(Path(path), info):
+        adapter.check(model, times=0)
+    wrapped = PeftModel.from_pretrained(model, str(folder)).eval()
+    return wrapped.merge_and_unload(safe_merge=True) if merge else wrapped
 
 
-def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerBase) -> None:
+def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerBase, source: StrPath) -> None:
     """Write a full copy of the base model with the adapter merged into it; whole or absent, as :func:`save`.
 
-    The model's own weights are merged too: it cannot be trained on afterwards.
+    The model's own weights are merged too: it cannot be trained on afterwards. The copy says whose adapter it has: its
+    configuration by the adapter's hash, its README in words.
 
     Args:
         model: base model with its adapter.
         path: folder to write; it must not exist, or be empty.
         tokenizer: saved beside the weights.
+        source: the export, or the folder of :func:`save_adapter`, that holds the same adapter.
 
     Raises:
         ExportError: for a quantised base, a folder that is not empty, or a disk that refuses.
@@ -230,9 +256,28 @@ def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerB
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ExportError(f"{target}: something is in the way: expected no such folder; remove it or name another.")
+    digest = hashlib.sha256(_read(Path(source), ADAPTER_FILES[1])).hexdigest()
     with _staged(target) as folder:
-        model.merge_and_unload(safe_merge=True).save_pretrained(folder)
+        merged = model.merge_and_unload(safe_merge=True)
+        setattr(merged.config, adapted.MERGED, digest)
+        merged.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        _write(folder / CARD, merged_card(Path(source).resolve().name, digest).encode())
+
+
+def is_merged(path: StrPath, model: str, revision: str | None = None) -> bool:
+    """Whether the configuration of a model says that the adapter of an export is merged into it.
+
+    Args:
+        path: folder of an export with an adapter.
+        model: hub id, folder or alias.
+        revision: git revision of a hub model.
+    """
+    try:
+        values, _ = PretrainedConfig.get_config_dict(models.resolve(model, revision), revision=revision)
+    except OSError:
+        return False
+    return bool(values.get(adapted.MERGED) == read_info(path)["sha256"][ADAPTER_FILES[1]])
 
 
 def push(path: StrPath, repository: str) -> str:

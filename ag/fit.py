@@ -215,7 +215,7 @@ def write_export(
         export.save_adapter(folder, adapter, base_model=models.hub_name(module.config.model.name))
     if module.config.export.merge and adapter is not None:
         shutil.rmtree(folder.parent / "merged", ignore_errors=True)  # of this run, before it was resumed
-        export.save_merged(adapter, folder.parent / "merged", tokenizer)
+        export.save_merged(adapter, folder.parent / "merged", tokenizer, folder)
 
 
 def load_best(module: GatedLM, run_dir: Path) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from ag.adapted import Adapter
 from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
 
@@ -160,6 +161,8 @@ class AttentionGates(nn.Module):
         if isinstance(model_config, PretrainedConfig):
             model_config = fingerprint(model_config)
         self.fingerprint = dict(model_config)
+        #: The LoRA adapter that they were trained with, where they come from an export that has one.
+        self.adapter: Adapter | None = None
         geometry = self.fingerprint
         heads = geometry["num_kv_heads" if config.granularity == "kv_head" else "num_heads"]
         self.layers = nn.ModuleDict(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from ag.cli import parse
 from ag.config import ModelConfig, key, mapping
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.report import Report
+from ag.engine.spec import BUDGET, PolicySpec
 from ag.errors import UserError
 from ag.gate import fingerprint
 
@@ -33,9 +33,10 @@ class GenerateConfig:
 
     gates: str | None = key(None, "folder of exported gates, which a policy named gates uses")
     policy: str | None = key(None, "what to evict, such as h2o or gates; null: gates where there are some, else full")
-    budget: float | None = key(None, "share of the prompt (up to 1) or tokens per KV head that the policy keeps")
+    budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null")
     schedule: str = key("prefill", "when something is evicted: prefill, blocks:m, every, steps:n, joined by +")
     options: dict[str, Any] = mapping("options of the policy, as options.window=16")
+    adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
     model: str | None = key(None, "hub id, local folder or alias, instead of the base model that the export names")
     prompt: str | None = key(None, "the text to continue")
     file: str | None = key(None, "file with that text, instead of prompt")
@@ -97,7 +98,7 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
         UserError: (ModelError, ExportError, ...) naming what is wrong and the fix.
     """
     text, chosen = _read_prompt(config), _policy(config)
-    model, tokenizer = _load(config)
+    model, tokenizer = _load(config, chosen.spec.path or config.gates)
     if config.chat and tokenizer.chat_template is None:
         raise UserError("chat=true: the model's tokenizer has no chat template; set chat=false.")
     if config.chat:
@@ -110,7 +111,7 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
             f"The prompt has {length} tokens: expected 1 to {context - config.max_new_tokens}, which leave room for "
             f"max_new_tokens={config.max_new_tokens} in the model's context."
         )
-    policies = {} if chosen.spec == "full" else {config.policy or "gates": chosen}
+    policies = {} if chosen.scorer is None else {config.policy or "gates": chosen}
     if config.compare or not policies:
         policies["full cache"] = policy("full")
     return {name: _generate(model, tokenizer, ids.long(), policy, config) for name, policy in policies.items()}
@@ -142,27 +143,26 @@ def _read_prompt(config: GenerateConfig) -> str:
 
 def _policy(config: GenerateConfig) -> Policy:
     """Return the policy; unknown names and bad budgets are found before a model is loaded."""
-    spec = config.policy or ("gates" if config.gates else "full")
-    if re.match(r"gates(\W|$)", spec) and not spec.startswith("gates:"):
+    spec = PolicySpec.parse(config.policy or ("gates" if config.gates else "full"))
+    if config.gates and spec.path and Path(config.gates) != Path(spec.path):
+        raise UserError(f"gates={config.gates} and policy={spec} name two exports; leave gates= out.")
+    if spec.reads_gates and spec.path is None:
         if config.gates is None:
             raise UserError(f"policy={spec}: expected gates=EXPORT beside it, the folder of exported gates.")
-        spec = spec.replace("gates", f"gates:{config.gates}", 1)
-    budget = config.budget
-    if budget is not None and budget > 1 and budget == int(budget):
-        budget = int(budget)
-    return policy(spec, budget, config.schedule, **config.options)
+        spec = replace(spec, path=config.gates)
+    return policy(spec, config.budget, config.schedule, **config.options)
 
 
-def _load(config: GenerateConfig) -> tuple[Model, PreTrainedTokenizerBase]:
-    """Load the base model, with the export's adapter where it has one, and the tokenizer."""
-    base = export.read_info(config.gates)["base_model"] if config.gates else {"name": "", "revision": None}
+def _load(config: GenerateConfig, gates: str | None) -> tuple[Model, PreTrainedTokenizerBase]:
+    """Load the base model, with the adapter of exported gates where they have one, and the tokenizer."""
+    base = export.read_info(gates)["base_model"] if gates else {"name": "", "revision": None}
     name = config.model or base["name"]
     if not name:
         raise UserError("No base model is named: give model=NAME, or gates=EXPORT of an export that names one.")
     revision = None if config.model or base["revision"] == smollm2.REQUIREMENT else base["revision"]
     model, tokenizer = models.load_base(ModelConfig(name, revision, config.dtype), config.device)
-    if config.gates and export.adapter_path(config.gates):
-        return export.load_adapter(model, config.gates), tokenizer
+    if gates and config.adapter and export.adapter_path(gates):
+        return export.load_adapter(model, gates), tokenizer
     return model, tokenizer
 
 

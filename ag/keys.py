@@ -35,7 +35,10 @@ class ConfigWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Key:
-    """One key that can be set: dotted name, type, default, one line of documentation, inclusive bounds."""
+    """One key that can be set: dotted name, type, default, one line of documentation, inclusive bounds.
+
+    ``words`` say which values fit where the type does not.
+    """
 
     name: str
     type: Any
@@ -43,12 +46,13 @@ class Key:
     doc: str
     low: float | None
     high: float | None
+    words: str = ""
 
     def expected(self) -> str:
         """Say in words which values fit."""
         low = "" if self.low is None else f", at least {self.low}"
         high = "" if self.high is None else f", at most {self.high}"
-        return describe(self.type) + low + high
+        return (self.words or describe(self.type)) + low + high
 
     def accepts(self, value: Any) -> bool:
         """Whether the value has the key's type and lies within its bounds."""
@@ -74,7 +78,7 @@ def _walk(schema: type[Any], prefix: str) -> Iterator[Key]:
             continue
         default = field.default_factory() if callable(field.default_factory) else field.default
         meta = field.metadata
-        yield Key(name, hint, default, meta.get("doc", ""), meta.get("low"), meta.get("high"))
+        yield Key(name, hint, default, meta.get("doc", ""), meta.get("low"), meta.get("high"), meta.get("words", ""))
 
 
 def describe(hint: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from ag.errors import UserError
 from ag.gate import GateConfig
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 WEIGHTS = "gates.safetensors"
 ADAPTER = "adapter"
 ADAPTER_FILES = (f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapter_model.safetensors")
@@ -60,7 +60,8 @@ def validate(file: Path, info: Any) -> None:
     schema = info.get("schema_version")
     readable = isinstance(schema, str) and re.fullmatch(r"1\.\d+", schema) is not None
     check(readable, "schema_version", schema, "1.x", "update ag, or export the gates with this version")
-    check.keys("content", info, KEYS)
+    check.keys("content", info, KEYS if schema == "1.0" else (*KEYS, ADAPTER))  # 1.0 recorded nothing of the adapter
+    _validate_adapter(check, info.get(ADAPTER, []))
     check.texts("versions", info["versions"])
     keep_rate = info["keep_rate"]
     share = keep_rate is None or (_is_number(keep_rate) and 0 <= keep_rate <= 1)
@@ -114,6 +115,15 @@ def _validate_gate(check: _Checker, gate: Any) -> None:
         GateConfig(**gate)
     except ValueError as error:
         raise ExportError(f"{check.file}: {error}") from error
+
+
+def _validate_adapter(check: _Checker, rows: Any) -> None:
+    check(isinstance(rows, list), ADAPTER, rows, "a list")
+    for row in rows:
+        check.keys(ADAPTER, row, ("module", "scale", "projection", "noise"))
+        check(isinstance(row["module"], str), f"{ADAPTER}.module", row["module"], "text")
+        for name in ("scale", "projection", "noise"):
+            check(_is_number(row[name]), f"{ADAPTER}.{name}", row[name], "a finite number")
 
 
 def _is_number(value: Any) -> bool:

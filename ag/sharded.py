@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from ag.adapted import recorded_layers
 from ag.attach import decoder_of
 from ag.gate import AttentionGates
 
@@ -64,11 +65,12 @@ def shard(model: nn.Module, gates: AttentionGates | None, mesh: DeviceMesh) -> N
 
 
 def gather(module: nn.Module) -> None:
-    """Make what is trained whole again on every rank, for the export; the module cannot be trained on."""
+    """Make whole on every rank what the export writes or looks at; the module cannot be trained on."""
+    looked_at = {id(layer.get_base_layer().weight) for _, layer in recorded_layers(module)}
     for part in module.modules():
         for name, parameter in part._parameters.items():
-            if isinstance(parameter, DTensor) and parameter.requires_grad:
-                part._parameters[name] = nn.Parameter(whole(parameter.detach()).cpu())
+            if isinstance(parameter, DTensor) and (parameter.requires_grad or id(parameter) in looked_at):
+                part._parameters[name] = nn.Parameter(whole(parameter.detach()).cpu(), parameter.requires_grad)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -211,7 +211,7 @@ def test_content_of_the_folder(tmp_path: Path) -> None:
     ]
     assert hidden(folder) == []
     info = export.read_info(folder)
-    assert info["schema_version"] == "1.0"
+    assert info["schema_version"] == "1.1"
     assert info["versions"]["torch"] == torch.__version__
     assert info["base_model"]["name"] == "org/base"
     assert info["base_model"]["revision"] == "abc"
@@ -332,19 +332,20 @@ def test_merged_model_stands_alone(tmp_path: Path) -> None:
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         expected = adapted(tokens).logits
-    export.save_merged(adapted, tmp_path / "merged", tokenizer)
+    export.save_adapter(tmp_path / "adapter", adapted)
+    export.save_merged(adapted, tmp_path / "merged", tokenizer, tmp_path / "adapter")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=0)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").get_vocab() == {"a": 0, "b": 1}
     assert not any("lora" in name or "base_layer" in name for name in model.state_dict())
     with pytest.raises(ExportError, match="something is in the way"):
-        export.save_merged(make_adapter(), tmp_path / "merged", tokenizer)
+        export.save_merged(make_adapter(), tmp_path / "merged", tokenizer, tmp_path / "adapter")
 
     quantised = make_adapter()
     quantised.get_base_model().config.quantization_config = {"load_in_4bit": True}
     with pytest.raises(ExportError, match="is quantised.*set export.merge=false"):
-        export.save_merged(quantised, tmp_path / "nf4", tokenizer)
+        export.save_merged(quantised, tmp_path / "nf4", tokenizer, tmp_path / "adapter")
     assert not (tmp_path / "nf4").exists() and hidden(tmp_path / "merged") == []
 
 

@@ -187,7 +187,7 @@ def test_command_prints_the_texts_and_a_table(folder, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "spec"),
     [
-        ({"policy": "h2o", "budget": 6.0}, "ag.policy('h2o', budget=6)"),
+        ({"policy": "h2o", "budget": 6}, "ag.policy('h2o', budget=6)"),
         (
             {"policy": "snapkv+caote@heads", "budget": 0.5, "schedule": "blocks:8+every", "options": {"window": 3}},
             "ag.policy('snapkv+caote@heads', budget=0.5, schedule='blocks:8+every', window=3)",

@@ -4,3 +4,4 @@ from ag.engine.cache import EvictionCache as EvictionCache
 from ag.engine.policy import Policy as Policy
 from ag.engine.policy import policy as policy
 from ag.engine.prompt import prefill as prefill
+from ag.engine.spec import PolicySpec as PolicySpec

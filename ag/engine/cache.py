@@ -26,6 +26,7 @@ from ag.engine.decide import Decision
 from ag.engine.layer import EvictionLayer, Part
 from ag.engine.policy import Option, Policy, policy
 from ag.engine.report import Report
+from ag.engine.spec import PolicySpec
 from ag.errors import UserError
 from ag.gate import fingerprint
 from ag.gating import Gating
@@ -61,18 +62,22 @@ class EvictionCache(Cache, Plan):
     #: Positions ``[B, w]`` that the model rotates the tokens at hand by, where slots decide.
     places: Tensor
     _expected: Tensor | None
+    #: What ``model.generate`` said of the text so far, ``[B, T]``; None where it said nothing.
+    _text: Tensor | None
+    #: Final hidden states ``[B, d]`` of the last own tokens so far, while parts of a prompt come.
+    _ends: Tensor | None
 
     def __init__(
         self,
         model: nn.Module,
-        spec: str | Policy,
+        spec: str | PolicySpec | Policy,
         budget: int | float | None = None,
         schedule: str = "prefill",
         **options: Option,
     ) -> None:
-        if not isinstance(spec, str) and (budget is not None or options):
+        if isinstance(spec, Policy) and (budget is not None or options):
             raise UserError(f"{spec!r} has its budget and options already; give them to ag.policy.")
-        self.policy = policy(spec, budget, schedule, **options) if isinstance(spec, str) else spec
+        self.policy = spec if isinstance(spec, Policy) else policy(spec, budget, schedule, **options)
         self.gates = self.policy.gates
         if self.policy.by_gates and self.gates is None:
             self.gates = attached_gates(model)
@@ -83,6 +88,8 @@ class EvictionCache(Cache, Plan):
         self.decoder = decoder_of(model)
         if self.gates is not None:
             check_geometry(model, self.gates)
+            if self.gates.adapter is not None:
+                self.gates.adapter.check(model, times=1)
             place(model, self.gates)
         instrument(model)
         #: The layers, with their own type.
@@ -154,13 +161,45 @@ class EvictionCache(Cache, Plan):
             seconds=[layer.scoring_seconds for layer in self.evicting_layers],
         )
 
-    def expect(self, valid: Tensor) -> None:
-        """Take note of the prompt ``[B, T]`` (bool, False on padding) that is to come, whole or in parts.
+    def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
+        """Take note of the text that is to come, whole or in parts: the prompt, or the same text grown longer.
 
         ``model.generate`` calls it. Without it the first forward pass is the prompt.
+
+        Args:
+            valid: ``[B, T]`` bool, False on padding.
+            tokens: ``[B, T]`` ids, where they are known.
+
+        Raises:
+            UserError: when the tokens do not go on from those seen.
         """
+        if tokens is not None:
+            self._check_goes_on(tokens)
+            self._text = tokens
         if not self.seen_tokens:
             self._expected = valid
+
+    def saw(self, tokens: Tensor) -> None:
+        """Take note of the text ``[B, T]`` that went by; ``model.generate`` calls it."""
+        if self._text is not None and len(self._text) == len(tokens) == len(self.valid):  # no beams
+            self._text = tokens
+
+    def _check_goes_on(self, tokens: Tensor) -> None:
+        seen = self.seen_tokens
+        again = "to continue, give the whole text so far and what follows; for another text call cache.reset() first"
+        if seen and tokens.shape[1] <= seen:
+            raise UserError(
+                f"model.generate was given {tokens.shape[1]} tokens, and this cache has seen {seen}: {again}."
+            )
+        if not seen or self._text is None or len(self._text) != len(tokens):
+            return
+        before = self._text[:, :seen].to(tokens.device)
+        differs = (before != tokens[:, : before.shape[1]]).any(0)
+        if bool(differs.any()):
+            raise UserError(
+                f"The tokens that model.generate was given differ from those that this cache has seen, from column "
+                f"{int(differs.long().argmax())} on: {again}."
+            )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
@@ -170,7 +209,9 @@ class EvictionCache(Cache, Plan):
         seen = self.get_seq_length()
         device = device_of(decoder) if attention_mask is None else attention_mask.device
         if seen and batch != len(self.valid):
-            raise UserError(f"This cache holds {len(self.valid)} sequences, not {batch}; make a new cache.")
+            raise UserError(
+                f"This cache holds {len(self.valid)} sequences, not {batch}; for another text call cache.reset() first."
+            )
         if attention_mask is None:
             new = torch.ones(batch, length, dtype=torch.bool, device=device)
         elif attention_mask.ndim == 2 and attention_mask.shape[1] == seen + length:
@@ -178,7 +219,7 @@ class EvictionCache(Cache, Plan):
         else:
             raise UserError(
                 f"attention_mask {tuple(attention_mask.shape)}: expected {(batch, seen + length)}, one entry for each "
-                "token seen and coming."
+                "token seen and coming; for another text call cache.reset() first."
             )
         if not seen and self.gates is not None and self._expected is not None and length < self._expected.shape[1]:
             raise UserError(
@@ -198,6 +239,8 @@ class EvictionCache(Cache, Plan):
             self.gating = Gating(self.gates, prompt, prompt.sum(1), hard=True)
         self.counts = self.valid[:, :seen].sum(1)
         self._start(Part(None, (self.valid.cumsum(1) - 1)[:, seen:], new))
+        self._right_padded = self.padded and not bool(new[:, -1].all())
+        self._gaps |= self._right_padded
 
     def _begin_prompt(self, new: Tensor) -> None:
         whole = new if self._expected is None else self._expected.to(new.device)
@@ -274,11 +317,30 @@ class EvictionCache(Cache, Plan):
         """Return the positions ``[B, w]`` that the model rotates the tokens at hand by."""
         if self.policy.positions == "slot":
             return self.places
+        if self._gaps:  # transformers goes on counting from the padding
+            return self.ranks.clamp_min(0)
         if columns is None:
             return given
         if given is None:
             given = torch.arange(self._before, self.valid.shape[1], device=columns.device)[None]
         return given.expand(len(columns), -1).gather(1, columns.clamp_min(0))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def finish(self, states: Tensor) -> Tensor:
+        """Put each sequence's own last token in the last column, where ``model.generate`` looks for it.
+
+        Columns of padding have no meaning, so that nothing is lost; those on the right would otherwise be continued.
+        """
+        more = self.seen_tokens < self.prompt_columns  # a later part may hold nothing but padding of a sequence
+        if not (more or self._right_padded):
+            return states
+        real = self.valid[:, self._before :].to(states.device)
+        last = real.long().cumsum(1).argmax(1)
+        ends = states[torch.arange(len(states), device=states.device), last]
+        if self._ends is not None:
+            ends = ends.where(real.any(1, keepdim=True), self._ends.to(states.device))
+        self._ends = ends if more else None
+        return torch.cat([states[:, :-1], ends[:, None]], 1) if self._right_padded else states
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
@@ -337,6 +399,8 @@ class EvictionCache(Cache, Plan):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
+        if self._text is not None:  # beams are more than the text has rows
+            self._text = self._text[indices.to(self._text.device)] if len(self._text) == len(self.valid) else None
         for name in ("valid", "ranks", "real", "prompt_lengths"):
             x: Tensor = getattr(self, name)
             setattr(self, name, x[indices.to(x.device)])
@@ -350,11 +414,12 @@ class EvictionCache(Cache, Plan):
         self.batch_select_indices(torch.arange(len(self.valid)).repeat_interleave(repeats))
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything: the next tokens are a new prompt, of any batch size."""
         self.valid, self.prompt_lengths = torch.empty(0, 0, dtype=torch.bool), torch.empty(0, dtype=torch.long)
         self.places = torch.empty(0, 0, dtype=torch.long)
         self.prompt_columns = self.step = 0
-        self._expected = self.decision = self.gating = None
+        self._gaps = False  # whether some sequence was padded on its right
+        self._expected = self._text = self._ends = self.decision = self.gating = None
         for layer in self.evicting_layers:
             layer.reset()
 

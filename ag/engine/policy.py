@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -15,14 +14,12 @@ import torch
 from torch import Tensor
 
 from ag.engine.allocators import OPTIONS, Allocator, published_tau
-from ag.engine.scorers import SCORERS, RowScorer, Scorer
-from ag.engine.scorers.snapkv import SnapKV
-from ag.engine.wrappers import NEED_ROWS, WRAPPERS, Wrapper
+from ag.engine.scorers import SCORERS, Scorer
+from ag.engine.spec import PolicySpec, check_known, parse_budget
+from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.errors import UserError
 from ag.gate import AttentionGates
 
-ALLOCATORS = tuple(OPTIONS)
-ALIASES = {"pyramidkv": "snapkv@pyramid"}
 ENGINE = ("positions", "evict_before_attend", "strict")  # options of every policy; the latter two where a budget is
 
 Option = str | int | float | bool | None
@@ -34,7 +31,7 @@ class Policy:
     """A policy; its repr is the call that makes it again.
 
     Attributes:
-        spec: the text it was made from.
+        spec: its parts; the str of it is the text.
         budget: tokens per KV head (int) or share of the prompt (float); None: nothing is evicted, or what flags say.
         schedule: when something is evicted; see :func:`policy`.
         options: what else was given: ``positions``, ``evict_before_attend`` and hyper-parameters of the parts.
@@ -47,7 +44,7 @@ class Policy:
         gates: gates read from a folder; None for ``gates`` alone (those attached to the model) and other scorers.
     """
 
-    spec: str
+    spec: PolicySpec
     budget: int | float | None = None
     schedule: str = "prefill"
     options: Mapping[str, Option] = field(default_factory=dict, hash=False)
@@ -61,7 +58,7 @@ class Policy:
     @property
     def by_gates(self) -> bool:
         """Whether gates take part."""
-        return self.spec.startswith("gates")
+        return self.scorer is not None and self.scorer.reads_gates
 
     @cached_property
     def block(self) -> int | None:
@@ -91,19 +88,21 @@ class Policy:
     def __repr__(self) -> str:
         given: dict[str, Option] = {} if self.budget is None else {"budget": self.budget}
         given |= {} if self.schedule == "prefill" else {"schedule": self.schedule}
-        words = [repr(self.spec), *(f"{name}={value!r}" for name, value in (given | dict(self.options)).items())]
+        words = [repr(str(self.spec)), *(f"{name}={value!r}" for name, value in (given | dict(self.options)).items())]
         return f"ag.policy({', '.join(words)})"
 
 
-def policy(spec: str, budget: int | float | None = None, schedule: str = "prefill", **options: Option) -> Policy:
+def policy(
+    spec: str | PolicySpec, budget: int | float | None = None, schedule: str = "prefill", **options: Option
+) -> Policy:
     """Make a policy.
 
     Args:
-        spec: ``SCORER[+WRAPPER][@ALLOCATOR]``. Scorers: full, streaming_llm, h2o, scissorhands, tova, snapkv, cake,
-            knorm, random, ``gates`` (those attached to the model) or ``gates:PATH`` (exported ones). Wrappers: vatp,
-            caote, fastcaote, obcache_value, obcache_key, obcache_joint. Allocators: uniform, pyramid, preference,
-            heads. The name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), and cake without one for
-            ``cake@preference``.
+        spec: ``SCORER[:PATH][+WRAPPER][@ALLOCATOR]``, see :class:`ag.engine.spec.PolicySpec`. Scorers: full,
+            streaming_llm, h2o, scissorhands, tova, snapkv, cake, knorm, random, ``gates`` (those attached to the model)
+            or ``gates:PATH`` (exported ones). Wrappers: vatp, caote, fastcaote, obcache_value, obcache_key,
+            obcache_joint. Allocators: uniform, pyramid, preference, heads. The name pyramidkv stands for
+            ``snapkv@pyramid`` (also before a wrapper), and cake without one for ``cake@preference``.
         budget: tokens per KV head, or as a float in (0, 1] a share of each prompt's own tokens. Gates without a
             budget keep what their flags say; with one the most probable tokens stay.
         schedule: ``prefill``: once, after the prompt; ``blocks:m``: also within the prompt, after every m tokens, so
@@ -120,75 +119,85 @@ def policy(spec: str, budget: int | float | None = None, schedule: str = "prefil
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
         ag.export.ExportError: when the gates cannot be read.
     """
-    match = re.fullmatch(r"(.*?)(?:@([^/@]*))?", spec, re.DOTALL)  # a path may hold an @
-    assert match is not None
-    body, allocator = match.groups()
-    head, _, path = body.partition(":")
-    if path:
-        path, plus, wrapper = path.rpartition("+") if body.rpartition("+")[2] in WRAPPERS else (path, "", "")
-    else:
-        head, plus, wrapper = head.partition("+")
-    if head in ALIASES and allocator is None:
-        head, _, allocator = ALIASES[head].partition("@")
-    _known(head, ("full", *SCORERS, *ALIASES), "policy", spec)
-    if head in ALIASES:
-        raise UserError(
-            f"Policy {spec!r}: {head} stands for {ALIASES[head]}, allocator included; name the parts instead."
-        )
-    if path and head != "gates" or ":" in body and not path:
-        raise UserError(f"Policy {spec!r}: expected {'gates:PATH' if head == 'gates' else head}.")
-    if plus:
-        _known(wrapper, WRAPPERS, "wrapper", spec)
-    if head == "full" and (plus or allocator is not None or schedule != "prefill"):
-        acting = wrapper if plus else f"allocator {allocator}" if allocator is not None else f"schedule {schedule}"
-        raise UserError(f"Policy {spec!r}: {acting} cannot act on full, because nothing is evicted.")
-    shared = allocator is not None
-    allocator = ("preference" if head == "cake" else "uniform") if allocator is None else allocator
-    _known(allocator, ALLOCATORS, "allocator", spec)
-    _check_budget(spec, head, budget, bool(wrapper) or shared or schedule != "prefill")
-    rest = dict(options)
-    engine = {name: rest.pop(name) for name in ENGINE if name in rest}
-    idle = [*(rest if head == "gates" else ()), *(name for name in ENGINE[1:] if name in engine)]
-    if idle and budget is None:
-        why = "nothing is evicted" if head == "full" else "without a budget the gates' flags decide"
-        raise UserError(f"Policy {spec!r}: {idle[0]} has no meaning, because {why}; leave it out.")
-    _check_schedule(spec, schedule, allocator, head)
-    for name, value in engine.items():
-        _check_type(f"Policy {spec!r}: {name}={value!r}", value, get_type_hints(Policy)[name])
-    gates = AttentionGates.from_pretrained(Path(path)) if path else None
-    if allocator == "preference" and (model := rest.pop("tau", None)) is not None:
-        rest["tau1"], rest["tau2"] = published_tau(str(model), budget)
-    mine = {name: rest.pop(name) for name in OPTIONS[allocator] if name in rest}
-    scorer = None if head == "full" else _scorer(spec, head, wrapper, rest)
-    parts = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
-    if allocator == "preference" and isinstance(parts[-1], SnapKV):  # one window observes for both
-        mine.setdefault("observers", parts[-1].window)
-    sharing = _make(Allocator, mine, kind=allocator)
+    spec = PolicySpec.parse(spec) if isinstance(spec, str) else spec
+    budget = None if budget is None else parse_budget(budget)
+    parts, rest = spec.resolved(), dict(options)
+    _check_full(spec, budget, schedule)
+    if budget is None and (not spec.bare or schedule != "prefill"):
+        raise UserError(f"Policy '{spec}' needs a budget: tokens per KV head (256), or a share of the prompt (0.25).")
+    _check_schedule(parts, schedule)
+    engine = _engine_options(spec, budget, rest)
+    gates = AttentionGates.from_pretrained(Path(spec.path)) if spec.path else None
+    scorer = _scorer(parts, rest) if spec.evicts else None
+    allocator = _allocator(parts, scorer, budget, rest)
     if rest:
-        own = {f.name for part in parts for f in fields(part)} - {"inner"} | set(OPTIONS[allocator])
-        known = {"tau"} if allocator == "preference" else set()
-        _known(next(iter(rest)), sorted(own | known | set(ENGINE[: 3 if parts else 1])), "option", spec)
-    return Policy(spec, budget, schedule, options, scorer=scorer, allocator=sharing, gates=gates, **engine)  # type: ignore[arg-type]
+        made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
+        own = {f.name for part in made for f in fields(part)} - {"inner"} | set(OPTIONS[allocator.kind])
+        known = {"tau"} if allocator.kind == "preference" else set()
+        check_known(next(iter(rest)), sorted(own | known | set(ENGINE[: 3 if made else 1])), "option", str(spec))
+    return Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
 
 
-def _scorer(spec: str, head: str, wrapper: str, options: dict[str, Option]) -> Scorer:
+def _check_full(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
+    """Refuse what cannot act where nothing is evicted."""
+    acting = (
+        ("", spec.wrapper),
+        ("allocator ", spec.allocator),
+        ("schedule ", None if schedule == "prefill" else schedule),
+    )
+    for kind, part in () if spec.evicts else acting:
+        if part is not None:
+            raise UserError(f"Policy '{spec}': {kind}{part} cannot act on full, because nothing is evicted.")
+    if not spec.evicts and budget is not None:
+        raise UserError(f"Policy '{spec}': budget={budget} has no meaning, because nothing is evicted; leave it out.")
+
+
+def _engine_options(spec: PolicySpec, budget: int | float | None, options: dict[str, Option]) -> dict[str, Any]:
+    """Take the options of every policy out of ``options``, and refuse those that mean nothing without a budget."""
+    engine = {name: options.pop(name) for name in ENGINE if name in options}
+    idle = [*(options if spec.evicts else ()), *(name for name in ENGINE[1:] if name in engine)]
+    if idle and budget is None:
+        why = "without a budget the gates' flags decide" if spec.evicts else "nothing is evicted"
+        raise UserError(f"Policy '{spec}': {idle[0]} has no meaning, because {why}; leave it out.")
+    for name, value in engine.items():
+        _check_type(f"Policy '{spec}': {name}={value!r}", value, get_type_hints(Policy)[name])
+    return engine
+
+
+def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
     """Make the scorer and its wrapper; an option goes to the wrapper when that defines it, else to the base."""
-    base = SCORERS[head]
-    reason = base.alone or (wrapper in NEED_ROWS and not issubclass(base, RowScorer) and base.rowless)
-    if wrapper and reason:
-        raise UserError(f"Policy {spec!r}: {wrapper} cannot act on {head}, because {reason}.")
-    if wrapper and head == "tova" and wrapper != "vatp" and options.setdefault("scope", "kv_head") == "layer":
-        raise UserError(
-            f"Policy {spec!r}: scope=layer has no meaning, because {wrapper} scores each head; leave it out."
-        )
-    if wrapper and options.get("official_order"):
-        raise UserError(f"Policy {spec!r}: official_order is the order of cake's own scores; leave {wrapper} out.")
-    if not wrapper:
+    base = SCORERS[spec.scorer]
+    if spec.wrapper is None:
         return _make(base, options)
-    bases = [part for part in WRAPPERS[wrapper].__mro__ if issubclass(part, Wrapper) and part is not Wrapper]
-    own = {name for part in bases for name in vars(part).get("__annotations__", {})} - {"inner"}
-    mine = {name: options.pop(name) for name in list(options) if name in own}
-    return _make(WRAPPERS[wrapper], mine, inner=_make(base, options))
+    wrapper, name = WRAPPERS[spec.wrapper], spec.wrapper
+    if reason := base.alone or (wrapper.needs_rows and base.rowless):
+        raise UserError(f"Policy '{spec}': {name} cannot act on {spec.scorer}, because {reason}.")
+    for option, value in base.by_head.items() if wrapper.scores_heads else ():
+        if options.setdefault(option, value) != value:
+            raise UserError(
+                f"Policy '{spec}': {option}={options[option]} has no meaning, because {name} scores each head; leave "
+                "it out."
+            )
+    for option, reason in base.unwrapped.items():
+        if options.get(option):
+            raise UserError(f"Policy '{spec}': {option} is {reason}; leave {name} out.")
+    bases = [part for part in wrapper.__mro__ if issubclass(part, Wrapper) and part is not Wrapper]
+    own = {name for part in bases for name in vars(part).get("__annotations__", {})} & {f.name for f in fields(wrapper)}
+    mine = {name: options.pop(name) for name in list(options) if name in own - {"inner"}}
+    return _make(wrapper, mine, inner=_make(base, options))
+
+
+def _allocator(
+    spec: PolicySpec, scorer: Scorer | None, budget: int | float | None, options: dict[str, Option]
+) -> Allocator:
+    """Make the allocator; one that observes does so in the scorer's window, where that has one."""
+    kind = str(spec.allocator)
+    if kind == "preference" and (model := options.pop("tau", None)) is not None:
+        options["tau1"], options["tau2"] = published_tau(str(model), budget)
+    mine = {name: options.pop(name) for name in OPTIONS[kind] if name in options}
+    if "observers" in OPTIONS[kind] and scorer is not None and scorer.observers is not None:
+        mine.setdefault("observers", scorer.observers)
+    return _make(Allocator, mine, kind=kind)
 
 
 def _make(part: type[Part], options: dict[str, Option], **fixed: Any) -> Part:
@@ -211,37 +220,14 @@ def _check_type(what: str, value: Option, hint: Any) -> None:
         raise UserError(f"{what}: expected {expected}.")
 
 
-def _check_budget(spec: str, head: str, budget: int | float | None, needed: bool) -> None:
-    if head == "full":
-        if budget is not None:
-            raise UserError(
-                f"Policy {spec!r}: budget={budget} has no meaning, because nothing is evicted; leave it out."
-            )
-    elif budget is None:
-        if head != "gates" or needed:
-            raise UserError(
-                f"Policy {spec!r} needs a budget: tokens per KV head (256), or a share of the prompt (0.25)."
-            )
-    elif type(budget) not in (int, float) or not budget > 0 or (isinstance(budget, float) and budget > 1):
-        raise UserError(f"budget={budget}: expected tokens (an int of at least 1) or a share (a float in (0, 1]).")
-
-
-def _check_schedule(spec: str, schedule: str, allocator: str, head: str) -> None:
+def _check_schedule(spec: PolicySpec, schedule: str) -> None:
     kinds = [part.partition(":")[0] for part in schedule.split("+")]
     if not re.fullmatch(r"(prefill|every|(blocks|steps):[1-9]\d*)(\+(every|(blocks|steps):[1-9]\d*))*", schedule):
         raise UserError(f"schedule={schedule!r}: expected prefill, blocks:m, every, steps:n, or some joined by +.")
     if len(set(kinds)) < len(kinds) or {"every", "steps"} <= set(kinds) or {"prefill", "blocks"} <= set(kinds):
         raise UserError(f"schedule={schedule!r}: expected at most one part for the prompt and one for what follows.")
-    if allocator == "preference" and head == "gates" and "blocks" in kinds:
+    if spec.allocator == "preference" and spec.reads_gates and "blocks" in kinds:
         raise UserError(
-            f"Policy {spec!r} with schedule={schedule!r}: gates see a prompt whole, layer by layer, and preference "
+            f"Policy '{spec}' with schedule={schedule!r}: gates see a prompt whole, layer by layer, and preference "
             "compares all layers after each block; use the schedule prefill, or another allocator."
         )
-
-
-def _known(name: str, names: Collection[str], what: str, spec: str) -> None:
-    if name not in names:
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        expected = f"expected one of {', '.join(names)}" if names else "it takes none"
-        raise UserError(f"Unknown {what} {name!r} in {spec!r}: {expected}{hint}")

@@ -33,7 +33,7 @@ def prefill(
         position_ids: ``[B, T]``; None: counted from the first column.
 
     Returns:
-        For each policy its cache, and the final hidden states ``[B, d]`` of the prompt's last column.
+        For each policy its cache, and the final hidden states ``[B, d]`` of the last token of each prompt.
     """
     decoder = decoder_of(model)
     caches = [EvictionCache(model, policy) for policy in policies]
@@ -71,6 +71,10 @@ class _Together(Plan):
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         for cache in self.caches:
             cache.begin(decoder, attention_mask, batch, length)
+
+    def finish(self, states: Tensor) -> Tensor:
+        ends: Tensor = self.caches[0].finish(states)
+        return ends
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         for cache in self.caches:

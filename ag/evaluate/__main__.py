@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -19,6 +20,7 @@ from ag.cli import parse
 from ag.config import Config, DataConfig, ModelConfig, key
 from ag.configure import load_config
 from ag.engine import Policy, policy
+from ag.engine.spec import BUDGET, PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import Scores, score_responses
 from ag.evaluate.statistics import mean_and_error
@@ -32,7 +34,7 @@ class EvaluateConfig:
     model: str = key("smollm2", "without a run: hub id, local folder, or the alias smollm2")
     root: str | None = key(None, "local folder of the data (a run has one; without a run: of plain documents)")
     policies: list[str] = key(["full", "gates"], "what to compare; gates are those of the run")
-    budgets: list[float] = key([], "shares of the prompt (up to 1) or tokens per KV head, for policies that need one")
+    budgets: list[Any] = key([], "what policies that need a budget keep", words=f"list of {BUDGET}")
     schedule: str = key("prefill", "when something is evicted, for policies with a budget")
     samples: int | None = key(None, "validate on the first N rows or documents, instead of the run's number", low=1)
     prompt: int | None = key(None, "tokens of each prompt, instead of the run's (plain documents)", low=1)
@@ -102,23 +104,23 @@ def _recipe(config: EvaluateConfig) -> Config:
 
 def _plan(config: EvaluateConfig, recipe: Config) -> dict[str, Policy]:
     """Return the policies by the name of their row."""
-    folder = f"gates:{config.run}/export"
     trained = config.run is not None and recipe.train != "lora"
-    plan = {}
-    for spec in config.policies:
-        gates = spec.partition("+")[0].partition("@")[0] == "gates"
-        if gates and not trained and config.policies == ["full", "gates"]:
-            continue  # the default, where there are none
-        if gates and not trained:
-            raise UserError(f"policy {spec!r}: there are no gates; give run=RUN of a run that trained some.")
-        named = spec.replace("gates", folder, 1) if gates else spec
-        if spec == "full" or spec == "gates":
-            plan["full cache" if spec == "full" else spec] = policy(named)
-        for share in () if spec == "full" else config.budgets:
-            budget = share if share <= 1 else int(share)
-            plan[f"{spec} {budget}"] = policy(named, budget, config.schedule)
-        if spec not in ("full", "gates") and not config.budgets:
-            raise UserError(f"policy {spec!r} needs budgets=[...]: shares of the prompt such as 0.25, or tokens.")
+    plan: dict[str, Policy] = {}
+    budgets = [parse_budget(budget) for budget in config.budgets]
+    for text in config.policies:
+        spec = PolicySpec.parse(text)
+        if spec.reads_gates and spec.path is None:
+            if not trained and config.policies == ["full", "gates"]:
+                continue  # the default, where there are none
+            if not trained:
+                raise UserError(f"policy {text!r}: there are no gates; give run=RUN of a run that trained some.")
+            spec = replace(spec, path=f"{config.run}/export")
+        if spec.bare:
+            plan[text if spec.evicts else "full cache"] = policy(spec)
+        for budget in budgets if spec.evicts else ():
+            plan[f"{text} {budget}"] = policy(spec, budget, config.schedule)
+        if not spec.bare and not budgets:
+            raise UserError(f"policy {text!r} needs budgets=[...]: shares of the prompt such as 0.25, or tokens.")
     return plan
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ag import export
 from ag.engine import Policy, policy
-from ag.engine.wrappers import WRAPPERS
+from ag.engine.spec import PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.results import Row
@@ -95,14 +94,15 @@ def plan(config: CompareConfig) -> list[Cell]:
     Raises:
         UserError: naming a policy, budget or task, what was expected and the nearest name.
     """
-    policies = [(label, one) for label in config.policies for one in _policies(label, config)]
+    budgets = [parse_budget(budget) for budget in config.budgets]
+    policies = [(label, one) for label in config.policies for one in _policies(label, budgets, config)]
     adapter = None if config.adapter is None else export.read_info(config.adapter)["checksum"]
-    same = (config.model, config.revision, config.dtype, adapter, config.samples, config.max_tokens)
+    samples = None if config.samples is None else f"the first {config.samples} that can be run"
+    same = (config.model, config.revision, config.dtype, adapter, samples, config.max_tokens)
     cells = []
     for task in _tasks(config):
         for label, one in policies:
-            path = gates_path(label)
-            gates = None if path is None else export.read_info(path)["checksum"]
+            gates = None if one.spec.path is None else export.read_info(one.spec.path)["checksum"]
             question = [*same, repr(one), gates, type(task).__name__, asdict(task)]
             text = json.dumps(question, sort_keys=True, default=str)
             key = hashlib.sha256(text.encode()).hexdigest()[:20]
@@ -112,33 +112,26 @@ def plan(config: CompareConfig) -> list[Cell]:
     return cells
 
 
-def gates_path(label: str) -> str | None:
-    """Return the folder that a policy's gates come from; None for other policies."""
-    head, _, path = re.sub(r"@[^/@]*$", "", label).partition(":")
-    body, _, wrapper = path.rpartition("+")
-    return None if head != "gates" else body if wrapper in WRAPPERS else path
-
-
-def _policies(label: str, config: CompareConfig) -> list[Policy]:
+def _policies(label: str, budgets: Sequence[int | float], config: CompareConfig) -> list[Policy]:
     """Return a listed policy at each budget; full and gates that no allocator ranks need none."""
-    path, options = gates_path(label), config.policy_options.get(label, {})
-    if path is not None or label.startswith("gates"):
-        _check_gates(label, path, config)
-    bare = label == "full" or label == f"gates:{path}"
-    if bare:
-        return [policy(label, **options)]
-    budgets = [share if share <= 1 else int(share) for share in config.budgets]
+    spec, options = PolicySpec.parse(label), config.policy_options.get(label, {})
+    if spec.reads_gates:
+        _check_gates(label, spec.path, config)
+    if spec.bare:
+        return [policy(spec, **options)]
     if not budgets:
         raise UserError(f"policy {label!r} needs budgets=[...]: shares of the prompt such as 0.25, or tokens.")
-    return [policy(label, budget, config.schedule, **{"strict": False} | options) for budget in budgets]
+    return [policy(spec, budget, config.schedule, **{"strict": False} | options) for budget in budgets]
 
 
 def _check_gates(label: str, path: str | None, config: CompareConfig) -> None:
-    if not path:
+    if path is None:
         raise UserError(f"policy {label!r}: name exported gates, as gates:FOLDER.")
     adapter = export.adapter_path(path)
     given = None if config.adapter is None else export.adapter_path(config.adapter)
-    if adapter is not None and (given is None or adapter.resolve() != given.resolve()):
+    if adapter is None or (given is None and export.is_merged(path, config.model, config.revision)):
+        return
+    if given is None or adapter.resolve() != given.resolve():
         raise UserError(
             f"policy {label!r}: its gates were trained with the adapter in {adapter}; give adapter={path}, which puts "
             "it on the model of all policies, so that they are compared on the same one."

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,8 +42,9 @@ class EvictingLM(HFLM):
     Args:
         pretrained: hub id, local folder, the alias smollm2, or a model (then with ``tokenizer``).
         policy: see :func:`ag.policy`; ``gates:EXPORT`` brings the export's adapter along.
-        budget: share of the context, or tokens per KV head.
+        budget: tokens per KV head (int), or share of the context (float).
         schedule: when something is evicted.
+        adapter: whether to put on the adapter of ``gates:EXPORT``; False for a model that it is merged into.
         others: arguments of ``hf`` (dtype, peft, max_length, ...), and options of the policy (window, ...).
     """
 
@@ -54,16 +54,15 @@ class EvictingLM(HFLM):
         policy: str = "full",
         budget: int | float | None = None,
         schedule: str = "prefill",
+        adapter: bool = True,
         **others: Any,
     ) -> None:
         known = inspect.signature(HFLM.__init__).parameters
         options = {name: others.pop(name) for name in list(others) if name not in known}
         self.policy = engine.policy(policy, budget, schedule, **options)
-        path = policy.partition(":")[2] if self.policy.by_gates else ""
-        while path and not Path(path).is_dir():  # a wrapper and an allocator may follow it
-            path = path[: max(path.rfind("+"), path.rfind("@"), 0)]
-        if path and (adapter := export.adapter_path(path)):
-            others.setdefault("peft", str(adapter))
+        path = self.policy.spec.path
+        if adapter and path and (found := export.adapter_path(path)):
+            others.setdefault("peft", str(found))
         super().__init__(pretrained=resolve(pretrained) if isinstance(pretrained, str) else pretrained, **others)
 
     def _loglikelihood_tokens(

@@ -69,7 +69,7 @@ def quality(task: str, entries: Sequence[Entry], labels: Sequence[str]) -> Figur
     return figure
 
 
-def win_matrix(panels: Sequence[tuple[int | float, Wins]]) -> Figure:
+def win_matrix(panels: Sequence[tuple[str, Wins]]) -> Figure:
     """Draw in how many tasks the policy of a row is better than that of a column, for each budget."""
     most = max(len(wins.names) for _, wins in panels)
     size = 2.4 + 0.5 * most
@@ -83,7 +83,7 @@ def win_matrix(panels: Sequence[tuple[int | float, Wins]]) -> Figure:
             if row != column and wins.tasks[row, column]:
                 text = f"{share * wins.tasks[row, column]:g}\n({wins.certain[row, column]})"
                 axes.text(column, row, text, ha="center", va="center", fontsize=7)
-        axes.set_title(f"budget {budget:g}", fontsize=10)
+        axes.set_title(f"budget {budget}", fontsize=10)
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
     figure.suptitle(f"Tasks of {panels[0][1].tasks.max()} won by the row (with p < 0.05)", fontsize=11)

@@ -17,7 +17,7 @@ from ag.evaluate.cells import Cell
 from ag.evaluate.page import render
 from ag.evaluate.results import Results, Row
 from ag.evaluate.statistics import Paired, compare, sign_flips
-from ag.evaluate.tasks import Outcome
+from ag.evaluate.tasks import Outcome, unit
 from ag.evaluate.views import View
 
 if TYPE_CHECKING:
@@ -44,9 +44,14 @@ class Entry:
     paired: Paired | None = None
 
     @property
+    def budget(self) -> str:
+        """The budget as it is written: 1 is a token, 1.0 the whole prompt; empty without one."""
+        return "" if self.row.budget is None else str(self.row.budget)
+
+    @property
     def name(self) -> str:
         """The policy and its budget."""
-        return self.row.label if self.row.budget is None else f"{self.row.label} {self.row.budget:g}"
+        return f"{self.row.label} {self.budget}".rstrip()
 
     @property
     def scores(self) -> dict[str, float]:
@@ -56,8 +61,8 @@ class Entry:
     def cells(self) -> tuple[str, ...]:
         """Return its line in a table, as texts; see COLUMNS."""
         row, paired = self.row, self.paired
-        start = (row.label, "" if row.budget is None else f"{row.budget:g}")
-        left_out = f"{row.too_long + row.too_short}" + (f" ({row.cut} cut)" if row.cut else "")
+        start = (row.label, self.budget)
+        left_out = row.left_out + (f" ({row.cut} cut)" if row.cut else "")
         if row.mean is None or row.kept is None:
             return (*start, "", f"none: {row.problem}", "", "", "0", left_out, row.prefill, "")
         error = "" if row.error is None else f" ± {row.error:.4f}"
@@ -124,13 +129,19 @@ class Comparison:
         return list(dict.fromkeys(entry.name for entry in self.entries))
 
     @property
-    def budgets(self) -> list[int | float]:
+    def budgets(self) -> list[str]:
         """The budgets, in their order."""
-        return list(dict.fromkeys(entry.row.budget for entry in self.entries if entry.row.budget is not None))
+        return list(dict.fromkeys(entry.budget for entry in self.entries if entry.budget))
 
     def of_task(self, task: str) -> list[Entry]:
         """Return the entries of a task."""
         return [entry for entry in self.entries if entry.row.task == task]
+
+    def counted(self, task: str) -> str:
+        """Say how many samples of a task were run, in its unit, and how many were left out and why."""
+        rows = [entry.row for entry in self.of_task(task)]
+        row = max(rows, key=lambda row: row.n)
+        return f"{row.n} {unit(task)}, left out: {row.left_out}"
 
     @property
     def averaged(self) -> list[str]:
@@ -152,9 +163,9 @@ class Comparison:
             lines.append((name, [found.get(task) for task in self.tasks], averages))
         return lines
 
-    def wins(self, budget: int | float) -> Wins:
+    def wins(self, budget: str) -> Wins:
         """Compare every pair of policies at a budget, those without a budget among them."""
-        entries = [entry for entry in self.entries if entry.row.budget in (None, budget) and entry.outcomes]
+        entries = [entry for entry in self.entries if entry.budget in ("", budget) and entry.outcomes]
         names = list(dict.fromkeys(entry.name for entry in entries))
         better, certain, tasks = (np.zeros((len(names), len(names))) for _ in range(3))
         for task in self.tasks:
@@ -184,8 +195,8 @@ class Comparison:
 def _tested(entry: Entry, baseline: str, entries: Sequence[Entry]) -> Entry:
     """Compare an entry with the baseline: the one at its budget, else the one without a budget."""
     same = [other for other in entries if other.row.task == entry.row.task and other.row.label == baseline]
-    for budget in (entry.row.budget, None):
-        other = next((other for other in same if other.row.budget == budget), None)
+    for budget in (entry.budget, ""):
+        other = next((other for other in same if other.budget == budget), None)
         if other is not None and other.outcomes and entry.outcomes and other is not entry:
             mine, theirs = _matched(entry, other)
             return Entry(entry.row, entry.outcomes, entry.views, compare(mine, theirs))
@@ -232,7 +243,7 @@ def markdown(comparison: Comparison) -> str:
         row = entries[0].row
         which = "higher" if row.higher_is_better else "lower"
         head = [{"score": row.metric, "difference": f"against {comparison.baseline}"}.get(c, c) for c in COLUMNS]
-        parts.append(f"## {task}\n\n{row.metric}, {which} is better\n")
+        parts.append(f"## {task}\n\n{row.metric}, {which} is better; {comparison.counted(task)}\n")
         parts.append(_markdown_table(head, [entry.cells() for entry in entries], 1))
     return "\n".join(parts)
 

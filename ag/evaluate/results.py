@@ -83,6 +83,12 @@ class Row:
     versions: dict[str, str]
     problem: str | None = None
 
+    @property
+    def left_out(self) -> str:
+        """How many samples were left out, and why."""
+        counts = ((self.too_long, "too long"), (self.too_short, "too short"))
+        return ", ".join(f"{number} {why}" for number, why in counts if number) or "0"
+
 
 HINTS: dict[type[Any], dict[str, Any]] = {kind: get_type_hints(kind) for kind in (Row, Outcome)}
 HINTS[Outcome]["tags"] = dict[str, str | int | float]

@@ -1,5 +1,6 @@
 """The cache that evicts, against forward passes written out with dense masks (``by_hand``)."""
 
+import copy
 import gc
 
 import by_hand
@@ -234,6 +235,77 @@ def test_chat_turns_on_one_cache(tiny_llama):
     assert first[0, 26:].tolist() == by_hand.greedy(model, gates, row(26), 26, 10)
     assert second[0, 44:].tolist() == by_hand.greedy(model, gates, turn[0], 26, 10)
     assert lists(cache.kept_positions(0))[0][0][-27:] == list(range(26, 53))
+
+
+FRESH = r"for another text call cache.reset\(\) first"
+
+
+@pytest.mark.parametrize("spec", ["gates", "h2o", "full"])
+@pytest.mark.parametrize("length", [4, 26, 35])
+def test_another_text_of_no_more_tokens_than_were_seen(tiny_llama, spec, length):
+    model = tiny_llama()
+    ag.attach(model, gates_for(model, scope="prompt"))
+    cache = ag.EvictionCache(model, spec, 8 if spec == "h2o" else None)
+    first = model.generate(row(26)[None], past_key_values=cache, **GREEDY)
+    assert cache.seen_tokens == first.shape[1] - 1 == 35
+    before = lists(cache.kept_positions(0))
+    with pytest.raises(UserError, match=f"was given {length} tokens, and this cache has seen 35: .*{FRESH}"):
+        model.generate(row(length, 5)[None], past_key_values=cache, **GREEDY)
+    assert lists(cache.kept_positions(0)) == before and cache.seen_tokens == 35
+    cache.reset()
+    again = model.generate(row(length, 5)[None], past_key_values=cache, **GREEDY)
+    fresh = ag.EvictionCache(model, spec, 8 if spec == "h2o" else None)
+    assert torch.equal(again, model.generate(row(length, 5)[None], past_key_values=fresh, **GREEDY))
+
+
+@pytest.mark.parametrize(("column", "value"), [(0, 7), (25, 7), (26, 7), (34, 7)])
+def test_another_text_that_is_longer(tiny_llama, column, value):
+    """Also one that differs only in what was generated."""
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "h2o", budget=8)
+    first = model.generate(row(26)[None], past_key_values=cache, **GREEDY)
+    other = torch.cat([first, row(8, 9)[None]], 1)
+    other[0, column] = value if other[0, column] != value else value + 1
+    with pytest.raises(UserError, match=f"differ from those .* from column {column} on: .*{FRESH}"):
+        model.generate(other, past_key_values=cache, **GREEDY)
+    other[0, 35] += 1  # the last generated token, which the cache has not seen, may be another one
+    other[0, column] = first[0, column]
+    model.generate(other, past_key_values=cache, **GREEDY)
+
+
+def test_texts_that_go_on(tiny_llama):
+    """One token more; after a crop; after a prompt read by hand; with other sequences selected; sampled twice."""
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "full")
+    options = {"max_new_tokens": 1, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    text = row(12)[None]
+    for _ in range(3):
+        text = model.generate(text, past_key_values=cache, **options)
+    assert (cache.seen_tokens, text.shape[1]) == (14, 15)
+    cache.crop(4)
+    other = torch.cat([text[:, :10], row(3, 8)[None]], 1)  # goes on from what is left
+    model.generate(other, past_key_values=cache, **options)
+    by_hand_first = ag.EvictionCache(model, "full")
+    model(text, past_key_values=by_hand_first)
+    model.generate(torch.cat([text, text[:, :2]], 1), past_key_values=by_hand_first, **options)
+    two = ag.EvictionCache(model, "full")
+    pair = model.generate(torch.stack([row(9, 1), row(9, 2)]), past_key_values=two, **options)
+    two.batch_select_indices(torch.tensor([1, 0]))
+    model.generate(torch.cat([pair[[1, 0]], row(2)[None].expand(2, -1)], 1), past_key_values=two, **options)
+    drawn = ag.EvictionCache(model, "full")
+    some = model.generate(row(9)[None], past_key_values=drawn, max_new_tokens=4, num_return_sequences=3, do_sample=True)
+    copy.deepcopy(drawn).reset()
+    model.generate(torch.cat([some, some[:, :2]], 1), past_key_values=drawn, **options)
+
+
+def test_forward_passes_by_hand_name_the_way_out(tiny_llama):
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "h2o", budget=8)
+    model(row(12)[None], past_key_values=cache)
+    with pytest.raises(UserError, match=FRESH):
+        model(row(9)[None], attention_mask=torch.ones(1, 9), past_key_values=cache)
+    with pytest.raises(UserError, match=FRESH):
+        model(torch.stack([row(9), row(9)]), past_key_values=cache)
 
 
 def test_later_turns_of_different_lengths(tiny_llama):

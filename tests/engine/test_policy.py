@@ -7,12 +7,13 @@ import pytest
 import torch
 from attention_by_hand import Scene
 from gates_for import gates_for
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ag
 import ag.export
 from ag.engine.allocators import Allocator
 from ag.engine.decide import Decision
-from ag.engine.policy import ALLOCATORS
 from ag.engine.scorers import SCORERS
 from ag.engine.scorers.base import Scorer
 from ag.engine.scorers.cake import Cake
@@ -23,6 +24,7 @@ from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
 from ag.engine.scorers.tova import Tova
+from ag.engine.spec import ALIASES, ALLOCATORS, PolicySpec
 from ag.engine.wrappers import WRAPPERS
 from ag.engine.wrappers.caote import Caote, FastCaote
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue
@@ -57,7 +59,7 @@ COMBINED = {
 def test_a_text_names_its_parts(spec):
     policy = ag.policy(spec, budget=64)
     assert policy.scorer == (BASES | COMBINED)[spec]
-    assert policy.spec == spec
+    assert str(policy.spec) == spec
     assert policy.by_gates == spec.startswith("gates")
     assert eval(repr(policy)) == policy
     assert set(BASES) == set(SCORERS)
@@ -245,24 +247,47 @@ def test_a_whole_number_stands_for_a_float():
         ("pyramidv", r"did you mean pyramidkv\?"),
         ("gates_:x", r"Unknown policy 'gates_'.*did you mean gates\?"),
         ("", "Unknown policy ''"),
-        ("+caote", "Unknown policy ''"),
-        ("@heads", "Unknown policy ''"),
-        ("gates:", "Policy 'gates:': expected gates:PATH"),
-        ("full:x", "Policy 'full:x': expected full"),
-        ("h2o:x", "Policy 'h2o:x': expected h2o"),
         ("h2o+caot", r"Unknown wrapper 'caot' in 'h2o\+caot': expected one of vatp, .*; did you mean caote\?"),
         ("h2o+obcache", r"did you mean obcache_\w+\?"),
-        ("h2o+", "Unknown wrapper ''"),
-        ("h2o+caote+vatp", r"Unknown wrapper 'caote\+vatp'"),
         ("h2o@pyramd", r"Unknown allocator 'pyramd' in 'h2o@pyramd': .* uniform, .*; did you mean pyramid\?"),
-        ("h2o@", "Unknown allocator ''"),
-        ("h2o@heads@heads", "Unknown policy 'h2o@heads'"),
+        ("gates:runs/x@head", r"Unknown allocator 'head' in 'gates:runs/x@head'.*did you mean heads\?"),
+        ("gates:runs/x+vapt@heads", r"Unknown wrapper 'vapt'.*did you mean vatp\?"),
         ("pyramidkv@heads", "pyramidkv stands for snapkv@pyramid, allocator included; name the parts instead"),
     ],
 )  # fmt: skip
 def test_unknown_names(spec, message):
     with pytest.raises(UserError, match=message):
         ag.policy(spec, budget=64)
+
+
+@pytest.mark.parametrize(
+    ("text", "character"),
+    [
+        ("+caote", 1),
+        ("@heads", 1),
+        (":x", 1),
+        ("full:x", 5),
+        ("h2o:x", 4),
+        ("gates:", 7),
+        ("gates:+caote", 7),
+        ("gates:@heads", 7),
+        ("h2o+", 5),
+        ("h2o@", 5),
+        ("h2o@+vatp", 5),
+        ("h2o++vatp", 5),
+        ("h2o+vatp+caote", 9),
+        ("h2o@heads+vatp", 10),
+        ("h2o@heads@heads", 10),
+        ("gates:runs/a+b@", 16),
+        ("gates:runs/a@heads+vatp", 19),
+        ("gates:runs/a+vatp+caote", 18),
+    ],
+)
+def test_a_sign_out_of_place_is_pointed_at(text, character):
+    with pytest.raises(
+        UserError, match=rf"at character {character}: expected|at character {character}: \w+ takes no path"
+    ):
+        ag.policy(text, budget=64)
 
 
 @pytest.mark.parametrize("spec", ["zzz", "h2o+zzz", "h2o@zzz"])
@@ -353,7 +378,9 @@ def test_schedules_that_contradict_themselves(schedule):
 # ---- budgets
 
 
-@pytest.mark.parametrize("budget", [0, -1, -0.5, 0.0, 1.0001, 2.5, float("nan"), float("inf"), True, "0.25"])
+@pytest.mark.parametrize(
+    "budget", [0, -1, -0.5, 0.0, 1.0001, 2.5, 64.0, float("nan"), float("inf"), True, False, "0.25", "abc", [1]]
+)
 def test_budgets_out_of_range(budget):
     with pytest.raises(UserError, match=r"expected tokens \(an int of at least 1\) or a share \(a float in \(0, 1\]\)"):
         ag.policy("snapkv", budget=budget)
@@ -475,6 +502,72 @@ def test_gates_are_read_from_a_folder(tiny_llama, tmp_path):
     assert ag.policy("gates").gates is None
 
 
+def texts(*pieces, least=0):
+    return st.lists(st.sampled_from(pieces), min_size=least, max_size=8).map("".join)
+
+
+NAMES = texts(*"ab/@+:. é", "heads", "head", "vatp", "uniform", "gates", least=1)
+
+
+@given(
+    scorer=st.sampled_from(["full", *SCORERS, *ALIASES]),
+    wrapper=st.none() | st.sampled_from([*WRAPPERS]),
+    allocator=st.none() | st.sampled_from(ALLOCATORS),
+    path=st.none() | NAMES,
+)
+def test_a_spec_is_what_its_text_says(scorer, wrapper, allocator, path):
+    spec = PolicySpec(scorer, wrapper, None if scorer in ALIASES else allocator, path if scorer == "gates" else None)
+    assert PolicySpec.parse(str(spec)) == spec
+    assert str(PolicySpec.parse(str(spec))) == str(spec)
+
+
+@given(NAMES)
+def test_a_path_with_a_slash_behind_it_is_that_path(path):
+    assert PolicySpec.parse(f"gates:{path}/") == PolicySpec("gates", path=path)
+    assert PolicySpec.parse(f"gates:{path}/+vatp@heads") == PolicySpec("gates", "vatp", "heads", path)
+
+
+@given(texts(*"+@:/x", "h2o", "gates", "vatp", "heads", "pyramidkv", "full"))
+def test_any_text_is_a_policy_or_one_clear_error(text):
+    try:
+        spec = PolicySpec.parse(text)
+    except UserError as error:
+        assert repr(text) in str(error)
+    else:
+        assert PolicySpec.parse(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "wrapper", "allocator"),
+    [
+        ("gates:a@v1", "a@v1", None, None),
+        ("gates:a+b@heads", "a+b", None, "heads"),
+        ("gates:runs/gates+lora/export+caote", "runs/gates+lora/export", "caote", None),
+        ("gates:runs@heads/", "runs@heads", None, None),
+        ("gates:runs@heads/+vatp", "runs@heads", "vatp", None),
+        ("gates:/", "/", None, None),
+        ("gates:c:d", "c:d", None, None),
+    ],
+)
+def test_signs_in_paths(text, path, wrapper, allocator):
+    assert PolicySpec.parse(text) == PolicySpec("gates", wrapper, allocator, path)
+
+
+def test_a_scorer_whose_name_begins_with_gates_is_not_gates(monkeypatch, tiny_llama):
+    @dataclass(frozen=True, kw_only=True)
+    class Mean(KNorm):
+        """Keys with a small norm."""
+
+    monkeypatch.setitem(SCORERS, "gates_mean", Mean)
+    policy = ag.policy("gates_mean", budget=4)
+    assert not policy.by_gates
+    assert ag.EvictionCache(tiny_llama(), policy).gates is None
+    with pytest.raises(UserError, match="needs a budget"):
+        ag.policy("gates_mean")
+    with pytest.raises(UserError, match="gates_mean takes no path"):
+        ag.policy("gates_mean:x", budget=4)
+
+
 def test_a_folder_without_gates(tmp_path):
     with pytest.raises(ag.export.ExportError, match=str(tmp_path / "nothing")):
         ag.policy(f"gates:{tmp_path / 'nothing'}")
@@ -498,6 +591,8 @@ def test_a_scorer_of_ones_own_is_checked_like_the_others(monkeypatch):
     assert decide(policy, Scene(lengths=(11,)))[0, 0].nonzero().flatten().tolist() == [0, 4, 5, 6]
     assert eval(repr(policy)) == policy
     assert ag.policy("middle+caote", budget=4).scorer == Caote(inner=Middle())
+    with pytest.raises(UserError, match="vatp cannot act on middle, because it has no attention rows"):
+        ag.policy("middle+vatp", budget=4)
     with pytest.raises(UserError, match="Middle: pull='x': expected float"):
         ag.policy("middle", budget=4, pull="x")
 

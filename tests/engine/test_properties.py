@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import ag
 from ag.engine.decide import Decision
-from ag.engine.policy import ALLOCATORS
 from ag.engine.scorers import SCORERS
-from ag.engine.wrappers import NEED_ROWS, WRAPPERS
+from ag.engine.spec import ALLOCATORS
+from ag.engine.wrappers import WRAPPERS
 
 SMALL = settings(
     max_examples=60,
@@ -24,7 +24,7 @@ BODIES = [*SCORERS] + [
     f"{scorer}+{wrapper}"
     for scorer in SCORERS
     for wrapper in WRAPPERS
-    if scorer not in ALONE and not (scorer in ROWLESS and wrapper in NEED_ROWS)
+    if scorer not in ALONE and not (scorer in ROWLESS and WRAPPERS[wrapper].needs_rows)
 ]
 
 

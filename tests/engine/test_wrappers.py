@@ -16,7 +16,7 @@ from ag.engine.scorers.h2o import H2O
 from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.tova import Tova
-from ag.engine.wrappers import NEED_ROWS, WRAPPERS
+from ag.engine.wrappers import WRAPPERS
 from ag.engine.wrappers.caote import Caote, FastCaote, removal_error
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue, joint_error, key_error, value_error
 from ag.engine.wrappers.vatp import Vatp
@@ -345,7 +345,7 @@ COMBINATIONS = [
     pytest.param(WRAPPERS[wrapper](inner=inner), id=f"{base}+{wrapper}")
     for wrapper in WRAPPERS
     for base, inner in (ROW_BASES | {"knorm": KNorm(), "gates": Gates(recent=2)}).items()
-    if wrapper not in NEED_ROWS or base in ROW_BASES
+    if not WRAPPERS[wrapper].needs_rows or base in ROW_BASES
 ]
 
 

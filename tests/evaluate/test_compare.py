@@ -216,9 +216,9 @@ def failing(monkeypatch):
         run = kind.run
 
         def fail(self, model, tokenizer, policies, samples):
-            calls.append([policy.spec for policy in policies])
+            calls.append([str(policy.spec) for policy in policies])
             for count, outcome in enumerate(run(self, model, tokenizer, policies, samples)):
-                if count == 2 and any(policy.spec == "tova" for policy in policies):
+                if count == 2 and any(str(policy.spec) == "tova" for policy in policies):
                     raise error
                 yield outcome
 
@@ -309,6 +309,28 @@ def test_nothing_but_too_short_samples_is_a_problem(config, quiet):
     row = compare(config(policies=["full"], task_options=options), quiet).entries[0].row
     assert row.problem.startswith("no sample can be run")
     assert (row.n, row.too_short) == (0, 7)
+
+
+def test_n_samples_are_the_first_n_that_can_be_run(config, quiet, capsys, tiny_folder):
+    """Six of seven documents are long enough; the seventh is the short one."""
+    comparison = compare(config(samples=6), quiet)
+    assert {(entry.row.n, entry.row.too_short) for entry in comparison.entries} == {(6, 0)}
+    comparison = compare(config(samples=7), quiet)
+    assert {(entry.row.n, entry.row.too_short) for entry in comparison.entries} == {(6, 1)}
+    counted = "6 documents, left out: 1 too short"
+    assert comparison.counted("ppl") == counted
+    for page in ("table.md", "report.html"):
+        text = (comparison.folder / page).read_text()
+        assert counted in text and text.count("1 too short") == 6  # and in each of the five rows
+    words = [
+        f"model={tiny_folder}",
+        f"root={tiny_folder}",
+        "policies=[full]",
+        "samples=7",
+        "task_options.ppl.prompt=40",
+    ]
+    assert main([*words, "task_options.ppl.continuation=8", f"output={config().output}"]) == 0
+    assert f"ppl: {counted}" in capsys.readouterr().out.splitlines()
 
 
 def test_gates_by_their_flags_and_ranked(config, quiet, tiny_llama, tmp_path):

@@ -16,6 +16,9 @@ from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
 import ag
+from ag import export, models
+from ag.config import LoraConfig
+from ag.errors import UserError
 from ag.evaluate.lm_eval import EvictingLM, cli_evaluate
 
 ROWS = [
@@ -129,6 +132,24 @@ def test_gates_of_an_export(folder, tmp_path, tiny_llama):
     with torch.no_grad():
         wanted = model(torch.arange(5, 30)[None], past_key_values=cache).logits[0, -1].log_softmax(-1)[7]
     assert nats == pytest.approx(float(wanted), abs=1e-4)
+
+
+def test_gates_with_an_adapter_on_the_merged_model(tmp_path, tiny_llama, tiny_tokenizer):
+    wrapped = models.add_lora(tiny_llama(), LoraConfig())
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    export.save(tmp_path / "export", gates_for(tiny_llama()), adapter=wrapped)
+    export.save_merged(wrapped, tmp_path / "merged", tiny_tokenizer, tmp_path / "export")
+    request = [(("", ""), list(range(5, 30)), [7])]
+
+    def run(**options):
+        words = {"policy": f"gates:{tmp_path / 'export'}", "device": "cpu"} | options
+        return EvictingLM(str(tmp_path / "merged"), **words)._loglikelihood_tokens(request, disable_tqdm=True)
+
+    with pytest.raises(UserError, match="and would have it twice: .* adapter=false"):
+        run()
+    assert run(adapter=False)[0][0] < 0
 
 
 def test_a_context_that_is_too_long_loses_its_start_as_with_hf(folder, caplog):

@@ -78,7 +78,7 @@ def test_wins_by_hand():
         entry("x", 0.5, "b", [1.0, 0.0], higher=True),
         entry("y", 0.5, "b", [0.0, 1.0], higher=True),
     ]
-    wins = Comparison(Path(), "x", entries).wins(0.5)
+    wins = Comparison(Path(), "x", entries).wins("0.5")
     assert wins.names == ["x 0.5", "y 0.5"]
     assert wins.share[0, 1] == 0.75 and wins.share[1, 0] == 0.25  # a win and a half of two
     assert wins.certain.tolist() == [[0, 1], [0, 0]]  # 2 of 256 patterns reach it

@@ -14,6 +14,7 @@ from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.config import Config
 from ag.configure import resolve
+from ag.export import read_info
 from ag.gate import AttentionGates
 from ag.keys import ConfigError
 
@@ -38,7 +39,11 @@ def test_sharded_run_trains_resumes_and_exports(recipe: Path, tmp_path: Path) ->
     torch.testing.assert_close(weights(two), weights(one), rtol=1e-4, atol=1e-5)
     exported = (AttentionGates.from_pretrained(run / "export") for run in (two, one))
     torch.testing.assert_close(*(gates.state_dict() for gates in exported), rtol=1e-4, atol=1e-5)
-    assert (two / "export" / "adapter" / "adapter_model.safetensors").is_file()
+    records = [read_info(run / "export")["adapter"] for run in (two, one)]
+    assert len(records[1]) == 2
+    for row, expected in zip(*records, strict=True):
+        assert row["module"] == expected["module"]
+        assert row["projection"] == pytest.approx(expected["projection"], rel=0.01)
 
     again = Path(shutil.copytree(two, tmp_path / "again" / "tiny" / "run"))
     checkpoints(again)[0].unlink()

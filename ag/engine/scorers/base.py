@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from torch import Tensor
@@ -31,9 +32,18 @@ class Scorer(ABC):
 
     #: Why no wrapper may act on this scorer; empty when any may.
     alone: ClassVar[str] = ""
-    #: Why the wrappers that need attention rows (vatp, obcache) may not; empty when they may.
-    rowless: ClassVar[str] = ""
+    #: Why the wrappers that need attention rows may not; empty when they may.
+    rowless: ClassVar[str] = "it has no attention rows to act on"
+    #: What options must be under a wrapper that scores each head by itself, by name.
+    by_head: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    #: Options that mean nothing under a wrapper, and what they are.
+    unwrapped: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
+    #: The allocator that goes with this scorer where none is named.
+    default_allocator: ClassVar[str] = "uniform"
+    #: Whether it scores by gates: those of a folder that the policy names, or those attached to the model. Without a
+    #: budget, wrapper and allocator their flags decide.
+    reads_gates: ClassVar[bool] = False
     #: Whether it has to see every query, also when nothing is evicted.
     follows: ClassVar[bool] = False
 
@@ -46,6 +56,11 @@ class Scorer(ABC):
     def lookback(self) -> int:
         """Earlier queries that a decision has to be shown beside the new ones."""
         return 0
+
+    @property
+    def observers(self) -> int | None:
+        """Queries of its observation window, which an allocator that observes shares; None: it has none."""
+        return None
 
     @abstractmethod
     def score(self, seen: Observation) -> Tensor:
@@ -76,6 +91,7 @@ class RowScorer(Scorer):
     """
 
     group: Group = "mean"
+    rowless: ClassVar[str] = ""
 
     @abstractmethod
     def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ class Cake(SnapKV):
     pooling: Literal["max", "avg"] = "avg"
     gamma: float = 200.0
     official_order: bool = False
+    default_allocator: ClassVar[str] = "preference"
+    unwrapped: ClassVar[Mapping[str, str]] = MappingProxyType({"official_order": "the order of cake's own scores"})
 
     def __post_init__(self) -> None:
         """Refuse values out of range, and an order of tokens where query heads would each have their own."""

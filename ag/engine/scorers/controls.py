@@ -39,8 +39,6 @@ class Random(Scorer):
 class KNorm(Scorer):
     """Keys with a small norm (Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy")."""
 
-    rowless: ClassVar[str] = "it has no attention rows to act on"
-
     def score(self, seen: Observation) -> Tensor:
         """Return ``-||k||``."""
         norms: Tensor = torch.linalg.vector_norm(seen.k.float(), dim=-1)

@@ -18,7 +18,7 @@ class Gates(Scorer):
     In a layer without a gate every token is worth the same, so that the first ones stay.
     """
 
-    rowless: ClassVar[str] = "it has no attention rows to act on"
+    reads_gates: ClassVar[bool] = True
 
     def score(self, seen: Observation) -> Tensor:
         """Return the probability, 1 without a gate."""

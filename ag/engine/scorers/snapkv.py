@@ -42,6 +42,11 @@ class SnapKV(RowScorer):
         """Earlier queries of the window."""
         return self.window - 1
 
+    @property
+    def observers(self) -> int:
+        """The window."""
+        return self.window
+
     def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
         """Return the sums over the window."""
         return seen.rows(self.window).total(statistic)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -26,6 +28,7 @@ class Tova(RowScorer):
 
     scope: Literal["layer", "kv_head"] = "layer"
     recent: int = 1
+    by_head: ClassVar[Mapping[str, str]] = MappingProxyType({"scope": "kv_head"})
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""

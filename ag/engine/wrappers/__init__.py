@@ -13,5 +13,3 @@ WRAPPERS: dict[str, type[Wrapper]] = {
     "obcache_key": OBCacheKey,
     "obcache_joint": OBCacheJoint,
 }
-#: Wrappers that replace or multiply sums of attention rows, and so need a base that has them.
-NEED_ROWS = ("vatp", "obcache_value", "obcache_key", "obcache_joint")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,6 +21,16 @@ class Wrapper(Scorer):
 
     inner: Scorer
 
+    #: Whether it replaces or multiplies sums of attention rows, and so needs an inner scorer that has them.
+    needs_rows: ClassVar[bool] = False
+    #: Whether it scores each head by itself, so that the inner scorer must too.
+    scores_heads: ClassVar[bool] = True
+
+    @property
+    def reads_gates(self) -> bool:  # type: ignore[override]
+        """Whether the inner scorer scores by gates."""
+        return self.inner.reads_gates
+
     @property
     def follows(self) -> bool:  # type: ignore[override]
         """Whether the inner scorer has to see every query."""
@@ -29,6 +40,11 @@ class Wrapper(Scorer):
     def lookback(self) -> int:
         """Earlier queries that the inner scorer needs."""
         return self.inner.lookback
+
+    @property
+    def observers(self) -> int | None:
+        """Queries of the inner scorer's observation window."""
+        return self.inner.observers
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return what the inner scorer protects, and what this one does."""

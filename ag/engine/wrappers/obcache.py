@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -61,6 +61,7 @@ class OBCache(Wrapper):
     inner: RowScorer
     group: Literal["sum", "mean", "max", "pre"] = "sum"
     obc_window: int | None = None
+    needs_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse values out of range, and a window where the base has none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class Vatp(Wrapper):
     norm: Literal[1, 2, "inf"] = 1
     sinks: int = 20
     stage: Literal["before", "after"] = "before"
+    needs_rows: ClassVar[bool] = True
+    scores_heads: ClassVar[bool] = False
 
     def score(self, seen: Observation) -> Tensor:
         """Return the product."""

@@ -8,3 +8,4 @@ from ag.evaluate.tasks.registry import GROUPS as GROUPS
 from ag.evaluate.tasks.registry import TASKS as TASKS
 from ag.evaluate.tasks.registry import expand as expand
 from ag.evaluate.tasks.registry import make as make
+from ag.evaluate.tasks.registry import unit as unit

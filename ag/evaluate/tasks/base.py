@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from ag.engine import EvictionCache, Policy, prefill
 
 Tags = Mapping[str, str | int | float]
+LeftOut = Literal["too long", "too short"]
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,27 @@ class Loaded:
 
     Attributes:
         samples: those that can be run, in their stored order.
-        too_long: how many were left out because they do not fit the model.
-        too_short: how many were left out because they have fewer tokens than the task needs.
+        too_long: how many were left out on the way because they do not fit the model.
+        too_short: how many were left out on the way because they have fewer tokens than the task needs.
     """
 
     samples: list[Any]
     too_long: int = 0
     too_short: int = 0
+
+    @classmethod
+    def first(cls, found: Iterable[Sample | LeftOut], limit: int | None) -> Loaded:
+        """Take the first ``limit`` samples, or all, and count what is left out before the last of them."""
+        samples: list[Sample] = []
+        left: list[LeftOut] = []
+        for one in found:
+            if isinstance(one, Sample):
+                samples.append(one)
+            else:
+                left.append(one)
+            if len(samples) == limit:
+                break
+        return cls(samples, left.count("too long"), left.count("too short"))
 
 
 @dataclass(frozen=True)
@@ -82,18 +97,32 @@ class Task(ABC):
 
     metric: ClassVar[str]
     higher_is_better: ClassVar[bool] = True
+    #: What its samples are, in the plural.
+    unit: ClassVar[str] = "samples"
 
-    @abstractmethod
     def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
         """Read and tokenise the samples.
 
         Args:
             tokenizer: the model's.
-            limit: only the first so many; None: all. Those of them that cannot be run are left out and counted.
+            limit: only the first so many of those that can be run; None: all of these. The others are counted.
             max_tokens: the model's context; a sample with its answer must fit.
 
         Raises:
             UserError: the data is missing or damaged; the message says how to get it.
+        """
+        return Loaded.first(self.read(tokenizer, max_tokens), limit)
+
+    @abstractmethod
+    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+        """Yield the samples in their stored order, and in the place of one that cannot be run the reason.
+
+        Args:
+            tokenizer: the model's.
+            max_tokens: the model's context.
+
+        Raises:
+            UserError: see :meth:`load`.
         """
 
     @abstractmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import zipfile
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from ag.data.sources import DataError, Record, Source, check_fields, local_folder
 from ag.engine import EvictionCache
 from ag.errors import UserError, require
-from ag.evaluate.tasks.base import Loaded, PromptTask, Sample, Tags
+from ag.evaluate.tasks.base import LeftOut, PromptTask, Sample, Tags
 from ag.evaluate.tasks.follow import end_tokens, greedy
 from ag.evaluate.tasks.longbench_subsets import SUBSETS
 
@@ -60,14 +59,15 @@ class LongBench(PromptTask):
     chat: bool = False
 
     metric: ClassVar[str] = "score"
+    unit: ClassVar[str] = "questions"
 
     def __post_init__(self) -> None:
         """Check the length."""
         fits = self.max_length is None or (type(self.max_length) is int and self.max_length > 1)
         require(self, "max_length", fits, "a number of tokens, at least 2")
 
-    def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
-        """Read the rows; see :meth:`ag.evaluate.tasks.Task.load`."""
+    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+        """Read the rows; see :meth:`ag.evaluate.tasks.Task.read`."""
         subset = SUBSETS[self.name]
         chat = self.chat and subset.chat
         if chat and tokenizer.chat_template is None:
@@ -80,8 +80,7 @@ class LongBench(PromptTask):
                 f"Task {self.name} generates {subset.most} tokens, which leaves no room for a prompt in the model's "
                 f"context of {max_tokens}."
             )
-        cases, too_long = [], 0
-        for number, row in enumerate(itertools.islice(self._rows(), limit), start=1):
+        for number, row in enumerate(self._rows(), start=1):
             check_fields(row, FIELDS, f"{self.name} row {number}")
             text = subset.prompt.format(context=row["context"], input=row["input"])
             ids = _encode(tokenizer, text)
@@ -92,11 +91,9 @@ class LongBench(PromptTask):
                 ids = _encode(tokenizer, text)
             if chat:
                 ids = _chat(tokenizer, text)
-            too_long += len(ids) > room
             tags = {"subset": self.name, "words": row["length"], "cut": cut}
-            if len(ids) <= room:
-                cases.append(Case(f"{self.name}-{number}", ids, row["answers"], row["all_classes"] or [], tags))
-        return Loaded(cases, too_long=too_long)
+            case = Case(f"{self.name}-{number}", ids, row["answers"], row["all_classes"] or [], tags)
+            yield case if len(ids) <= room else "too long"
 
     def answer(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Case

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ag.data.sft import Encoder
 from ag.data.templates import TASKS, examples
 from ag.engine import EvictionCache
-from ag.evaluate.tasks.base import Loaded, PromptTask, Sample, Tags
+from ag.evaluate.tasks.base import LeftOut, PromptTask, Sample, Tags
 from ag.evaluate.tasks.follow import score
 from ag.evaluate.tasks.rows import HeldOut
 
@@ -46,17 +46,18 @@ class MultipleChoice(PromptTask):
     """
 
     metric: ClassVar[str] = "accuracy"
+    unit: ClassVar[str] = "questions"
 
-    def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
-        """Read the questions; see :meth:`ag.evaluate.tasks.Task.load`."""
+    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+        """Read the questions; see :meth:`ag.evaluate.tasks.Task.read`."""
         task = TASKS[self.name]
         splits = ("test", "validation") if self.name in TESTED else ("validation",)
         data = HeldOut.of(self.name, self.root, task.hub, task.folder, splits, task.subset, task.revision)
         split, rows = data.rows()
-        asked = list(itertools.islice(examples(task, rows, data.source.where(split)), limit))
-        groups = Encoder(tokenizer, sys.maxsize).encode(asked, split, every_choice=True)
-        questions = [
-            Question(
+        encoder = Encoder(tokenizer, sys.maxsize)
+        for number, example in enumerate(examples(task, rows, data.source.where(split))):
+            [group] = encoder.encode([example], split, every_choice=True)
+            question = Question(
                 id=f"{split}-{number}",
                 prompt=group[0].tokens[: group[0].prompt_length].tolist(),
                 answers=[row.tokens[row.prompt_length :].tolist() for row in group],
@@ -64,10 +65,8 @@ class MultipleChoice(PromptTask):
                 target=example.target,
                 split=split,
             )
-            for number, (example, group) in enumerate(zip(asked, groups, strict=True))
-        ]
-        fitting = [q for q in questions if len(q.prompt) + max(map(len, q.answers)) <= max_tokens]
-        return Loaded(fitting, too_long=len(questions) - len(fitting))
+            fits = len(question.prompt) + max(map(len, question.answers)) <= max_tokens
+            yield question if fits else "too long"
 
     def answer(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Question

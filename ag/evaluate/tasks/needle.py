@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from ag.data.collate import start_tokens, tokenize
 from ag.engine import EvictionCache
 from ag.errors import UserError, require
-from ag.evaluate.tasks.base import Loaded, PromptTask, Sample, Tags
+from ag.evaluate.tasks.base import LeftOut, PromptTask, Sample, Tags
 from ag.evaluate.tasks.follow import end_tokens, greedy
 
 FILLER = (
@@ -82,6 +82,7 @@ class Needles(PromptTask):
     seed: int = 0
 
     metric: ClassVar[str] = "exact match"
+    unit: ClassVar[str] = "haystacks"
     word: ClassVar[str] = r"\d+"
     join: ClassVar[str] = ", "
 
@@ -107,19 +108,17 @@ class Needles(PromptTask):
         """Return the share of the answers that the text names."""
         return len(set(answers) & set(re.findall(self.word, text))) / len(set(answers))
 
-    def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
-        """Generate the haystacks; see :meth:`ag.evaluate.tasks.Task.load`."""
+    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+        """Generate the haystacks; see :meth:`ag.evaluate.tasks.Task.read`."""
         sentences = self.haystack(max(self.lengths))
         sizes = [len(ids) for ids in tokenize(tokenizer, [" " + sentence for sentence in sentences])]
-        plan = itertools.islice(itertools.product(range(self.repeats), self.cells()), limit)
-        samples, too_long = [], 0
-        for repeat, (length, depth) in plan:
+        for repeat, (length, depth) in itertools.product(range(self.repeats), self.cells()):
             where = "spread" if depth is None else f"{depth:g}"
             rng = random.Random(f"{self.seed}/{self.name}/{length}/{where}/{repeat}")
             puzzle = self.puzzle(rng)
             most = len(tokenize(tokenizer, [" " + self.join.join(puzzle.answers)])[0]) + SPARE
             if length + most > max_tokens:
-                too_long += 1
+                yield "too long"
                 continue
             first = rng.randrange(len(sentences))
             order = itertools.islice(itertools.cycle(zip(sentences, sizes, strict=True)), first, None)
@@ -128,8 +127,7 @@ class Needles(PromptTask):
             text, prompt = self._fit(tokenizer, puzzle, fractions, order, length)
             tags: dict[str, str | int | float] = {"length": length, "repeat": repeat}
             tags |= {} if depth is None else {"depth": depth}
-            samples.append(Haystack(f"{length}-{where}-{repeat}", prompt, text, puzzle.answers, most, tags))
-        return Loaded(samples, too_long=too_long)
+            yield Haystack(f"{length}-{where}-{repeat}", prompt, text, puzzle.answers, most, tags)
 
     def answer(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Haystack

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from ag.attach import lm_logits
 from ag.data.collate import start_tokens, tokenize
 from ag.engine import EvictionCache, Policy, prefill
 from ag.errors import UserError, require
-from ag.evaluate.tasks.base import Loaded, Outcome, PromptTask, Sample, Tags, Task
+from ag.evaluate.tasks.base import LeftOut, Outcome, PromptTask, Sample, Tags, Task
 from ag.evaluate.tasks.follow import feed, score
 from ag.evaluate.tasks.rows import HeldOut
 
@@ -53,6 +52,7 @@ class Documents(Task):
 
     metric: ClassVar[str] = "nats per token"
     higher_is_better: ClassVar[bool] = False
+    unit: ClassVar[str] = "documents"
     folder: ClassVar[str] = "corpus"
 
     def texts(self) -> Iterator[str]:
@@ -89,18 +89,18 @@ class Continuation(Documents, PromptTask):
             value = getattr(self, name)
             require(self, name, type(value) is int and value > 0, "a number of tokens, at least 1")
 
-    def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
-        """Read the documents; see :meth:`ag.evaluate.tasks.Task.load`."""
+    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+        """Read the documents; see :meth:`ag.evaluate.tasks.Task.read`."""
         length = self.prompt + self.continuation
         if length > max_tokens:
             raise UserError(
                 f"Task {self.name}: prompt={self.prompt} and continuation={self.continuation} exceed the model's "
                 f"context of {max_tokens} tokens; give fewer."
             )
-        rows = [first_tokens(tokenizer, text, length) for text in itertools.islice(self.texts(), limit)]
-        long_enough = [(number, ids) for number, ids in enumerate(rows) if len(ids) == length]
-        documents = [Document(f"{number}", ids[: self.prompt], ids[self.prompt :]) for number, ids in long_enough]
-        return Loaded(documents, too_short=len(rows) - len(documents))
+        for number, text in enumerate(self.texts()):
+            ids = first_tokens(tokenizer, text, length)
+            document = Document(f"{number}", ids[: self.prompt], ids[self.prompt :])
+            yield document if len(ids) == length else "too short"
 
     def answer(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Document
@@ -128,6 +128,7 @@ class Stream(Documents):
     bin: int = 1024
 
     folder: ClassVar[str] = "pg19_style"
+    unit: ClassVar[str] = "books"
 
     def __post_init__(self) -> None:
         """Check the lengths."""
@@ -136,15 +137,12 @@ class Stream(Documents):
             fits = (type(value) is int and value > 0) or (name == "tokens" and value is None)
             require(self, name, fits, "a number of tokens, at least 1")
 
-    def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
-        """Read the books; see :meth:`ag.evaluate.tasks.Task.load`. None is too long: policies say what they can do."""
-        rows = [first_tokens(tokenizer, text, self.tokens) for text in itertools.islice(self.texts(), limit)]
-        books = [
-            Document(f"{number}", ids[: self.block], ids[self.block :])
-            for number, ids in enumerate(rows)
-            if len(ids) > self.block
-        ]
-        return Loaded(books, too_short=len(rows) - len(books))
+    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+        """Read the books; see :meth:`ag.evaluate.tasks.Task.read`. None is too long: policies say what they can do."""
+        for number, text in enumerate(self.texts()):
+            ids = first_tokens(tokenizer, text, self.tokens)
+            book = Document(f"{number}", ids[: self.block], ids[self.block :])
+            yield book if len(ids) > self.block else "too short"
 
     def run(
         self,
@@ -171,7 +169,7 @@ class Stream(Documents):
                 yield index, Outcome(book.id, float(nats.mean()), *held, seconds, tags)
 
     def _check(self, policy: Policy, longest: int, context: int) -> None:
-        if policy.spec != "full" and policy.steps is None:
+        if policy.scorer is not None and policy.steps is None:
             raise UserError(
                 f"Task {self.name}: {policy!r} evicts nothing after the first block, so that its cache grows; give "
                 "schedule=every or schedule=steps:n."

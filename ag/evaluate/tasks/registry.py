@@ -46,6 +46,11 @@ def expand(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(task for name in names for task in GROUPS.get(name, (ALIASES.get(name, name),))))
 
 
+def unit(name: str) -> str:
+    """Return what the samples of a task are called, in the plural."""
+    return TASKS[name][0].unit if name in TASKS else Task.unit
+
+
 def make(name: str, root: str | None = None, **options: Any) -> Task:
     """Make a task.
 

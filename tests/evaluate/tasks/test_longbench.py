@@ -145,6 +145,9 @@ def test_a_prompt_loses_its_middle(tiny_tokenizer, write):
     assert 1000 - 32 - 10 <= len(fitted.prompt) <= 1000 - 32
     loaded = make("hotpotqa", root, max_length=980).load(tiny_tokenizer, None, 1000)
     assert (len(loaded.samples), loaded.too_long) == (1, 1)
+    twice = write("longbench/hotpotqa", [row(context="tall. " * 300), row(), row()])
+    loaded = make("hotpotqa", twice, max_length=980).load(tiny_tokenizer, 1, 1000)
+    assert ([case.id for case in loaded.samples], loaded.too_long) == (["hotpotqa-2"], 1)
     with pytest.raises(UserError, match="generates 512 tokens, which leaves no room"):
         make("gov_report", write("longbench/gov_report", [row()])).load(tiny_tokenizer, None, 512)
 

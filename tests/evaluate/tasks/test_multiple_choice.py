@@ -69,7 +69,12 @@ def test_what_is_too_long_is_counted(tiny_tokenizer, write):
     needs = sorted(len(q.prompt) + max(map(len, q.answers)) for q in everything)
     loaded = task.load(tiny_tokenizer, None, needs[11])
     assert loaded.too_long == sum(need > needs[11] for need in needs) > 0
-    assert loaded.samples == [q for q in everything if len(q.prompt) + max(map(len, q.answers)) <= needs[11]]
+    fitting = [q for q in everything if len(q.prompt) + max(map(len, q.answers)) <= needs[11]]
+    assert loaded.samples == fitting
+    for limit in (1, 5, len(fitting)):
+        loaded = task.load(tiny_tokenizer, limit, needs[11])
+        assert loaded.samples == fitting[:limit]
+        assert loaded.too_long == everything.index(fitting[limit - 1]) + 1 - limit
 
 
 def test_the_test_split_is_read_where_it_has_labels(tiny_tokenizer, write):

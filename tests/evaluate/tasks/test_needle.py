@@ -98,7 +98,10 @@ def test_grid_limit_and_what_is_too_long(tiny_tokenizer):
     assert load("needle_single", None, tiny_tokenizer, limit=4, **options)[1].samples == everything[:4]
     loaded = load("needle_single", None, tiny_tokenizer, max_tokens=700, **options)[1]
     assert loaded.too_long == 6
-    assert loaded.samples == [sample for sample in everything if sample.tags["length"] == 600]
+    short = [sample for sample in everything if sample.tags["length"] == 600]
+    assert loaded.samples == short
+    loaded = load("needle_single", None, tiny_tokenizer, limit=3, max_tokens=700, **options)[1]
+    assert (loaded.samples, loaded.too_long) == (short[:3], 2)
 
 
 def test_bad_options(tiny_tokenizer, tmp_path, write):

@@ -30,6 +30,17 @@ def test_continuation_after_a_full_cache(tiny_llama, tiny_tokenizer, write, plai
         assert (outcome.tokens, outcome.kept, outcome.kv_bytes) == (40, 1.0, SLOT * 3 * 2 * (40 + 16))
 
 
+@pytest.mark.parametrize(
+    ("limit", "ids", "left_out"), [(1, ["0"], 0), (2, ["0", "2"], 1), (3, ["0", "2", "4"], 2), (9, ["0", "2", "4"], 2)]
+)
+def test_a_limit_counts_what_can_be_run(tiny_tokenizer, write, limit, ids, left_out):
+    root = write("corpus/validation", ROWS)
+    loaded = make("ppl", root, prompt=40, continuation=20).load(tiny_tokenizer, limit, 512)
+    assert ([sample.id for sample in loaded.samples], loaded.too_short) == (ids, left_out)
+    books = make("ppl_stream", root, block=59, data="corpus").load(tiny_tokenizer, limit, 512)
+    assert ([book.id for book in books.samples], books.too_short) == (ids, left_out)
+
+
 def test_continuation_after_eviction(tiny_llama, tiny_tokenizer, write, step_by_step):
     model = tiny_llama()
     task = make("ppl", write("corpus/validation", ROWS), prompt=40, continuation=20)

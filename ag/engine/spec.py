@@ -1,0 +1,162 @@
+"""The text of a policy and the rule of budgets; nothing else reads either."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from ag.engine.allocators import OPTIONS
+from ag.engine.scorers import SCORERS
+from ag.engine.wrappers import WRAPPERS
+from ag.errors import UserError
+
+FULL = "full"  # evicts nothing, and has no scorer
+ALLOCATORS = tuple(OPTIONS)
+ALIASES = {"pyramidkv": ("snapkv", "pyramid")}
+
+BUDGET = "tokens (an int of at least 1) or a share (a float in (0, 1])"
+
+
+def parse_budget(value: Any) -> int | float:
+    """Return a budget: an int is tokens per KV head, a float a share of each prompt's own tokens.
+
+    Raises:
+        UserError: for anything else.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and (value >= 1 if isinstance(value, int) else 0 < value <= 1):
+        return int(value) if isinstance(value, int) else float(value)
+    whole = number and math.isfinite(value) and value >= 1 and value == int(value)
+    hint = f"; {int(value)} tokens are written without a point" if whole else ""
+    raise UserError(f"budget={value!r:.80}: expected {BUDGET}{hint}.")
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """What a policy is made of: ``SCORER[:PATH][+WRAPPER][@ALLOCATOR]``; its str is that text.
+
+    A path may hold any sign. After its last slash ``+NAME`` and ``@NAME`` belong to the grammar where NAME is that of a
+    wrapper or an allocator, or close to one; a folder whose own name ends so is written with a slash behind it
+    (``gates:runs@heads/``).
+
+    Attributes:
+        scorer: name of a scorer, of an alias for a scorer with its allocator, or ``full``.
+        wrapper: name of the wrapper, or None.
+        allocator: name of the allocator; None: the scorer's own.
+        path: folder of exported gates, for a scorer that reads gates; None: those attached to the model.
+    """
+
+    scorer: str
+    wrapper: str | None = None
+    allocator: str | None = None
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        """Write a path without slashes at its end, and an empty one as None."""
+        object.__setattr__(self, "path", (self.path.rstrip("/") or "/") if self.path else None)
+
+    @classmethod
+    def parse(cls, text: str) -> PolicySpec:
+        """Read the text of a policy.
+
+        Raises:
+            UserError: for an unknown name (the nearest is suggested), or a sign that is out of place (where it stands).
+        """
+        scorer = re.split("[:+@]", text, maxsplit=1)[0]
+        start, path = len(scorer), None
+        if text and not scorer:
+            _misplaced(text, 0, "expected the name of a scorer before it")
+        check_known(scorer, (FULL, *SCORERS, *ALIASES), "policy", text)
+        if text[start : start + 1] == ":":
+            if not _reads_gates(scorer):
+                _misplaced(text, start, f"{scorer} takes no path; expected {scorer}")
+            first, start = start + 1, _end_of_path(text, start + 1)
+            path = text[first:start]
+            if not path:
+                _misplaced(text, first, f"expected {scorer}:PATH, the folder of exported gates")
+        parts = _parts(text, start)
+        if scorer in ALIASES and "@" in parts:
+            same = "@".join(ALIASES[scorer])
+            raise UserError(f"Policy {text!r}: {scorer} stands for {same}, allocator included; name the parts instead.")
+        return cls(scorer, parts.get("+"), parts.get("@"), path)
+
+    def __str__(self) -> str:
+        path = self.path or ""
+        slash = "/" if path and _end_of_path(path, 0) < len(path) else ""
+        marked = ((":", path + slash), ("+", self.wrapper), ("@", self.allocator))
+        return self.scorer + "".join(f"{sign}{part}" for sign, part in marked if part)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether anything may go."""
+        return self.scorer != FULL
+
+    @property
+    def reads_gates(self) -> bool:
+        """Whether gates take part."""
+        return _reads_gates(self.scorer)
+
+    @property
+    def bare(self) -> bool:
+        """Whether it needs no budget: nothing is evicted, or what the flags of gates say."""
+        return not self.evicts or (self.reads_gates and self.wrapper is None and self.allocator is None)
+
+    def resolved(self) -> PolicySpec:
+        """Return the same with an alias spelt out and the allocator named."""
+        if self.scorer in ALIASES:
+            scorer, allocator = ALIASES[self.scorer]
+            return replace(self, scorer=scorer, allocator=allocator)
+        own = SCORERS[self.scorer].default_allocator if self.evicts else ALLOCATORS[0]
+        return replace(self, allocator=self.allocator or own)
+
+
+def _reads_gates(scorer: str) -> bool:
+    return scorer in SCORERS and SCORERS[scorer].reads_gates
+
+
+def _parts(text: str, start: int) -> dict[str, str]:
+    """Return the names behind the signs from a place on."""
+    kinds: dict[str, tuple[str, Collection[str]]] = {"+": ("wrapper", WRAPPERS), "@": ("allocator", ALLOCATORS)}
+    found: dict[str, str] = {}
+    for match in re.compile("([+@])([^+@]*)").finditer(text, start):
+        (sign, name), (kind, names) = match.groups(), kinds[match[1]]
+        if sign in found:
+            _misplaced(text, match.start(), f"expected one {kind}, which is {found[sign]}")
+        if sign == "+" and "@" in found:
+            _misplaced(text, match.start(), "expected the wrapper before the allocator")
+        if not name:
+            _misplaced(text, match.end(), f"expected one of {', '.join(names)}")
+        check_known(name, names, kind, text)
+        found[sign] = name
+    return found
+
+
+def _end_of_path(text: str, start: int) -> int:
+    """Return where a path that begins at ``start`` ends and other parts begin."""
+    start, end = max(start, text.rfind("/", start) + 1), len(text)
+    while True:
+        place = max(text.rfind("+", start, end), text.rfind("@", start, end))
+        if place < 0:
+            return end
+        name, names = text[place + 1 : end], WRAPPERS if text[place] == "+" else ALLOCATORS
+        if name and not difflib.get_close_matches(name, names, 1, cutoff=0.75):
+            return end
+        end = place
+
+
+def _misplaced(text: str, place: int, expected: str) -> NoReturn:
+    found = f"{text[place]!r}" if place < len(text) else "the end"
+    raise UserError(f"Policy {text!r}: {found} at character {place + 1}: {expected}.")
+
+
+def check_known(name: str, names: Collection[str], what: str, text: str) -> None:
+    """Raise a :class:`UserError` that suggests the nearest name, unless there is one of this name."""
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        expected = f"expected one of {', '.join(names)}" if names else "it takes none"
+        raise UserError(f"Unknown {what} {name!r} in {text!r}: {expected}{hint}")

@@ -1,0 +1,239 @@
+"""An adapter that is missing, merged or there twice is told from the weights, whatever their type."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from gates_for import gates_for
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+import ag
+from ag import adapted, export, models
+from ag.compare import CompareConfig
+from ag.config import LoraConfig
+from ag.errors import UserError
+from ag.evaluate import cells
+from ag.generate import GenerateConfig, generate
+from ag.manifest import ADAPTER_FILES
+
+OLD = Path(__file__).parent / "fixtures" / "export_1_0"
+LACKS, TWICE = "which this model lacks: put it on with", "merged into its weights, and would have it twice: use the"
+PROMPT = "Rosa the potter has a ticket to Rome."
+
+
+def lora_on(model, size=0.05, seed=3):
+    wrapped = models.add_lora(model, LoraConfig())
+    torch.manual_seed(seed)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=size)
+    return wrapped.eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_llama, tiny_tokenizer):
+    """What a run with export.merge=true leaves: ``base``, ``export``, ``merged``."""
+    folder = tmp_path_factory.mktemp("adapted")
+    tiny_llama().save_pretrained(folder / "base")
+    tiny_tokenizer.save_pretrained(folder / "base")
+    wrapped = lora_on(tiny_llama())
+    export.save(
+        folder / "export", gates_for(tiny_llama(), scope="prompt"), base_model=str(folder / "base"), adapter=wrapped
+    )
+    export.save_merged(wrapped, folder / "merged", tiny_tokenizer, folder / "export")
+    return folder
+
+
+def load(path, dtype=torch.float32, marked=True):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    if not marked and hasattr(model.config, adapted.MERGED):
+        delattr(model.config, adapted.MERGED)
+    return model
+
+
+def times(model, path):
+    return export.load(path).adapter.times_in(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("marked", [True, False])
+def test_the_weights_tell_how_often(folder, dtype, marked):
+    path = folder / "export"
+    assert times(load(folder / "base", dtype), path) == pytest.approx(0, abs=0.05)
+    assert times(load(folder / "merged", dtype, marked), path) == pytest.approx(1, abs=0.05)
+    for base, expected in (("base", 1), ("merged", 2)):
+        wrapped = PeftModel.from_pretrained(load(folder / base, dtype, marked), str(path / "adapter"))
+        assert times(wrapped, path) == pytest.approx(expected, abs=0.05)
+        with wrapped.disable_adapter():
+            assert times(wrapped, path) == pytest.approx(expected - 1, abs=0.05)
+        wrapped.merge_adapter()
+        assert times(wrapped, path) == pytest.approx(expected, abs=0.05)
+
+
+def test_what_is_recorded_is_a_projection_onto_what_the_adapter_adds(folder):
+    rows = export.read_info(folder / "export")["adapter"]
+    names = [f"model.layers.{layer}.self_attn.{part}" for layer, part in ((0, "q_proj"), (2, "o_proj"))]
+    assert [row["module"] for row in rows] == names
+    base, merged = load(folder / "base").double(), load(folder / "merged").double()
+    for row in rows:
+        weight, after = (model.get_submodule(row["module"]).weight.detach() for model in (base, merged))
+        added = after - weight
+        assert row["projection"] == pytest.approx(float((weight * added).sum() / added.square().sum()), rel=1e-3)
+
+
+def test_both_mistakes_are_one_sentence(folder, tiny_llama):
+    spec = f"gates:{folder / 'export'}"
+    with pytest.raises(UserError, match=LACKS):
+        ag.EvictionCache(load(folder / "base"), spec)
+    gates = export.load(folder / "export")
+    plain = load(folder / "base")
+    ag.attach(plain, gates)
+    with pytest.raises(UserError, match=LACKS):
+        ag.EvictionCache(plain, "gates")
+    with pytest.raises(UserError, match=TWICE):
+        export.load_adapter(load(folder / "merged"), folder / "export")
+    twice = PeftModel.from_pretrained(load(folder / "merged"), str(folder / "export" / "adapter"))
+    with pytest.raises(UserError, match=TWICE):
+        ag.EvictionCache(twice, spec)
+    with pytest.raises(UserError, match=LACKS):  # another adapter is not this one
+        ag.EvictionCache(lora_on(tiny_llama(), seed=4), spec)
+    ag.EvictionCache(load(folder / "base"), "h2o", budget=4)  # no business of other policies
+
+
+def test_the_right_model_and_the_merged_one_say_the_same(folder):
+    ids = torch.randint(3, 128, (1, 40), generator=torch.Generator().manual_seed(1))
+    logits = []
+    for model in (export.load_adapter(load(folder / "base"), folder / "export"), load(folder / "merged")):
+        cache = ag.EvictionCache(model, f"gates:{folder / 'export'}")
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            logits.append(model(ids[:, :1], past_key_values=cache).logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert 0 < cache.kept_share() < 1
+
+
+def test_generate(folder):
+    def run(**values):
+        return generate(GenerateConfig(prompt=PROMPT, max_new_tokens=8, **values))
+
+    path, merged, base = (str(folder / name) for name in ("export", "merged", "base"))
+    right = run(gates=path)["gates"].text
+    with pytest.raises(UserError, match=TWICE + r" gates without it \(commands: adapter=false"):
+        run(gates=path, model=merged)
+    assert run(gates=path, model=merged, adapter=False)["gates"].text == right
+    assert run(gates=f"{path}/")["gates"].text == right
+    assert run(policy=f"gates:{path}")[f"gates:{path}"].text == right  # the adapter comes along
+    with pytest.raises(UserError, match=LACKS):
+        run(gates=path, adapter=False)
+    with pytest.raises(UserError, match="name two exports"):
+        run(gates=path, policy=f"gates:{base}")
+
+
+def test_compare_runs_gates_on_the_merged_model(folder):
+    def plan(model):
+        return cells.plan(CompareConfig(model=str(folder / model), policies=["full", f"gates:{folder / 'export'}"]))
+
+    assert len(plan("merged")) == 2
+    with pytest.raises(UserError, match="give adapter="):
+        plan("base")
+
+
+def test_a_merged_model_says_so_after_it_was_saved_again(folder, tmp_path):
+    load(folder / "merged").save_pretrained(tmp_path / "again")
+    config = AutoConfig.from_pretrained(tmp_path / "again")
+    assert config.merged_adapter == export.read_info(folder / "export")["sha256"][ADAPTER_FILES[1]]
+    readme = (folder / "merged" / "README.md").read_text()
+    assert "merged into it" in readme and "gates=../export model=. adapter=false" in readme
+    assert config.merged_adapter in readme
+
+
+def test_a_merged_model_in_bf16_that_lost_a_weak_adapter_to_rounding(tmp_path, tiny_llama, tiny_tokenizer):
+    """The weights say nothing there; the mark does."""
+    wrapped = lora_on(tiny_llama().to(torch.bfloat16), size=1e-5)
+    export.save(tmp_path / "export", gates_for(tiny_llama()), adapter=wrapped)
+    export.save_merged(wrapped, tmp_path / "merged", tiny_tokenizer, tmp_path / "export")
+    model = load(tmp_path / "merged", torch.bfloat16)
+    assert times(model, tmp_path / "export") == 1
+    ag.EvictionCache(model, f"gates:{tmp_path / 'export'}")
+    assert times(load(tmp_path / "merged", torch.bfloat16, marked=False), tmp_path / "export") is None
+
+
+def test_an_adapter_that_changes_nothing_is_not_missed(tmp_path, tiny_llama):
+    export.save(tmp_path, gates_for(tiny_llama()), adapter=models.add_lora(tiny_llama(), LoraConfig()))
+    assert export.read_info(tmp_path)["adapter"] == []
+    ag.EvictionCache(tiny_llama(), f"gates:{tmp_path}")
+
+
+def test_a_quantised_base(folder, tmp_path, tiny_llama):
+    """Recorded of 4-bit weights and used on whole ones, and the other way round."""
+    pytest.importorskip("bitsandbytes")
+    wide = tiny_llama(hidden_size=256, head_dim=64)
+    wide.save_pretrained(tmp_path / "base")
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+
+    def base(coarse):
+        more = {"quantization_config": settings, "device_map": {"": "cpu"}} if coarse else {}
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base", **more).eval()
+
+    for trained_coarse in (True, False):
+        wrapped = lora_on(base(trained_coarse), size=0.2)
+        path = tmp_path / f"export{trained_coarse}"
+        export.save(path, gates_for(wide), adapter=wrapped)
+        assert export.read_info(path)["adapter"][0]["noise"] == (0.1 if trained_coarse else 2**-8)
+        assert times(base(not trained_coarse), path) == pytest.approx(0, abs=0.15)
+        right = export.load_adapter(base(not trained_coarse), path)
+        assert times(right, path) == pytest.approx(1, abs=0.15)
+        ag.EvictionCache(right, f"gates:{path}")
+    with pytest.raises(UserError, match=LACKS):
+        ag.EvictionCache(base(False), f"gates:{path}")
+
+
+def test_an_export_from_before_still_loads():
+    """tests/fixtures/export_1_0 was written by ag 0.1.0, which recorded nothing of the adapter."""
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    model = LlamaForCausalLM(config).eval()
+    gates = export.load(OLD, config)
+    assert export.read_info(OLD)["schema_version"] == "1.0"
+    assert gates.adapter.traces == () and gates.adapter.times_in(model) is None
+    weight = copy.deepcopy(model.model.layers[0].self_attn.q_proj.weight)
+    ag.EvictionCache(model, f"gates:{OLD}")
+    loaded = export.load_adapter(model, OLD, merge=True)
+    assert not torch.equal(loaded.model.layers[0].self_attn.q_proj.weight, weight)
+    ag.EvictionCache(loaded, f"gates:{OLD}")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "adapter=None: expected a list"),
+        ([1], "adapter=1: expected a JSON object"),
+        ([{"module": "x"}], "adapter: missing keys"),
+        ([{"module": 1, "scale": 1.0, "projection": 0.0, "noise": 0.0}], "adapter.module=1: expected text"),
+        (
+            [{"module": "x", "scale": "1", "projection": 0.0, "noise": 0.0}],
+            "adapter.scale='1': expected a finite number",
+        ),
+        (
+            [{"module": "x", "scale": 1.0, "projection": 0.0, "noise": 0.0}],
+            "which adapter/adapter_model.safetensors lacks",
+        ),
+    ],
+)
+def test_a_forged_record(tmp_path, tiny_llama, rows, message):
+    export.save(tmp_path, gates_for(tiny_llama()), adapter=lora_on(tiny_llama()))
+    info = json.loads((tmp_path / "gate_config.json").read_text()) | {"adapter": rows}
+    info["checksum"] = export.checksum(info)
+    (tmp_path / "gate_config.json").write_text(json.dumps(info))
+    with pytest.raises(export.ExportError, match=message):
+        export.load(tmp_path)

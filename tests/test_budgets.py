@@ -1,0 +1,63 @@
+"""One rule for budgets: an int is tokens, a float in (0, 1] a share, anything else the same error in every command."""
+
+import re
+
+import pytest
+
+import ag.compare
+import ag.evaluate.__main__
+import ag.explain
+import ag.generate
+from ag.cli import parse
+from ag.engine.spec import parse_budget
+from ag.errors import UserError
+from ag.evaluate import cells
+
+COMMANDS = {
+    "generate": (ag.generate.main, ["policy=h2o", "prompt=x", "model=none"], "budget={}"),
+    "compare": (ag.compare.main, ["policies=[full,h2o]", "model=none"], "budgets=[0.5,{}]"),
+    "compare, nothing evicted": (ag.compare.main, ["policies=[full]", "model=none"], "budgets=[{}]"),
+    "evaluate": (ag.evaluate.__main__.main, ["root=none", "policies=[h2o]"], "budgets=[{}]"),
+    "explain": (ag.explain.main, ["root=none", "policies=[h2o]"], "budget={}"),
+}
+WRONG = ["100.7", "1.5", "0", "-3", "0.0", "64.0", "abc", ".nan", ".inf", "true", "[1]"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("text", WRONG)
+def test_every_command_refuses_it_in_the_same_words(command, text, capsys):
+    main, words, key = COMMANDS[command]
+    value = {"abc": "abc", ".nan": float("nan"), ".inf": float("inf"), "true": True, "[1]": [1]}.get(text)
+    value = value if value is not None else float(text) if "." in text else int(text)
+    with pytest.raises(UserError) as caught:
+        parse_budget(value)
+    assert main([*words, key.format(text)]) == 2
+    error = capsys.readouterr().err
+    assert re.sub(r"^ag\.\w+: error: ", "", error).strip() == str(caught.value)
+    assert str(caught.value).startswith(f"budget={value!r}: expected tokens (an int of at least 1) or a share (a float")
+
+
+@pytest.mark.parametrize(("text", "budget"), [("1", 1), ("1.0", 1.0), ("256", 256), ("0.25", 0.25), ("1e-1", 0.1)])
+def test_one_is_a_token_and_one_point_nought_the_whole_prompt(text, budget):
+    def config(schema, *words):
+        return parse(words, schema, "ag.x").config
+
+    generated = ag.generate._policy(config(ag.generate.GenerateConfig, "policy=h2o", "prompt=x", f"budget={text}"))
+    explained = ag.explain._policies(config(ag.explain.ExplainConfig, "policies=[h2o]", f"budget={text}"))["h2o"]
+    _, compared = cells.plan(config(ag.compare.CompareConfig, "policies=[full,h2o]", f"budgets=[{text}]"))
+    words = config(ag.evaluate.__main__.EvaluateConfig, "policies=[h2o]", f"budgets=[{text}]", "root=x")
+    evaluated = ag.evaluate.__main__._plan(words, ag.evaluate.__main__._recipe(words))
+    assert list(evaluated) == [f"h2o {budget}"]
+    for policy in (generated, explained, compared.policy, evaluated[f"h2o {budget}"], ag.policy("h2o", budget)):
+        assert (policy.budget, type(policy.budget)) == (budget, type(budget))
+
+
+def test_both_ones_stand_apart_in_a_comparison():
+    config = parse(["policies=[full,h2o]", "budgets=[1,1.0]"], ag.compare.CompareConfig, "ag.compare").config
+    assert [cell.name for cell in cells.plan(config)] == ["ppl: full", "ppl: h2o 1", "ppl: h2o 1.0"]
+
+
+def test_a_budget_of_a_yaml_file(tmp_path):
+    (tmp_path / "mine.yaml").write_text("policies: [full, h2o]\nbudgets: [1, 1.0, 0.5]\n")
+    config = parse([f"recipe={tmp_path / 'mine.yaml'}"], ag.compare.CompareConfig, "ag.compare").config
+    assert [cell.name for cell in cells.plan(config)][1:] == ["ppl: h2o 1", "ppl: h2o 1.0", "ppl: h2o 0.5"]
