@@ -100,8 +100,8 @@ class _Problem:
     def logits(self, tile: _Tile) -> Tensor:
         """Return ``s``, ``[p, G * rows, columns]``."""
         q, k = self.rows(self.q, tile), self.k[tile.part, tile.columns]
-        if q.dtype == self.acc:
-            return (q * self.scaling) @ k.mT
+        if q.dtype in (self.acc, torch.float16):  # products that are not scaled may overflow float16
+            return ((q * self.scaling) @ k.mT).to(self.acc)
         return (q @ k.mT).to(self.acc).mul_(self.scaling)
 
     def rows(self, x: Tensor, tile: _Tile) -> Tensor:
