@@ -163,8 +163,8 @@ class _ChunkedGatedAttention(torch.autograd.Function):
             top.masked_fill_(top == float("-inf"), 0.0)
             s.sub_(top).exp_()
             total = s.sum(-1, keepdim=True)
-            mixed = (s.to(v.dtype) @ problem.v[tile.part, tile.columns]) / total.clamp_min(1e-30).to(v.dtype)
-            out[tile.part, :, tile.rows] = problem.unfolded(mixed)
+            mixed = (s.to(v.dtype) @ problem.v[tile.part, tile.columns]).to(problem.acc)
+            out[tile.part, :, tile.rows] = problem.unfolded(mixed / total.masked_fill(total == 0, 1.0)).to(out.dtype)
             # a query that sees nothing gets zeros, and with an infinite sum gives none in the backward
             top += total.log().masked_fill_(total == 0, float("inf"))
             lse[tile.part, :, tile.rows] = problem.unfolded(top)[..., 0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu.cases import DEVICE, REHEARSAL
+from gpu.cases import REHEARSAL
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def triton_untuned(triton_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
 RECIPE = """\
 train: gates+lora
 model: {{name: {model}, dtype: {dtype}, gradient_checkpointing: true}}
-data: {{kind: text, name: words, root: {data}, packing: packed, max_length: 64, batch_size: 2, val_batch_size: 2}}
+data: {{kind: text, name: words, root: {data}, packing: packed, max_length: 64, val_samples: 4, batch_size: 2}}
 gate: {{num_heads: 2, head_dim: 8, scope: causal, bias: 0.0}}
 loss: {{beta: 0.4}}
 optim: {{gate_lr: 1e-2, lora_lr: 1e-2}}
@@ -56,5 +56,5 @@ def recipe(tmp_path_factory, tiny_llama, tiny_tokenizer) -> Path:
     path = folder / "tiny.yaml"
     exact = {"dtype": "float32", "precision": "32-true", "device": "cpu"}
     half = {"dtype": "bfloat16", "precision": "bf16-mixed", "device": "gpu"}
-    path.write_text(RECIPE.format(model=folder / "base", data=folder, **(exact if DEVICE == "cpu" else half)))
+    path.write_text(RECIPE.format(model=folder / "base", data=folder, **(exact if REHEARSAL else half)))
     return path

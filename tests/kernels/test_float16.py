@@ -29,6 +29,12 @@ def test_attention(tensors, flags):
     assert torch.isfinite(q.grad).all() and torch.isfinite(k.grad).all()
 
 
+def test_queries_that_see_nothing_get_zeros(tensors):
+    valid = torch.arange(LENGTH)[None] >= 40
+    out = chunked_gated_attention(*tensors, None, valid, 0.1)
+    assert out[:, :, :40].abs().sum() == 0 and torch.isfinite(out).all()
+
+
 def test_prefill(tensors):
     q, k, v = tensors
     keep = torch.ones(1, 2, LENGTH, dtype=torch.bool)
