@@ -6,7 +6,7 @@ from gates_for import gates_for
 
 import ag
 from gpu.cases import DEVICE, REHEARSAL, here, name, near
-from gpu.waiting import Waits, no_waiting
+from gpu.waiting import no_waiting, pretended
 
 pytestmark = pytest.mark.gpu
 STEPS = 18  # more than the slots that a row has to spare: the buffer is laid out anew on the way
@@ -122,7 +122,7 @@ def test_what_has_to_wait(tiny_llama, triton_untuned, why):
 
 def test_the_stand_in_for_a_card_tells_its_tensors_from_the_hosts():
     there, mine = torch.arange(4), torch.arange(4)
-    with Waits([there]):
+    with pretended([there]):
         assert int(mine.max()) == 3 and mine[mine > 2].tolist() == [3]
         found = (there + mine).clamp(max=2)
         torch.repeat_interleave(mine, there, output_size=6)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -51,6 +52,27 @@ class Waits(TorchDispatchMode):
         return name in ANSWERS
 
 
+class Lists(TorchFunctionMode):
+    """Raises for ``tolist``, which a CPU's tensor serves without an operation, on tensors that play those on a card."""
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist and args[0] in self.waits.there:
+            raise RuntimeError("called a synchronizing operation: tolist")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def pretended(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Raise ``RuntimeError`` where the host would wait for these tensors, or for what comes of them, on a card."""
+    waits = Waits(tensors)
+    with Lists(waits), waits:
+        yield
+
+
 @contextmanager
 def no_waiting(model: nn.Module, cache: EvictionCache, *inputs: Tensor) -> Iterator[None]:
     """Raise ``RuntimeError`` where the host waits for the card."""
@@ -69,5 +91,5 @@ def no_waiting(model: nn.Module, cache: EvictionCache, *inputs: Tensor) -> Itera
         assert store is not None
         store.rows = store.rows[0].clone(), store.rows[1].clone()  # on a CPU they are those of the host
         tensors += [store.keys, store.values, store.ranks, store.fleeting, *store.rows]
-    with Waits(tensors):
+    with pretended(tensors):
         yield
