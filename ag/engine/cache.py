@@ -238,7 +238,9 @@ class EvictionCache(Cache, Plan):
             first = torch.where(part.real, part.ranks, self.valid.shape[1]).amin(1, keepdim=True)
             self.places = part.ranks - first
             if held:
-                self.places += torch.stack(held).amax(0).to(self.places.device, non_blocking=True)[:, None]
+                self.places += (
+                    torch.stack(held).amax(0).to(self.places.device, non_blocking=self.places.is_cuda)[:, None]
+                )
             self.places = self.places.clamp_min(0)
 
     def blocks(self) -> Iterator[Tensor] | None:

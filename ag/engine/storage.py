@@ -233,7 +233,7 @@ class RaggedStore:
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
     """Copy from the CPU to a device without waiting for it: pageable memory is staged before the call returns."""
-    return x.to(device, non_blocking=True)
+    return x.to(device, non_blocking=device.type == "cuda")
 
 
 def _slack(lengths: Tensor) -> Tensor:
