@@ -424,7 +424,7 @@ class EvictionCache(Cache, Plan):
         for layer in self.evicting_layers:
             layer.select_sequences(indices)
         if self.decision is not None:
-            self.decision.select_sequences(indices)
+            self.decision.shares.select_sequences(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""

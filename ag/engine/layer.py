@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from ag.attach import AttentionCall, rotate
-from ag.engine.decide import Decision, closing_order
+from ag.engine.decide import Decision
 from ag.engine.observe import Observation
+from ag.engine.select import closing_order
 from ag.engine.storage import RaggedStore, Rows
 from ag.errors import UserError
 from ag.kernels.ragged_decode import ragged_decode
@@ -341,7 +342,7 @@ class EvictionLayer(CacheLayerMixin):
         one = call.q.shape[2] == 1 and not self._by_slot and not call.q.requires_grad  # the kernel has no backward pass
         decode = partial(self._decode, call, store) if one else None
         steps, decision = cache.policy.steps, cache.decision
-        if steps is None or decision is None or call.layer not in decision.layers or cache.reading:
+        if steps is None or decision is None or call.layer not in decision.shares.layers or cache.reading:
             return self._attend(call, self._stored(), cache.ranks) if decode is None else decode()
         due = cache.counts - self._decided >= steps
         self._decided = torch.where(due, cache.counts, self._decided)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ag.attach import AttentionCall, Plan, decoder_of, instrument
-from ag.engine.allocators import entropy_and_variance
-from ag.engine.decide import closing_order
+from ag.engine.allocators.preference import entropy_and_variance
 from ag.engine.observe import Observation
+from ag.engine.select import closing_order
 from ag.gate import AttentionGate
 
 
