@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ag.attach import AttentionCall
 from ag.engine.attend import attend_one, attend_rows
 from ag.engine.decide import Decision
-from ag.engine.observe import Observation
+from ag.engine.observe import Context, Keys, Observation, Queries
 from ag.engine.passes import Pass
 from ag.engine.policy import Policy
 from ag.engine.positions import Original
@@ -190,9 +190,9 @@ class EvictionLayer(CacheLayerMixin):
         held = self._held(step) if now.due is not None or policy.scorer.follows else None
         start = time.perf_counter()
         lookback = policy.lookback if now.reading else policy.scorer.lookback
-        q, query_ranks, query_valid = self._with_lookback(step.unrotated.q, now, lookback)
+        queries = self._with_lookback(step, lookback)
         if held is not None:
-            step.seen = self._seen(step, held, q, query_ranks, query_valid)
+            step.seen = self._seen(step, held, queries)
         self.scoring_seconds += time.perf_counter() - start
 
     def _decide(self, step: Step) -> None:
@@ -247,50 +247,47 @@ class EvictionLayer(CacheLayerMixin):
             step.held = self.rotation.keys(self.store.padded())
         return step.held
 
-    def _seen(self, step: Step, held: Rows, q: Tensor, query_ranks: Tensor, query_valid: Tensor) -> Observation:
-        """Return queries ``[B, H, T', D]`` against what is held."""
+    def _seen(self, step: Step, held: Rows, queries: Queries) -> Observation:
+        """Return queries against what is held."""
         call, now = step.call, step.now
         shape = (call.k.shape[0], call.k.shape[1])
         slots = held.ranks.unflatten(0, shape).long()
         filled = torch.ones_like(slots, dtype=torch.bool) if held.valid is None else held.valid.unflatten(0, shape)
         self.memory = {name: F.pad(x, (0, slots.shape[-1] - x.shape[-1])) for name, x in self.memory.items()}
+        k, v = held.keys.unflatten(0, shape), held.values.unflatten(0, shape)
         return Observation(
-            self.rotation.queries(q, held, query_ranks),
-            held.keys.unflatten(0, shape),
-            held.values.unflatten(0, shape),
-            call.scaling,
-            query_ranks,
-            slots,
-            query_valid,
-            filled,
-            call.layer,
-            call.window,
-            self._gate_probability(call.layer, now, slots, filled),
-            call.q.shape[2],
-            self.memory,
-            now.prompt_lengths,
-            not now.reading,
-            step.unrotated.memo,
-            step.out,
+            keys=Keys(k=k, v=v, ranks=slots, valid=filled),
+            queries=replace(queries, q=self.rotation.queries(queries.q, held, queries.ranks)),
+            context=Context(
+                scaling=call.scaling,
+                layer=call.layer,
+                window=call.window,
+                gate=self._gate_probability(call.layer, now, slots, filled),
+                prompt_lengths=now.prompt_lengths,
+                decoding=not now.reading,
+                memory=self.memory,
+                memo=call.memo,
+            ),
         )
 
-    def _with_lookback(self, q: Tensor, now: Pass, last: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _with_lookback(self, step: Step, last: int) -> Queries:
         """Put the last queries of earlier passes before the new ones, and remember the last of all."""
-        ranks, valid = now.ranks, now.real
+        now, q = step.now, step.unrotated.q
+        new = Queries(q=q, ranks=now.ranks, valid=now.real, new=q.shape[2], outputs=step.out)
         if last == 0:
-            return q, ranks, valid
+            return new
+        ranks, valid = now.ranks, now.real
         if self._lookback is not None:
             before = self._lookback
             q, ranks, valid = (
                 torch.cat(pair, dim)
                 for pair, dim in zip(((before[0], q), (before[1], ranks), (before[2], valid)), (2, 1, 1), strict=True)
             )
-        if now.ends_prompt and self.policy.steps is None:  # nobody looks back at these
-            return q, ranks, valid
-        newest = torch.where(valid, ranks, -1).argsort(dim=1, stable=True)[:, -last:]
-        index = newest[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1])
-        self._lookback = q.gather(2, index), ranks.gather(1, newest), valid.gather(1, newest)
-        return q, ranks, valid
+        if not now.ends_prompt or self.policy.steps is not None:  # else nobody looks back at these
+            newest = torch.where(valid, ranks, -1).argsort(dim=1, stable=True)[:, -last:]
+            index = newest[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1])
+            self._lookback = q.gather(2, index), ranks.gather(1, newest), valid.gather(1, newest)
+        return replace(new, q=q, ranks=ranks, valid=valid)
 
     def _gate_probability(self, layer: int, now: Pass, slots: Tensor, filled: Tensor) -> Tensor | None:
         """Return the gate's probabilities ``[B, Hkv, N]`` of the held tokens, 1 for those that follow the prompt."""

@@ -18,6 +18,7 @@ from ag.engine.allocators.preference import PUBLISHED_TAU, Preference, published
 from ag.engine.allocators.pyramid import pyramid
 from ag.engine.allocators.rounding import largest_remainder
 from ag.engine.decide import Decision
+from ag.engine.observe import Context, Keys, Observation, Queries
 from ag.engine.select import select_over_heads
 from ag.errors import UserError
 
@@ -260,10 +261,12 @@ def test_a_row_prefers_what_it_prefers_alone():
     """Section 13, point 12: no mixing in a batch."""
     batch = Scene(seed=13, lengths=(20, 9))
     left = batch.seen
-    alone = type(left)(
-        left.q[1:, :, -9:], left.k[1:, :, :9], left.v[1:, :, :9], left.scaling,
-        torch.arange(9)[None], torch.arange(9).expand(1, 2, 9), torch.ones(1, 9).bool(), torch.ones(1, 2, 9).bool(),
-    )  # fmt: skip
+    ranks = torch.arange(9).expand(1, 2, 9)
+    alone = Observation(
+        keys=Keys(k=left.k[1:, :, :9], v=left.v[1:, :, :9], ranks=ranks, valid=torch.ones(1, 2, 9).bool()),
+        queries=Queries(q=left.q[1:, :, -9:], ranks=ranks[:, 0], valid=torch.ones(1, 9).bool()),
+        context=Context(scaling=left.scaling),
+    )
     allocator = Preference(observers=4)
     assert float(allocator.wish(alone)[0]) == pytest.approx(float(allocator.wish(left)[1]))
 
