@@ -109,6 +109,8 @@ class EvictionCache(Cache, Plan):
             setattr(new, name, copy.deepcopy(value, memo))
         return new
 
+    # ---- what it holds
+
     @property
     def real(self) -> Tensor:
         """``[B, w]`` bool, which of the tokens at hand are not padding."""
@@ -169,6 +171,8 @@ class EvictionCache(Cache, Plan):
             seconds=[layer.scoring_seconds for layer in self.evicting_layers],
         )
 
+    # ---- the text
+
     def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
         """Take note of the text that is to come, whole or in parts: the prompt, or the same text grown longer.
 
@@ -208,6 +212,8 @@ class EvictionCache(Cache, Plan):
                 f"The tokens that model.generate was given differ from those that this cache has seen, from column "
                 f"{int(differs.long().argmax())} on: {again}."
             )
+
+    # ---- a forward pass, in the order in which it calls
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
@@ -419,6 +425,8 @@ class EvictionCache(Cache, Plan):
             ends = ends.where(real.any(1, keepdim=True), self._ends.to(states.device))
         self._ends = ends if more else None
         return torch.cat([states[:, :-1], ends[:, None]], 1) if self._right_padded else states
+
+    # ---- going back, other sequences, other texts
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest tokens; a negative number is the same as a positive one.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from ag.engine.passes import Pass, Tokens
 from ag.engine.storage import RaggedStore, Rows
 
 
+@dataclass(frozen=True)
 class Original:
     """Keys and queries stay as the model rotated them."""
 
     #: Whether stored keys can be attended to where they lie.
-    in_place = True
+    in_place: ClassVar[bool] = True
 
     def places(self, tokens: Tokens, seen: int, stores: Sequence[RaggedStore]) -> Tensor | None:
         """Return the positions ``[B, w]`` that the model is to rotate new tokens by; None: the usual ones.
@@ -43,18 +44,23 @@ class Original:
         return q
 
 
+@dataclass(frozen=True)
 class Slots(Original):
     """Keys are stored without rotation; they and the queries are turned to slots when they meet.
 
     Args:
         decoder: the model's stack of layers.
+
+    Raises:
+        UserError: when the model's keys cannot be rotated anew.
     """
 
-    in_place = False
+    decoder: Any
+    in_place: ClassVar[bool] = False
 
-    def __init__(self, decoder: Any) -> None:
-        check_rotations(decoder)
-        self.decoder = decoder
+    def __post_init__(self) -> None:
+        """Refuse models whose keys cannot be rotated anew."""
+        check_rotations(self.decoder)
 
     def places(self, tokens: Tokens, seen: int, stores: Sequence[RaggedStore]) -> Tensor | None:
         """Return positions near the number of tokens held: any would do, as layers turn back and rotate again."""

@@ -5,9 +5,9 @@ import torch
 from attention_by_hand import Scene
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ag.engine import observe, rows
+from ag.engine import observe
 from ag.engine.observe import Context, Keys, Queries
-from ag.engine.rows import attention
+from ag.engine.rows import FUSED, AttentionRows, attention
 from ag.kernels import native
 from ag.kernels.row_statistics import Values, cpu
 from ag.kernels.row_statistics.reference import differences
@@ -202,7 +202,7 @@ def test_one_pass_sums_what_several_sum(scene, monkeypatch):
     for version in ("cpp", "reference"):
         monkeypatch.setenv("AG_KERNELS", version)
         seen = scene.seen
-        found.append([x for f in rows.FUSED for x in (seen.total(f), seen.rows(3).total(f))])
+        found.append([x for f in FUSED for x in (seen.total(f), seen.rows(3).total(f))])
     assert len(found[0]) == 8
     for one, several in zip(*found, strict=True):
         assert bool((several > 0).any())
@@ -214,11 +214,11 @@ def test_sums_in_one_pass_and_rows_leave_each_other_alone(monkeypatch):
     monkeypatch.delenv("AG_KERNELS", raising=False)
     scene = Scene(seed=2, lengths=(12, 7), ragged=True)
     fresh, used = scene.seen.rows(4), scene.seen.rows(4)
-    sums = {f: used.total(f) for f in rows.FUSED}
+    sums = {f: used.total(f) for f in FUSED}
     for part in ("a", "s", "o", "visible"):
         assert torch.equal(getattr(used, part), getattr(fresh, part))
     mean = used.mean_heads()
-    for f in rows.FUSED:
+    for f in FUSED:
         assert torch.equal(used.total(f), sums[f])
         monkeypatch.setenv("AG_KERNELS", "reference")
         plain = mean.total(f)
@@ -230,9 +230,9 @@ def test_sums_in_one_pass_and_rows_leave_each_other_alone(monkeypatch):
 def test_sums_in_one_pass_make_no_weights(monkeypatch):
     monkeypatch.delenv("AG_KERNELS", raising=False)
     logits, v, outputs = torch.randn(1, 4, 3, 9), torch.randn(1, 1, 9, 5), torch.randn(1, 4, 3, 5)
-    rows = observe.AttentionRows(
+    rows = AttentionRows(
         logits, lambda: Values.of(v), torch.ones(1, 3).bool(), outputs=lambda: outputs - Values.of(v).centre
     )
-    for f in rows.FUSED:
+    for f in FUSED:
         rows.total(f)
     assert not {"a", "s", "visible"} & set(vars(rows))
