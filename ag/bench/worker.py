@@ -17,7 +17,7 @@ from ag.errors import UserError
 
 
 def call(mode: str, config: BenchConfig, context: int, batch: int, one: Contestant | str) -> dict[str, Any]:
-    """Measure a contestant and return its row: in a fresh process, on a GPU (whose allocations torch counts) in this one.
+    """Measure a contestant and return its row: in a fresh process, or on a GPU, which counts allocations, in this one.
 
     Raises:
         UserError: with the last line that the process wrote, when it failed.

@@ -1,4 +1,4 @@
-"""A training recipe on one card, stopped and resumed in the middle: ``python -m ag.bench.card.fit OUT.json key=value ...``.
+"""A training recipe on one card, resumed in the middle: ``python -m ag.bench.card.fit OUT.json key=value ...``.
 
 Keys are those of ``ag.fit``, and of :class:`Job` with ``job.`` before them.
 """
@@ -41,6 +41,7 @@ class Job:
         samples: rows whose time on four cards is estimated.
         text: documents of random words to write into ``data.root``; 0: it is there.
         plan: measure the step's memory in advance on fake tensors.
+        link: symbolic link to make to the run; empty: none.
     """
 
     gib: float = 0
@@ -49,6 +50,7 @@ class Job:
     samples: int = 4997
     text: int = 0
     plan: bool = False
+    link: str = ""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +71,7 @@ def job_of(words: list[str]) -> Job:
     """Read ``name=value`` of :class:`Job`.
 
     Raises:
-        UserError: for another name, or a value that is no number.
+        UserError: for another name, or a value that is no number where one is expected.
     """
     known = {field.name: field.type for field in fields(Job)}
     values: dict[str, Any] = {}
@@ -77,10 +79,9 @@ def job_of(words: list[str]) -> Job:
         if name not in known:
             raise UserError(f"job.{name}: expected one of {', '.join(known)}.")
         try:
-            number = json.loads(text)
+            values[name] = text if known[name] == "str" else json.loads(text)
         except ValueError:
             raise UserError(f"job.{name}={text}: expected a number.") from None
-        values[name] = number
     return Job(**values)
 
 
@@ -101,6 +102,9 @@ def run(words: list[str], job: Job, file: Path) -> Row:
     else:
         parts = [_done(_start("whole", file, words, job))]
     row = summary(parts, job)
+    if job.link:
+        Path(job.link).unlink(missing_ok=True)
+        Path(job.link).symlink_to(Path(parts[-1]["run"]).absolute(), target_is_directory=True)
     if job.lora:
         alone = [*words, "train=lora", f"trainer.max_steps={job.lora}"]
         step = _done(_start("lora", file, alone, job))["seconds a step"]

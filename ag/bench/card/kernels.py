@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Case:
     run: Callable[[], object]
     flops: float
     bytes: float
-    rivals: dict[str, Callable[[], object]]
+    rivals: Mapping[str, Callable[[], object]]
 
 
 def measure(config: KernelConfig) -> dict[str, Any]:
@@ -76,13 +76,8 @@ def measure(config: KernelConfig) -> dict[str, Any]:
             step()
         return statistics.median(seconds_of(device, step, config.rounds))
 
-    source = torch.empty(config.copy, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copied = 2 * config.copy / seconds(lambda: target.copy_(source))
-    del source, target
-    a, b = (torch.randn(config.square, config.square, device=device).to(dtype) for _ in range(2))
-    multiplied = 2 * config.square**3 / seconds(lambda: a @ b)
-    del a, b
+    copied = 2 * config.copy / seconds(_copy(config.copy, device))
+    multiplied = 2 * config.square**3 / seconds(_product(config.square, device, dtype))
     rows = []
     for make in (_training, _prefill, _columns, *[_decoding(batch) for batch in config.batch]):
         for case in make(config, device, dtype):
@@ -103,6 +98,17 @@ def measure(config: KernelConfig) -> dict[str, Any]:
                 }
             )
     return {"copy GB/s": copied / 1e9, "matmul TFLOP/s": multiplied / 1e12, "rows": rows}
+
+
+def _copy(size: int, device: torch.device) -> Callable[[], object]:
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return lambda: a @ b
 
 
 Cases = list[Case]

@@ -100,7 +100,7 @@ class Line:
         """Return the largest size that a card of so many GiB can run (None: a rehearsal), and why none before it."""
         if memory is None:
             return Shape(0, self.rehearsal if self.rehearsal is not None else self.shapes[-1].values), []
-        reasons = []
+        reasons: list[str] = []
         for shape in self.shapes:
             reason = shape.refuses(memory)
             if reason is None:

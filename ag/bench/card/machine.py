@@ -51,7 +51,7 @@ def machine(rehearsal: bool) -> Machine:
         return Machine("CPU rehearsal", "none", None, commit(), found)
     name, driver, gib = _card()
     usable(name, driver, torch.version.cuda, torch.cuda.is_available())
-    return Machine(name, driver, gib, commit(), found)
+    return Machine(str(name), driver, gib, commit(), found)
 
 
 def usable(name: str | None, driver: str, built_for: str | None, available: bool) -> None:

@@ -105,7 +105,10 @@ def run(
             say(f"{head}: {row['status']}: {reason}")
         with open(place.out / ROWS, "a") as file:
             file.write(json.dumps(row, default=str) + "\n")
-        after()
+        try:
+            after()
+        except Exception as error:  # a page that cannot be drawn must not cost the lines that follow
+            say(f"    no summary: {type(error).__name__}: {error}")
     return read(place.out)
 
 
@@ -130,19 +133,22 @@ def _execute(line: Line, row: Row, place: Place, limit: float) -> Row:
     """Run a line's process and return its status, seconds, result and goals."""
     place.work.mkdir(parents=True, exist_ok=True)
     out = Path(tempfile.mkdtemp(prefix=f"{line.name}-", dir=place.work))
-    values = {"out": str(out), "work": str(place.work)} | place.values | row["shape"]
-    words = [*line.prefix, sys.executable, "-m", *line.words(values)]
+    values = place.values | row["shape"]
+    words = line.words(values | {"out": str(out), "work": str(place.work)})
     shown = shlex.join([*line.prefix, "python", "-m", *line.words(values | {"out": "OUT", "work": "WORK"})])
     environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(line.environment or {})
     begin = time.monotonic()
-    code, text = _process(words, environment, limit)
+    code, text = _process([*line.prefix, sys.executable, "-m", *words], environment, limit)
     found: Row = {"command": shown, "seconds": time.monotonic() - begin, "result": results(out)}
     if code == 0:
         found["status"] = "ok"
     else:
         what = f"stopped after {limit:.0f} s" if code is None else f"exit code {code}"
         found |= {"status": "timed out" if code is None else "failed", "why": what, "tail": text[-TAIL:]}
-    found["goals"] = [goal.check(found["result"]) for goal in line.goals] if code == 0 else []
+    goals = [goal.check(found["result"]) for goal in line.goals] if code == 0 else []
+    found["goals"] = [
+        goal | {"met": None} if row["gib"] is None else goal for goal in goals
+    ]  # a rehearsal shows nothing
     shutil.rmtree(out, ignore_errors=True)
     return found
 
@@ -190,7 +196,7 @@ def results(folder: Path) -> Row:
 def _headline(row: Row) -> str:
     """Return what a finished line says in a few words."""
     tests = row["result"].get("tests")
-    said = [f"{tests[name]} {name}" for name in ("passed", "failures", "errors", "skipped") if tests[name]] if tests else []
+    said = [outcome(tests)] if tests else []
     said += [f"{goal['goal']} {number(goal['measured'])} ({verdict(goal)})" for goal in row["goals"]]
     said += [row["why"]] if "why" in row else []
     return f": {'; '.join(said)}" if said else ""
@@ -203,7 +209,13 @@ def number(value: float | None) -> str:
 
 def verdict(goal: Row) -> str:
     """Write whether a goal was met."""
-    return "met" if goal["met"] else f"missed: {goal['kind']} {number(goal['bar'])}"
+    words = {True: "met", False: "missed", None: "not judged"}[goal["met"]]
+    return f"{words}: {goal['why']}" if "why" in goal else words
+
+
+def outcome(tests: Row) -> str:
+    """Write how many tests passed, failed and skipped."""
+    return f"{tests['passed']} passed, {tests['failures'] + tests['errors']} failed, {tests['skipped']} skipped"
 
 
 def _clock(seconds: float) -> str:
