@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -109,8 +110,11 @@ class Line:
         return None, reasons
 
     def words(self, values: Mapping[str, str]) -> list[str]:
-        """Return the words of the command, with values put in."""
-        return [word.format_map(values) for word in self.command]
+        """Return the words of the command, with values put in; ``{more}`` may stand for several words, or none."""
+        words = (
+            shlex.split(values["more"]) if word == "{more}" else [word.format_map(values)] for word in self.command
+        )
+        return [one for some in words for one in some]
 
     def missing(self, values: Mapping[str, str]) -> str | None:
         """Return the first file that the line needs and that is not there."""

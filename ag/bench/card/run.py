@@ -24,7 +24,7 @@ from ag.errors import UserError
 Row = dict[str, Any]
 ROWS = "rows.jsonl"
 TAIL = 4000  # characters of a failed line's output that are kept
-RESERVE = 5.0  # seconds of a part for its summary
+RESERVE = 20.0  # seconds of a part for its start and its summary
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,11 @@ from ag.bench.card.machine import ROOT
 PARTS = ("check", "speed", "train")
 MODEL_GIB = {"random:llama-8b": 15.0, "random:llama-1b": 2.3}  # weights in 16 bits
 TOKEN_KIB = {"random:llama-8b": 128, "random:llama-1b": 32}  # keys and values of a token
+SMALL_RUN = "trainer.max_steps=2 warmup.regress_steps=1 optim.warmup_steps=0 data.prompt_min=20 data.prompt_max=40 "
+SMALL_RUN += "data.continuation=8 data.val_samples=2 data.batch_size=1 data.val_batch_size=1 gate.recent_tokens=4"
 KERNELS = ("gated_attention", "gated_prefill", "column_sums", "ragged_decode")
-TINY = {"model": "random:tiny", "dtype": "float32", "batch": "1"}
+ROUNDS = {"more": "rounds=3 steps=32"}
+TINY = {"model": "random:tiny", "dtype": "float32", "batch": "1", "more": "rounds=1 warmup=0 steps=1"}
 FAST_CHECK = ("test_gpu.py", "kernels", "decode", "memory", "compile", "graph", "sync")  # parts of file names, in order
 
 
@@ -56,14 +59,14 @@ def tested(name: str, *words: str, seconds: int = 60, **options: Any) -> Line:
 def bench(mode: str, *words: str) -> tuple[str, ...]:
     """Return the words of a line of ``ag.bench``."""
     given = ("model={model}", "dtype={dtype}", "context=[{context}]", "batch=[{batch}]", "device={device}")
-    return ("ag.bench", mode, *given, *words, "output={out}")
+    return ("ag.bench", mode, *given, *words, "{more}", "output={out}")
 
 
 def sized(model: str, context: str, batch: int, extra: float) -> Shape:
     """Return a shape of ``ag.bench``, with the memory for weights, a full cache and ``extra`` GiB beside them."""
     longest = max(int(tokens) for tokens in context.split(","))
     cache = 1.12 * longest * batch * TOKEN_KIB[model] / (1 << 20)
-    values = {"model": model, "dtype": "bfloat16", "context": context, "batch": str(batch)}
+    values = {"model": model, "dtype": "bfloat16", "context": context, "batch": str(batch), **ROUNDS}
     return Shape(round(MODEL_GIB[model] + cache + extra, 1), values)
 
 
@@ -77,13 +80,13 @@ def decode(name: str, batch: int, uneven: bool, seconds: int) -> Line:
         Goal("full over transformers", "at least", 1.0, lambda r: min(of(r, "decode", "full", "x transformers"))),
         Goal("full over flash-attn, where installed", "at least", 1.0, _over_flash),
     )
-    words = ("keep=[0.2]", f"uneven={str(uneven).lower()}", "{rounds}", "steps=32")
+    words = ("keep=[0.2]", f"uneven={str(uneven).lower()}")
     return Line(
         name=name,
         command=bench("decode", *words),
         seconds=seconds,
-        shapes=tuple(Shape(s.gib, {**s.values, "rounds": "rounds=3"}) for s in shapes),
-        rehearsal=TINY | {"context": "48,64", "rounds": "rounds=1"},
+        shapes=tuple(shapes),
+        rehearsal=TINY | {"context": "32,48"},
         goals=goals[: 3 if _flash() else 2],
     )
 
@@ -110,7 +113,7 @@ def speed() -> list[Line]:
         decode("decode_uneven", 1, True, 45),
         Line(
             name="prefill_gates",
-            command=bench("prefill", "policy=[gates]", "keep=[0.25]", "rounds=1"),
+            command=bench("prefill", "policy=[gates]", "keep=[0.25]"),
             seconds=90,
             shapes=(
                 sized("random:llama-8b", "32768,100000", 1, 14),
@@ -126,7 +129,7 @@ def speed() -> list[Line]:
         ),
         Line(
             name="memory",
-            command=bench("memory", "policy=[random]", "keep=[0.25]", "fill=true", "steps=4"),
+            command=bench("memory", "policy=[random]", "keep=[0.25]", "fill=true"),
             seconds=50,
             shapes=(
                 sized("random:llama-8b", "400000", 1, 6),
@@ -144,15 +147,15 @@ def speed() -> list[Line]:
         ),
         Line(
             name="train_step",
-            command=bench("train", "rounds=3"),
+            command=bench("train"),
             seconds=80,
             shapes=(
-                Shape(130, {"model": "random:llama-8b", "dtype": "bfloat16", "context": "4096,8192", "batch": "1"}),
-                Shape(72, {"model": "random:llama-8b", "dtype": "bfloat16", "context": "2048,4096", "batch": "1"}),
-                Shape(44, {"model": "random:llama-1b", "dtype": "bfloat16", "context": "4096,8192", "batch": "1"}),
-                Shape(20, {"model": "random:llama-1b", "dtype": "bfloat16", "context": "1024,2048", "batch": "1"}),
+                Shape(130, sized("random:llama-8b", "4096,8192", 1, 0).values),
+                Shape(72, sized("random:llama-8b", "2048,4096", 1, 0).values),
+                Shape(44, sized("random:llama-1b", "4096,8192", 1, 0).values),
+                Shape(20, sized("random:llama-1b", "1024,2048", 1, 0).values),
             ),
-            rehearsal=TINY | {"context": "32,64"},
+            rehearsal=TINY | {"context": "16,32"},
             goals=(
                 Goal(
                     "gates + LoRA over LoRA, longest row",
@@ -167,10 +170,10 @@ def speed() -> list[Line]:
         decode("decode_uneven_batch_8", 8, True, 50),
         Line(
             name="prefill_policies",
-            command=bench("prefill", "policy=[snapkv,h2o,cake]", "keep=[0.25]", "rounds=1"),
+            command=bench("prefill", "policy=[snapkv,h2o,cake]", "keep=[0.25]"),
             seconds=70,
             shapes=(sized("random:llama-8b", "32768", 1, 8), sized("random:llama-1b", "32768", 1, 6)),
-            rehearsal=TINY | {"context": "48"},
+            rehearsal=TINY | {"context": "160"},
         ),
         decode("decode_even_batch_8", 8, False, 50),
     ]
@@ -265,12 +268,12 @@ def train() -> list[Line]:
         four_cards("mistral_cpt", "mistral-7b", 90, "job.samples=5000", "trainer.accumulate=1"),
         Line(
             name="smollm2_corpus",
-            command=fitted("recipe=smollm2_corpus", *small, "{size}"),
+            command=fitted("recipe=smollm2_corpus", *small, "{more}"),
             seconds=180,
-            shapes=(Shape(12, {"size": "seed=0"}),),
-            rehearsal={"size": "trainer.max_steps=2"},
+            shapes=(Shape(12, {"more": ""}),),
+            rehearsal={"more": SMALL_RUN},
             goals=(Goal("losses and gradients finite", "at least", 1, lambda r: r["fit"]["finite"]),),
-            files=("{data}", "{model}"),
+            files=("{data}",),
         ),
         Line(
             name="evaluate",
