@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -107,12 +110,23 @@ def run(words: list[str], job: Job, file: Path) -> Row:
         Path(job.link).symlink_to(Path(parts[-1]["run"]).absolute(), target_is_directory=True)
     if job.lora:
         alone = [*words, "train=lora", f"trainer.max_steps={job.lora}"]
-        step = _done(_start("lora", file, alone, job))["seconds a step"]
-        row |= {"lora seconds a step": step, "share of gates": 1 - step / row["seconds a step"]}
+        with _noting(row, "no lora"):
+            step = _done(_start("lora", file, alone, job))["seconds a step"]
+            row |= {"lora seconds a step": step, "share of gates": 1 - step / row["seconds a step"]}
     if planned is not None:
-        row["planned bytes"] = _done(planned)["bytes"]
-        row["peak over plan"] = row["peak bytes"] / row["planned bytes"]
+        with _noting(row, "no plan"):
+            row["planned bytes"] = _done(planned)["bytes"]
+            row["peak over plan"] = row["peak bytes"] / row["planned bytes"]
     return row
+
+
+@contextmanager
+def _noting(row: Row, name: str) -> Iterator[None]:
+    """Write down why a number is missing, in place of losing the others."""
+    try:
+        yield
+    except UserError as error:
+        row[name] = str(error)
 
 
 def summary(parts: list[Row], job: Job) -> Row:
@@ -140,10 +154,18 @@ def summary(parts: list[Row], job: Job) -> Row:
 def _start(name: str, file: Path, words: list[str], job: Job) -> tuple[subprocess.Popen[str], Path]:
     """Begin a part of the work in a process of its own."""
     out = file.with_name(f"{file.stem}.{name}.part")
+    environment = dict(os.environ)
+    if name == "plan":
+        environment.pop("TRITON_INTERPRET", None)  # fake tensors have nothing to interpret
     command = [sys.executable, "-c", f"from ag.bench.card.fit import part; part({name!r}, {str(out)!r})"]
     told = json.dumps({"words": words, "job": asdict(job)})
     process = subprocess.Popen(
-        [*command, told], stdout=sys.stdout, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+        [*command, told],
+        stdout=sys.stdout,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env=environment,
     )
     return process, out
 

@@ -111,10 +111,10 @@ class Line:
 
     def words(self, values: Mapping[str, str]) -> list[str]:
         """Return the words of the command, with values put in; ``{more}`` may stand for several words, or none."""
-        words = (
-            shlex.split(values["more"]) if word == "{more}" else [word.format_map(values)] for word in self.command
-        )
-        return [one for some in words for one in some]
+        found: list[str] = []
+        for word in self.command:
+            found += shlex.split(values["more"]) if word == "{more}" else [word.format_map(values)]
+        return found
 
     def missing(self, values: Mapping[str, str]) -> str | None:
         """Return the first file that the line needs and that is not there."""

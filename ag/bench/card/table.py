@@ -137,7 +137,7 @@ def speed() -> list[Line]:
                 sized("random:llama-1b", "400000", 1, 4),
                 sized("random:llama-1b", "100000", 1, 3),
             ),
-            rehearsal=TINY | {"context": "512"},
+            rehearsal=TINY | {"context": "128"},
             goals=(
                 Goal(
                     "keys and values of full", "at most", 0.4, lambda r: of(r, "memory", "random 0.25", "KV of full")[0]
@@ -155,7 +155,7 @@ def speed() -> list[Line]:
                 Shape(44, sized("random:llama-1b", "4096,8192", 1, 0).values),
                 Shape(20, sized("random:llama-1b", "1024,2048", 1, 0).values),
             ),
-            rehearsal=TINY | {"context": "16,32"},
+            rehearsal=TINY | {"context": "16"},
             goals=(
                 Goal(
                     "gates + LoRA over LoRA, longest row",
@@ -228,6 +228,7 @@ def four_cards(recipe: str, geometry: str, seconds: int, *words: str) -> Line:
         "head": "128",
         "steps": "10",
         "text": "300",
+        "more": "",
     }
     given = ("model.name={base}", "model.quantization={quantization}", "model.dtype={dtype}", "gate.head_dim={head}")
     data = ("data.root={work}/text_{text}", "data.revision=null", "data.val_samples=2", "data.max_length={length}")
@@ -235,21 +236,21 @@ def four_cards(recipe: str, geometry: str, seconds: int, *words: str) -> Line:
     job = ("job.gib=24", "job.steps={steps}", "job.text={text}", "job.plan=true")
     tiny = {
         "base": "random:docs/models/tiny.json",
-        "length": "64",
+        "length": "16",
         "precision": "32-true",
         "dtype": "float32",
         "head": "8",
     }
     return Line(
         name=recipe,
-        command=fitted(f"recipe={recipe}", *given, *data, *how, *job, *words),
+        command=fitted(f"recipe={recipe}", *given, *data, *how, *job, *words, "{more}"),
         seconds=seconds,
         shapes=(
             Shape(14, full | {"quantization": "nf4"}, ("bitsandbytes",)),
             Shape(23, full | {"quantization": "none"}),
             Shape(9, full | {"quantization": "none", "length": "1024", "base": "random:docs/models/llama-1b.json"}),
         ),
-        rehearsal=tiny | {"steps": "4", "text": "4", "quantization": "none"},
+        rehearsal=tiny | {"steps": "2", "text": "4", "quantization": "none", "more": "trainer.accumulate=1"},
         goals=(
             Goal("losses and gradients finite", "at least", 1, lambda r: r["fit"]["finite"]),
             Goal("resumed with the next step", "at least", 1, lambda r: r["fit"]["resumed"]),
