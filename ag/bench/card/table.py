@@ -103,18 +103,18 @@ def speed() -> list[Line]:
         Line(
             name="kernels",
             command=("ag.bench.card.kernels", *sizes, *counts, "device={device}", "output={out}/kernels.json"),
-            seconds=80,
+            seconds=70,
             shapes=(Shape(10, large),),
             rehearsal=tiny,
             goals=tuple(
                 Goal(f"{kernel}, of what the card gives it", "at least", 0.6, _reached(kernel)) for kernel in KERNELS
             ),
         ),
-        decode("decode_uneven", 1, True, 45),
+        decode("decode_uneven", 1, True, 40),
         Line(
             name="prefill_gates",
             command=bench("prefill", "policy=[gates]", "keep=[0.25]"),
-            seconds=90,
+            seconds=80,
             shapes=(
                 sized("random:llama-8b", "32768,100000", 1, 14),
                 sized("random:llama-8b", "32768", 1, 6),
@@ -130,7 +130,7 @@ def speed() -> list[Line]:
         Line(
             name="memory",
             command=bench("memory", "policy=[random]", "keep=[0.25]", "fill=true"),
-            seconds=50,
+            seconds=40,
             shapes=(
                 sized("random:llama-8b", "400000", 1, 6),
                 sized("random:llama-8b", "200000", 1, 5),
@@ -166,16 +166,16 @@ def speed() -> list[Line]:
                 Goal("memory beside what is held, doubled row over row", "at most", 2.1, _doubling),
             ),
         ),
-        decode("decode_even", 1, False, 45),
-        decode("decode_uneven_batch_8", 8, True, 50),
+        decode("decode_even", 1, False, 40),
+        decode("decode_uneven_batch_8", 8, True, 45),
         Line(
             name="prefill_policies",
             command=bench("prefill", "policy=[snapkv,h2o,cake]", "keep=[0.25]"),
-            seconds=70,
+            seconds=60,
             shapes=(sized("random:llama-8b", "32768", 1, 8), sized("random:llama-1b", "32768", 1, 6)),
             rehearsal=TINY | {"context": "160"},
         ),
-        decode("decode_even_batch_8", 8, False, 50),
+        decode("decode_even_batch_8", 8, False, 45),
     ]
 
 
