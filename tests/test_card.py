@@ -1,6 +1,7 @@
 """The lines of scripts/gpu.sh: chosen by memory and time, recorded whatever happens, summed up over cards."""
 
 import json
+import re
 import zipfile
 
 import pytest
@@ -211,6 +212,15 @@ def test_goals_read_the_right_numbers():
     )
     slow, doubled = (goal.check({"train": {"rows": steps}}) for goal in lines["train_step"].goals)
     assert (slow["measured"], slow["met"], doubled["measured"], doubled["met"]) == (1.2, True, 2.5, False)
+
+
+def test_the_line_that_the_documentation_adds_is_a_line():
+    text = (machine.ROOT / "docs" / "gpu.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    line = eval(example, {"Line": Line, "Shape": Shape, "Goal": Goal, "fitted": table.fitted})
+    words = line.words({"out": "OUT", "work": "WORK", "data": "DATA", "device": "gpu"})
+    assert words[:4] == ["ag.bench.card.fit", "OUT/fit.json", "recipe=my_recipe", "data.root=DATA"]
+    assert line.goals[0].check({"fit": {"finite": 1.0}})["met"]
 
 
 def card_rows(place, here, share):

@@ -77,7 +77,10 @@ def usable(name: str | None, driver: str, built_for: str | None, available: bool
 def _card() -> tuple[str | None, str, float]:
     """Return name, driver and memory in GiB of the first visible card, as the driver tells them."""
     if shutil.which("nvidia-smi") is None:
-        return None, "", 0.0
+        if not torch.cuda.is_available():
+            return None, "", 0.0
+        found = torch.cuda.get_device_properties(0)
+        return found.name, "unknown", found.total_memory / (1 << 30)
     index = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
     query = ["nvidia-smi", f"--id={index}", "--query-gpu=name,driver_version,memory.total"]
     done = subprocess.run([*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=60)
