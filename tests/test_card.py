@@ -75,6 +75,8 @@ def test_rows_cut_short_by_a_kill_do_not_count(place):
     with open(place.out / run.ROWS, "a") as file:
         file.write('{"line": "bad", "sta')
     assert set(run.read(place.out)) == {"good"}
+    rows, _ = go([python("good", WRITES), python("bad", WRITES)], place)
+    assert set(rows) == {"good", "bad"}
 
 
 def test_a_part_ends_in_time(place):

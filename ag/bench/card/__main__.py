@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         if options.part == "pack":
-            print(pack.gather(pack.Pack(options, Path(options.out or ROOT / ".pack"))))
+            print(pack.gather(options, Path(options.out or ROOT / ".pack")))
             return 0
         here = machine(options.cpu_rehearsal)
         parts = table.PARTS if options.part == "all" else (options.part,)

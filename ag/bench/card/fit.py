@@ -161,7 +161,6 @@ def _start(name: str, file: Path, words: list[str], job: Job) -> tuple[subproces
     told = json.dumps({"words": words, "job": asdict(job)})
     process = subprocess.Popen(
         [*command, told],
-        stdout=sys.stdout,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,

@@ -79,7 +79,6 @@ class Line:
         goals: what the result is measured against.
         prefix: words before Python: a program that runs it.
         files: ``{work}/...`` that earlier lines made, or ``{data}``: without them the line is skipped.
-        environment: variables.
     """
 
     name: str
@@ -90,7 +89,6 @@ class Line:
     goals: tuple[Goal, ...] = ()
     prefix: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
-    environment: Mapping[str, str] | None = None
 
     @property
     def limit(self) -> int:

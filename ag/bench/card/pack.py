@@ -12,7 +12,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -37,19 +36,6 @@ CALIBRATION = 9  # documents that the small model is rounded with
 SPARE = 100_000  # bytes of file system blocks and the note
 
 
-@dataclass(frozen=True)
-class Pack:
-    """What is packed for which machine.
-
-    Attributes:
-        told: ``data``, ``present``, ``python``, ``cuda``, ``megabytes`` of the command line.
-        out: the folder.
-    """
-
-    told: argparse.Namespace
-    out: Path
-
-
 def options(parser: argparse._ArgumentGroup) -> None:
     """Add the options of ``gpu.sh pack``."""
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -59,14 +45,17 @@ def options(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--megabytes", type=float, default=60, help="size of the pack, at most (%(default)s)")
 
 
-def gather(pack: Pack) -> str:
+def gather(told: argparse.Namespace, out: Path) -> str:
     """Make the folder anew and return what lies in it, in one line.
+
+    Args:
+        told: ``data``, ``present``, ``python``, ``cuda``, ``megabytes`` of the command line.
+        out: the folder.
 
     Raises:
         UserError: without documents, for a folder that is something else, when a wheel cannot be had, or when too
             little room is left for the model.
     """
-    told, out = pack.told, pack.out
     if told.data is None or not Path(told.data).is_dir():
         raise UserError(f"--data {told.data}: expected a folder with train.jsonl and validation.jsonl (or .gz).")
     if out.exists() and any(out.iterdir()) and not (out / NOTE).is_file():

@@ -103,13 +103,19 @@ def run(
         else:
             row["why"] = reason
             say(f"{head}: {row['status']}: {reason}")
-        with open(place.out / ROWS, "a") as file:
-            file.write(json.dumps(row, default=str) + "\n")
+        _append(place.out / ROWS, row)
         try:
             after()
         except Exception as error:  # a page that cannot be drawn must not cost the lines that follow
             say(f"    no summary: {type(error).__name__}: {error}")
     return read(place.out)
+
+
+def _append(file: Path, row: Row) -> None:
+    """Write a row at the end of a file, on a line of its own even after one that was cut short."""
+    old = file.read_text() if file.is_file() else ""
+    with open(file, "a") as out:
+        out.write("\n" * (old[-1:] not in ("", "\n")) + json.dumps(row, default=str) + "\n")
 
 
 def _row(line: Line, place: Place, here: Machine) -> Row:
@@ -136,9 +142,8 @@ def _execute(line: Line, row: Row, place: Place, limit: float) -> Row:
     values = place.values | row["shape"]
     words = line.words(values | {"out": str(out), "work": str(place.work)})
     shown = shlex.join([*line.prefix, "python", "-m", *line.words(values | {"out": "OUT", "work": "WORK"})])
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(line.environment or {})
     begin = time.monotonic()
-    code, text = _process([*line.prefix, sys.executable, "-m", *words], environment, limit)
+    code, text = _process([*line.prefix, sys.executable, "-m", *words], limit)
     found: Row = {"command": shown, "seconds": time.monotonic() - begin, "result": results(out)}
     if code == 0:
         found["status"] = "ok"
@@ -146,21 +151,19 @@ def _execute(line: Line, row: Row, place: Place, limit: float) -> Row:
         what = f"stopped after {limit:.0f} s" if code is None else f"exit code {code}"
         found |= {"status": "timed out" if code is None else "failed", "why": what, "tail": text[-TAIL:]}
     goals = [goal.check(found["result"]) for goal in line.goals] if code == 0 else []
-    found["goals"] = [
-        goal | {"met": None} if row["gib"] is None else goal for goal in goals
-    ]  # a rehearsal shows nothing
+    judged = {} if row["gib"] is not None else {"met": None}  # a rehearsal shows nothing
+    found["goals"] = [goal | judged for goal in goals]
     shutil.rmtree(out, ignore_errors=True)
     return found
 
 
-def _process(words: list[str], environment: dict[str, str], limit: float) -> tuple[int | None, str]:
+def _process(words: list[str], limit: float) -> tuple[int | None, str]:
     """Run a process and its children; returns the exit code (None: stopped) and all output."""
     with tempfile.TemporaryFile() as output:
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        into: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
         try:
-            process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
+            process = subprocess.Popen(words, **into, cwd=ROOT, env=environment, start_new_session=True)
         except OSError as error:
             return 127, str(error)
         code: int | None
