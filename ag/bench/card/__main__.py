@@ -71,14 +71,13 @@ def _data(options: argparse.Namespace) -> str:
         if not Path(given).is_dir():
             raise UserError(f"--data {given}: expected a folder with train.jsonl and validation.jsonl.")
         return str(Path(given).absolute())
-    carried = pack.home() / pack.CORPUS
-    return str(carried.absolute()) if carried.is_dir() else ""
+    return str(pack.carried(pack.CORPUS) or "")
 
 
 def _model(work: Path) -> str:
     """Return the small model: that of the pack, unpacked, or the alias."""
-    carried = pack.home() / pack.MODEL
-    return str(restore(carried, work / "smollm2-small")) if carried.is_dir() else "smollm2"
+    carried = pack.carried(pack.MODEL)
+    return "smollm2" if carried is None else str(restore(carried, work / "smollm2-small"))
 
 
 def _parser() -> argparse.ArgumentParser:

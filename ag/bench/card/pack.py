@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 from ag import models
 from ag.bench.card import small_model
-from ag.bench.card.machine import ROOT, commit
+from ag.bench.card.machine import commit
 from ag.errors import UserError
 
 NOTE, WHEELS, MODEL, CORPUS = "pack.json", "wheels", "model", "corpus"
@@ -83,9 +83,10 @@ def gather(told: argparse.Namespace, out: Path) -> str:
     )
 
 
-def home() -> Path:
-    """Return the folder of the pack that this machine has, or would have."""
-    return Path(os.environ.get("AG_PACK") or ROOT / ".pack")
+def carried(name: str) -> Path | None:
+    """Return a folder or file of the pack that this machine works from (AG_PACK), or None."""
+    path = Path(os.environ.get("AG_PACK") or "/nowhere") / name
+    return path.absolute() if path.exists() else None
 
 
 def closure(roots: Iterable[str], python: str) -> dict[str, str]:
