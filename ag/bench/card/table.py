@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from ag.bench.card.line import Goal, Line, Result, Shape
@@ -16,7 +17,17 @@ SMALL_RUN += "data.continuation=8 data.val_samples=2 data.batch_size=1 data.val_
 KERNELS = ("gated_attention", "gated_prefill", "column_sums", "ragged_decode")
 ROUNDS = {"more": "rounds=3 steps=32"}
 TINY = {"model": "random:tiny", "dtype": "float32", "batch": "1", "more": "rounds=1 warmup=0 steps=1"}
-FAST_CHECK = ("test_gpu.py", "kernels", "decode", "memory", "compile", "graph", "sync")  # parts of file names, in order
+#: Files of tests in the order of their worth; others come after them.
+FIRST = (
+    "gated_attention",
+    "ragged_decode",
+    "engine",
+    "gated_prefill",
+    "column_sums",
+    "training",
+    "compile",
+    "quantised",
+)
 
 
 def lines(part: str) -> list[Line]:
@@ -30,7 +41,7 @@ def lines(part: str) -> list[Line]:
 def check() -> list[Line]:
     """Return a line for each file of tests that need a card, and one for each kernel under compute-sanitizer."""
     files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
-    files.sort(key=lambda file: [word not in str(file) for word in FAST_CHECK])
+    files.sort(key=lambda file: [word not in file.stem for word in FIRST])
     smallest = "tests/gpu/test_smallest.py"
     tests = [tested(file.stem.removeprefix("test_"), str(file.relative_to(ROOT))) for file in files]
     guarded = [
@@ -47,10 +58,15 @@ def check() -> list[Line]:
     return tests + guarded
 
 
-def tested(name: str, *words: str, seconds: int = 60, **options: Any) -> Line:
-    """Return a line that runs tests marked gpu; in a rehearsal they are collected, and skip."""
-    command = ("pytest", *words, "-m", "gpu", "-q", "-p", "no:cacheprovider", "--junitxml={out}/junit.xml")
-    return Line(name=name, command=command, seconds=seconds, **options)
+def tested(name: str, *words: str, seconds: int = 35, **options: Any) -> Line:
+    """Return a line that runs tests marked gpu; in a rehearsal they are collected, and skip.
+
+    Compiling kernels takes most of the time, so that a file runs in four processes where pytest-xdist is installed.
+    """
+    command = ("pytest", *words, "-m", "gpu", "-q", "-p", "no:cacheprovider", "--junitxml={out}/junit.xml", "{more}")
+    workers = "-n 4" if "prefix" not in options and find_spec("xdist") else ""
+    shapes, rehearsal = (Shape(1, {"more": workers}),), {"more": ""}
+    return Line(name=name, command=command, seconds=seconds, shapes=shapes, rehearsal=rehearsal, **options)
 
 
 # --- speed: what a clock shows
