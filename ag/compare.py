@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from ag.cli import parse
 from ag.config import key, mapping
-from ag.configure import dump
+from ag.config.command_line import parse
+from ag.config.recipes import dump
 from ag.engine.spec import BUDGET
 from ag.errors import UserError
 from ag.evaluate.cells import plan

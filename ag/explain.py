@@ -14,17 +14,18 @@ from matplotlib.figure import Figure
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ag import export, models
-from ag.cli import parse
 from ag.config import ModelConfig, key, mapping
+from ag.config.command_line import parse
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.spec import BUDGET, PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import inside, inside_plots, tasks
 from ag.evaluate.tasks import Sample
 from ag.evaluate.views import View, record
-from ag.figures import keep_pattern
-from ag.gate import AttentionGate, AttentionGates
+from ag.gates import export
+from ag.gates.figures import keep_pattern
+from ag.gates.gate import AttentionGate, AttentionGates
+from ag.model import base as models
 
 SEARCHED = 10  # samples read for each one wanted, as some are too short
 

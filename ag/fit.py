@@ -14,17 +14,19 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ag import callbacks, data, export, models
-from ag.attach import decoder_of
+from ag import callbacks, data
 from ag.callbacks.checkpoint_files import newest_valid
-from ag.cli import parse
 from ag.config import Config
-from ag.configure import dump
+from ag.config.command_line import parse
+from ag.config.recipes import dump
 from ag.errors import UserError
-from ag.gate import AttentionGates
-from ag.loggers import build_loggers, read_metrics
-from ag.module import GatedLM
-from ag.sharded import ShardedStrategy, gather
+from ag.gates import export
+from ag.gates.gate import AttentionGates
+from ag.model import base as models
+from ag.model.hooks import decoder_of
+from ag.training.loggers import build_loggers, read_metrics
+from ag.training.module import GatedLM
+from ag.training.sharded import ShardedStrategy, gather
 
 EXIT_USER_ERROR, EXIT_NOT_FINITE = 2, 3
 
@@ -39,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     invocation = parse(sys.argv[1:] if argv is None else argv, Config, "ag.fit")
     try:
         if invocation.config.plan:
-            from ag.plan import report  # imports the fake tensors of PyTorch's compiler
+            from ag.training.memory_plan import report  # imports the fake tensors of PyTorch's compiler
 
             print(report(invocation.config))
             return 0

@@ -15,14 +15,16 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ag import export, models, smollm2
-from ag.cli import parse
 from ag.config import ModelConfig, key, mapping
+from ag.config.command_line import parse
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.report import Report
 from ag.engine.spec import BUDGET, PolicySpec
 from ag.errors import UserError
-from ag.gate import fingerprint
+from ag.gates import export
+from ag.model import base as models
+from ag.model import smollm2
+from ag.model.geometry import fingerprint
 
 Model = PreTrainedModel | PeftModel
 

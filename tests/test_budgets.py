@@ -8,7 +8,7 @@ import ag.compare
 import ag.evaluate.__main__
 import ag.explain
 import ag.generate
-from ag.cli import parse
+from ag.config.command_line import parse
 from ag.engine.spec import parse_budget
 from ag.errors import UserError
 from ag.evaluate import cells

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from ag import models, plan, random_base
 from ag.bench.__main__ import main as bench
 from ag.bench.card import __main__ as command
 from ag.bench.card import fit, kernels, machine, pack, run, small_model, summary, table
@@ -16,6 +15,9 @@ from ag.bench.card.line import Goal, Line, Shape
 from ag.bench.card.machine import Machine
 from ag.config import Config, ModelConfig
 from ag.errors import UserError
+from ag.model import base as models
+from ag.model import random_base
+from ag.training import memory_plan as plan
 from ag.versions import versions
 
 H200 = Machine("NVIDIA H200", "580.1", 140.0, "abc1234", {"torch": "2.11", "triton": "3.6", "transformers": "5.17"})

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ag.cli import Invocation, parse
 from ag.config import Config
-from ag.configure import check_resume, dump, load_config
-from ag.keys import ConfigError, from_text, keys, parse_yaml
+from ag.config.command_line import Invocation, parse
+from ag.config.keys import ConfigError, from_text, keys, parse_yaml
+from ag.config.recipes import check_resume, dump, load_config
 
 KEYS = keys(Config)
 
@@ -560,7 +560,7 @@ def test_name_of_a_recipe_cannot_leave_the_output_folder(error: Any, tmp_path: P
 PROGRAM = """
 import json, os, sys, time
 from dataclasses import dataclass, field
-from ag.cli import parse
+from ag.config.command_line import parse
 
 @dataclass
 class Schema:
@@ -694,7 +694,7 @@ def outcome(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ag.cli.sweep", lambda *_: 0)
+    monkeypatch.setattr("ag.config.command_line.sweep", lambda *_: 0)
 
 
 @anything

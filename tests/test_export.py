@@ -37,9 +37,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ag import export
-from ag.export import ExportError
-from ag.gate import AttentionGates, GateConfig
+from ag.config.gate import GateConfig
+from ag.gates import export
+from ag.gates.export import ExportError
+from ag.gates.gate import AttentionGates
 
 MODEL = LlamaConfig(
     num_hidden_layers=3,
@@ -244,7 +245,7 @@ def test_content_of_the_folder(tmp_path: Path) -> None:
     for part in (
         'ag.EvictionCache(model, "gates:PATH")',
         "python -m ag.generate gates=PATH prompt=",
-        'ag.export.load_adapter(model, "PATH")',
+        'ag.gates.export.load_adapter(model, "PATH")',
         "| kept share of the prompt's entries | 0.4375 |",
         "| val/loss | 2.5 |",
         "| head_dim | 4 |",

@@ -3,7 +3,8 @@ import torch
 from transformers import Gemma3TextConfig, LlamaConfig
 
 import ag
-from ag.gate import AttentionGate, fingerprint
+from ag.gates.gate import AttentionGate
+from ag.model.geometry import fingerprint
 
 LLAMA_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 

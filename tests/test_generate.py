@@ -5,11 +5,13 @@ import torch
 from gates_for import gates_for
 
 import ag
-from ag import export, models, smollm2
 from ag.config import LoraConfig
 from ag.errors import UserError
-from ag.gating import Gating
+from ag.gates import export
+from ag.gates.gating import Gating
 from ag.generate import GenerateConfig, generate, main
+from ag.model import base as models
+from ag.model import smollm2
 
 PROMPT = "Rosa the potter has a ticket to Rome. It rained on the pier. Where does Rosa go?"
 NEW = 12

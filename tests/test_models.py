@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from ag import models
-from ag import smollm2 as wheel
 from ag.config import LoraConfig, ModelConfig
+from ag.model import base as models
+from ag.model import smollm2 as wheel
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 import ag
 from ag.bench.__main__ import main, named
 from ag.bench.config import BenchConfig
-from ag.cli import parse
 from ag.compare import CompareConfig
 from ag.config import Config
+from ag.config.command_line import parse
 from ag.evaluate.__main__ import EvaluateConfig
 from ag.explain import ExplainConfig
 from ag.generate import GenerateConfig

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from ag.cli import parse
 from ag.compare import CompareConfig
 from ag.config import Config
-from ag.configure import RECIPES, dump, load_config, recipe_names, resolve
+from ag.config.command_line import parse
+from ag.config.keys import keys, parse_yaml
+from ag.config.recipes import RECIPES, dump, load_config, recipe_names, resolve
 from ag.evaluate.cells import plan
 from ag.evaluate.tasks.longbench_subsets import SUBSETS
-from ag.keys import keys, parse_yaml
 
 ABLATIONS = {  # the single difference from piqa_sft (Tables 3 and 6 of the paper)
     "ablation_heads_2": {"num_heads": 2},

@@ -19,7 +19,7 @@ from ag.bench.card import summary
 from ag.bench.config import MODES, BenchConfig
 from ag.bench.measure import machine
 from ag.bench.write import markdown, write
-from ag.cli import parse
+from ag.config.command_line import parse
 from ag.errors import UserError
 
 MEASURES = {"decode": decode.measure, "prefill": prefill.measure, "train": train.measure, "memory": memory.measure}

@@ -13,7 +13,6 @@ from transformers.cache_utils import Cache
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 import ag
-from ag.attach import AttentionCall, decoder_of
 from ag.bench.config import BenchConfig
 from ag.bench.models import gates_for
 from ag.engine import EvictionCache, Policy, policy
@@ -21,8 +20,10 @@ from ag.engine.observe import Observation
 from ag.engine.scorers import Scorer
 from ag.engine.scorers.controls import Random
 from ag.errors import UserError
-from ag.gate import AttentionGates, fingerprint
-from ag.gating import Gating
+from ag.gates.gate import AttentionGates
+from ag.gates.gating import Gating
+from ag.model.geometry import fingerprint
+from ag.model.hooks import AttentionCall, decoder_of
 
 CALIBRATION_TOKENS = 8192
 

@@ -16,8 +16,8 @@ from ag.bench.config import BenchConfig
 from ag.bench.measure import forget_peak, held_bytes, paired, peak_bytes, quartiles, seconds_of
 from ag.bench.models import build, gates_for
 from ag.config import Config
-from ag.models import add_lora
-from ag.module import GatedLM
+from ag.model.base import add_lora
+from ag.training.module import GatedLM
 
 Row = dict[str, Any]
 PLANS = ("lora", "gates", "gates+lora")
@@ -77,7 +77,7 @@ def _twin(base: PreTrainedModel) -> PreTrainedModel:
 def training_step(
     config: BenchConfig, plan: str, context: int, batch: int, base: PreTrainedModel | None = None
 ) -> tuple[Callable[[], None], float]:
-    """Return a step of :class:`ag.module.GatedLM` with AdamW, and the trained share of the base's parameters.
+    """Return a step of :class:`ag.training.module.GatedLM` with AdamW, and the trained share of the base's parameters.
 
     The rows are packed text, gates are causal and act within them: the dearest of the settings.
     """

@@ -11,25 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ag.attach import (
-    AttentionCall,
-    Plan,
-    attached_gates,
-    check_geometry,
-    check_rotations,
-    decoder_of,
-    device_of,
-    instrument,
-    place,
-)
 from ag.engine.decide import Decision
 from ag.engine.layer import EvictionLayer, Part
 from ag.engine.policy import Option, Policy, policy
 from ag.engine.report import Report
 from ag.engine.spec import PolicySpec
 from ag.errors import UserError
-from ag.gate import fingerprint
-from ag.gating import Gating
+from ag.gates.attach import attached_gates, check_geometry, place
+from ag.gates.gating import Gating
+from ag.model.geometry import fingerprint
+from ag.model.hooks import AttentionCall, Plan, check_rotations, decoder_of, device_of, instrument
 
 
 class EvictionCache(Cache, Plan):
@@ -203,7 +194,7 @@ class EvictionCache(Cache, Plan):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
-        """Take the padding of the coming tokens; see :class:`ag.attach.Plan`.
+        """Take the padding of the coming tokens; see :class:`ag.model.hooks.Plan`.
 
         With an ``attention_mask`` the host waits here, once a forward pass, to learn whether the new tokens are padded.
         """

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
-from ag.attach import AttentionCall, rotate
 from ag.engine.decide import Decision, closing_order
 from ag.engine.observe import Observation
 from ag.engine.storage import RaggedStore, Rows
 from ag.errors import UserError
 from ag.kernels.ragged_decode import ragged_decode
+from ag.model.hooks import AttentionCall, rotate
 
 if TYPE_CHECKING:
     from ag.engine.cache import EvictionCache

@@ -15,15 +15,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from ag import data, export, models
-from ag.cli import parse
+from ag import data
 from ag.config import Config, DataConfig, ModelConfig, key
-from ag.configure import load_config
+from ag.config.command_line import parse
+from ag.config.recipes import load_config
 from ag.engine import Policy, policy
 from ag.engine.spec import BUDGET, PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import Scores, score_responses
 from ag.evaluate.statistics import mean_and_error
+from ag.gates import export
+from ag.model import base as models
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ag import export
+from ag.config.keys import nearest
 from ag.engine import Policy, policy
 from ag.engine.spec import PolicySpec, parse_budget
 from ag.errors import UserError
@@ -17,7 +17,7 @@ from ag.evaluate import tasks
 from ag.evaluate.results import Row
 from ag.evaluate.statistics import mean_and_error
 from ag.evaluate.tasks import Loaded, Outcome, Task
-from ag.keys import nearest
+from ag.gates import export
 from ag.versions import versions
 
 if TYPE_CHECKING:

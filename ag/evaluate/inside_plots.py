@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from ag.evaluate.plots import COLOURS, short
-from ag.figures import DPI
+from ag.gates.figures import DPI
 
 Array = NDArray[np.floating]
 

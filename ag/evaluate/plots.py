@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from ag.figures import DPI
+from ag.gates.figures import DPI
 
 if TYPE_CHECKING:
     from ag.evaluate.report import Comparison, Entry, Wins

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ag.attach import decoder_of
 from ag.engine import EvictionCache, Policy, prefill
-from ag.losses import token_nll
-from ag.metrics import MultipleChoiceAccuracy
+from ag.model.hooks import decoder_of
+from ag.training.losses import token_nll
+from ag.training.metrics import MultipleChoiceAccuracy
 
 
 @dataclass

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from ag import export, models
 from ag.config import ModelConfig
 from ag.engine import EvictionCache
 from ag.errors import UserError
@@ -21,6 +20,8 @@ from ag.evaluate.cells import Cell
 from ag.evaluate.results import Results, Row
 from ag.evaluate.tasks import Loaded, Outcome, Task
 from ag.evaluate.views import record
+from ag.gates import export
+from ag.model import base as models
 
 if TYPE_CHECKING:
     from ag.compare import CompareConfig

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ag
-import ag.export
+import ag.gates.export
 from ag.engine.allocators import Allocator
 from ag.engine.decide import Decision
 from ag.engine.scorers import SCORERS
@@ -569,7 +569,7 @@ def test_a_scorer_whose_name_begins_with_gates_is_not_gates(monkeypatch, tiny_ll
 
 
 def test_a_folder_without_gates(tmp_path):
-    with pytest.raises(ag.export.ExportError, match=str(tmp_path / "nothing")):
+    with pytest.raises(ag.gates.export.ExportError, match=str(tmp_path / "nothing")):
         ag.policy(f"gates:{tmp_path / 'nothing'}")
 
 

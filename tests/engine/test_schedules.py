@@ -11,13 +11,13 @@ from gates_for import gates_for
 from held import check, contents, feed, observed_calls, run, seen_by
 
 import ag
-from ag import models
 from ag.config import ModelConfig
 from ag.engine.cache import EvictionCache
 from ag.engine.observe import Observation
 from ag.engine.storage import RaggedStore
 from ag.engine.wrappers import WRAPPERS
 from ag.errors import UserError
+from ag.model import base as models
 
 STEPS = 8
 GREEDY = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}

@@ -14,15 +14,15 @@ import pytest
 import torch
 from gates_for import gates_for
 
-from ag import export
 from ag.compare import CompareConfig, compare, main
-from ag.configure import resolve
+from ag.config.keys import ConfigError
+from ag.config.recipes import resolve
 from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.cells import plan
 from ag.evaluate.results import Results
 from ag.evaluate.tasks import Outcome
-from ag.keys import ConfigError
+from ag.gates import export
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_a_second_run_computes_nothing_and_changes_nothing(config, quiet, monkey
     compare(config(), quiet)
     folder = Path(config().output)
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    monkeypatch.setattr("ag.models.load_base", None)
+    monkeypatch.setattr("ag.model.base.load_base", None)
     compare(config(), quiet)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 

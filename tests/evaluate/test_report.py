@@ -114,7 +114,7 @@ def test_long_names_lose_their_middle():
 
 def test_views_are_what_a_cache_keeps(compared, tiny_folder):
     from ag.config import ModelConfig
-    from ag.models import load_base
+    from ag.model.base import load_base
 
     model, tokenizer = load_base(ModelConfig(str(tiny_folder)))
     text = json.loads((tiny_folder / "corpus" / "test.jsonl").read_text().splitlines()[1])["text"]

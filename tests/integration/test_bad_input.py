@@ -12,9 +12,10 @@ import torch
 from command import column, runs, train
 from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from ag import export, fit
+from ag import fit
 from ag.callbacks.checkpoint_files import AtomicCheckpointIO, checkpoints
-from ag.module import GatedLM
+from ag.gates import export
+from ag.training.module import GatedLM
 
 Fails = Callable[..., str]
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from ag.cli import parse
 from ag.config import Config
+from ag.config.command_line import parse
 from ag.errors import UserError
-from ag.gate import AttentionGates
-from ag.loggers import read_metrics
-from ag.plan import plan
+from ag.gates.gate import AttentionGates
+from ag.training.loggers import read_metrics
+from ag.training.memory_plan import plan
 
 Row = dict[str, Any]
 GPUS = 4  # of the machine whose hours are estimated

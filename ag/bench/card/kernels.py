@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from ag.bench.measure import seconds_of
-from ag.cli import parse
 from ag.config import key
+from ag.config.command_line import parse
 from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill

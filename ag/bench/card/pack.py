@@ -18,10 +18,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ag import models
 from ag.bench.card import small_model
 from ag.bench.card.machine import commit
 from ag.errors import UserError
+from ag.model import base as models
 
 NOTE, WHEELS, MODEL, CORPUS = "pack.json", "wheels", "model", "corpus"
 # what the commands and their tests import

@@ -13,7 +13,9 @@ from ag.engine.scorers.base import Scorer
 
 @dataclass(frozen=True, kw_only=True)
 class Gates(Scorer):
-    """The probability of the layer's gate, for a budget; without one, the flags decide (see :class:`ag.gating.Gating`).
+    """The probability of the layer's gate, for a budget.
+
+    Without a budget the flags decide; see :class:`ag.gates.gating.Gating`.
 
     In a layer without a gate every token is worth the same, so that the first ones stay.
     """

@@ -1,7 +1,7 @@
 """The schema of every recipe: what can be set, with its type, default and meaning.
 
-A recipe is a YAML file with any of these keys; ``ag.configure`` resolves it (inheritance, overrides) into
-one :class:`Config`, and ``ag.validate`` refuses combinations that make no sense. ``python -m ag.fit --help``
+A recipe is a YAML file with any of these keys; ``ag.config.recipes`` resolves it (inheritance, overrides) into
+one :class:`Config`, and ``ag.config.validate`` refuses combinations that make no sense. ``python -m ag.fit --help``
 prints this file as a table.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ag.gate import GateConfig
-from ag.validate import validate
+from ag.config.gate import GateConfig
+from ag.config.validate import validate
 
 
 def key(default: Any, doc: str, low: float | None = None, high: float | None = None, words: str = "") -> Any:

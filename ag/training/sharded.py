@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ag.adapted import recorded_layers
-from ag.attach import decoder_of
-from ag.gate import AttentionGates
+from ag.gates.adapted import recorded_layers
+from ag.gates.gate import AttentionGates
+from ag.model.hooks import decoder_of
 
 
 class ShardedStrategy(ModelParallelStrategy):

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
-from ag.configure import RECIPES, dump, recipe_names, resolve
-from ag.keys import ConfigError, ConfigWarning, Key, keys, nearest, short
-from ag.sweep import sweep
+from ag.config.keys import ConfigError, ConfigWarning, Key, keys, nearest, short
+from ag.config.recipes import RECIPES, dump, recipe_names, resolve
+from ag.config.sweep import sweep
 
 T = TypeVar("T")
 

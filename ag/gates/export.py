@@ -1,9 +1,9 @@
 """Exported gates: a folder that is whole or absent, and that is checked from end to end when it loads.
 
 - ``gates.safetensors``: the weights, float32;
-- ``gate_config.json``: schema, versions, base model, gate configuration, measurements, hashes (ag.manifest);
+- ``gate_config.json``: schema, versions, base model, gate configuration, measurements, hashes (ag.gates.manifest);
 - ``adapter/``: the LoRA adapter in PEFT's own format, where one was trained;
-- ``README.md``: a model card (ag.card), with ``figure.png`` where one was drawn.
+- ``README.md``: a model card (ag.gates.card), with ``figure.png`` where one was drawn.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ag import adapted, models
-from ag.adapted import Adapter
-from ag.card import merged_card, model_card
+from ag.config.gate import GateConfig
 from ag.files import fsync
-from ag.gate import AttentionGates, GateConfig, fingerprint
-from ag.manifest import (
+from ag.gates import adapted
+from ag.gates.adapted import Adapter
+from ag.gates.card import merged_card, model_card
+from ag.gates.gate import AttentionGates
+from ag.gates.manifest import (
     ADAPTER,
     ADAPTER_FILES,
     SCHEMA_VERSION,
@@ -43,6 +44,8 @@ from ag.manifest import (
     checksum,
     validate,
 )
+from ag.model import base as models
+from ag.model.geometry import fingerprint
 from ag.versions import versions
 
 __all__ = [

@@ -6,79 +6,19 @@ Source: Zeng et al., "In-context KV-Cache Eviction for LLMs via Attention-Gate",
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from ag.adapted import Adapter
+from ag.config.gate import GateConfig
 from ag.errors import UserError
+from ag.gates.adapted import Adapter
 from ag.kernels.gated_attention import gated_attention
-
-
-def _key(default: Any, doc: str) -> Any:
-    return field(default=default, metadata={"doc": doc})
-
-
-@dataclass
-class GateConfig:
-    """Hyper-parameters of the gates of one model. The comments of the paper's symbols stand in brackets."""
-
-    num_heads: int = _key(4, "heads of the gate's own attention (h')")
-    head_dim: int = _key(128, "size of each of those heads (d')")
-    threshold: float = _key(0.5, "a token is kept when sigmoid(logit + bias) > threshold (tau)")
-    bias: float = _key(2.0, "added to every logit: gates start open (gamma)")
-    scope: Literal["causal", "prompt"] = _key(
-        "causal", "causal: a gate sees the past; prompt: it sees the whole prompt, responses are never gated"
-    )
-    granularity: Literal["kv_head", "query_head"] = _key(
-        "kv_head", "one logit per KV head, or one per query head (a KV entry goes when all its heads drop it)"
-    )
-    kind: Literal["attention", "linear"] = _key("attention", "attention block, or a linear map of each token")
-    shortcut: bool = _key(False, "add a linear map of each token beside the attention block")
-    estimator: Literal["ste", "soft"] = _key(
-        "ste", "ste: hard flags, sigmoid's slope backward; soft: noisy sigmoids in training, hard flags after"
-    )
-    prefill: Literal["sparse", "dense"] = _key(
-        "sparse", "sparse: evicted tokens are invisible within the prompt too; dense: only to what follows"
-    )
-    recent_tokens: int = _key(1, "every query sees this many newest tokens, its own included")
-    sink_tokens: int = _key(0, "every query sees this many first tokens")
-    layer_offset: int = _key(0, "1: a layer's gate reads the input of the layer before")
-    first_layer: int = _key(0, "index of the first layer with a gate")
-
-    def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ValueError: naming the value, what was expected and the fix.
-        """
-        choices = {
-            "scope": ("causal", "prompt"),
-            "granularity": ("kv_head", "query_head"),
-            "kind": ("attention", "linear"),
-            "estimator": ("ste", "soft"),
-            "prefill": ("sparse", "dense"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"gate.{name}={getattr(self, name)!r}: expected {' or '.join(allowed)}.")
-        for name, least in {"num_heads": 1, "head_dim": 1, "recent_tokens": 1, "sink_tokens": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"gate.{name}={getattr(self, name)}: expected at least {least}.")
-        if not 0 < self.threshold < 1:
-            raise ValueError(f"gate.threshold={self.threshold}: expected a probability between 0 and 1.")
-        if self.layer_offset not in (0, 1):
-            raise ValueError(f"gate.layer_offset={self.layer_offset}: expected 0 (own layer) or 1 (the layer before).")
-        if self.first_layer < self.layer_offset:
-            raise ValueError(
-                f"gate.first_layer={self.first_layer}: expected at least 1 with gate.layer_offset=1, "
-                "because the first layer has none before it."
-            )
+from ag.model.geometry import fingerprint
 
 
 class AttentionGate(nn.Module):
@@ -205,43 +145,14 @@ class AttentionGates(nn.Module):
         return (probability > self.config.threshold).float() + (probability - probability.detach())
 
     def save_pretrained(self, path: str | PathLike[str]) -> None:
-        """Write the gates to a folder; see :func:`ag.export.save`."""
-        from ag import export
+        """Write the gates to a folder; see :func:`ag.gates.export.save`."""
+        from ag.gates import export
 
         export.save(path, self)
 
     @classmethod
     def from_pretrained(cls, path: str | PathLike[str]) -> AttentionGates:
-        """Read gates from a folder, strictly; see :func:`ag.export.load`."""
-        from ag import export
+        """Read gates from a folder, strictly; see :func:`ag.gates.export.load`."""
+        from ag.gates import export
 
         return export.load(path)
-
-
-def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
-    """Return the geometry of a base model that gates depend on.
-
-    Raises:
-        UserError: when the configuration is not that of a decoder with attention heads.
-    """
-    text = model_config.get_text_config()
-    try:
-        heads = int(text.num_attention_heads)
-        return {
-            "model_type": text.model_type,
-            "num_layers": int(text.num_hidden_layers),
-            "num_heads": heads,
-            "num_kv_heads": int(getattr(text, "num_key_value_heads", None) or heads),
-            "head_dim": int(getattr(text, "head_dim", None) or text.hidden_size // heads),
-            "hidden_size": int(text.hidden_size),
-            "windowed_layers": _alternating_windows(text),
-        }
-    except AttributeError as error:
-        raise UserError(f"{type(text).__name__} is not the configuration of a decoder: {error}.") from error
-
-
-def _alternating_windows(text: PretrainedConfig) -> list[int]:
-    """Return the windowed layers of a model that also has full ones (Gemma's pattern): gates leave them alone."""
-    types = getattr(text, "layer_types", None) or []
-    windowed = [index for index, kind in enumerate(types) if kind == "sliding_attention"]
-    return windowed if len(windowed) < len(types) else []

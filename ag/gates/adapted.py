@@ -102,8 +102,8 @@ class Adapter:
         if found is not None and found < times - 0.5 and times:
             raise UserError(
                 f"The gates of {self.source} were trained together with a LoRA adapter, which this model lacks: put it "
-                f"on with ag.export.load_adapter(model, {self.source!r}), or load the model that it is merged into "
-                f"(commands: gates= or adapter={self.source})."
+                f"on with ag.gates.export.load_adapter(model, {self.source!r}), or load the model that it is merged "
+                f"into (commands: gates= or adapter={self.source})."
             )
         if found is not None and found > times + 0.5:
             raise UserError(

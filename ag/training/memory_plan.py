@@ -1,7 +1,8 @@
 """What a training step needs, without weights and without a GPU: ``python -m ag.fit recipe=NAME plan=true``.
 
-The step of :class:`ag.module.GatedLM` runs on fake tensors, which have shapes, types and lifetimes but no contents, on
-a model with the first one and two layers of each kind; what a layer adds is multiplied by the number of layers.
+The step of :class:`ag.training.module.GatedLM` runs on fake tensors, which have shapes, types and lifetimes but no
+contents, on a model with the first one and two layers of each kind; what a layer adds is multiplied by the number of
+layers.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from ag import models, random_base
-from ag.attach import decoder_of, instrument
 from ag.config import Config
-from ag.gate import AttentionGates
-from ag.gating import Dense, Gating
+from ag.gates.gate import AttentionGates
+from ag.gates.gating import Dense, Gating
 from ag.kernels.gated_attention import chunked
+from ag.model import base as models
+from ag.model import random_base
+from ag.model.hooks import decoder_of, instrument
 
 GIB = 1 << 30
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a nibble, an 8-bit maximum per 64, a float32 per 256 of those
@@ -35,7 +37,7 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Bytes of one GPU by part, and the work of one step.
 
     Attributes:
@@ -77,7 +79,7 @@ def steps(config: Config) -> tuple[Step, Step]:
     return plain, kept
 
 
-def plan(config: Config, measured: tuple[Step, Step] | None = None) -> Plan:
+def plan(config: Config, measured: tuple[Step, Step] | None = None) -> MemoryPlan:
     """Compute the memory and the work of a training step.
 
     The rows are taken to be full: ``data.batch_size`` of the longest length that the data settings allow.
@@ -114,7 +116,7 @@ def plan(config: Config, measured: tuple[Step, Step] | None = None) -> Plan:
     text = gates.fingerprint if gates is not None else AttentionGates(geometry, config.gate).fingerprint
     row = 2 * text["num_layers"] * text["num_kv_heads"] * text["head_dim"] * length
     element = torch.finfo(AUTOCAST.get(config.trainer.precision, getattr(torch, config.model.dtype))).bits // 8
-    return Plan(
+    return MemoryPlan(
         parameters=counts,
         memory=sizes | states | {"activations": step.saved, "logits or temporary": max(logits, step.temporary)},
         activations=(plain.saved, kept.saved),

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ag.attach import lm_logits
-from ag.gate import AttentionGates
-from ag.gating import Gating, Observing
+from ag.gates.gate import AttentionGates
+from ag.gates.gating import Gating, Observing
+from ag.model.hooks import lm_logits
 
 
 def world_size() -> int:
@@ -131,7 +131,7 @@ def regression_loss(gates: AttentionGates, observed: Observing, keep: float) -> 
 
     Args:
         gates: the gates.
-        observed: a forward pass under :class:`ag.gating.Observing`.
+        observed: a forward pass under :class:`ag.gates.gating.Observing`.
         keep: share of tokens to keep, in (0, 1).
     """
     config = gates.config

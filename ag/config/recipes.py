@@ -10,11 +10,11 @@ from typing import Any, TypeVar, cast, get_args, get_origin
 
 from omegaconf import OmegaConf
 
-from ag.keys import ConfigError, Key, check, from_text, keys, nearest, parse_yaml, short, unknown
+from ag.config.keys import ConfigError, Key, check, from_text, keys, nearest, parse_yaml, short, unknown
 
 T = TypeVar("T")
 
-RECIPES = Path(__file__).parent / "recipes"
+RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_FILE_BYTES = 1_000_000
 MAY_CHANGE_ON_RESUME = (
     "resume",

@@ -1,4 +1,4 @@
-"""The only file that touches Hugging Face model internals: hooks, the attention interface, the decoder and its head.
+"""How a plan enters a Hugging Face model: hooks, the attention interface, the decoder and its head.
 
 What happens in a forward pass: a *plan* (:class:`Plan`: the gates of a training step, or an eviction cache) arrives as
 keyword argument ``gating`` or ``past_key_values``. The decoder's forward tells it the padding, and reads the tokens in
@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ag.errors import UserError
-from ag.gate import fingerprint
 from ag.kernels.gated_attention import gated_attention
-
-if TYPE_CHECKING:
-    from ag.gate import AttentionGates
 
 IMPLEMENTATION = "ag"
 
@@ -130,78 +126,13 @@ class Plan(ABC):
 
 @dataclass
 class Attachment:
-    """What :func:`attach` changed, kept on the decoder so that :func:`detach` can undo it."""
+    """What :func:`instrument` changed, kept on the decoder so that :func:`restore` can undo it."""
 
     base: nn.Module
     handles: list[RemovableHandle]
     configs: list[tuple[nn.Module, PretrainedConfig]]
     forward: Callable[..., Any] | None  # the decoder's, where it had one of its own (accelerate's hooks)
-    gates: AttentionGates | None = None
-
-
-def attach(model: nn.Module, gates: AttentionGates) -> None:
-    """Connect gates to a model: they are used in training and by ``EvictionCache(model, "gates")``.
-
-    Without a cache of this library and outside training the model behaves, and costs, as before.
-
-    Args:
-        model: a Hugging Face causal language model, plain or PEFT-wrapped.
-        gates: made for a model of the same geometry; each layer's gate moves to that layer's device.
-
-    Raises:
-        UnsupportedModelError: (a TypeError) when the model class cannot take a custom attention function.
-        UserError: (a ValueError) when gates are attached already or were made for another geometry.
-    """
-    decoder = decoder_of(model)
-    attachment = getattr(decoder, "_ag_attachment", None)
-    if attachment is not None and attachment.gates is not None:
-        raise UserError("The model has gates attached already; call ag.detach(model) first.")
-    check_geometry(model, gates)
-    place(model, gates)
-    instrument(model).gates = gates
-
-
-def detach(model: nn.Module) -> None:
-    """Undo :func:`attach` and everything else this library did to the model; does nothing to an untouched one."""
-    decoder = decoder_of(model)
-    attachment: Attachment | None = getattr(decoder, "_ag_attachment", None)
-    if attachment is None:
-        return
-    for handle in attachment.handles:
-        handle.remove()
-    for module, config in attachment.configs:
-        module.config = config  # type: ignore[assignment]
-        del module._ag_own_config
-    vars(attachment.base).pop("generate", None)
-    if getattr(vars(decoder)["forward"], "func", None) is not _decode:  # accelerate hooked the decoder since
-        decoder._old_forward = attachment.forward or type(decoder).forward.__get__(decoder)
-    elif attachment.forward is not None:
-        decoder.forward = attachment.forward
-    else:
-        del decoder.forward
-    del decoder._ag_attachment
-
-
-def attached_gates(model: nn.Module) -> AttentionGates | None:
-    """Return the gates that :func:`attach` connected, or None."""
-    attachment: Attachment | None = getattr(decoder_of(model), "_ag_attachment", None)
-    return None if attachment is None else attachment.gates
-
-
-def check_geometry(model: nn.Module, gates: AttentionGates) -> None:
-    """Raise ``ValueError`` when gates were made for a model of another shape."""
-    ours, theirs = gates.fingerprint, fingerprint(decoder_of(model).config)
-    wrong = [f"{name} {ours[name]} (the model has {theirs[name]})" for name in ours if ours[name] != theirs[name]]
-    if wrong:
-        raise UserError(f"The gates were made for another model: {', '.join(wrong)}.")
-
-
-def place(model: nn.Module, gates: AttentionGates) -> None:
-    """Move each gate to the device of the layer whose input it reads."""
-    layers = decoder_of(model).layers
-    for index in gates.layer_indices:
-        source = layers[index - gates.config.layer_offset]
-        gates.layers[str(index)].to(device_of(source))
+    gates: nn.Module | None = None  # see ag.gates.attach
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -237,6 +168,27 @@ def instrument(model: nn.Module) -> Attachment:
     decoder.forward = partial(_decode, decoder, decoder.forward)
     base.generate = partial(_generate, base)
     return attachment
+
+
+def restore(model: nn.Module) -> None:
+    """Undo everything that this library did to a model; does nothing to an untouched one."""
+    decoder = decoder_of(model)
+    attachment: Attachment | None = getattr(decoder, "_ag_attachment", None)
+    if attachment is None:
+        return
+    for handle in attachment.handles:
+        handle.remove()
+    for module, config in attachment.configs:
+        module.config = config  # type: ignore[assignment]
+        del module._ag_own_config
+    vars(attachment.base).pop("generate", None)
+    if getattr(vars(decoder)["forward"], "func", None) is not _decode:  # accelerate hooked the decoder since
+        decoder._old_forward = attachment.forward or type(decoder).forward.__get__(decoder)
+    elif attachment.forward is not None:
+        decoder.forward = attachment.forward
+    else:
+        del decoder.forward
+    del decoder._ag_attachment
 
 
 def decoder_of(model: nn.Module) -> Any:

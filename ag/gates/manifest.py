@@ -11,8 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ag.config.gate import GateConfig
 from ag.errors import UserError
-from ag.gate import GateConfig
 
 SCHEMA_VERSION = "1.1"
 WEIGHTS = "gates.safetensors"

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
-from ag import losses
-from ag.attach import decoder_of, instrument
 from ag.config import Config
 from ag.errors import UserError
-from ag.gate import AttentionGates
-from ag.gating import Dense, Gating, Observing
+from ag.gates.gate import AttentionGates
+from ag.gates.gating import Dense, Gating, Observing
 from ag.kernels.gated_attention.masks import sink_mask
-from ag.metrics import EvictedShare, MultipleChoiceAccuracy
-from ag.sharded import shard, whole
+from ag.model.hooks import decoder_of, instrument
+from ag.training import losses
+from ag.training.metrics import EvictedShare, MultipleChoiceAccuracy
+from ag.training.sharded import shard, whole
 
 SAMPLES = 4  # validation rows whose flags are kept for the pictures
 

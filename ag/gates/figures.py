@@ -97,7 +97,7 @@ def curves(rows: Sequence[dict[str, float]]) -> Figure:
     Training metrics are lines (thin: each step, thick: running mean), validation metrics are dots.
 
     Args:
-        rows: what `ag.loggers.read_metrics` gives; a panel whose metrics no row has is left out.
+        rows: what `ag.training.loggers.read_metrics` gives; a panel whose metrics no row has is left out.
     """
     logged = {name.split("/")[-1] for row in rows for name in row}
     panels = [(label, [line for line in lines if line[0] in logged]) for label, lines in PANELS]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ag.manifest import ADAPTER_FILES
+from ag.gates.manifest import ADAPTER_FILES
 
 _CARD = """\
 ---
@@ -88,8 +88,8 @@ def model_card(info: Mapping[str, Any], figure: str | None) -> str:
         base=f"`{base['name']}`" if base["name"] else "a causal language model",
         revision=f", revision `{base['revision']}`" if base["revision"] else "",
         adapter=" The LoRA adapter in `adapter/` was trained with them." if adapter else "",
-        module="ag.export" if adapter else "ag",
-        load_adapter='model = ag.export.load_adapter(model, "PATH")\n' if adapter else "",
+        module="ag.gates.export" if adapter else "ag",
+        load_adapter='model = ag.gates.export.load_adapter(model, "PATH")\n' if adapter else "",
         metrics=_table("metric", {"kept share of the prompt's entries": info["keep_rate"], **info["metrics"]}),
         figure=f"\n![Measurements of the gates]({figure})\n" if figure else "",
         gate=_table("key", info["gate"]),
