@@ -21,8 +21,8 @@ from ag.engine import EvictionCache, Policy, policy
 from ag.engine.spec import BUDGET, PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import inside, inside_plots, tasks
+from ag.evaluate.comparison.views import View, record
 from ag.evaluate.tasks import Sample
-from ag.evaluate.views import View, record
 from ag.figures import keep_pattern
 from ag.gate import AttentionGate, AttentionGates
 

@@ -15,7 +15,7 @@ from ag import adapted, export, models
 from ag.compare import CompareConfig
 from ag.config import LoraConfig
 from ag.errors import UserError
-from ag.evaluate import cells
+from ag.evaluate.comparison import cells
 from ag.generate import GenerateConfig, generate
 from ag.manifest import ADAPTER_FILES
 

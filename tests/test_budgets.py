@@ -11,7 +11,7 @@ import ag.generate
 from ag.cli import parse
 from ag.engine.spec import parse_budget
 from ag.errors import UserError
-from ag.evaluate import cells
+from ag.evaluate.comparison import cells
 
 COMMANDS = {
     "generate": (ag.generate.main, ["policy=h2o", "prompt=x", "model=none"], "budget={}"),

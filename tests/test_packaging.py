@@ -89,7 +89,7 @@ def test_wheel_holds_our_folders_below_ag_only(wheel_names: list[str]) -> None:
         "ag/py.typed",
         "ag/data/__init__.py",
         "ag/kernels/gated_attention/reference.py",
-        "ag/evaluate/page_files/page.html",
+        "ag/evaluate/comparison/page_files/page.html",
     ):
         assert name in wheel_names
     recipes = {f"ag/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}

@@ -8,7 +8,7 @@ from ag.cli import parse
 from ag.compare import CompareConfig
 from ag.config import Config
 from ag.configure import RECIPES, dump, load_config, recipe_names, resolve
-from ag.evaluate.cells import plan
+from ag.evaluate.comparison.cells import plan
 from ag.evaluate.tasks.longbench_subsets import SUBSETS
 from ag.keys import keys, parse_yaml
 

@@ -23,7 +23,7 @@ from ag.engine import Policy, policy
 from ag.engine.spec import BUDGET, PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import Scores, score_responses
-from ag.evaluate.statistics import mean_and_error
+from ag.evaluate.comparison.statistics import mean_and_error
 
 
 @dataclass

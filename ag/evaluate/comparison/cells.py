@@ -8,20 +8,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ag import export
 from ag.engine import Policy, policy
 from ag.engine.spec import PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import tasks
-from ag.evaluate.results import Row
-from ag.evaluate.statistics import mean_and_error
+from ag.evaluate.comparison.config import CompareConfig
+from ag.evaluate.comparison.results import Row
+from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.tasks import Loaded, Outcome, Task
 from ag.keys import nearest
-
-if TYPE_CHECKING:
-    from ag.compare import CompareConfig
 
 VERSIONS = {name: version(name) for name in ("ag", "torch", "transformers")}
 

@@ -22,9 +22,9 @@ from typing import Any, get_type_hints
 from filelock import FileLock, Timeout
 
 from ag.errors import UserError
-from ag.evaluate.statistics import mean_and_error
+from ag.evaluate.comparison.statistics import mean_and_error
+from ag.evaluate.comparison.views import View
 from ag.evaluate.tasks import Outcome
-from ag.evaluate.views import View
 from ag.files import fsync
 from ag.keys import fits
 

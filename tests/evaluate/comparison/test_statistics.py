@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.evaluate.statistics import bootstrap, compare, mean_and_error, sign_flip
+from ag.evaluate.comparison.statistics import bootstrap, compare, mean_and_error, sign_flip
 
 
 def test_mean_and_standard_error():

@@ -19,8 +19,8 @@ from ag.compare import CompareConfig, compare, main
 from ag.configure import resolve
 from ag.errors import UserError
 from ag.evaluate import tasks
-from ag.evaluate.cells import plan
-from ag.evaluate.results import Results
+from ag.evaluate.comparison.cells import plan
+from ag.evaluate.comparison.results import Results
 from ag.evaluate.tasks import Outcome
 from ag.keys import ConfigError
 
@@ -28,7 +28,7 @@ from ag.keys import ConfigError
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch):
     """They take most of the time, and test_report draws them."""
-    monkeypatch.setattr("ag.evaluate.plots.draw", lambda comparison: [])
+    monkeypatch.setattr("ag.evaluate.comparison.plots.draw", lambda comparison: [])
 
 
 FORK = multiprocessing.get_context("fork")

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -17,13 +16,11 @@ from ag import export, models
 from ag.config import ModelConfig
 from ag.engine import EvictionCache
 from ag.errors import UserError
-from ag.evaluate.cells import Cell
-from ag.evaluate.results import Results, Row
+from ag.evaluate.comparison.cells import Cell
+from ag.evaluate.comparison.config import CompareConfig
+from ag.evaluate.comparison.results import Results, Row
+from ag.evaluate.comparison.views import record
 from ag.evaluate.tasks import Loaded, Outcome, Task
-from ag.evaluate.views import record
-
-if TYPE_CHECKING:
-    from ag.compare import CompareConfig
 
 POLL_SECONDS = 0.5
 
