@@ -94,14 +94,14 @@ def plan(config: CompareConfig) -> list[Cell]:
     """
     budgets = [parse_budget(budget) for budget in config.budgets]
     policies = [(label, one) for label in config.policies for one in _policies(label, budgets, config)]
-    adapter = None if config.adapter is None else export.read_info(config.adapter)["checksum"]
+    adapter = None if config.adapter is None else export.adapter_checksum(config.adapter)
     samples = None if config.samples is None else f"the first {config.samples} that can be run"
-    same = (config.model, config.revision, config.dtype, adapter, samples, config.max_tokens)
+    same = (asdict(config.base), adapter, samples, config.max_tokens)
     cells = []
     for task in _tasks(config):
         for label, one in policies:
             gates = None if one.spec.path is None else export.read_info(one.spec.path)["checksum"]
-            question = [*same, repr(one), gates, type(task).__name__, asdict(task)]
+            question = [*same, repr(one), gates, type(task).__name__, task.identity()]
             text = json.dumps(question, sort_keys=True, default=str)
             key = hashlib.sha256(text.encode()).hexdigest()[:20]
             cells.append(Cell(key, label, one, task, config.model))

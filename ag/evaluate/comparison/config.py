@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ag.config import key, mapping
+from ag.config import ModelConfig, key, mapping
 from ag.engine.spec import BUDGET
 
 
@@ -17,7 +17,10 @@ class CompareConfig:
     model: str = key("smollm2", "hub id, local folder, or the alias smollm2")
     revision: str | None = key(None, "git revision of a hub model")
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
-    adapter: str | None = key(None, "export whose LoRA adapter every policy runs with")
+    quantization: Literal["none", "nf4"] = key("none", "nf4: 4-bit weights through bitsandbytes")
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key("sdpa", "the model's own attention")
+    trust_remote_code: bool = key(False, "run code from the model's repository; only for repositories you trust")
+    adapter: str | None = key(None, "export whose LoRA adapter every policy runs with, with or without gates")
     policies: list[str] = key(["full", "h2o", "snapkv"], "what to compare, such as snapkv+caote or gates:EXPORT")
     budgets: list[Any] = key([], "what policies that need a budget keep", words=f"list of {BUDGET}")
     schedule: str = key("prefill", "when something is evicted, for policies with a budget")
@@ -40,3 +43,15 @@ class CompareConfig:
     def __post_init__(self) -> None:
         if self.baseline not in self.policies:
             raise ValueError(f"baseline={self.baseline}: expected one of policies={self.policies}")
+
+    @property
+    def base(self) -> ModelConfig:
+        """The model that every policy runs on, without the adapter."""
+        return ModelConfig(
+            name=self.model,
+            revision=self.revision,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+        )

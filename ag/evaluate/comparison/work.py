@@ -13,7 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from torch import nn
 
 from ag import export, models
-from ag.config import ModelConfig
 from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import Cell
@@ -70,7 +69,7 @@ class _Worker:
     def __init__(self, config: CompareConfig, results: Results) -> None:
         self.config, self.results = config, results
         torch.manual_seed(config.seed)
-        base, self.tokenizer = models.load_base(ModelConfig(config.model, config.revision, config.dtype), config.device)
+        base, self.tokenizer = models.load_base(config.base, config.device)
         self.model: nn.Module = base if config.adapter is None else export.load_adapter(base, config.adapter)
         self.model.eval()
         context = int(base.config.get_text_config().max_position_embeddings)

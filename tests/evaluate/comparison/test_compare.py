@@ -99,6 +99,7 @@ def test_other_settings_are_other_cells(config):
     for change in (
         {"samples": 3},
         {"dtype": "bfloat16"},
+        {"quantization": "nf4"},
         {"task_options": {"ppl": {"prompt": 41, "continuation": 8}}},
         {"policy_options": {"h2o": {"recent": 2}}},
         {"schedule": "every"},
