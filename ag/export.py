@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from ag.manifest import (
     checksum,
     validate,
 )
+from ag.versions import versions
 
 __all__ = [
     "ExportError",
@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 CONFIG, CARD, FIGURE = "gate_config.json", "README.md", "figure.png"
-VERSIONS = {name: version(name) for name in ("ag", "torch", "transformers", "peft", "safetensors")}
+VERSIONS = versions("ag", "torch", "transformers", "peft", "safetensors")
 MEGABYTE = 1 << 20
 
 StrPath = str | os.PathLike[str]

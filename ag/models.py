@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_bitsandbytes_available, is_flash_attn_2_available
 
-from ag import smollm2
+from ag import random_base, smollm2
 from ag.errors import UserError
 
 if TYPE_CHECKING:
@@ -143,6 +143,8 @@ def load_base(
     """
     _check_attention(config)
     quantization = _quantization(config, device)
+    if config.name.startswith(random_base.PREFIX):
+        return _ready(config, *random_base.load(config, device))
     path = resolve(config.name, config.revision)
     source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     problem = None if Path(path).is_dir() else _ask_hub(path, config.revision)
@@ -177,6 +179,13 @@ def load_base(
             model.to(device)  # type: ignore[arg-type]  # transformers wraps it without its type
         except (RuntimeError, AssertionError) as error:
             raise ModelError(f"device={device}: {_first_line(error)}; give cpu, or a device that has room") from error
+    return _ready(config, model, tokenizer)
+
+
+def _ready(
+    config: ModelConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Freeze a model, with a pad token and, where it is asked for, checkpointing."""
     _set_pad_token(config.name, model, tokenizer)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from ag import models
+from ag import models, random_base
 from ag.attach import decoder_of, instrument
 from ag.config import Config
 from ag.gate import AttentionGates
@@ -154,7 +154,7 @@ def model_config(config: Config) -> PretrainedConfig:
     Raises:
         ModelError: when there is none.
     """
-    name = config.model.name
+    name = config.model.name.removeprefix(random_base.PREFIX)
     path = name if name.endswith(".json") and Path(name).is_file() else models.resolve(name, config.model.revision)
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(

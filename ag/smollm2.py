@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import transformers
 from filelock import FileLock
-from gguf import GGUFReader, Keys, TokenType
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -194,6 +193,8 @@ def _tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     transformers' own reader ignores the GGUF's `pre: smollm` (a blank line and a 1 are two tokens, not
     three), and that of 5.17 also its eos token.
     """
+    from gguf import GGUFReader, Keys, TokenType  # read once a machine, and not where the model is there
+
     fields = GGUFReader(gguf).fields
     tokens = fields[Keys.Tokenizer.LIST].contents()
     types = fields[Keys.Tokenizer.TOKEN_TYPE].contents()

@@ -8,7 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(base, stride, start, length, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Load rows ``start ... start + N`` of a ``[T, D]`` tensor, zeros outside; offsets of blocks are 64 bits wide."""
+    """Load rows ``start ... start + N`` of a ``[T, D]`` tensor, zeros outside.
+
+    Offsets of blocks are 64 bits wide, those inside a block 32: ag.kernels.tuned.readable sees to the strides.
+    """
     rows, dims = tl.arange(0, N), tl.arange(0, DP)
     pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
     mask = (rows < length - start)[:, None]
@@ -26,6 +29,16 @@ def store_rows(base, stride, start, length, x, N: tl.constexpr, D: tl.constexpr,
     if D < DP:
         mask = mask & (dims < D)[None, :]
     tl.store(pointers, x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def turn(T, SIZE: tl.constexpr):
+    """Return which block of ``SIZE`` tokens, and which (sequence, head) pair, a program works on.
+
+    Grids have one axis, because a card ends the other two at 65,535: fewer than the pairs of a large batch.
+    """
+    blocks = tl.cdiv(T, SIZE)
+    return tl.program_id(0) % blocks, tl.program_id(0) // blocks
 
 
 @triton.jit

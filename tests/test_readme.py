@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ag
-from ag.bench.__main__ import named
+from ag.bench.__main__ import main, named
 from ag.bench.config import BenchConfig
 from ag.cli import parse
 from ag.compare import CompareConfig
@@ -67,7 +67,7 @@ def run(*words, **options):
 
 
 @pytest.mark.parametrize(("page", "words"), ALL, ids=[f"{page}: {' '.join(words)[:90]}" for page, words in ALL])
-def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch):
+def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, tmp_path):
     program = words[2] if words[:2] == ["python", "-m"] else words[0]
     if program == "ag.fit":
         stop = [] if {"--help", "--recipes"} & set(words) else ["--print"]
@@ -76,6 +76,10 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch):
         assert done.value.code == 0
         expected = "recipe: " if stop else {"--help": "loss.alpha=", "--recipes": "quickstart"}[words[3]]
         assert expected in capsys.readouterr().out
+    elif program == "ag.bench" and words[3] == "report":
+        monkeypatch.chdir(tmp_path)
+        assert main(words[3:]) == 2  # nothing was measured there
+        assert "PART/rows.jsonl" in capsys.readouterr().err
     elif program in SCHEMAS:
         given = named(words[3:]) if program == "ag.bench" else words[3:]
         with pytest.raises(SystemExit) as done:

@@ -59,8 +59,8 @@ def contestants(config: BenchConfig) -> list[Contestant]:
     flash = config.device.startswith("cuda") and config.dtype != "float32" and is_flash_attn_2_available()
     rivals = [Contestant("transformers, flash-attn", attention="flash_attention_2")] if flash else []
     for spec in config.policy:
-        if spec == "gates" and config.mode == "decode":
-            raise UserError("policy=gates: random gates decide nothing while decoding; use random with uneven=true.")
+        if spec == "gates" and (config.mode == "decode" or config.fill):
+            raise UserError("policy=gates: random gates decide nothing while decoding or filling; use random.")
         for share in config.keep:
             rivals.append(Contestant(f"{spec} {share:g}", spec, share))
             if spec != "gates":

@@ -203,7 +203,15 @@ class EvictionCache(Cache, Plan):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
-        """Take the padding of the coming tokens; see :class:`ag.attach.Plan`."""
+        """Take the padding of the coming tokens; see :class:`ag.attach.Plan`.
+
+        With an ``attention_mask`` the host waits here, once a forward pass, to learn whether the new tokens are padded.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise UserError(
+                "EvictionCache: a CUDA graph of a forward pass would write every later token where the captured one "
+                "went; capture parts of the model without the cache, or use torch.compile(model), which leaves it out."
+            )
         if decoder is not self.decoder:
             raise UserError("This cache was made for another model; make one with EvictionCache(model, ...).")
         seen = self.get_seq_length()
@@ -238,8 +246,9 @@ class EvictionCache(Cache, Plan):
             prompt = self.valid[:, : self.prompt_columns]
             self.gating = Gating(self.gates, prompt, prompt.sum(1), hard=True)
         self.counts = self.valid[:, :seen].sum(1)
-        self._start(Part(None, (self.valid.cumsum(1) - 1)[:, seen:], new))
-        self._right_padded = self.padded and not bool(new[:, -1].all())
+        padded = attention_mask is not None and not bool(new.all())
+        self._start(Part(None, (self.valid.cumsum(1) - 1)[:, seen:], new), padded)
+        self._right_padded = padded and not bool(new[:, -1].all())
         self._gaps |= self._right_padded
 
     def _begin_prompt(self, new: Tensor) -> None:
@@ -251,12 +260,18 @@ class EvictionCache(Cache, Plan):
         if self.policy.budget is not None:
             self.decision = Decision(self.policy, self._sharing)
 
-    def _start(self, part: Part, last: bool = True) -> None:
-        """Turn to the next tokens; ``last``: the last ones of the forward pass, or of its part of the prompt."""
+    def _start(self, part: Part, padded: bool, last: bool = True) -> None:
+        """Turn to the next tokens.
+
+        Args:
+            part: which these are.
+            padded: whether some of them are not real.
+            last: whether they are the last ones of the forward pass, or of its part of the prompt.
+        """
         self.ranks, self.real = part.ranks, part.real
         self.counts = part.counts.maximum(self.counts)
         self.prompt_over = last and self.valid.shape[1] >= self.prompt_columns
-        self.padded = not bool(part.real.all())
+        self.padded = padded
         self.left_padded = self.padded and not bool(part.real[:, 0].all())
         self.step += 1
         if self.policy.positions == "slot":
@@ -266,7 +281,9 @@ class EvictionCache(Cache, Plan):
             first = torch.where(part.real, part.ranks, self.valid.shape[1]).amin(1, keepdim=True)
             self.places = part.ranks - first
             if held:
-                self.places += torch.stack(held).amax(0).to(self.places.device)[:, None]
+                self.places += (
+                    torch.stack(held).amax(0).to(self.places.device, non_blocking=self.places.is_cuda)[:, None]
+                )
             self.places = self.places.clamp_min(0)
 
     def blocks(self) -> Iterator[Tensor] | None:
@@ -284,11 +301,11 @@ class EvictionCache(Cache, Plan):
     def _one_by_one(self, parts: list[Part], rest: Part) -> Iterator[Tensor]:
         for number, part in enumerate(parts, 1):
             assert part.columns is not None
-            self._start(part, number == len(parts))
+            self._start(part, not bool(part.real.all()), number == len(parts))
             yield part.columns.where(part.real, -1)
         if rest.columns is not None and rest.columns.shape[1]:
             self.reading, self.gating = False, None
-            self._start(rest)
+            self._start(rest, not bool(rest.real.all()))
             yield rest.columns.where(rest.real, -1)
 
     def parts(self, whole: Part) -> list[Part]:

@@ -178,8 +178,9 @@ class RaggedStore:
 
     def _lay_out(self, lengths: Tensor) -> None:
         """Lay the buffer out anew for rows of these lengths."""
-        index, valid = self._index(int(self.lengths.max()))
-        self._move(index[valid], self.lengths, lengths)
+        total, (starts, held) = int(self.lengths.sum()), self.rows
+        first = torch.repeat_interleave(starts - (held.cumsum(0) - held), held, output_size=total)
+        self._move(first + torch.arange(total, device=first.device), self.lengths, lengths)
 
     def _move(self, slots: Tensor, lengths: Tensor, room: Tensor | None = None) -> None:
         """Copy the tokens at ``slots`` (row after row, ``lengths`` of them each) into a new buffer with slack."""
@@ -188,7 +189,8 @@ class RaggedStore:
         limits = capacities.cumsum(0)
         starts = limits - capacities
         total, device = int(capacities.sum()), self.keys.device
-        first = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths).to(device)
+        shift, held = (_sent(x, device) for x in (starts - (lengths.cumsum(0) - lengths), lengths))
+        first = torch.repeat_interleave(shift, held, output_size=len(slots))
         source = torch.zeros(total, dtype=torch.long, device=device)  # free slots: of any token
         source[first + torch.arange(len(slots), device=device)] = slots
         for name in ("keys", "values", "ranks", "fleeting"):
@@ -215,7 +217,7 @@ class RaggedStore:
         self.starts, self.lengths = starts, lengths
         device = self.keys.device
         #: Starts and lengths on the device of the keys, ``[R]`` long each.
-        self.rows = starts.to(device), lengths.to(device)
+        self.rows = _sent(starts, device), _sent(lengths, device)
         self._room = int((self._limits - starts - lengths).min())
         steps = starts.diff()
         even = bool((lengths == lengths[0]).all()) and bool((steps == steps[:1]).all())
@@ -227,6 +229,11 @@ class RaggedStore:
         on_device = lengths if self.keys.device.type == "cpu" else self.rows[1] + more
         self.lengths, self.rows = lengths, (self.rows[0], on_device)
         self._room -= more
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """Copy from the CPU to a device without waiting for it: pageable memory is staged before the call returns."""
+    return x.to(device, non_blocking=device.type == "cuda")
 
 
 def _slack(lengths: Tensor) -> Tensor:

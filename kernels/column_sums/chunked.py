@@ -38,7 +38,10 @@ def chunked_column_sums(
             index[start:stop], index[:stop], valid, no_sinks[:, :stop], max(skip, 1), window, None
         )
         tile = q[:, :, start:stop].reshape(batch, kv_heads, -1, dim)
-        s = (tile @ k[:, :, :stop].mT).to(acc) * scaling
+        if q.dtype == torch.float16:  # products that are not scaled may overflow it
+            s = ((tile * scaling) @ k[:, :, :stop].mT).to(acc)
+        else:
+            s = (tile @ k[:, :, :stop].mT).to(acc) * scaling
         s = s.view(batch, kv_heads, -1, stop - start, stop).masked_fill(~visible[:, :, None], float("-inf"))
         weights = s.softmax(-1).nan_to_num_(0.0)  # a padding query sees nothing
         counted = visible & queries[:, None, start:stop, None]

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from ag.kernels.tiles import at, load_rows, ranges, weights
-from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded
+from ag.kernels.tiles import at, load_rows, ranges, turn, weights
+from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded, padding_bias, readable
 
 
 @triton.jit
@@ -27,8 +27,9 @@ def _take(q, k, k_stride, total, largest, scale, start, n, padding, window, T, R
 def _row_sums(q, k, lse, queries, q_strides, k_strides, padding, scale, window, T, size, H, G, D: tl.constexpr,
               DP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Write the log2 of the row sums of a block of queries; where one does not count infinity, so weights of 0."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    block, pair = turn(T, ROWS)
+    start = (tl.cdiv(T, ROWS) - 1 - block) * ROWS
+    b, h = pair // H, pair % H
     k = at(k, k_strides, b, h // G)
     if padding is not None:
         padding += tl.cast(b, tl.int64) * T
@@ -47,19 +48,20 @@ def _row_sums(q, k, lse, queries, q_strides, k_strides, padding, scale, window, 
                                D, DP, True)  # fmt: skip
     blind = (total == 0.0) | (counted == 0)
     sums = tl.where(blind, float("inf"), largest + tl.log2(tl.where(blind, 1.0, total)))
-    tl.store(lse + tl.cast(tl.program_id(1), tl.int64) * T + rows, sums, mask=rows < T)
+    tl.store(lse + tl.cast(pair, tl.int64) * T + rows, sums, mask=rows < T)
 
 
 @triton.jit(do_not_specialize=["T", "size", "skip"])
 def _columns(q, k, lse, out, bounds, q_strides, k_strides, padding, scale, power, skip, window, T, size, H, G,
              D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Write what one block of keys is paid by one head."""
-    start = tl.program_id(0) * KEYS
-    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    block, pair = turn(T, KEYS)
+    start = block * KEYS
+    b, h = pair // H, pair % H
     columns = start + tl.arange(0, KEYS)
     keys = load_rows(at(k, k_strides, b, h // G), k_strides[2], start, T, KEYS, D, DP)
     q = at(q, q_strides, b, h)
-    shift = tl.cast(tl.program_id(1), tl.int64) * T
+    shift = tl.cast(pair, tl.int64) * T
     first = tl.maximum(start + skip, tl.load(bounds + 2 * b)) // ROWS * ROWS
     stop = tl.minimum(T, tl.load(bounds + 2 * b + 1))
     if window is not None:
@@ -99,11 +101,10 @@ def triton_column_sums(
     mean: bool = False,
 ) -> Tensor:
     """Compute :func:`ag.kernels.column_sums.column_sums` with ``O(B H T)`` memory."""
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q, k = readable(q), readable(k)
     batch, heads, length, dim = q.shape
-    padding = None
-    if key_valid is not None:
-        padding = torch.zeros_like(key_valid, dtype=torch.float32).masked_fill_(~key_valid, float("-inf"))
+    window = None if window is None or window >= length else window
+    padding = padding_bias(key_valid)
     lse, out = (torch.empty(batch, heads, length, dtype=torch.float32, device=q.device) for _ in range(2))
     index = torch.arange(length, device=q.device)
     bounds = torch.stack([torch.where(queries, index, length).amin(1), torch.where(queries, index + 1, 0).amax(1)], 1)
@@ -112,11 +113,11 @@ def triton_column_sums(
     sizes = (length, doublings(length), heads, heads // k.shape[1], dim, padded(dim), block)
     scale = scaling * LOG2E
     ROW_SUMS(
-        lambda meta: (triton.cdiv(length, meta["ROWS"]), batch * heads),
-        *(q, k, lse, queries.to(torch.int8), *strides, padding, scale, window, *sizes),
+        lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,),
+        *(q, k, lse, queries.to(torch.int8).contiguous(), *strides, padding, scale, window, *sizes),
     )
     COLUMNS(
-        lambda meta: (triton.cdiv(length, meta["KEYS"]), batch * heads),
+        lambda meta: (triton.cdiv(length, meta["KEYS"]) * batch * heads,),
         *(q, k, lse, out, bounds.int(), *strides, padding, scale, float(power), skip, window, *sizes),
     )
     if mean:

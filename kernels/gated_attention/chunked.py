@@ -100,8 +100,8 @@ class _Problem:
     def logits(self, tile: _Tile) -> Tensor:
         """Return ``s``, ``[p, G * rows, columns]``."""
         q, k = self.rows(self.q, tile), self.k[tile.part, tile.columns]
-        if q.dtype == self.acc:
-            return (q * self.scaling) @ k.mT
+        if q.dtype in (self.acc, torch.float16):  # products that are not scaled may overflow float16
+            return ((q * self.scaling) @ k.mT).to(self.acc)
         return (q @ k.mT).to(self.acc).mul_(self.scaling)
 
     def rows(self, x: Tensor, tile: _Tile) -> Tensor:
@@ -163,8 +163,8 @@ class _ChunkedGatedAttention(torch.autograd.Function):
             top.masked_fill_(top == float("-inf"), 0.0)
             s.sub_(top).exp_()
             total = s.sum(-1, keepdim=True)
-            mixed = (s.to(v.dtype) @ problem.v[tile.part, tile.columns]) / total.clamp_min(1e-30).to(v.dtype)
-            out[tile.part, :, tile.rows] = problem.unfolded(mixed)
+            mixed = (s.to(v.dtype) @ problem.v[tile.part, tile.columns]).to(problem.acc)
+            out[tile.part, :, tile.rows] = problem.unfolded(mixed / total.masked_fill(total == 0, 1.0)).to(out.dtype)
             # a query that sees nothing gets zeros, and with an infinite sum gives none in the backward
             top += total.log().masked_fill_(total == 0, float("inf"))
             lse[tile.part, :, tile.rows] = problem.unfolded(top)[..., 0]

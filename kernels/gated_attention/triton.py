@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from ag.kernels.gated_attention.masks import centred, sink_mask
-from ag.kernels.tiles import at, load_rows, mix, ranges, store_rows, weights
-from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded
+from ag.kernels.tiles import at, load_rows, mix, ranges, store_rows, turn, weights
+from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded, padding_bias, readable
 
 
 @triton.jit
@@ -34,9 +34,10 @@ def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, ga
              listing, before, scale, recent, window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
              EP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """One block of queries of one head; the blocks with most keys go first."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    block, pair = turn(T, ROWS)
+    start = (tl.cdiv(T, ROWS) - 1 - block) * ROWS
     rows = start + tl.arange(0, ROWS)
-    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    b, h = pair // H, pair % H
     group = h // G
     k, v = at(k, k_strides, b, group), at(v, v_strides, b, group)
     if padding is not None:
@@ -49,7 +50,7 @@ def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, ga
         floors += tl.cast(b, tl.int64) * T
         floor = tl.load(floors + rows, mask=rows < T, other=0)
     if gate is not None:
-        row, blocks = tl.cast(tl.program_id(1) // G, tl.int64), tl.cdiv(T, KEYS)
+        row, blocks = tl.cast(pair // G, tl.int64), tl.cdiv(T, KEYS)
         gate += row * T
         listing += row * blocks
         before += row * (blocks + 1)
@@ -73,7 +74,7 @@ def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, ga
     store_rows(at(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
     # A query that sees nothing weighs no key: with an infinite sum every exponential of the backward is 0.
     sums = tl.where(blind, float("inf"), largest + tl.log2(tl.where(blind, 1.0, total)))
-    tl.store(lse + tl.cast(tl.program_id(1), tl.int64) * T + rows, sums, mask=rows < T)
+    tl.store(lse + tl.cast(pair, tl.int64) * T + rows, sums, mask=rows < T)
 
 
 @triton.jit
@@ -96,9 +97,10 @@ def _backward_queries(q, k, v, out, d_out, lse, delta, dq, q_strides, k_strides,
                       H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KEYS: tl.constexpr,
                       ROWS: tl.constexpr):  # fmt: skip
     """Write dQ of one block of queries of one head, and ``delta = dO . o`` for the kernel of the keys."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    block, pair = turn(T, ROWS)
+    start = (tl.cdiv(T, ROWS) - 1 - block) * ROWS
     rows = start + tl.arange(0, ROWS)
-    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    b, h = pair // H, pair % H
     group = h // G
     k, v = at(k, k_strides, b, group), at(v, v_strides, b, group)
     if padding is not None:
@@ -111,13 +113,13 @@ def _backward_queries(q, k, v, out, d_out, lse, delta, dq, q_strides, k_strides,
         floors += tl.cast(b, tl.int64) * T
         floor = tl.load(floors + rows, mask=rows < T, other=0)
     if gate is not None:
-        row, blocks = tl.cast(tl.program_id(1) // G, tl.int64), tl.cdiv(T, KEYS)
+        row, blocks = tl.cast(pair // G, tl.int64), tl.cdiv(T, KEYS)
         gate += row * T
         listing += row * blocks
         before += row * (blocks + 1)
     outputs = load_rows(at(out, out_strides, b, h), out_strides[2], start, T, ROWS, E, EP)
     d_outputs = load_rows(at(d_out, d_out_strides, b, h), d_out_strides[2], start, T, ROWS, E, EP)
-    shift = tl.cast(tl.program_id(1), tl.int64) * T
+    shift = tl.cast(pair, tl.int64) * T
     deltas = tl.sum(outputs.to(tl.float32) * d_outputs.to(tl.float32), 1)
     tl.store(delta + shift + rows, deltas, mask=rows < T)
     sums = tl.load(lse + shift + rows, mask=rows < T, other=float("inf"))
@@ -179,9 +181,9 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
                    size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KEYS: tl.constexpr,
                    ROWS: tl.constexpr):  # fmt: skip
     """Write dK, dV and the flags' gradient of one block of keys, summed over the query heads of its group."""
-    n = tl.program_id(0)
+    n, pair = turn(T, KEYS)
     start, heads = n * KEYS, H // G
-    b, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    b, head = pair // heads, pair % heads
     columns = start + tl.arange(0, KEYS)
     dense = None
     if dense_until is not None:
@@ -197,7 +199,7 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
         floors += tl.cast(b, tl.int64) * T
         stop = tl.minimum(stop, tl.load(ends + b * tl.cdiv(T, KEYS) + n))
     attended, weight = stop, None
-    row = tl.cast(tl.program_id(1), tl.int64)
+    row = tl.cast(pair, tl.int64)
     if gate is not None:
         weight = tl.exp2(tl.load(gate + row * T + columns, mask=columns < T, other=float("-inf")))
         before += row * (tl.cdiv(T, KEYS) + 1) + n
@@ -232,8 +234,6 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
         tl.store(d_keep + row * T + columns, flag_grad, mask=columns < T)
 
 
-# The first shapes are those of the deterministic mode: they fit the 99 KB of shared memory of sm_89. The tuner drops
-# what does not fit.
 KEY = ["D", "E", "KEYS", "size"]
 FORWARD = Tuned(_forward, [(64, 4, 2), (128, 8, 2), (128, 4, 3), (128, 8, 3)], [(32, 8, 1), (16, 4, 1)], KEY)
 QUERIES = Tuned(_backward_queries, [(64, 4, 2), (128, 8, 2), (64, 8, 2)], [(16, 8, 1), (32, 8, 1)], KEY)
@@ -250,9 +250,7 @@ def _tables(
         ``listing``: the blocks that hold a kept key, in order, then the others, ``[B, Hkv, blocks]``;
         ``before``: how many blocks with a kept key come before each, ``[B, Hkv, blocks + 1]``.
     """
-    padding = None
-    if key_valid is not None:
-        padding = torch.zeros_like(key_valid, dtype=torch.float32).masked_fill_(~key_valid, float("-inf"))
+    padding = padding_bias(key_valid)
     if keep is None:
         return None, padding, None, None
     batch, _, length = keep.shape
@@ -261,7 +259,7 @@ def _tables(
     if key_valid is not None:
         gate.masked_fill_(~key_valid[:, None], float("-inf"))
     alive = nn.functional.pad(gate > float("-inf"), (0, -length % block)).unflatten(-1, (-1, block)).any(-1)
-    listing = alive.to(torch.uint8).argsort(stable=True, dim=-1, descending=True).int()
+    listing = alive.to(torch.uint8).argsort(stable=True, dim=-1, descending=True).int().contiguous()
     return gate.contiguous(), padding, listing, nn.functional.pad(alive.cumsum(-1), (1, 0)).int()
 
 
@@ -285,11 +283,12 @@ class _TritonGatedAttention(torch.autograd.Function):
         dense_until: Tensor | None,
         first: Tensor | None,
     ) -> Tensor:
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = (readable(x) for x in (q, k, v))
         batch, heads, length, _ = q.shape
+        recent, window = min(recent, length), None if window is None or window >= length else window
         block = key_block(max(q, v, key=lambda x: x.shape[-1]))
         tables = _tables(keep, key_valid, sinks, block, first)
-        dense = None if dense_until is None or keep is None else dense_until.int()
+        dense = None if dense_until is None or keep is None else dense_until.int().contiguous()
         floors = None if first is None else first.int().contiguous()
         out = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty(*q.shape[:3], v.shape[-1])
         lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
@@ -297,7 +296,7 @@ class _TritonGatedAttention(torch.autograd.Function):
         sizes = (heads, heads // k.shape[1], q.shape[-1], padded(q.shape[-1]), v.shape[-1], padded(v.shape[-1]), block)
         gate, padding, listing, before = tables
         FORWARD(
-            lambda meta: (triton.cdiv(length, meta["ROWS"]), batch * heads),
+            lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,),
             *(q, k, v, out, lse, *_strides(q, k, v, out)),
             *(gate, padding, dense, floors, listing, before, *numbers, *sizes),
         )
@@ -311,7 +310,7 @@ class _TritonGatedAttention(torch.autograd.Function):
         numbers, sizes, sinks = ctx.constants
         v, out = centred(v, out)
         batch, heads, length, _ = q.shape
-        d_out = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+        d_out = readable(grads[0])
         delta, dq, dk, dv = torch.empty_like(lse), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         ends = None
         if floors is not None:  # by block of keys, one past the last query that sees it
@@ -321,12 +320,12 @@ class _TritonGatedAttention(torch.autograd.Function):
         if keep is not None and ctx.needs_input_grad[3]:
             d_keep = torch.empty(keep.shape, dtype=torch.float32, device=keep.device)
         QUERIES(
-            lambda meta: (triton.cdiv(length, meta["ROWS"]), batch * heads),
+            lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,),
             *(q, k, v, out, d_out, lse, delta, dq, *_strides(q, k, v, out, d_out, dq)),
             *(gate, padding, dense, floors, listing, before, *numbers, *sizes),
         )
         KEYS(
-            lambda meta: (triton.cdiv(length, meta["KEYS"]), batch * k.shape[1]),
+            lambda meta: (triton.cdiv(length, meta["KEYS"]) * batch * k.shape[1],),
             *(q, k, v, d_out, lse, delta, dk, dv, d_keep, *_strides(q, k, v, d_out, dk, dv)),
             *(gate, padding, dense, floors, ends, before, *numbers, *sizes),
         )

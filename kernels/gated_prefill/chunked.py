@@ -69,7 +69,10 @@ def _one(
         if window is not None:
             hidden |= distance >= window
         rows = q[:, start:stop].reshape(-1, dim)
-        s = (rows * scaling) @ keys.mT if q.dtype == acc else (rows @ keys.mT).to(acc).mul_(scaling)
+        if q.dtype in (acc, torch.float16):  # products that are not scaled may overflow float16
+            s = ((rows * scaling) @ keys.mT).to(acc)
+        else:
+            s = (rows @ keys.mT).to(acc).mul_(scaling)
         by_head = s.view(group, stop - start, -1)
         by_head[..., open_until - first :].masked_fill_(hidden, float("-inf"))
         weights = s.softmax(-1)

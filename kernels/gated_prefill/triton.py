@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ag.kernels.gated_attention.masks import sink_mask
 from ag.kernels.gated_attention.triton import attend
-from ag.kernels.tiles import at, load_rows, mix, store_rows
-from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded
+from ag.kernels.tiles import at, load_rows, mix, store_rows, turn
+from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded, padding_bias, readable
 
 
 @triton.jit
@@ -28,12 +28,13 @@ def _prefill(q, k, v, out, q_strides, k_strides, v_strides, out_strides, gate, p
              window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
              KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """One block of queries of one head: first the kept keys below the protected ones, then all that are left."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    block, pair = turn(T, ROWS)
+    start = (tl.cdiv(T, ROWS) - 1 - block) * ROWS
+    b, h = pair // H, pair % H
     k, v = at(k, k_strides, b, h // G), at(v, v_strides, b, h // G)
     if padding is not None:
         padding += tl.cast(b, tl.int64) * T
-    row = tl.cast(tl.program_id(1) // G, tl.int64)
+    row = tl.cast(pair // G, tl.int64)
     gate += row * T
     kept += row * T
     before += row * (T + 1)
@@ -84,21 +85,21 @@ def triton_gated_prefill(
     The kept keys are read where they lie, by a list of their positions ``[B, Hkv, T]``; how many come before each
     position stands in a table of that size, so that nothing waits for the card.
     """
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (readable(x) for x in (q, k, v))
     batch, heads, length, dim = q.shape
+    recent, window = min(recent, length), None if window is None or window >= length else window
     stays = keep | sink_mask(key_valid, sinks, batch, length, q.device)[:, None]
-    padding = None
     if key_valid is not None:
         stays = stays & key_valid[:, None]
-        padding = torch.zeros_like(key_valid, dtype=torch.float32).masked_fill_(~key_valid, float("-inf"))
+    stays = stays.contiguous()  # flags come transposed, and the tables below keep an argument's strides
     gate = torch.zeros(stays.shape, dtype=torch.float32, device=q.device).masked_fill_(~stays, float("-inf"))
     kept = stays.to(torch.uint8).argsort(stable=True, dim=-1, descending=True).int()
     before = nn.functional.pad(stays.cumsum(-1), (1, 0)).int()
     out = torch.empty_like(q) if v.shape[-1] == dim else q.new_empty(*q.shape[:3], v.shape[-1])
     block = key_block(max(q, v, key=lambda x: x.shape[-1]))
     PREFILL(
-        lambda meta: (triton.cdiv(length, meta["ROWS"]), batch * heads),
-        *(q, k, v, out, *(x.stride()[:3] for x in (q, k, v, out)), gate, padding, kept, before),
+        lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,),
+        *(q, k, v, out, *(x.stride()[:3] for x in (q, k, v, out)), gate, padding_bias(key_valid), kept, before),
         *(scaling * LOG2E, recent, window, length, doublings(length), heads, heads // k.shape[1]),
         *(dim, padded(dim), v.shape[-1], padded(v.shape[-1]), block),
     )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ag.kernels.dispatch import interpreting
 from ag.kernels.tiles import load_rows, mix
-from ag.kernels.tuned import LOG2E, Tuned, doublings, padded
+from ag.kernels.tuned import LOG2E, Tuned, doublings, padded, readable
 
 CHUNKS = 512  # about how many chunks the whole storage is cut into: a few for each processor of a card
 
@@ -78,7 +78,8 @@ def triton_ragged_decode(
     How many tokens the rows hold is known to the card alone: the list of chunks is made there, and as long as the flat
     buffer, in which rows do not overlap, could need.
     """
-    keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
+    keys, values = readable(keys), readable(values)
+    starts, lengths = starts.contiguous(), lengths.contiguous()
     batch, heads, dim = q.shape
     rows, slots, width = len(starts), len(keys), values.shape[1]
     group = batch * heads // rows

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from ag.evaluate.comparison.results import Row
 from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.tasks import Loaded, Outcome, Task
 from ag.keys import nearest
+from ag.versions import versions
 
-VERSIONS = {name: version(name) for name in ("ag", "torch", "transformers")}
+VERSIONS = versions("ag", "torch", "transformers")
 
 
 @dataclass(frozen=True)

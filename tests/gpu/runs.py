@@ -1,0 +1,65 @@
+"""`python -m ag.fit` on the tiny recipe, and what it leaves behind."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ag import fit
+from ag.callbacks.checkpoint_files import checkpoints
+from ag.loggers import read_metrics
+from gpu.cases import REHEARSAL
+
+STEPS = 4
+
+
+def train(recipe: Path, output: Path, *overrides: str, alone: bool = False) -> Path:
+    """Run the command, in a process of its own where ``alone``; expect success, return the run folder."""
+    _fit([f"recipe={recipe}", f"output={output}", *overrides], alone)
+    [run] = output.glob("tiny/*")
+    return run
+
+
+def continued(run: Path, folder: Path, alone: bool = False) -> Path:
+    """Copy a run, forget its newest checkpoint, and resume it."""
+    again = Path(shutil.copytree(run, folder / "tiny" / "run"))
+    checkpoints(again)[0].unlink()
+    assert checkpoints(again)[0].name == "step=000002.ckpt"
+    _fit([f"resume={again}"], alone)
+    return again
+
+
+def _fit(arguments: list[str], alone: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if REHEARSAL:  # in Triton's interpreter a run would take minutes
+            patch.setenv("AG_KERNELS", "chunked")
+        if not alone:
+            assert fit.main(arguments) == 0
+            return
+        command = [sys.executable, "-m", "ag.fit", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """Return the trained weights in the newest checkpoint."""
+    state = torch.load(checkpoints(run)[0], weights_only=True, map_location="cpu")
+    found: dict[str, torch.Tensor] = state["state_dict"]
+    return found
+
+
+def check_losses(run: Path) -> list[float]:
+    """Every step has a loss and a gradient, both finite, and the weights are finite too."""
+    rows = read_metrics(run / "metrics.csv")
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    assert len(losses) == STEPS and all(map(math.isfinite, losses)), losses
+    norms = [value for row in rows for name, value in row.items() if "grad_norm" in name]
+    assert norms and all(math.isfinite(x) and x > 0 for x in norms)
+    assert all(bool(torch.isfinite(x).all()) for x in weights(run).values())
+    return losses

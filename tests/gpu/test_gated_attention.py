@@ -1,0 +1,106 @@
+"""Gated attention on a card: output and every gradient against the formula in float64."""
+
+import pytest
+import torch
+
+from ag.kernels.gated_attention import gated_attention
+from ag.kernels.gated_attention.chunked import chunked_gated_attention
+from ag.kernels.gated_attention.reference import reference_gated_attention
+from gpu.cases import DEVICE, FLAGS, OPTIONS, PRECISIONS, arguments, covering, draw, exact, here, name, near, run
+
+pytestmark = pytest.mark.gpu
+NAMES = ["out", "dq", "dk", "dv", "dkeep"]
+
+
+def compare(function, tensors, keep, options, bound):
+    tensors = tensors if keep is None else [*tensors, keep]
+    rest = options if keep is not None else {"keep": None, **options}
+    weight = torch.randn(tensors[0].shape, device=DEVICE).to(tensors[0].dtype)
+    got = run(function, tensors, weight, rest)
+    want = exact(reference_gated_attention, tensors, weight, rest)
+    for what, mine, theirs in zip(NAMES, got, want, strict=keep is not None):
+        near(mine, theirs, bound, f"{what} of {tuple(tensors[0].shape)}")
+    again = run(function, tensors, weight, rest)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, again, strict=True))
+
+
+@pytest.mark.parametrize(("dim", "dtype", "sizes", "case", "flags"), covering(tuple(OPTIONS), FLAGS), ids=name)
+def test_output_and_gradients(triton_untuned, dim, dtype, sizes, case, flags):
+    for length, group in sizes:
+        tensors, keep, options = arguments(
+            length=here(length), group=group, dim=dim, dtype=dtype, flags=flags, **OPTIONS[case]
+        )
+        compare(gated_attention, tensors, keep, options, PRECISIONS[dtype])
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+def test_plain_torch(dtype, case):
+    """The version without Triton; torch's default leaves TF32 out of float32 products."""
+    tensors, keep, options = arguments(length=here(301), group=4, dim=64, dtype=dtype, flags="soft", **OPTIONS[case])
+    weight = torch.randn(tensors[0].shape, device=DEVICE)
+    got = run(chunked_gated_attention, [*tensors, keep], weight, options)
+    want = exact(reference_gated_attention, [*tensors, keep], weight.to(tensors[0].dtype), options)
+    for what, mine, theirs in zip(NAMES, got, want, strict=True):
+        near(mine, theirs, PRECISIONS[dtype], what)
+
+
+def test_tf32_for_torch_leaves_the_kernels_exact(triton_untuned):
+    """Lightning and many scripts set this: it is for torch's own products."""
+    tensors, keep, options = arguments(length=here(301), group=4, dim=64, dtype=torch.float32)
+    weight = draw(*tensors[0].shape)
+    want = run(gated_attention, [*tensors, keep], weight, options)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        got = run(gated_attention, [*tensors, keep], weight, options)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+def test_blocks_of_evicted_keys_are_skipped_without_a_change(triton_untuned, dtype):
+    tensors, keep, options = arguments(length=here(700), group=4, dim=64, dtype=dtype, recent=5, sinks=2)
+    keep[:, :, here(700) // 4 : here(700) // 2] = 0
+    weight = draw(*tensors[0].shape)
+    want = run(gated_attention, [*tensors, keep], weight, options)[:4]
+    got = run(lambda *x, **o: gated_attention(*x, keep, **o), tensors, weight, options)  # no flag gradient
+    for what, mine, theirs in zip(NAMES, got, want, strict=False):
+        near(mine, theirs.double(), 1e-3, what)
+
+
+def test_tuned_and_plain(triton_only):
+    """Every configuration of the tuner is compiled, and the fastest is right."""
+    length = here(2048)
+    q, k, v = (draw(1, heads, length, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    near(gated_attention(q, k, v), want.double(), 2e-2, "out")
+
+
+def test_a_tensor_of_more_than_2_31_elements(triton_untuned, card):
+    """Offsets of sequences and rows are 64 bits wide."""
+    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("needs 12 GB of free memory")
+    length, dim, far = 130, 64, 2**31 + 2**20
+    flat = torch.empty(far + length * dim, dtype=torch.bfloat16, device=DEVICE)
+    two = flat.as_strided((2, 1, length, dim), (far, length * dim, dim, 1))
+    two.copy_(draw(2, 1, length, dim, dtype=torch.bfloat16))
+    out = gated_attention(two, two, two)
+    near(out, gated_attention(*[two.contiguous()] * 3).double(), 1e-6, "out")
+    assert float(out[1].abs().sum()) > 0
+
+
+def test_memory_is_linear_in_the_length(triton_untuned, card):
+    def peak(length):
+        q = draw(1, 8, length, 64, dtype=torch.bfloat16).requires_grad_()
+        k, v = (draw(1, 2, length, 64, dtype=torch.bfloat16) for _ in range(2))
+        keep = (torch.rand(1, 2, length, device=DEVICE) > 0.7).float().requires_grad_()
+        gated_attention(q, k, v, keep).sum().backward()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        gated_attention(q, k, v, keep).sum().backward()
+        return (torch.cuda.max_memory_allocated() - before) / (q.numel() * q.element_size())
+
+    assert peak(8192) < 10 and peak(32768) < 10

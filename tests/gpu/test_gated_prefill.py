@@ -1,0 +1,60 @@
+"""Prefill under hard flags on a card, against masking in float64."""
+
+import pytest
+import torch
+
+from ag.kernels.gated_prefill import gated_prefill
+from ag.kernels.gated_prefill.reference import reference_gated_prefill
+from gpu.cases import DEVICE, OPTIONS, PRECISIONS, arguments, covering, here, name, near, part
+
+pytestmark = pytest.mark.gpu
+CASES = ("plain", "protected", "window", "left-padding", "right-padding")
+
+
+def masked(q, k, v, keep, options):
+    """The reference in float64, one query head at a time."""
+    group, out = q.shape[1] // k.shape[1], torch.zeros(q.shape, dtype=torch.float64, device=DEVICE)
+    for b in range(len(q)):
+        for h in range(q.shape[1]):
+            one = [x[b : b + 1, h // group : h // group + 1].double() for x in (k, v)]
+            flags = keep[b : b + 1, h // group : h // group + 1]
+            out[b, h] = reference_gated_prefill(q[b : b + 1, h : h + 1].double(), *one, flags, **part(options, b))[0, 0]
+    return out
+
+
+@pytest.mark.parametrize(("dim", "dtype", "sizes", "case", "flags"), covering(CASES, ("hard", "evicted")), ids=name)
+def test_output(triton_untuned, dim, dtype, sizes, case, flags):
+    for length, group in sizes:
+        (q, k, v), keep, options = arguments(
+            length=here(length), group=group, dim=dim, dtype=dtype, flags=flags, **OPTIONS[case]
+        )
+        near(
+            gated_prefill(q, k, v, keep.bool(), **options),
+            masked(q, k, v, keep.bool(), options),
+            PRECISIONS[dtype],
+            case,
+        )
+
+
+def test_evicted_keys_are_not_read(triton_untuned):
+    """Blocks of them hold no numbers, and no query but their own ones notices."""
+    length = here(4097)
+    (q, k, v), keep, options = arguments(length=length, group=4, dim=64, dtype=torch.float32)
+    gone = slice(length // 4, length // 2)
+    keep[:, :, gone] = 0
+    want = gated_prefill(q, k, v, keep.bool(), **options)
+    k[:, :, gone] = v[:, :, gone] = float("nan")
+    got = gated_prefill(q, k, v, keep.bool(), **options)
+    beyond = length // 2 + 128 if length > 1000 else length // 2 + 16  # those of a tile with them do
+    assert torch.equal(got[:, :, beyond:], want[:, :, beyond:])
+    assert bool(got[:, :, gone].isnan().any())
+
+
+def test_every_version_gives_the_same(monkeypatch):
+    (q, k, v), keep, options = arguments(length=here(1000), group=4, dim=64, dtype=torch.float32, recent=5, sinks=3)
+    results = {}
+    for version in ("triton", "chunked", "reference"):
+        monkeypatch.setenv("AG_KERNELS", version)
+        results[version] = gated_prefill(q, k, v, keep.bool(), **options)
+    for version in ("triton", "chunked"):
+        near(results[version], results["reference"].double(), 1e-4, version)

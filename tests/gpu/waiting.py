@@ -1,0 +1,95 @@
+"""Code in which the host must not wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ag.engine.cache import EvictionCache
+from gpu.cases import REHEARSAL
+
+ANSWERS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
+
+
+class Waits(TorchDispatchMode):
+    """Raises where a CUDA device would make the host wait: a stand-in for torch's own mode where there is no card.
+
+    Some tensors play those on the card, and so does what is computed from them; the others are the host's own.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.there = WeakTensorKeyDictionary()
+        for x in tensors:
+            self.there[x] = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        there = any(isinstance(x, Tensor) and x in self.there for x in tree_leaves((args, kwargs)))
+        if there and self._waits(func, args, kwargs):
+            raise RuntimeError(f"called a synchronizing operation: {func}")
+        out = func(*args, **kwargs)
+        for x in tree_leaves(out) if there else []:
+            if isinstance(x, Tensor):
+                self.there[x] = True
+        return out
+
+    @staticmethod
+    def _waits(func: Any, args: Any, kwargs: Any) -> bool:
+        name = func.overloadpacket.__name__
+        if name == "repeat_interleave":
+            return func._overloadname == "Tensor" and kwargs.get("output_size") is None
+        if name.startswith("index") and func._overloadname in ("Tensor", "default") and isinstance(args[1], list):
+            return any(x is not None and x.dtype == torch.bool for x in args[1])  # how many are chosen is not known
+        return name in ANSWERS
+
+
+class Lists(TorchFunctionMode):
+    """Raises for ``tolist``, which a CPU's tensor serves without an operation, on tensors that play those on a card."""
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist and args[0] in self.waits.there:
+            raise RuntimeError("called a synchronizing operation: tolist")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def pretended(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Raise ``RuntimeError`` where the host would wait for these tensors, or for what comes of them, on a card."""
+    waits = Waits(tensors)
+    with Lists(waits), waits:
+        yield
+
+
+@contextmanager
+def no_waiting(model: nn.Module, cache: EvictionCache, *inputs: Tensor) -> Iterator[None]:
+    """Raise ``RuntimeError`` where the host waits for the card."""
+    if not REHEARSAL:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return
+    tensors = [*model.parameters(), *model.buffers(), *inputs]
+    tensors += [x for x in vars(cache).values() if isinstance(x, Tensor)]
+    for layer in cache.evicting_layers:
+        store = layer.store
+        assert store is not None
+        store.rows = store.rows[0].clone(), store.rows[1].clone()  # on a CPU they are those of the host
+        tensors += [store.keys, store.values, store.ranks, store.fleeting, *store.rows]
+    with pretended(tensors):
+        yield
