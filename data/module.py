@@ -27,11 +27,13 @@ class Counts:
         truncated: rows whose prompt lost its left part.
         truncated_tokens: tokens that those prompts lost.
         skipped: documents too short for one window.
+        val_skipped: those of them that are validation documents.
     """
 
     truncated: int = 0
     truncated_tokens: int = 0
     skipped: int = 0
+    val_skipped: int = 0
 
 
 @dataclass(eq=False)
@@ -56,6 +58,7 @@ class DataModule(LightningDataModule):
         truncated: rows whose prompt lost its left part.
         truncated_tokens: tokens that those prompts lost.
         skipped: documents too short for one window (text; streamed training documents are not counted).
+        val_skipped: those of them that are validation documents.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class DataModule(LightningDataModule):
         self.train_rows, self.val_rows, self.collator = train, validation, collator
         self.data, self.seed = data, seed
         self.truncated, self.truncated_tokens = counts.truncated, counts.truncated_tokens
-        self.skipped = counts.skipped
+        self.skipped, self.val_skipped = counts.skipped, counts.val_skipped
         self._restored: dict[str, Any] = {}
 
     def train_dataloader(self) -> DataLoader[Any]:

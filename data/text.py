@@ -75,9 +75,12 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
         training: Iterable[Row] = train
     else:
         training = _kept(train, data, counts, context, config.seed)
+    before = counts.skipped
+    groups = [(row,) for row in _kept(validation, data, counts, context, config.seed)]
+    counts.val_skipped = counts.skipped - before
     return DataModule(
         train=training,
-        validation=[(row,) for row in _kept(validation, data, counts, context, config.seed)],
+        validation=groups,
         collator=Collator(padding_token(tokenizer), end),
         data=data,
         seed=config.seed,

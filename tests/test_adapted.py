@@ -14,7 +14,7 @@ import ag
 from ag.compare import CompareConfig
 from ag.config import LoraConfig
 from ag.errors import UserError
-from ag.evaluate import cells
+from ag.evaluate.comparison import cells
 from ag.gates import adapted, export
 from ag.gates.manifest import ADAPTER_FILES
 from ag.generate import GenerateConfig, generate

@@ -297,6 +297,24 @@ def test_adapter_gives_the_same_logits(tmp_path: Path) -> None:
         torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-5, rtol=0)
 
 
+def test_an_adapter_without_gates(tmp_path: Path) -> None:
+    adapted = make_adapter(1).eval()
+    base, tokens = copy.deepcopy(adapted).unload(), torch.arange(8)[None]
+    export.save_adapter(tmp_path / "e", adapted)
+    assert export.is_adapter(tmp_path / "e") and not export.is_adapter(make_export(tmp_path / "whole"))
+    assert export.adapter_path(tmp_path / "e") == tmp_path / "e" / "adapter"
+    with torch.no_grad():
+        assert torch.equal(export.load_adapter(base, tmp_path / "e")(tokens).logits, adapted(tokens).logits)
+    before = export.adapter_checksum(tmp_path / "e")
+    export.save_adapter(tmp_path / "same", adapted)
+    export.save_adapter(tmp_path / "other", make_adapter(2))
+    assert export.adapter_checksum(tmp_path / "same") == before != export.adapter_checksum(tmp_path / "other")
+    assert export.adapter_checksum(tmp_path / "whole") == export.read_info(tmp_path / "whole")["checksum"]
+    wide = LlamaConfig(**{**MODEL.to_dict(), "hidden_size": 128, "head_dim": 32})
+    with pytest.raises(ExportError, match="it does not fit this model"):
+        export.load_adapter(LlamaForCausalLM(wide), tmp_path / "e")
+
+
 def test_adapter_errors(tmp_path: Path) -> None:
     export.save(tmp_path / "none", make_gates())
     with pytest.raises(ExportError, match=r"no adapter folder: expected one trained with train=gates\+lora"):

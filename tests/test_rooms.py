@@ -17,7 +17,7 @@ BELOW = {
     "engine": {"errors", "files", "kernels", "config", "model", "gates", "versions"},
     "training": {"errors", "files", "kernels", "config", "model", "gates", "versions", "data"},
     "callbacks": {"errors", "files", "kernels", "config", "model", "gates", "versions", "data", "training"},
-    "evaluate": {"errors", "files", "kernels", "config", "model", "gates", "versions", "data", "engine"},
+    "evaluate": {"errors", "files", "kernels", "config", "model", "gates", "versions", "data", "engine", "training"},
 }
 LOADED = """
 import importlib, pkgutil, sys
@@ -30,6 +30,7 @@ print(*sorted({name.split(".")[1] for name in sys.modules if name.startswith("ag
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", BELOW)
 def test_a_room_loads_nothing_above_it(room):
     done = subprocess.run([sys.executable, "-c", LOADED, room], capture_output=True, text=True)

@@ -12,14 +12,14 @@ from dataclasses import MISSING, dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
 from ag.config.keys import ConfigError, ConfigWarning, Key, keys, nearest, short
-from ag.config.recipes import RECIPES, dump, recipe_names, resolve
+from ag.config.recipes import dump, recipes, resolve
 from ag.config.sweep import sweep
 
 T = TypeVar("T")
 
 OPTIONS = {
     "--help": "show this text (-h)",
-    "--recipes": "list the shipped recipes",
+    "--recipes": "list the shipped recipes of this command",
     "--print": "print the resolved configuration and stop",
     "--dry-run": "build everything, do the least of work, write nothing",
     "--multirun": "one run for each combination of comma lists, such as seed=0,1 (-m)",
@@ -94,6 +94,10 @@ def _split(argv: Sequence[str], known: dict[str, Key]) -> tuple[set[str], dict[s
 
 
 def _resolve(schema: type[T], runs: list[dict[str, str]], program: str) -> list[T]:
+    for name in (run.get("recipe", "") for run in runs):
+        if name in recipes() and name not in recipes(program):
+            owner = f"ag.{recipes()[name].parent.name}"
+            raise ConfigError(f"recipe={name} is one of {owner}, not of {program}; {program} --recipes lists its own")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConfigWarning)
         configs = [resolve(schema, run) for run in runs]
@@ -124,10 +128,10 @@ def _default(value: Any) -> str:
 
 
 def _recipes(program: str) -> str:
-    names = recipe_names(program)
-    width = max(map(len, names), default=0)
-    first_lines = ((RECIPES / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0] for name in names)
-    return "\n".join(f"{name:<{width}}  {line.lstrip('# ')}" for name, line in zip(names, first_lines, strict=True))
+    found = recipes(program)
+    width = max(map(len, found), default=0)
+    titles = {name: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name, path in found.items()}
+    return "\n".join(f"{name:<{width}}  {title}" for name, title in titles.items()) or f"{program} has no recipes"
 
 
 def _expand(overrides: dict[str, str]) -> list[dict[str, str]]:

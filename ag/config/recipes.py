@@ -39,10 +39,10 @@ MAY_CHANGE_ON_RESUME = (
 )
 
 
-def recipe_names(program: str | None = None) -> list[str]:
-    """List the shipped recipes, of one program or of all."""
-    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-    return [name for name in names if program is None or name.startswith("compare_") == (program == "ag.compare")]
+def recipes(program: str | None = None) -> dict[str, Path]:
+    """Find the shipped recipes, by name: those in the folder of one program, such as ``ag.fit``, or all."""
+    folder = "*" if program is None else program.removeprefix("ag.")
+    return {path.stem: path for path in sorted(RECIPES.glob(f"{folder}/*.yaml"), key=lambda path: path.stem)}
 
 
 def find_recipe(name: str, folder: Path) -> Path:
@@ -53,10 +53,11 @@ def find_recipe(name: str, folder: Path) -> Path:
     """
     if name.endswith((".yaml", ".yml")) or "/" in name:
         return folder / os.path.expanduser(name)
-    if name not in recipe_names():
-        hint = nearest(name, recipe_names()) or "; --recipes lists them, and a file needs its .yaml"
+    shipped = recipes()
+    if name not in shipped:
+        hint = nearest(name, list(shipped)) or "; --recipes lists them, and a file needs its .yaml"
         raise ConfigError(f"no recipe {short(name)}{hint}")
-    return RECIPES / f"{name}.yaml"
+    return shipped[name]
 
 
 def read_values(path: Path, known: Mapping[str, Key], heirs: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -199,12 +199,33 @@ def read_info(path: StrPath) -> dict[str, Any]:
     return dict(info)
 
 
+def is_adapter(path: StrPath) -> bool:
+    """Whether a folder holds a LoRA adapter and no gates, as :func:`save_adapter` writes it."""
+    folder = Path(path)
+    return folder.is_dir() and [entry.name for entry in folder.iterdir()] == [ADAPTER]
+
+
+def adapter_checksum(path: StrPath) -> str:
+    """Return a hash of an export, or of the folder of :func:`save_adapter`: other weights have another one.
+
+    Raises:
+        ExportError: when something is missing or damaged.
+    """
+    if not is_adapter(path):
+        return str(read_info(path)["checksum"])
+    return hashlib.sha256(b"".join(_read(Path(path), name) for name in ADAPTER_FILES)).hexdigest()
+
+
 def adapter_path(path: StrPath) -> Path | None:
-    """Return the folder of the export's LoRA adapter, its files verified; None when it has none.
+    """Return the folder of an export's LoRA adapter, its files verified; None when it has none.
+
+    Of a folder of :func:`save_adapter`, which has no hashes, the files are not verified.
 
     Raises:
         ExportError: when the export or its adapter is damaged.
     """
+    if is_adapter(path):
+        return Path(path) / ADAPTER
     sha256 = read_info(path)["sha256"]
     if len(sha256) == 1:
         return None
@@ -214,11 +235,11 @@ def adapter_path(path: StrPath) -> Path | None:
 
 
 def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) -> PeftModel | PreTrainedModel:
-    """Put the export's LoRA adapter on its base model, frozen.
+    """Put an export's LoRA adapter on its base model, frozen.
 
     Args:
         model: the base model; it is changed in place.
-        path: folder of an export.
+        path: folder of an export, or one of :func:`save_adapter`.
         merge: return the plain model with the adapter merged into its weights.
 
     Raises:
@@ -228,11 +249,18 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
     folder = adapter_path(path)
     if folder is None:
         raise ExportError(f"{path}: the export has no {ADAPTER} folder: expected one trained with train=gates+lora.")
-    info = read_info(path)
-    _check_base(Path(path), info, model.config)
-    if adapter := _adapter(Path(path), info):
-        adapter.check(model, times=0)
-    wrapped = PeftModel.from_pretrained(model, str(folder)).eval()
+    if not is_adapter(path):
+        info = read_info(path)
+        _check_base(Path(path), info, model.config)
+        if adapter := _adapter(Path(path), info):
+            adapter.check(model, times=0)
+    try:
+        wrapped = PeftModel.from_pretrained(model, str(folder)).eval()
+    except (RuntimeError, ValueError) as error:  # other shapes, or none of the layers
+        raise ExportError(
+            f"{folder}: it does not fit this model ({str(error).splitlines()[0]}): expected the base model that the "
+            "adapter was trained on; load that one."
+        ) from error
     return wrapped.merge_and_unload(safe_merge=True) if merge else wrapped
 
 

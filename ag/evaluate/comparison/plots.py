@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from ag.evaluate.comparison.findings import Comparison, Entry, Wins
 from ag.gates.figures import DPI
-
-if TYPE_CHECKING:
-    from ag.evaluate.report import Comparison, Entry, Wins
 
 # Okabe and Ito's palette without black, which is the text's
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C", "#A89B00")

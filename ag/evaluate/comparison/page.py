@@ -6,15 +6,13 @@ import base64
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ag.evaluate.charts import Line, Point, chart, mark
-
-if TYPE_CHECKING:
-    from ag.evaluate.report import Comparison, Entry
+from ag.evaluate.comparison.charts import Line, Point, chart, mark
+from ag.evaluate.comparison.findings import Comparison, Entry
 
 FILES = Path(__file__).parent / "page_files"
 HEADS = ("policy", "budget", "kept", "score", "difference", "p", "n", "left out", "prefill", "KV MB", "seconds")

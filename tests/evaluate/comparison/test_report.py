@@ -15,11 +15,12 @@ from matplotlib.image import imread
 from test_results import ROW, VALUES
 
 import ag
-from ag.evaluate import plots
-from ag.evaluate.page import embedded, render, viewer
-from ag.evaluate.report import Comparison, Entry, markdown
+from ag.evaluate.comparison import plots
+from ag.evaluate.comparison.findings import Comparison, Entry
+from ag.evaluate.comparison.page import embedded, render, viewer
+from ag.evaluate.comparison.report import markdown
+from ag.evaluate.comparison.views import View, pieces
 from ag.evaluate.tasks import Outcome
-from ag.evaluate.views import View, pieces
 
 
 def entry(label, budget, task, scores, higher=False, views=(), metric="accuracy"):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.evaluate.results import CorruptRowWarning, Results, Row, read_line
+from ag.evaluate.comparison.results import CorruptRowWarning, Results, Row, read_line
 from ag.evaluate.tasks import Outcome
 
 ROW = Row(

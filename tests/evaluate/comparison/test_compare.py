@@ -19,8 +19,8 @@ from ag.config.keys import ConfigError
 from ag.config.recipes import resolve
 from ag.errors import UserError
 from ag.evaluate import tasks
-from ag.evaluate.cells import plan
-from ag.evaluate.results import Results
+from ag.evaluate.comparison.cells import plan
+from ag.evaluate.comparison.results import Results
 from ag.evaluate.tasks import Outcome
 from ag.gates import export
 
@@ -28,7 +28,7 @@ from ag.gates import export
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch):
     """They take most of the time, and test_report draws them."""
-    monkeypatch.setattr("ag.evaluate.plots.draw", lambda comparison: [])
+    monkeypatch.setattr("ag.evaluate.comparison.plots.draw", lambda comparison: [])
 
 
 FORK = multiprocessing.get_context("fork")
@@ -99,6 +99,7 @@ def test_other_settings_are_other_cells(config):
     for change in (
         {"samples": 3},
         {"dtype": "bfloat16"},
+        {"quantization": "nf4"},
         {"task_options": {"ppl": {"prompt": 41, "continuation": 8}}},
         {"policy_options": {"h2o": {"recent": 2}}},
         {"schedule": "every"},

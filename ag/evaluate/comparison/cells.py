@@ -7,21 +7,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ag.config.keys import nearest
 from ag.engine import Policy, policy
 from ag.engine.spec import PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import tasks
-from ag.evaluate.results import Row
-from ag.evaluate.statistics import mean_and_error
+from ag.evaluate.comparison.config import CompareConfig
+from ag.evaluate.comparison.results import Row
+from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.tasks import Loaded, Outcome, Task
 from ag.gates import export
 from ag.versions import versions
-
-if TYPE_CHECKING:
-    from ag.compare import CompareConfig
 
 VERSIONS = versions("ag", "torch", "transformers")
 
@@ -96,14 +94,14 @@ def plan(config: CompareConfig) -> list[Cell]:
     """
     budgets = [parse_budget(budget) for budget in config.budgets]
     policies = [(label, one) for label in config.policies for one in _policies(label, budgets, config)]
-    adapter = None if config.adapter is None else export.read_info(config.adapter)["checksum"]
+    adapter = None if config.adapter is None else export.adapter_checksum(config.adapter)
     samples = None if config.samples is None else f"the first {config.samples} that can be run"
-    same = (config.model, config.revision, config.dtype, adapter, samples, config.max_tokens)
+    same = (asdict(config.base), adapter, samples, config.max_tokens)
     cells = []
     for task in _tasks(config):
         for label, one in policies:
             gates = None if one.spec.path is None else export.read_info(one.spec.path)["checksum"]
-            question = [*same, repr(one), gates, type(task).__name__, asdict(task)]
+            question = [*same, repr(one), gates, type(task).__name__, task.identity()]
             text = json.dumps(question, sort_keys=True, default=str)
             key = hashlib.sha256(text.encode()).hexdigest()[:20]
             cells.append(Cell(key, label, one, task, config.model))

@@ -25,6 +25,7 @@ class Paired:
     Attributes:
         n: samples that both have scores for.
         difference: mean of mine minus theirs.
+        error: its standard error; None for a single sample.
         low: lower end of its 95 % bootstrap interval.
         high: upper end.
         p: probability of a mean at least as far from 0 when the sign of each difference is a coin's.
@@ -32,12 +33,13 @@ class Paired:
 
     n: int
     difference: float
+    error: float | None
     low: float
     high: float
     p: float
 
 
-def mean_and_error(scores: Sequence[float]) -> tuple[float, float | None]:
+def mean_and_error(scores: Sequence[float] | Vector) -> tuple[float, float | None]:
     """Return the mean and its standard error, which a single score has none of."""
     values = np.asarray(scores, dtype=np.float64)
     error = float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
@@ -54,7 +56,7 @@ def compare(mine: Sequence[float], theirs: Sequence[float]) -> Paired:
     if len(mine) != len(theirs) or not len(differences):
         raise ValueError(f"{len(mine)} and {len(theirs)} scores: expected as many, and at least one")
     low, high = bootstrap(differences)
-    return Paired(len(differences), float(differences.mean()), low, high, sign_flip(differences))
+    return Paired(len(differences), *mean_and_error(differences), low, high, sign_flip(differences))
 
 
 def bootstrap(differences: Vector, level: float = 0.95) -> tuple[float, float]:

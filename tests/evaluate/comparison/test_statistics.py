@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.evaluate.statistics import bootstrap, compare, mean_and_error, sign_flip
+from ag.evaluate.comparison.statistics import bootstrap, compare, mean_and_error, sign_flip
 
 
 def test_mean_and_standard_error():
@@ -64,6 +64,8 @@ def test_comparison_is_paired_and_repeatable():
     paired = compare(mine, theirs)
     assert (paired.n, paired.difference, paired.p) == (3, 2.0, 0.25)
     assert (paired.low, paired.high) == (1.0, 3.0)
+    assert paired.error == pytest.approx(1 / math.sqrt(3))  # of 1, 2 and 3, whose standard deviation is 1
+    assert compare([2.0], [1.5]).error is None
     assert compare(mine, theirs) == paired
 
 

@@ -6,25 +6,21 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from ag.config import ModelConfig
 from ag.engine import EvictionCache
 from ag.errors import UserError
-from ag.evaluate.cells import Cell
-from ag.evaluate.results import Results, Row
+from ag.evaluate.comparison.cells import Cell
+from ag.evaluate.comparison.config import CompareConfig
+from ag.evaluate.comparison.results import Results, Row
+from ag.evaluate.comparison.views import record
 from ag.evaluate.tasks import Loaded, Outcome, Task
-from ag.evaluate.views import record
 from ag.gates import export
 from ag.model import base as models
-
-if TYPE_CHECKING:
-    from ag.compare import CompareConfig
 
 POLL_SECONDS = 0.5
 
@@ -74,7 +70,7 @@ class _Worker:
     def __init__(self, config: CompareConfig, results: Results) -> None:
         self.config, self.results = config, results
         torch.manual_seed(config.seed)
-        base, self.tokenizer = models.load_base(ModelConfig(config.model, config.revision, config.dtype), config.device)
+        base, self.tokenizer = models.load_base(config.base, config.device)
         self.model: nn.Module = base if config.adapter is None else export.load_adapter(base, config.adapter)
         self.model.eval()
         context = int(base.config.get_text_config().max_position_embeddings)

@@ -23,9 +23,9 @@ from filelock import FileLock, Timeout
 
 from ag.config.keys import fits
 from ag.errors import UserError
-from ag.evaluate.statistics import mean_and_error
+from ag.evaluate.comparison.statistics import mean_and_error
+from ag.evaluate.comparison.views import View
 from ag.evaluate.tasks import Outcome
-from ag.evaluate.views import View
 from ag.files import fsync
 
 ROWS, CORRUPT = "results.jsonl", "results.corrupt.jsonl"
