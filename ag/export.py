@@ -162,7 +162,7 @@ def load(path: StrPath, model_config: PretrainedConfig | None = None) -> Attenti
 
 
 def _adapter(folder: Path, info: dict[str, Any]) -> Adapter | None:
-    """Read what the export says of its adapter, with the weights that this needs."""
+    """Read the export's record of its adapter, and the adapter's weights."""
     name = ADAPTER_FILES[1]
     if name not in info["sha256"]:
         return None
@@ -236,8 +236,8 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
 def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerBase, source: StrPath) -> None:
     """Write a full copy of the base model with the adapter merged into it; whole or absent, as :func:`save`.
 
-    The model's own weights are merged too: it cannot be trained on afterwards. The copy says whose adapter it has: its
-    configuration by the adapter's hash, its README in words.
+    The adapter is merged into ``model`` itself, which cannot be trained afterwards. The copy names its adapter: in its
+    configuration by hash, in its README in words.
 
     Args:
         model: base model with its adapter.

@@ -1,4 +1,4 @@
-"""Writing that survives a crash."""
+"""Writes that survive a crash."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class AttentionGates(nn.Module):
         if isinstance(model_config, PretrainedConfig):
             model_config = fingerprint(model_config)
         self.fingerprint = dict(model_config)
-        #: The LoRA adapter that they were trained with, where they come from an export that has one.
+        #: The LoRA adapter of the export that the gates were loaded from, or None.
         self.adapter: Adapter | None = None
         geometry = self.fingerprint
         heads = geometry["num_kv_heads" if config.granularity == "kv_head" else "num_heads"]
@@ -259,7 +259,7 @@ def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _alternating_windows(text: PretrainedConfig) -> list[int]:
-    """Return the windowed layers of a model that also has full ones (Gemma's pattern): gates leave them alone."""
+    """Return the sliding-window layers of a model that also has full ones (Gemma's pattern): they get no gate."""
     types = getattr(text, "layer_types", None) or []
     windowed = [index for index, kind in enumerate(types) if kind == "sliding_attention"]
     return windowed if len(windowed) < len(types) else []

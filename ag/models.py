@@ -54,7 +54,7 @@ def resolve(name: str, revision: str | None = None) -> str:
 
     Args:
         name: Alias, hub id or folder.
-        revision: Git revision on the hub; with it the alias never means the wheel.
+        revision: Git revision on the hub; with one the alias is never the wheel.
 
     Raises:
         ModelError: A path that is no model folder, or the alias with neither hub nor wheel at hand.

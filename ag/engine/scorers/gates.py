@@ -1,4 +1,4 @@
-"""Attention-Gates, ranked: the tokens that the gates find most worth keeping."""
+"""Attention-Gates with a budget: the tokens with the highest gate probability stay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ag.engine.scorers.base import Scorer
 class Gates(Scorer):
     """The probability of the layer's gate, for a budget; without one, the flags decide (see :class:`ag.gating.Gating`).
 
-    In a layer without a gate every token is worth the same, so that the first ones stay.
+    In a layer without a gate all scores are equal, so that the first tokens stay.
     """
 
     reads_gates: ClassVar[bool] = True

@@ -39,7 +39,7 @@ class OfMean:
     error: Statistic
 
     def __call__(self, rows: AttentionRows) -> Tensor:
-        """Return it for every head of the group, divided by their number, so that the group's sum is it."""
+        """Return it for each head, divided by the number of heads in a group: the sum over a group is the statistic."""
         kv_heads = rows.values.v.shape[1]
         group = rows.a.shape[1] // kv_heads
         return self.error(rows.mean_heads()).repeat_interleave(group, 1) / group
