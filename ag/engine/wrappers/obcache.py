@@ -69,8 +69,7 @@ class OBCache(Wrapper):
         require(self, "obc_window", self.obc_window is None or self.obc_window >= 1, "1 or more, or None")
         if self.obc_window is not None and not hasattr(self.inner, "window"):
             raise UserError(
-                f"obc_window={self.obc_window}: {type(self.inner).__name__} looks at the newest query alone; leave it "
-                "out."
+                f"obc_window={self.obc_window}: {type(self.inner).__name__} reads the newest query only; leave it out."
             )
 
     @property
