@@ -1,4 +1,4 @@
-"""Compare policies over tasks and budgets: ``python -m ag.compare policies=[full,h2o] budgets=[0.25]``."""
+"""What to evict with, at my budget, on my tasks: ``python -m ag.compare policies=[full,h2o] budgets=[0.25]``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ag.evaluate.work import fill
 
 @dataclass
 class CompareConfig:
-    """The keys of ``python -m ag.compare``."""
+    """What ``python -m ag.compare`` can be told."""
 
     recipe: str = key("compare", "name of a shipped recipe, or path of a YAML file: where the values start from")
     model: str = key("smollm2", "hub id, local folder, or the alias smollm2")
@@ -42,7 +42,7 @@ class CompareConfig:
     task_options: dict[str, dict[str, Any]] = mapping("options of tasks, as task_options.TASK.OPTION=VALUE")
     policy_options: dict[str, dict[str, Any]] = mapping("options of policies, as policy_options.POLICY.OPTION=VALUE")
     baseline: str = key("full", "the policy that the others are tested against, at its own or the same budget")
-    together: int = key(8, "cells of a task that share one forward pass of a prompt, where policies allow it", low=1)
+    together: int = key(8, "cells of a task that share the reading of a prompt, where their policies allow it", low=1)
     seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
     device: str = key("cpu", "cpu, cuda, cuda:1, ...; processes on several may share an output folder")
     output: str | None = key(None, "folder of the results, resumed when it has some; null: runs/RECIPE")
