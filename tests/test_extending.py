@@ -11,13 +11,14 @@ from gates_for import gates_for
 import ag
 from ag.config import Config, DataConfig
 from ag.data import build, templates
+from ag.engine.allocators import ALLOCATORS
 from ag.engine.scorers import SCORERS
 from ag.engine.wrappers import WRAPPERS
 from ag.evaluate.tasks import TASKS, make
 from ag.gate import KINDS
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "extending"
-REGISTRIES = (SCORERS, WRAPPERS, TASKS, KINDS, templates.TASKS)
+REGISTRIES = (SCORERS, WRAPPERS, ALLOCATORS, TASKS, KINDS, templates.TASKS)
 
 
 @pytest.fixture
@@ -74,6 +75,20 @@ def test_wrapper_page(example, tiny_llama):
         k, v = stored[0].keys[head].double(), stored[0].values[head].double()
         score = -k.norm(dim=-1) * (v - v.mean(0)).norm(dim=-1) ** 2
         assert cache.kept_positions(0)[0][head].tolist() == score.topk(10).indices.sort().values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("policy", "length", "counts"),
+    [
+        ("knorm@geometric", 40, [17, 9, 4]),  # 30 tokens as 4 : 2 : 1
+        ("knorm@geometric", 16, [16, 9, 5]),  # the first layer holds no more; 14 tokens as 2 : 1
+        ("h2o@geometric", 40, [14, 9, 7]),  # 5 protected tokens in each layer, and 15 as 4 : 2 : 1
+    ],
+)
+def test_allocator_page(example, tiny_llama, policy, length, counts):
+    example("allocator")
+    cache, _ = held(tiny_llama(), ag.policy(policy, budget=10, ratio=0.5), length)
+    assert [[len(head) for head in cache.kept_positions(layer)[0]] for layer in range(3)] == [[n, n] for n in counts]
 
 
 def test_task_page(example, tiny_llama, tiny_tokenizer):
