@@ -28,7 +28,7 @@ class Caote(Wrapper):
 
     Attributes:
         pool_stage: ``base``: a base that pools does so before; ``final``: the change is pooled instead.
-        greedy: evict tokens one by one and compute the changes anew after each; as published all go at once. The cost
+        greedy: evict tokens one by one and compute the changes anew after each; as published all at once. The cost
             grows with the number of evicted tokens.
     """
 
