@@ -12,7 +12,7 @@ from ag.model.base import ALIAS, resolve
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print where a model lies; exit code 2 and one line when it cannot be had."""
+    """Print the folder of a model; exit code 2 and one line when it cannot be found or made."""
     parser = argparse.ArgumentParser(prog="python -m ag.models", description="Print where a base model lies.")
     parser.add_argument("name", help=f"{ALIAS}, a hub id or a folder")
     parser.add_argument("--verify", action="store_true", help="check the hashes of a converted wheel")

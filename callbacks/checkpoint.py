@@ -46,11 +46,11 @@ class RunCheckpoint(Checkpoint):
         self._use_step_end = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run has to know: the best value so far."""
+        """Return the best value so far, which a resumed run continues from."""
         return {"best": self._best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back the best value."""
+        """Restore the best value."""
         self._best = state_dict["best"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -82,7 +82,7 @@ class RunCheckpoint(Checkpoint):
             self._save(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember that the validation is still to be done; a checkpoint of this step has to know it, too."""
+        """Record in the counters of this step that its validation has begun and is not finished."""
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         self._step_end = deepcopy(trainer.fit_loop.state_dict())
@@ -110,7 +110,7 @@ class RunCheckpoint(Checkpoint):
             self._save(trainer, use_step_end=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save the last complete step; other ranks can only be relied on when all of them agreed to stop."""
+        """Save the last complete step; of several ranks only when all agreed to stop, as saving needs all of them."""
         together = trainer.world_size == 1 or isinstance(exception, Stopped)
         nothing_new = not self._step_end or self._saved_step == trainer.global_step
         # an exception between the optimiser's step and the end of its batch: the counters are those of the step before

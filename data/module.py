@@ -115,11 +115,11 @@ class DataModule(LightningDataModule):
         return self._loader(RowGroups(self.val_rows, self.collator.filler(self.val_rows[0][0])), order)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the position in a checkpoint's loop counters refers to."""
+        """Return the seed, the rows and the rows per step, on which a position in the data depends."""
         return self._identity()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember what a checkpoint's position refers to; :meth:`train_dataloader` compares."""
+        """Keep those of a checkpoint; :meth:`train_dataloader` compares them."""
         self._restored = state_dict
         # Lightning looks for resumable loaders only; here the data module is what resumes.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")

@@ -1,6 +1,6 @@
 """Plain documents, for continual pre-training and perplexity.
 
-``packed``: documents, each closed by EOS, run on through rows of ``max_length`` tokens; all carry loss.
+``packed``: documents, each followed by EOS, are joined and cut into rows of ``max_length`` tokens; all carry loss.
 With ``cross_documents=false`` attention ends at every EOS, and the first token of a document carries no loss.
 ``split``: each document is cut into windows of a prompt and its continuation; the continuation carries loss.
 """

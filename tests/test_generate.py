@@ -151,7 +151,7 @@ def test_base_model_has_the_revision_of_the_export(folder, tmp_path, monkeypatch
         (["prompt=abc", "gates=FOLDER/nameless"], "No base model is named: give model=NAME, or gates=EXPORT"),
         (["prompt=abc", "gates=null"], "No base model is named: give model=NAME, or gates=EXPORT"),
         (["prompt=abc", "gates=FOLDER/base"], "FOLDER/base/gate_config.json: no such file"),
-        (["prompt=abc", "model=FOLDER/none"], "is no folder with a config.json"),
+        (["prompt=abc", "model=FOLDER/none"], "FOLDER/none"),
         (["prompt=abc", "device=nonsense"], "device=nonsense: "),
     ],
 )

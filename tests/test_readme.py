@@ -26,7 +26,7 @@ SCHEMAS = {
     "ag.bench": BenchConfig,
 }
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 SMALL = [
     "data.val_samples=2",
@@ -96,6 +96,16 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, t
         assert (ROOT / words[1]).is_file()
     else:
         assert program in ("venv", "pip"), f"{words}: no test knows this command"
+
+
+LINKING = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", BLOCK.sub("", page.read_text()))
+    lost = [x for x in targets if "://" not in x and not (page.parent / x).exists()]
+    assert lost == []
 
 
 @pytest.mark.slow

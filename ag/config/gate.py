@@ -12,7 +12,7 @@ def _key(default: Any, doc: str) -> Any:
 
 @dataclass
 class GateConfig:
-    """Hyper-parameters of the gates of one model. The comments of the paper's symbols stand in brackets."""
+    """Hyper-parameters of the gates of one model; the paper's symbols are given in parentheses."""
 
     num_heads: int = _key(4, "heads of the gate's own attention (h')")
     head_dim: int = _key(128, "size of each of those heads (d')")
@@ -46,7 +46,6 @@ class GateConfig:
         choices = {
             "scope": ("causal", "prompt"),
             "granularity": ("kv_head", "query_head"),
-            "kind": ("attention", "linear"),
             "estimator": ("ste", "soft"),
             "prefill": ("sparse", "dense"),
         }

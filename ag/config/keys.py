@@ -30,14 +30,14 @@ class ConfigError(UserError):
 
 
 class ConfigWarning(UserWarning):
-    """A combination of keys that is allowed, but rarely meant."""
+    """A combination of keys that is allowed, but rarely intended."""
 
 
 @dataclass(frozen=True)
 class Key:
     """One key that can be set: dotted name, type, default, one line of documentation, inclusive bounds.
 
-    ``words`` say which values fit where the type does not.
+    ``words`` describe the values where the type is too wide to do so.
     """
 
     name: str
@@ -121,7 +121,7 @@ def nearest(word: str, names: list[str], cutoff: float = 0.5) -> str:
 
 
 def unknown(name: str, known: Mapping[str, Key]) -> ConfigError:
-    """Make the error for a name that is no key, with the nearest one or one that ends alike."""
+    """Make the error for an unknown key; it suggests the nearest one, or one with the same last part."""
     leaf = name.rpartition(".")[2]
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
     sections = {key.rpartition(".")[0] for key in known if "." in key}
@@ -206,7 +206,7 @@ def from_text(key: Key, text: str) -> Any:
     with contextlib.suppress(ConfigError):
         value = parse_yaml(text)
     if isinstance(value, str) and not (text[0] == text[-1] and text[0] in "'\""):
-        value = text  # not what YAML makes of it: a text may hold " #" or line breaks
+        value = text  # as given: YAML would drop what follows " #" and join lines
     readings = [value] if value is None else [value, text, [value]]
     fitting = [reading for reading in readings if key.accepts(reading)]
     if not fitting and "," in text and not isinstance(value, list):

@@ -174,9 +174,9 @@ def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
 
 
 def _with_entry(mapping: Key, values: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
-    """Return a mapping's values with one more, of which ``name=text`` was given: MAPPING.ENTRY, or MAPPING.ENTRY.KEY.
+    """Return the values of a mapping with ``name=text`` added; the name is MAPPING.ENTRY or MAPPING.ENTRY.KEY.
 
-    What stands between may hold dots itself.
+    ENTRY may contain dots.
     """
     entry, hint = name.removeprefix(f"{mapping.name}."), get_args(mapping.type)[1]
     if get_origin(hint) is not dict:

@@ -17,7 +17,7 @@ from ag.config.validate import validate
 def key(default: Any, doc: str, low: float | None = None, high: float | None = None, words: str = "") -> Any:
     """Declare a configuration key: its default, its one-line documentation and its bounds, both inclusive.
 
-    ``words`` say which values fit where the type does not; what reads such a key checks its value.
+    ``words`` describe the values where the type is too wide to do so; the code that reads such a key checks its value.
     """
     metadata = {"doc": doc, "low": low, "high": high, "words": words}
     if isinstance(default, list):
@@ -104,7 +104,7 @@ class WarmupConfig:
     regress_steps: int = key(0, "first steps that train the gates by regression; 0: none", low=0)
     lr: float = key(3e-3, "peak learning rate of those steps (one cycle)", low=0)
     target: Literal["attention", "obcache_value"] = key(
-        "attention", "what later queries pay a key: summed attention, or sqrt(sum A^2) * ||v||"
+        "attention", "what gates predict of a key, from later queries: their attention on it, or sqrt(sum A^2) * ||v||"
     )
     keep: float = key(0.5, "share of the tokens that the flags keep after the warm start", low=0.01, high=0.99)
 

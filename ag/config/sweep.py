@@ -1,8 +1,8 @@
 """Many runs of a program, one process each; several workers may share them.
 
-A worker is told its part by ``AG_TASK=i/n`` (i from 0), or by SLURM when it is a task of an array. It begins with the
-i-th part of the runs and goes on with what nobody else has begun. A run at work is locked by ``flock``, which the
-operating system lifts when the last process that holds it is gone, however it went.
+``AG_TASK=i/n`` (i from 0), or being a task of a SLURM array, gives a worker its part. It starts the i-th part of the
+runs first, then runs that no other worker has started. A run in progress is locked by ``flock``; the operating system
+releases the lock when the last process that holds it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Share:
-    """The runs of a sweep as several workers see them: what is done, and what is being done.
+    """The state of a sweep that several workers share: which runs are done, and which are in progress.
 
     Args:
         folder: the same for all workers: one lock and one record for each run.
@@ -45,7 +45,7 @@ class Share:
         return [*range(first, runs), *range(first)]
 
     def take(self, index: int) -> int | None:
-        """Lock a run; returns the descriptor that holds it, None when it is done or at work elsewhere."""
+        """Lock a run; returns the descriptor that holds it, None when it is done or in progress elsewhere."""
         lock = os.open(self.folder / f"{index:04d}.lock", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,7 +58,7 @@ class Share:
         return lock
 
     def leave(self, index: int, lock: int, code: int) -> None:
-        """Record a run that ended well, and unlock it; one that failed is tried again by who comes next."""
+        """Unlock a run, and record it when it succeeded; the next worker tries a failed one again."""
         if code == 0:
             self._record(index).write_text("done\n")
         os.close(lock)
@@ -72,7 +72,7 @@ class Share:
 
 
 def share(runs: Sequence[dict[str, str]], program: str, output: str) -> Share | None:
-    """Return this worker's view of a shared sweep, None for a worker that is alone.
+    """Return this worker's view of a shared sweep, None when the sweep is not shared.
 
     Args:
         runs: the overrides of each run.
@@ -101,7 +101,8 @@ def share(runs: Sequence[dict[str, str]], program: str, output: str) -> Share | 
 def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, options: list[str]) -> int:
     """Run each combination in a process of its own, one after the other, then print a table.
 
-    SIGINT, SIGTERM and SIGUSR1 end the sweep after the process at work, which gets them too and may save a checkpoint.
+    SIGINT, SIGTERM and SIGUSR1 are passed on to the current process, which may save a checkpoint, and end the sweep
+    after it.
 
     Args:
         runs: the overrides of each run.
@@ -152,7 +153,7 @@ def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, opti
 
 
 def _begun(config: Any, name: str) -> list[str]:
-    """Return what makes a run go on from an earlier worker's checkpoints; a folder without any is set aside."""
+    """Return the arguments that continue an earlier worker's run; its folder is renamed when it has no checkpoint."""
     if not hasattr(config, "resume"):
         return []
     folder = Path(config.output) / config.recipe / name

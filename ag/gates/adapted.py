@@ -1,11 +1,11 @@
-"""Whether a model has the LoRA adapter that gates were trained with: once, as it must be, or not at all, or twice.
+"""Count how often a model contains the LoRA adapter of an export: gates need it exactly once.
 
 An adapter adds ``D = scale B A`` to a weight ``W``. An export records ``p(W) = <W, D> / <D, D>`` of the first and the
 last weight that its adapter changes, as they were before. Of a model with the same weights the number is ``p`` again,
-with the adapter beside the weight or merged into it ``p + 1``, with both ``p + 2``. Rounding and quantising do not
-correlate with D: relative noise ``r`` moves the number by about ``r |W| / |D| / sqrt(elements)``, which for 16-bit
-weights and an adapter that changes something is far below 1. A merged copy says so in its configuration as well
-(MERGED), which counts more: a weak adapter that is merged into 16-bit weights may be lost in their rounding.
+with the adapter beside the weight or merged into it ``p + 1``, with both ``p + 2``. Rounding and quantising are
+independent of D: relative noise ``r`` changes the number by about ``r |W| / |D| / sqrt(elements)``, far below 1 for
+16-bit weights and an adapter that is not tiny. The configuration of a merged copy also names its adapter (MERGED).
+That name is trusted more than the number, because rounding to 16 bits may hide a weak adapter.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ag.errors import UserError
 
 MERGED = "merged_adapter"  # in the config.json of a merged model: the hash of the adapter's weights
-ROUNDED, QUANTISED = 2.0**-8, 0.1  # relative noise of 16-bit and of 4-bit weights, generously
-MOST_NOISE = 0.1  # of the number; beyond it nothing is said
+ROUNDED, QUANTISED = 2.0**-8, 0.1  # upper bounds on the relative noise of 16-bit and 4-bit weights
+MOST_NOISE = 0.1  # uncertainty of the number above which it is not used
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Trace:
     Attributes:
         module: name of the layer in the base model.
         scale: factor of ``B A``.
-        projection: the number above, of the weight before.
+        projection: ``<W, D> / <D, D>`` of the weight W without the adapter.
         noise: relative noise of that weight.
         down: A, ``[r, in]``.
         up: B, ``[out, r]``.
@@ -56,7 +56,7 @@ class Trace:
         return self.scale * float(((up.T @ weight.float()) * down).sum()) / self.square
 
     def times_in(self, layer: nn.Module | None) -> float | None:
-        """Return how often a layer has the adapter; None where it cannot be read, or noise hides the answer."""
+        """Return how often a layer contains the adapter; None when its weight cannot be read or noise hides it."""
         weight, noise = _weight(layer)
         if weight is None or weight.shape != (len(self.up), self.down.shape[1]):
             return None
@@ -74,7 +74,7 @@ class Adapter:
     Attributes:
         source: folder of the export, for messages.
         sha256: of its weights.
-        traces: none where the export is of a version that recorded none.
+        traces: empty for an export of schema 1.0, which recorded none.
     """
 
     source: str
@@ -82,7 +82,7 @@ class Adapter:
     traces: tuple[Trace, ...]
 
     def times_in(self, model: nn.Module) -> float | None:
-        """Return how often a model has the adapter, about a whole number; None where that cannot be told."""
+        """Return how often a model contains the adapter, close to a whole number; None when that is unknown."""
         base = _base(model)
         layers = [(trace, _submodule(base, trace.module)) for trace in self.traces]
         if getattr(base.config, MERGED, None) == self.sha256:
@@ -92,7 +92,7 @@ class Adapter:
         return sum(numbers) / len(numbers) if numbers else None
 
     def check(self, model: nn.Module, times: int) -> None:
-        """Raise ``UserError`` unless a model has the adapter so often, as far as that can be told.
+        """Raise ``UserError`` when a model is known to contain the adapter another number of times.
 
         Args:
             model: plain or PEFT-wrapped.
@@ -153,7 +153,7 @@ def read(source: str, sha256: str, rows: Sequence[dict[str, Any]], tensors: dict
     for row in rows:
         down, up = (tensors[f"base_model.model.{row['module']}.{part}.weight"].float() for part in ("lora_A", "lora_B"))
         trace = Trace(**row, down=down, up=up)
-        if up.shape[1] == len(down) and trace.square > 0:  # else nobody's adapter: nothing can be told by it
+        if up.shape[1] == len(down) and trace.square > 0:  # zeros or other shapes identify no adapter
             traces.append(trace)
     return Adapter(source, sha256, tuple(traces))
 

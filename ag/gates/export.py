@@ -165,7 +165,7 @@ def load(path: StrPath, model_config: PretrainedConfig | None = None) -> Attenti
 
 
 def _adapter(folder: Path, info: dict[str, Any]) -> Adapter | None:
-    """Read what the export says of its adapter, with the weights that this needs."""
+    """Read the export's record of its adapter, and the adapter's weights."""
     name = ADAPTER_FILES[1]
     if name not in info["sha256"]:
         return None
@@ -267,8 +267,8 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
 def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerBase, source: StrPath) -> None:
     """Write a full copy of the base model with the adapter merged into it; whole or absent, as :func:`save`.
 
-    The model's own weights are merged too: it cannot be trained on afterwards. The copy says whose adapter it has: its
-    configuration by the adapter's hash, its README in words.
+    The adapter is merged into ``model`` itself, which cannot be trained afterwards. The copy names its adapter: in its
+    configuration by hash, in its README in words.
 
     Args:
         model: base model with its adapter.
@@ -286,7 +286,9 @@ def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerB
             "set export.merge=false, or load the base with model.quantization=none."
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ExportError(f"{target}: something is in the way: expected no such folder; remove it or name another.")
+        raise ExportError(
+            f"{target}: the path exists: expected a new or empty folder; remove it or choose another path."
+        )
     digest = hashlib.sha256(_read(Path(source), ADAPTER_FILES[1])).hexdigest()
     with _staged(target) as folder:
         merged = model.merge_and_unload(safe_merge=True)
@@ -384,7 +386,7 @@ def _check_replaceable(target: Path, known: set[str], needed: str) -> None:
     names = {entry.name for entry in target.iterdir()} if target.is_dir() else {target.name}
     if names and (needed not in names or names - known):
         raise ExportError(
-            f"{target}: it holds other things than an export ({', '.join(sorted(names)[:3])}): expected an "
+            f"{target}: contains files that are not of an export ({', '.join(sorted(names)[:3])}): expected an "
             "export to replace, an empty folder or none; choose another path."
         )
 

@@ -22,7 +22,7 @@ from ag.model.geometry import fingerprint
 
 
 class AttentionGate(nn.Module):
-    """The gate of one layer: hidden states in, one logit per token and head out.
+    """The gate of one layer: hidden states in, one logit per token and head out, by an attention block.
 
     Args:
         hidden_size: width d of the model.
@@ -35,16 +35,19 @@ class AttentionGate(nn.Module):
         super().__init__()
         self.config = config
         self.kv_heads = kv_heads
-        if config.kind == "attention":
-            inner = config.num_heads * config.head_dim
-            self.q_proj = nn.Linear(hidden_size, inner, bias=False)
-            self.k_proj = nn.Linear(hidden_size, inner, bias=False)
-            self.v_proj = nn.Linear(hidden_size, inner, bias=False)
-            self.o_proj = nn.Linear(inner, heads, bias=False)
-        if config.kind == "linear" or config.shortcut:
-            self.linear = nn.Linear(hidden_size, heads, bias=False)
+        self.build(hidden_size, heads)
         for parameter in self.parameters():
             nn.init.xavier_uniform_(parameter)
+
+    def build(self, hidden_size: int, heads: int) -> None:
+        """Make the parameters; the arguments are those of the class."""
+        inner = self.config.num_heads * self.config.head_dim
+        self.q_proj = nn.Linear(hidden_size, inner, bias=False)
+        self.k_proj = nn.Linear(hidden_size, inner, bias=False)
+        self.v_proj = nn.Linear(hidden_size, inner, bias=False)
+        self.o_proj = nn.Linear(inner, heads, bias=False)
+        if self.config.shortcut:
+            self.linear = nn.Linear(hidden_size, heads, bias=False)
 
     def forward(
         self, hidden: Tensor, valid: Tensor | None = None, left_padded: bool = False, first: Tensor | None = None
@@ -63,14 +66,12 @@ class AttentionGate(nn.Module):
             KV head, so that the entry is dropped only when every query head of the group drops it.
         """
         hidden = hidden.to(next(self.parameters()).dtype)  # a 16-bit model may have float32 gates
-        attention = self.config.kind == "attention"
-        logits = self._attend(hidden, valid, left_padded, first) if attention else self.linear(hidden)
-        if attention and self.config.shortcut:
-            logits = logits + self.linear(hidden)
+        logits = self.mix(hidden, valid, left_padded, first)
         batch, length, _ = logits.shape
         return logits.float().view(batch, length, self.kv_heads, -1).amax(-1).transpose(1, 2)
 
-    def _attend(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
+    def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
+        """Return the logits ``[B, T, heads]`` of hidden states in the type of the parameters; see :meth:`forward`."""
         shape = (*hidden.shape[:2], self.config.num_heads, self.config.head_dim)
         q, k, v = (proj(hidden).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.config.scope == "prompt":
@@ -81,7 +82,24 @@ class AttentionGate(nn.Module):
         else:  # a causal query never sees the padding to its right
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return out
+        return out + self.linear(hidden) if self.config.shortcut else out
+
+
+class LinearGate(AttentionGate):
+    """A linear map of each token by itself."""
+
+    def build(self, hidden_size: int, heads: int) -> None:
+        """Make the parameters; the arguments are those of the class."""
+        self.linear = nn.Linear(hidden_size, heads, bias=False)
+
+    def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
+        """Return the logits ``[B, T, heads]``."""
+        result: Tensor = self.linear(hidden)
+        return result
+
+
+#: The classes of gates by the name that ``GateConfig.kind`` gives them.
+KINDS: dict[str, type[AttentionGate]] = {"attention": AttentionGate, "linear": LinearGate}
 
 
 class AttentionGates(nn.Module):
@@ -92,7 +110,7 @@ class AttentionGates(nn.Module):
         config: hyper-parameters of the gates.
 
     Raises:
-        UserError: when ``first_layer`` leaves no layer with a gate.
+        UserError: when ``first_layer`` leaves no layer with a gate, or no gate is of this kind.
     """
 
     def __init__(self, model_config: PretrainedConfig | Mapping[str, Any], config: GateConfig) -> None:
@@ -101,13 +119,15 @@ class AttentionGates(nn.Module):
         if isinstance(model_config, PretrainedConfig):
             model_config = fingerprint(model_config)
         self.fingerprint = dict(model_config)
-        #: The LoRA adapter that they were trained with, where they come from an export that has one.
+        #: The LoRA adapter of the export that the gates were loaded from, or None.
         self.adapter: Adapter | None = None
+        if config.kind not in KINDS:
+            raise UserError(f"gate.kind={config.kind!r}: expected {' or '.join(KINDS)}.")
         geometry = self.fingerprint
         heads = geometry["num_kv_heads" if config.granularity == "kv_head" else "num_heads"]
         self.layers = nn.ModuleDict(
             {
-                str(index): AttentionGate(geometry["hidden_size"], heads, geometry["num_kv_heads"], config)
+                str(index): KINDS[config.kind](geometry["hidden_size"], heads, geometry["num_kv_heads"], config)
                 for index in range(config.first_layer, geometry["num_layers"])
                 if index not in geometry["windowed_layers"]
             }

@@ -1,4 +1,4 @@
-"""Gates at work in a training or evaluation forward pass: masks stand in for eviction, gradients reach the gates."""
+"""Plans for training and evaluation: evicted tokens are masked, not removed, so that gradients reach the gates."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ag.model.hooks import AttentionCall, Plan
 
 
 class Dense(Plan):
-    """Causal attention to every token, by the model's own implementation where it can, and inside documents.
+    """Causal attention to every token of the same document, by the model's own implementation where possible.
 
     Args:
         valid: ``[B, T]``, nonzero on real tokens; padding on either side. None: there is none.
         first: ``[B, T]`` long, the column where the document of each token begins. Tokens before it are invisible, and
-            positions count from it, so that a document is what it would be alone. None: a row is one document.
+            positions count from it, so that a document is computed as if it were alone. None: a row is one document.
     """
 
     def __init__(self, valid: Tensor | None = None, first: Tensor | None = None) -> None:
@@ -30,7 +30,7 @@ class Dense(Plan):
         self.first = None if first is None or not bool(first.any()) else first
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
-        """Do nothing: all there is to know was given before."""
+        """Do nothing: the constructor was given padding and documents."""
 
     def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
         """Count from the start of each document, unless the caller gave positions."""
@@ -52,12 +52,12 @@ class Dense(Plan):
 class Gating(Dense):
     """Run ``model(..., gating=Gating(...), use_cache=False)`` under gates.
 
-    After the forward pass ``logits`` holds, by layer, what the gates said.
+    After the forward pass ``logits`` holds the gate logits by layer.
 
     Args:
         gates: gates of the model.
         valid: ``[B, T]``, nonzero on real tokens; padding on either side.
-        prompt_length: ``[B]`` long, tokens of each row's prompt, which alone the gates may evict. None: every token.
+        prompt_length: ``[B]`` long, tokens of each prompt; gates may evict only these. None: every token.
         hard: use the flags as they are, without an estimator's gradient or noise.
         first: ``[B, T]`` long, the column where the document of each token begins; None: a row is one document.
 
@@ -99,7 +99,7 @@ class Gating(Dense):
         self._keep: dict[int, Tensor] = {}
 
     def counted(self) -> Tensor:
-        """Return ``[B, T']`` bool: the columns of ``logits`` that stand for tokens which gates may evict."""
+        """Return ``[B, T']`` bool: the columns of ``logits`` whose tokens gates may evict."""
         return self.prompt[:, : self._end]
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
@@ -113,7 +113,7 @@ class Gating(Dense):
         if logits is None:
             return
         target = layer + self.gates.config.layer_offset
-        self.logits.setdefault(target, logits)  # gradient checkpointing comes by a second time
+        self.logits.setdefault(target, logits)  # gradient checkpointing runs a layer twice
         keep = self.gates.flags(logits).float() if self.hard else self.gates.keep(logits)
         keep = torch.where(self.counted()[:, None].to(keep.device), keep, 1.0)
         self._keep[target] = nn.functional.pad(keep, (0, hidden.shape[1] - self._end), value=1.0)
@@ -154,11 +154,12 @@ class Gating(Dense):
 
 
 class Observing(Gating):
-    """A dense forward pass that shows the gates each layer and records what they should have said.
+    """A dense forward pass that runs the gates and records the targets of their regression.
 
     Meant to run under ``torch.no_grad()``: only the gates build a graph, so a step costs no backward through the model.
-    ``targets`` holds, by gated layer, the log of what later queries paid each prompt key, ``[B, Hkv, T']`` float32.
-    Later queries are those that eviction would bind: the response's with ``prefill="dense"``, else all.
+    ``targets`` holds, by gated layer, the log of the attention from later queries on each prompt key,
+    ``[B, Hkv, T']`` float32. Later queries are those that eviction would affect: the response's with
+    ``prefill="dense"``, else all.
 
     Args:
         gates: gates of the model.

@@ -21,7 +21,7 @@ ADAPTER_FILES = (f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapter_model.saf
 
 KEYS = ("schema_version", "versions", "base_model", "gate", "keep_rate", "metrics", "sha256", "checksum")
 SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size")
-MOST = 1 << 20  # a forged size must not make us allocate the whole machine
+MOST = 1 << 20  # bounds the memory that a forged size can allocate
 MOST_LAYERS = 4096
 
 
@@ -131,7 +131,7 @@ def _is_number(value: Any) -> bool:
 
 
 class _Checker:
-    """Raises an :class:`ExportError` about ``file`` for what does not hold."""
+    """Raises an :class:`ExportError` that names ``file`` when a check fails."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

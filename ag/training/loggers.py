@@ -63,7 +63,9 @@ class MetricsFile(Logger):
         step_done = (step or 0) + 1
         if not self._row:
             rows = {row["step"]: row for row in read_metrics(self._path)}
-            if all(name.startswith("val/") for name in metrics):  # of the step that the run is resumed from
+            if all(
+                name.startswith("val/") for name in metrics
+            ):  # a validation of the step that the run was resumed from
                 self._row = rows.get(step_done, {})
             self._rewrite([row for step, row in rows.items() if step < step_done])
         same = step_done == self._row.get("step")

@@ -86,7 +86,7 @@ def token_kl(
 
 
 def sample_mean(values: Tensor, rows: Tensor, batch: int) -> Tensor:
-    """Average over a row's tokens, then over the rows that have any.
+    """Average over the tokens of each row, then over the rows that have tokens.
 
     Each sample weighs the same, so that a batch split over ranks or accumulated in parts of equal size gives the same
     gradient as the whole batch.
@@ -124,10 +124,10 @@ def eviction_loss(mean: Tensor, beta: float) -> Tensor:
 
 
 def regression_loss(gates: AttentionGates, observed: Observing, keep: float) -> Tensor:
-    """Regress gate logits on what later queries paid each token (a warm start; no gradient in the model).
+    """Regress gate logits on the log attention of later queries on each token (a warm start; no gradient in the model).
 
-    The log payments of a row and head are standardised, and shifted so that the share ``keep`` of them lies above the
-    gate's threshold. Tokens that no later query could see do not count.
+    For each sequence and head the targets are standardised, and shifted so that the share ``keep`` of them lies above
+    the gate's threshold. Tokens that no later query could see do not count.
 
     Args:
         gates: the gates.

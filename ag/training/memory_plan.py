@@ -1,4 +1,4 @@
-"""What a training step needs, without weights and without a GPU: ``python -m ag.fit recipe=NAME plan=true``.
+"""Memory and time of a training step, computed without weights or a GPU: ``python -m ag.fit recipe=NAME plan=true``.
 
 The step of :class:`ag.training.module.GatedLM` runs on fake tensors, which have shapes, types and lifetimes but no
 contents, on a model with the first one and two layers of each kind; what a layer adds is multiplied by the number of
@@ -89,7 +89,7 @@ def plan(config: Config, measured: tuple[Step, Step] | None = None) -> MemoryPla
         measured: the result of :func:`steps`, which does not depend on ``trainer.devices`` and ``trainer.strategy``.
 
     Raises:
-        ModelError: the model's configuration cannot be had.
+        ModelError: the model's configuration cannot be read.
     """
     geometry = model_config(config)
     length, loss_tokens = _row(config, geometry)
@@ -171,7 +171,7 @@ def model_config(config: Config) -> PretrainedConfig:
 
 
 class _Live(TorchDispatchMode):
-    """Counts the bytes of the storages that are alive, those of ``owners`` apart."""
+    """Counts the bytes of live storages, without those of ``owners``."""
 
     def __init__(self, owners: list[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -200,7 +200,7 @@ class _Live(TorchDispatchMode):
 
 
 class _Full(Gating):
-    """Gates over rows that are all prompt, made without looking at their contents."""
+    """Gates over rows that are whole prompts, made without reading values, which fake tensors do not have."""
 
     def __init__(self, gates: AttentionGates, batch: int, length: int) -> None:
         self.gates, self.hard, self.left_padded = gates, False, False
@@ -286,7 +286,7 @@ def _whole_step(config: Config, geometry: PretrainedConfig, length: int, checkpo
 
 
 def _period(geometry: PretrainedConfig) -> int:
-    """Return after how many layers their kinds repeat."""
+    """Return the number of layers after which the pattern of their kinds repeats."""
     kinds = getattr(geometry.get_text_config(), "layer_types", None) or []
     return next((p for p in range(1, len(kinds)) if kinds[p:] == kinds[:-p]), 1)
 

@@ -110,7 +110,7 @@ class GatedLM(L.LightningModule):
             self._measure_gates(batch, gating, keep_samples=batch_idx == 0)
 
     def on_validation_epoch_start(self) -> None:
-        """Forget the pictures of the validation before."""
+        """Drop the flags of the previous validation."""
         self.sample_flags = []
 
     def on_validation_epoch_end(self) -> None:
@@ -145,7 +145,7 @@ class GatedLM(L.LightningModule):
         """Return AdamW with one group for the gates and one for the adapters, and their schedule."""
         optim = self.config.optim
         trained = {name: parameters for name, parameters in self.trainable().items() if parameters}
-        # the schedule returns learning rates, so that the optimiser's own is 1
+        # the schedule returns whole learning rates, so the optimiser's own factor is 1
         optimizer = torch.optim.AdamW(
             [{"params": parameters, "lr": 1.0, "name": name} for name, parameters in trained.items()],
             betas=(optim.beta1, optim.beta2),

@@ -1,4 +1,4 @@
-"""FSDP2: the layers of a base that does not fit on one GPU, and what is trained, divided over all of them.
+"""FSDP2: divide the layers of the base model and all trained weights over the GPUs.
 
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv 2304.11277.
 """
@@ -32,7 +32,7 @@ class ShardedStrategy(ModelParallelStrategy):
         super().__init__(data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Gather what is trained on every rank; Lightning would gather the frozen base as well."""
+        """Return the trained weights, gathered on every rank; Lightning would gather the frozen base as well."""
         assert self.model is not None
         return {name: whole(p.detach()).cpu() for name, p in self.model.named_parameters() if p.requires_grad}
 
@@ -59,13 +59,13 @@ def shard(model: nn.Module, gates: AttentionGates | None, mesh: DeviceMesh) -> N
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh)
     outside = {p for p in decoder.parameters() if not isinstance(p, DTensor)}
-    fully_shard(decoder, mesh=mesh, ignored_params=outside)  # the common root, which lets layers fetch ahead
+    fully_shard(decoder, mesh=mesh, ignored_params=outside)  # with a common root, layers are fetched ahead
     for gate in [] if gates is None else gates.layers.values():
         fully_shard(gate, mesh=mesh, reshard_after_forward=True)
 
 
 def gather(module: nn.Module) -> None:
-    """Make whole on every rank what the export writes or looks at; the module cannot be trained on."""
+    """Gather on every rank the weights that the export writes or reads; the module cannot be trained afterwards."""
     looked_at = {id(layer.get_base_layer().weight) for _, layer in recorded_layers(module)}
     for part in module.modules():
         for name, parameter in part._parameters.items():

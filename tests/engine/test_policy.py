@@ -305,8 +305,8 @@ def test_a_far_name_gets_no_suggestion(spec):
     ("head", "reason"),
     [
         ("full", "nothing is evicted"),
-        ("streaming_llm", "it keeps positions, and has no score to act on"),
-        ("random", "a score drawn by chance has nothing to act on"),
+        ("streaming_llm", "its score is the position alone"),
+        ("random", "its scores are random"),
         ("knorm", "it has no attention rows to act on"),
         ("gates", "it has no attention rows to act on"),
     ],

@@ -74,7 +74,7 @@ def test_wrong_key_or_value_before_a_model_is_loaded(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.name=./nowhere"], "model.name='./nowhere' is no folder with a config.json"),
+        (["model.name=./nowhere"], "model.name='./nowhere' is not a folder"),
         (["data.root=./nowhere"], "data.root=./nowhere holds neither a folder boolq nor JSON lines files"),
         (["gate.first_layer=2"], "gate.first_layer=2: the model has 2 layers, so that no layer gets a gate"),
         (["data.batch_size=25"], "24 training rows do not fill one batch of 25"),
