@@ -22,10 +22,10 @@ class RunCheckpoint(Checkpoint):
 
     A checkpoint is written every `every_steps` optimiser steps, after each validation, at the end, when the
     run is stopped by a signal and, with one process, when it fails. The last three hold the loop counters of
-    the end of the last optimiser step, or of the start of the validation that follows it, so a resumed run
-    repeats what was cut short and nothing else, and a run that ended at `trainer.max_steps` goes on in the
-    middle of its epoch when that is raised. After a `NonFiniteError` nothing is written: the last checkpoint
-    is the one to go back to.
+    the end of the last optimiser step, or of the start of the validation that follows it, so that a resumed
+    run repeats only the unfinished step or validation, and a run that ended at `trainer.max_steps` continues in
+    the middle of its epoch when that is raised. After a `NonFiniteError` nothing is written: continue from the
+    last checkpoint.
 
     Args:
         run_dir: the run folder.
