@@ -1,15 +1,45 @@
-"""Learned KV-cache eviction: train Attention-Gates and run them in one inference engine."""
+"""Learned KV-cache eviction: train Attention-Gates and run them in one inference engine.
+
+The public names are imported when they are used, so that a part of the library loads only what it needs.
+"""
 
 import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from ag.attach import attach as attach
-from ag.attach import detach as detach
-from ag.engine import EvictionCache as EvictionCache
-from ag.engine import Policy as Policy
-from ag.engine import policy as policy
-from ag.gate import AttentionGates as AttentionGates
-from ag.gate import GateConfig as GateConfig
-from ag.gating import Gating as Gating
+if TYPE_CHECKING:
+    from ag.config.gate import GateConfig as GateConfig
+    from ag.engine import EvictionCache as EvictionCache
+    from ag.engine import Policy as Policy
+    from ag.engine import policy as policy
+    from ag.gates.attach import attach as attach
+    from ag.gates.attach import detach as detach
+    from ag.gates.gate import AttentionGates as AttentionGates
+    from ag.gates.gating import Gating as Gating
+    from ag.model.base import load_base as load_base
+
+_PUBLIC = {
+    "AttentionGates": "ag.gates.gate",
+    "EvictionCache": "ag.engine",
+    "GateConfig": "ag.config.gate",
+    "Gating": "ag.gates.gating",
+    "Policy": "ag.engine",
+    "attach": "ag.gates.attach",
+    "detach": "ag.gates.attach",
+    "load_base": "ag.model.base",
+    "policy": "ag.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'ag' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])
+
 
 # on CPU bitsandbytes warns at import that an optional package for speed is not there
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

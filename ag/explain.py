@@ -14,24 +14,25 @@ from matplotlib.figure import Figure
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ag import export, models
-from ag.cli import parse
 from ag.config import ModelConfig, key, mapping
+from ag.config.command_line import parse
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.spec import BUDGET, PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import inside, inside_plots, tasks
+from ag.evaluate.comparison.views import View, record
 from ag.evaluate.tasks import Sample
-from ag.evaluate.views import View, record
-from ag.figures import keep_pattern
-from ag.gate import AttentionGate, AttentionGates
+from ag.gates import export
+from ag.gates.figures import keep_pattern
+from ag.gates.gate import AttentionGate, AttentionGates
+from ag.model import base as models
 
-SEARCHED = 10  # samples read for each one wanted, as some are too short
+SEARCHED = 10  # samples read for each one wanted, because some are too short
 
 
 @dataclass
 class ExplainConfig:
-    """What ``python -m ag.explain`` can be told."""
+    """The keys of ``python -m ag.explain``."""
 
     model: str = key("smollm2", "hub id, local folder, or the alias smollm2")
     revision: str | None = key(None, "git revision of a hub model")
@@ -104,7 +105,7 @@ def draw(
     plan: dict[str, Policy],
     samples: list[Sample],
 ) -> Iterator[tuple[str, Figure]]:
-    """Make the pictures; gives the name of each with it."""
+    """Make the pictures; yields the name of each and its figure."""
     prompts = [Sample(one.id, one.prompt[: -config.continuation]) for one in samples]
     views = dict(zip(plan, record(model, tokenizer, list(plan.values()), prompts, config.tokens), strict=True))
     if "keep" in config.pictures:
@@ -133,7 +134,7 @@ def draw(
 
 
 def _attention(config: ExplainConfig, gates: AttentionGates, reading: inside.Reading, view: View) -> Figure:
-    """Draw the attention maps of some layers that have a gate which attends."""
+    """Draw the attention of the model and of its gates, which must be of kind attention, in some layers."""
     if gates.config.kind != "attention":
         raise UserError(f"gates of kind {gates.config.kind} have no attention; leave attention out of pictures=.")
     having = gates.layer_indices

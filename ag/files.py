@@ -1,4 +1,4 @@
-"""Writing that survives a crash."""
+"""Where the library keeps its files, and writing that survives a crash."""
 
 from __future__ import annotations
 
@@ -17,3 +17,10 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def home() -> Path:
+    """Return the cache folder of this library: AG_HOME, by default `ag` in the user's cache."""
+    if chosen := os.environ.get("AG_HOME"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ag"

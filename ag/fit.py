@@ -14,17 +14,19 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ag import callbacks, data, export, models
-from ag.attach import decoder_of
+from ag import callbacks, data
 from ag.callbacks.checkpoint_files import newest_valid
-from ag.cli import parse
 from ag.config import Config
-from ag.configure import dump
+from ag.config.command_line import parse
+from ag.config.recipes import dump
 from ag.errors import UserError
-from ag.gate import AttentionGates
-from ag.loggers import build_loggers, read_metrics
-from ag.module import GatedLM
-from ag.sharded import ShardedStrategy, gather
+from ag.gates import export
+from ag.gates.gate import AttentionGates
+from ag.model import base as models
+from ag.model.hooks import decoder_of
+from ag.training.loggers import build_loggers, read_metrics
+from ag.training.module import GatedLM
+from ag.training.sharded import ShardedStrategy, gather
 
 EXIT_USER_ERROR, EXIT_NOT_FINITE = 2, 3
 
@@ -32,14 +34,14 @@ EXIT_USER_ERROR, EXIT_NOT_FINITE = 2, 3
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code.
 
-    Codes: 0 done; 2 something is wrong with the configuration, the data, the model, the run to resume or the disk (one
-    line on stderr); 3 a loss or gradient was not finite; 143, 130 and 138 stopped by SIGTERM, Ctrl-C and SIGUSR1, after
+    Codes: 0 done; 2 an error in the configuration, the data, the model, the run to resume or the disk (one line on
+    stderr); 3 a loss or gradient was not finite; 143, 130 and 138 stopped by SIGTERM, Ctrl-C and SIGUSR1, after
     a checkpoint.
     """
     invocation = parse(sys.argv[1:] if argv is None else argv, Config, "ag.fit")
     try:
         if invocation.config.plan:
-            from ag.plan import report  # imports the fake tensors of PyTorch's compiler
+            from ag.training.memory_plan import report  # imports the fake tensors of PyTorch's compiler
 
             print(report(invocation.config))
             return 0
@@ -47,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, MisconfigurationException, OSError) as error:
         return _fail(f"error: {error}", EXIT_USER_ERROR)
     except callbacks.NonFiniteError as error:
-        # Lightning's launcher kills the first process, and its exit code, when it sees another one fail
+        # when another process fails first, Lightning's launcher kills the first one, and its exit code is lost
         return _fail(f"error: {error}", EXIT_NOT_FINITE if os.environ.get("LOCAL_RANK", "0") == "0" else 0)
     except callbacks.Stopped as stopped:
         return _fail(str(stopped), int(stopped.code or 0))
@@ -80,7 +82,7 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
     run_dir = None if dry_run else run_folder(config)
     trainer = build_trainer(config, run_dir)
     checkpoint = None if config.resume is None else newest_valid(Path(config.resume))
-    module.train()  # Lightning keeps the mode it finds, and checkpointing of activations needs this one
+    module.train()  # Lightning does not change the mode, and activation checkpointing needs training mode
     if run_dir is not None:
         os.environ["AG_RUN"] = run_dir.name  # the ranks that Lightning starts inherit it
     try:
@@ -190,10 +192,10 @@ def write_export(
     """Write what was trained: gates with their adapter, or the adapter alone for the baseline.
 
     Args:
-        folder: where to.
+        folder: the folder to write.
         module: the trained module.
-        base: the base model, inside it.
-        tokenizer: its tokenizer, for a merged copy of the model.
+        base: the base model inside ``module.model``.
+        tokenizer: saved with a merged copy of the model.
         metrics: the last metrics of the run.
     """
     adapter = module.model if isinstance(module.model, PeftModel) else None
@@ -214,7 +216,7 @@ def write_export(
     elif adapter is not None:
         export.save_adapter(folder, adapter, base_model=models.hub_name(module.config.model.name))
     if module.config.export.merge and adapter is not None:
-        shutil.rmtree(folder.parent / "merged", ignore_errors=True)  # of this run, before it was resumed
+        shutil.rmtree(folder.parent / "merged", ignore_errors=True)  # written by this run before it was resumed
         export.save_merged(adapter, folder.parent / "merged", tokenizer, folder)
 
 

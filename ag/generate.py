@@ -1,4 +1,4 @@
-"""Continue a text with a cache that forgets: ``python -m ag.generate policy=h2o budget=0.25 prompt=TEXT``."""
+"""Continue a text under a policy: ``python -m ag.generate policy=h2o budget=0.25 prompt=TEXT``."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ag import export, models, smollm2
-from ag.cli import parse
 from ag.config import ModelConfig, key, mapping
+from ag.config.command_line import parse
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.report import Report
 from ag.engine.spec import BUDGET, PolicySpec
 from ag.errors import UserError
-from ag.gate import fingerprint
+from ag.gates import export
+from ag.model import base as models
+from ag.model import smollm2
+from ag.model.geometry import fingerprint
 
 Model = PreTrainedModel | PeftModel
 
 
 @dataclass
 class GenerateConfig:
-    """What ``python -m ag.generate`` can be told."""
+    """The keys of ``python -m ag.generate``."""
 
     gates: str | None = key(None, "folder of exported gates, which a policy named gates uses")
     policy: str | None = key(None, "what to evict, such as h2o or gates; null: gates where there are some, else full")
@@ -42,7 +44,7 @@ class GenerateConfig:
     file: str | None = key(None, "file with that text, instead of prompt")
     chat: bool = key(False, "put the text into the tokenizer's chat template, as a user's message")
     max_new_tokens: int = key(64, "longest continuation in tokens", low=1)
-    temperature: float = key(0.0, "0: the likeliest token each time; above: sample, and how freely", low=0)
+    temperature: float = key(0.0, "0: always the likeliest token; above: sample at this temperature", low=0)
     top_p: float = key(1.0, "sample from the likeliest tokens that together have this probability", low=0, high=1)
     seed: int = key(0, "seed of the samples", low=0, high=2**32 - 1)
     device: str = key("cpu", "cpu, cuda, cuda:1, ...")
@@ -52,7 +54,7 @@ class GenerateConfig:
 
 @dataclass
 class Generation:
-    """A continuation and what its cache took.
+    """A continuation and what its cache cost.
 
     Attributes:
         text: the new text.

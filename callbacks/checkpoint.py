@@ -22,10 +22,10 @@ class RunCheckpoint(Checkpoint):
 
     A checkpoint is written every `every_steps` optimiser steps, after each validation, at the end, when the
     run is stopped by a signal and, with one process, when it fails. The last three hold the loop counters of
-    the end of the last optimiser step, or of the start of the validation that follows it, so a resumed run
-    repeats what was cut short and nothing else, and a run that ended at `trainer.max_steps` goes on in the
-    middle of its epoch when that is raised. After a `NonFiniteError` nothing is written: the last checkpoint
-    is the one to go back to.
+    the end of the last optimiser step, or of the start of the validation that follows it, so that a resumed
+    run repeats only the unfinished step or validation, and a run that ended at `trainer.max_steps` continues in
+    the middle of its epoch when that is raised. After a `NonFiniteError` nothing is written: continue from the
+    last checkpoint.
 
     Args:
         run_dir: the run folder.
@@ -46,11 +46,11 @@ class RunCheckpoint(Checkpoint):
         self._use_step_end = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run has to know: the best value so far."""
+        """Return the best value so far, which a resumed run continues from."""
         return {"best": self._best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back the best value."""
+        """Restore the best value."""
         self._best = state_dict["best"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -82,7 +82,7 @@ class RunCheckpoint(Checkpoint):
             self._save(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember that the validation is still to be done; a checkpoint of this step has to know it, too."""
+        """Record in the counters of this step that its validation has begun and is not finished."""
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         self._step_end = deepcopy(trainer.fit_loop.state_dict())
@@ -110,7 +110,7 @@ class RunCheckpoint(Checkpoint):
             self._save(trainer, use_step_end=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save the last complete step; other ranks can only be relied on when all of them agreed to stop."""
+        """Save the last complete step; of several ranks only when all agreed to stop, as saving needs all of them."""
         together = trainer.world_size == 1 or isinstance(exception, Stopped)
         nothing_new = not self._step_end or self._saved_step == trainer.global_step
         # an exception between the optimiser's step and the end of its batch: the counters are those of the step before

@@ -20,8 +20,8 @@ class GateCollapse(Callback):
     """Warns, once for each layer, when its gates were all open or all shut on every token for many batches.
 
     Args:
-        batches: so many in a row; 0: never.
-        log_every: optimiser steps between looks at the counts, which wait for the device.
+        batches: number of consecutive batches; 0: never.
+        log_every: optimiser steps between checks of the counts; a check waits for the device.
     """
 
     def __init__(self, batches: int, log_every: int) -> None:

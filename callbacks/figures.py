@@ -11,8 +11,8 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from ag.figures import curves, evicted_heatmap, keep_pattern
-from ag.loggers import read_metrics
+from ag.gates.figures import curves, evicted_heatmap, keep_pattern
+from ag.training.loggers import read_metrics
 
 
 class Figures(Callback):

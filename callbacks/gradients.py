@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from ag.sharded import whole
+from ag.training.sharded import whole
 
 
 class GradientNorms(Callback):

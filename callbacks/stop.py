@@ -47,16 +47,16 @@ class StopOnSignal(Callback):
         self._replaced: dict[int, Any] = {}
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen from here on (Lightning has just installed its own handlers)."""
+        """Replace the handlers that Lightning has just installed."""
         self._listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen, when there was no sanity check."""
+        """Replace the handlers, unless the sanity check did."""
         self._step = trainer.global_step
         self._listen()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Leave, now that the metrics of the last step are logged."""
+        """Stop here if the ranks agreed to: the metrics of the last step are logged now."""
         self._leave_if_agreed(trainer)
 
     def on_train_batch_end(
@@ -68,7 +68,7 @@ class StopOnSignal(Callback):
             self._agree(trainer, pl_module)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave before the first batch of the validation."""
+        """Stop before the first batch of the validation if the ranks agreed to."""
         self._leave_if_agreed(trainer)
 
     def on_validation_batch_end(
@@ -80,7 +80,7 @@ class StopOnSignal(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Leave a validation; several ranks cannot agree here, as their numbers of batches may differ."""
+        """Stop inside a validation, with one process; several may have different numbers of batches to agree at."""
         if trainer.world_size == 1:
             self._agreed = self._signum
             self._leave_if_agreed(trainer)
@@ -90,12 +90,12 @@ class StopOnSignal(Callback):
         self._agree(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave after the last step too: the run can be resumed to finish what follows training."""
+        """Stop after the last step too: a resumed run does what follows training."""
         self._leave_if_agreed(trainer)
         self._unlisten()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the signals back."""
+        """Restore the earlier handlers."""
         self._unlisten()
 
     def _listen(self) -> None:

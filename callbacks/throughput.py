@@ -38,7 +38,7 @@ class Throughput(Callback):
         self._paused = time.perf_counter()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Let the clock run on, as if validation and what follows it (pictures, checkpoint) took no time."""
+        """Start the clock again, without the time of a validation, its pictures and its checkpoint."""
         if self._paused is not None:
             self._start += time.perf_counter() - self._paused
             self._paused = None

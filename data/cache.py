@@ -25,7 +25,7 @@ NO_PROMPT = -1
 
 
 class CachedRows(Sequence[Row]):
-    """The rows of a cache folder; nothing is read before it is asked for.
+    """The rows of a cache folder, each read from disk when it is used.
 
     Args:
         folder: written by :func:`cached`.
@@ -62,13 +62,13 @@ def cached(
 ) -> tuple[Sequence[Row], dict[str, int]]:
     """Return the rows of ``identity``, made and written at the first call.
 
-    Several processes may ask at once: one works, the others wait. What a killed process leaves is cleared.
+    Several processes may ask at once: one works, the others wait. Files of a killed process are removed.
 
     Args:
         root: folder of all caches.
-        identity: everything that the rows depend on; any difference is another cache.
+        identity: everything that the rows depend on; a different identity gives a different cache.
         make: gives the rows.
-        measured: called after the rows were made; what to keep beside them.
+        measured: called after the rows were made; its result is stored with them.
 
     Returns:
         The rows, and what was measured when they were made.
@@ -101,7 +101,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a whole cache, None for anything else."""
+    """Return the manifest of a complete cache, else None."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
         whole = all((folder / name).stat().st_size == size for name, size in manifest["bytes"].items())

@@ -60,8 +60,8 @@ class Collator:
     out gets a filler row: one padding token, no loss, and ``question == target == -1`` (no choice is right).
 
     Attributes:
-        pad_id: token of the padding; any will do, the attention mask rules.
-        end: the token that closes each document of a row; the next one begins another. None: a row is one document.
+        pad_id: padding token; its value does not matter, because the attention mask excludes it.
+        end: the token that ends a document; the token after it begins the next one. None: a row is one document.
     """
 
     pad_id: int
@@ -101,7 +101,7 @@ class Collator:
         return batch
 
     def filler(self, like: Row) -> Row:
-        """A row of the same kind that nothing counts: a lone token has nothing that could predict it."""
+        """Return a row of the same kind that no loss or metric counts: its only token has no predecessor."""
         return Row(
             tokens=np.array([self.pad_id], dtype=np.int32),
             prompt_length=None if like.prompt_length is None else 1,

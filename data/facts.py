@@ -1,9 +1,9 @@
 """The quickstart's own data: passages that hide one fact among distractors, and a question about it.
 
-A passage tells one thing about each of four people (an instrument, a colour, ...) between sentences that matter to
-nobody, and the question is about one of the four. The answer is that person's sentence again, so that it takes several
-tokens to give; the wrong answer has another thing of the same kind, which the passage does not name. So nearly every
-token can be forgotten, and a few must not be. The people of training and validation differ.
+A passage states one fact about each of four people (an instrument, a colour, ...) among filler sentences, and the
+question is about one of the four. The right answer repeats that person's sentence, so that it has several tokens; the
+wrong answer names another thing of the same kind, which the passage does not contain. So nearly every token may be
+evicted, and a few must be kept. The people of training and validation differ.
 """
 
 from __future__ import annotations

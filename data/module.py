@@ -27,11 +27,13 @@ class Counts:
         truncated: rows whose prompt lost its left part.
         truncated_tokens: tokens that those prompts lost.
         skipped: documents too short for one window.
+        val_skipped: those of them that are validation documents.
     """
 
     truncated: int = 0
     truncated_tokens: int = 0
     skipped: int = 0
+    val_skipped: int = 0
 
 
 @dataclass(eq=False)
@@ -56,6 +58,7 @@ class DataModule(LightningDataModule):
         truncated: rows whose prompt lost its left part.
         truncated_tokens: tokens that those prompts lost.
         skipped: documents too short for one window (text; streamed training documents are not counted).
+        val_skipped: those of them that are validation documents.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class DataModule(LightningDataModule):
         self.train_rows, self.val_rows, self.collator = train, validation, collator
         self.data, self.seed = data, seed
         self.truncated, self.truncated_tokens = counts.truncated, counts.truncated_tokens
-        self.skipped = counts.skipped
+        self.skipped, self.val_skipped = counts.skipped, counts.val_skipped
         self._restored: dict[str, Any] = {}
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -112,11 +115,11 @@ class DataModule(LightningDataModule):
         return self._loader(RowGroups(self.val_rows, self.collator.filler(self.val_rows[0][0])), order)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the position in a checkpoint's loop counters refers to."""
+        """Return the seed, the rows and the rows per step, on which a position in the data depends."""
         return self._identity()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember what a checkpoint's position refers to; :meth:`train_dataloader` compares."""
+        """Keep those of a checkpoint; :meth:`train_dataloader` compares them."""
         self._restored = state_dict
         # Lightning looks for resumable loaders only; here the data module is what resumes.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")

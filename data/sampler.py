@@ -40,7 +40,7 @@ class Shard:
         return self.batch_size * self.world_size
 
     def of(self, batch: int) -> slice:
-        """Where this process's rows of global batch ``batch`` lie in the global order."""
+        """Return the slice of the global order with this process's rows of global batch ``batch``."""
         start = batch * self.global_batch + self.rank * self.batch_size
         return slice(start, start + self.batch_size)
 

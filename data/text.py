@@ -1,6 +1,6 @@
 """Plain documents, for continual pre-training and perplexity.
 
-``packed``: documents, each closed by EOS, run on through rows of ``max_length`` tokens; all carry loss.
+``packed``: documents, each followed by EOS, are joined and cut into rows of ``max_length`` tokens; all carry loss.
 With ``cross_documents=false`` attention ends at every EOS, and the first token of a document carries no loss.
 ``split``: each document is cut into windows of a prompt and its continuation; the continuation carries loss.
 """
@@ -75,9 +75,12 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
         training: Iterable[Row] = train
     else:
         training = _kept(train, data, counts, context, config.seed)
+    before = counts.skipped
+    groups = [(row,) for row in _kept(validation, data, counts, context, config.seed)]
+    counts.val_skipped = counts.skipped - before
     return DataModule(
         train=training,
-        validation=[(row,) for row in _kept(validation, data, counts, context, config.seed)],
+        validation=groups,
         collator=Collator(padding_token(tokenizer), end),
         data=data,
         seed=config.seed,

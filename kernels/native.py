@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from ag.smollm2 import home
+from ag.files import home
 
 HEADER = Path(__file__).with_name("native.h")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=c++17", "-shared", "-fPIC")

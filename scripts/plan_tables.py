@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 from ag.config import Config
-from ag.configure import resolve
-from ag.plan import GIB, Plan, plan, steps
+from ag.config.recipes import resolve
+from ag.training.memory_plan import GIB, Plan, plan, steps
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "planning.md"

@@ -39,7 +39,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ag import smollm2 as smollm2_wheel
+from ag.model import smollm2 as smollm2_wheel
 
 ROOT = Path(__file__).resolve().parents[1]
 GEOMETRY = {
@@ -109,7 +109,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The folder of the base model, made from its PyPI wheel once a machine (see ag.smollm2)."""
+    """The folder of the base model, made from its PyPI wheel once a machine (see ag.model.smollm2)."""
     try:
         return smollm2_wheel.get()
     except smollm2_wheel.WheelNotFoundError as error:

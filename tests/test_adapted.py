@@ -11,13 +11,14 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import ag
-from ag import adapted, export, models
 from ag.compare import CompareConfig
 from ag.config import LoraConfig
 from ag.errors import UserError
-from ag.evaluate import cells
+from ag.evaluate.comparison import cells
+from ag.gates import adapted, export
+from ag.gates.manifest import ADAPTER_FILES
 from ag.generate import GenerateConfig, generate
-from ag.manifest import ADAPTER_FILES
+from ag.model import base as models
 
 OLD = Path(__file__).parent / "fixtures" / "export_1_0"
 LACKS, TWICE = "which this model lacks: put it on with", "merged into its weights, and would have it twice: use the"

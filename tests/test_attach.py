@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ag
-from ag.attach import lm_logits
+from ag.model.hooks import lm_logits
 
 IDS = torch.arange(3, 43)[None].repeat(2, 1)
 
@@ -49,7 +49,7 @@ def test_an_attached_model_costs_no_gate(tiny_llama, monkeypatch):
     model = tiny_llama()
     gates = gates_for(model)
     ag.attach(model, gates)
-    monkeypatch.setattr(ag.gate.AttentionGate, "forward", lambda *args: pytest.fail("a gate ran"))
+    monkeypatch.setattr(ag.gates.gate.AttentionGate, "forward", lambda *args: pytest.fail("a gate ran"))
     model(IDS)
     model.generate(IDS, max_new_tokens=2, do_sample=False)
 

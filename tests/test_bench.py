@@ -18,7 +18,7 @@ SMALL = {"model": "random:tiny", "context": [192], "rounds": 1, "warmup": 0, "st
 COLUMNS = {
     "decode": {"kept", "ms/token", "x full", "x transformers", "roofline", "of roofline", "last/first", "KV bytes"},
     "prefill": {"kept", "seconds", "over full", "over transformers"},
-    "train": {"trained of base", "seconds", "time over lora", "peak bytes", "peak over lora"},
+    "train": {"trained of base", "seconds", "time over lora", "peak bytes", "peak over lora", "peak over held"},
     "memory": {"kept", "KV bytes", "KV of full", "peak over model", "peak of full"},
 }
 

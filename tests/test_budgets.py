@@ -8,10 +8,10 @@ import ag.compare
 import ag.evaluate.__main__
 import ag.explain
 import ag.generate
-from ag.cli import parse
+from ag.config.command_line import parse
 from ag.engine.spec import parse_budget
 from ag.errors import UserError
-from ag.evaluate import cells
+from ag.evaluate.comparison import cells
 
 COMMANDS = {
     "generate": (ag.generate.main, ["policy=h2o", "prompt=x", "model=none"], "budget={}"),
@@ -46,9 +46,8 @@ def test_one_is_a_token_and_one_point_nought_the_whole_prompt(text, budget):
     explained = ag.explain._policies(config(ag.explain.ExplainConfig, "policies=[h2o]", f"budget={text}"))["h2o"]
     _, compared = cells.plan(config(ag.compare.CompareConfig, "policies=[full,h2o]", f"budgets=[{text}]"))
     words = config(ag.evaluate.__main__.EvaluateConfig, "policies=[h2o]", f"budgets=[{text}]", "root=x")
-    evaluated = ag.evaluate.__main__._plan(words, ag.evaluate.__main__._recipe(words))
-    assert list(evaluated) == [f"h2o {budget}"]
-    for policy in (generated, explained, compared.policy, evaluated[f"h2o {budget}"], ag.policy("h2o", budget)):
+    [evaluated] = cells.plan(ag.evaluate.__main__.translate(words).config)
+    for policy in (generated, explained, compared.policy, evaluated.policy, ag.policy("h2o", budget)):
         assert (policy.budget, type(policy.budget)) == (budget, type(budget))
 
 

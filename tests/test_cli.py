@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ag.cli import Invocation, parse
 from ag.config import Config
-from ag.configure import check_resume, dump, load_config
-from ag.keys import ConfigError, from_text, keys, parse_yaml
+from ag.config.command_line import Invocation, parse
+from ag.config.keys import ConfigError, from_text, keys, parse_yaml
+from ag.config.recipes import check_resume, dump, load_config
 
 KEYS = keys(Config)
 
@@ -512,7 +513,8 @@ def test_resume_takes_everything_from_the_run(run: Path) -> None:
     ],
 )
 def test_resume_may_change_what_does_not_touch_the_result(run: Path, override: str) -> None:
-    fit(f"resume={run}", override)
+    name, _, value = override.partition("=")
+    assert attrgetter(name)(fit(f"resume={run}", override)) == parse_yaml(value)
 
 
 @pytest.mark.parametrize(
@@ -560,7 +562,7 @@ def test_name_of_a_recipe_cannot_leave_the_output_folder(error: Any, tmp_path: P
 PROGRAM = """
 import json, os, sys, time
 from dataclasses import dataclass, field
-from ag.cli import parse
+from ag.config.command_line import parse
 
 @dataclass
 class Schema:
@@ -694,7 +696,7 @@ def outcome(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ag.cli.sweep", lambda *_: 0)
+    monkeypatch.setattr("ag.config.command_line.sweep", lambda *_: 0)
 
 
 @anything

@@ -37,9 +37,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ag import export
-from ag.export import ExportError
-from ag.gate import AttentionGates, GateConfig
+from ag.config.gate import GateConfig
+from ag.gates import export
+from ag.gates.export import ExportError
+from ag.gates.gate import AttentionGates
 
 MODEL = LlamaConfig(
     num_hidden_layers=3,
@@ -244,7 +245,7 @@ def test_content_of_the_folder(tmp_path: Path) -> None:
     for part in (
         'ag.EvictionCache(model, "gates:PATH")',
         "python -m ag.generate gates=PATH prompt=",
-        'ag.export.load_adapter(model, "PATH")',
+        'ag.gates.export.load_adapter(model, "PATH")',
         "| kept share of the prompt's entries | 0.4375 |",
         "| val/loss | 2.5 |",
         "| head_dim | 4 |",
@@ -296,6 +297,24 @@ def test_adapter_gives_the_same_logits(tmp_path: Path) -> None:
         torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-5, rtol=0)
 
 
+def test_an_adapter_without_gates(tmp_path: Path) -> None:
+    adapted = make_adapter(1).eval()
+    base, tokens = copy.deepcopy(adapted).unload(), torch.arange(8)[None]
+    export.save_adapter(tmp_path / "e", adapted)
+    assert export.is_adapter(tmp_path / "e") and not export.is_adapter(make_export(tmp_path / "whole"))
+    assert export.adapter_path(tmp_path / "e") == tmp_path / "e" / "adapter"
+    with torch.no_grad():
+        assert torch.equal(export.load_adapter(base, tmp_path / "e")(tokens).logits, adapted(tokens).logits)
+    before = export.adapter_checksum(tmp_path / "e")
+    export.save_adapter(tmp_path / "same", adapted)
+    export.save_adapter(tmp_path / "other", make_adapter(2))
+    assert export.adapter_checksum(tmp_path / "same") == before != export.adapter_checksum(tmp_path / "other")
+    assert export.adapter_checksum(tmp_path / "whole") == export.read_info(tmp_path / "whole")["checksum"]
+    wide = LlamaConfig(**{**MODEL.to_dict(), "hidden_size": 128, "head_dim": 32})
+    with pytest.raises(ExportError, match="it does not fit this model"):
+        export.load_adapter(LlamaForCausalLM(wide), tmp_path / "e")
+
+
 def test_adapter_errors(tmp_path: Path) -> None:
     export.save(tmp_path / "none", make_gates())
     with pytest.raises(ExportError, match=r"no adapter folder: expected one trained with train=gates\+lora"):
@@ -339,7 +358,7 @@ def test_merged_model_stands_alone(tmp_path: Path) -> None:
         torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=0)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").get_vocab() == {"a": 0, "b": 1}
     assert not any("lora" in name or "base_layer" in name for name in model.state_dict())
-    with pytest.raises(ExportError, match="something is in the way"):
+    with pytest.raises(ExportError, match=f"{tmp_path / 'merged'}: "):
         export.save_merged(make_adapter(), tmp_path / "merged", tokenizer, tmp_path / "adapter")
 
     quantised = make_adapter()
@@ -377,9 +396,9 @@ def test_foreign_content_is_left_alone(tmp_path: Path, extra: str) -> None:
     file.parent.mkdir(exist_ok=True, parents=True)
     file.write_text("years of work")
     before = snapshot(tmp_path)
-    with pytest.raises(ExportError, match="holds other things than an export .*choose another path"):
+    with pytest.raises(ExportError, match=f"{file.parent}: .*not of an export"):
         export.save(file.parent, make_gates(3))
-    with pytest.raises(ExportError, match="holds other things than an export"):
+    with pytest.raises(ExportError, match=f"{file}: "):
         export.save(file, make_gates(3))
     assert snapshot(tmp_path) == before
 

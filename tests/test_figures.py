@@ -8,7 +8,7 @@ import sys
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from ag.figures import curves, evicted_heatmap, keep_pattern
+from ag.gates.figures import curves, evicted_heatmap, keep_pattern
 
 
 def test_heat_map_has_layers_across_and_heads_down() -> None:
@@ -73,7 +73,7 @@ def test_no_global_state_is_touched() -> None:
 import sys
 import matplotlib, numpy
 before = dict(matplotlib.rcParams)
-from ag.figures import evicted_heatmap
+from ag.gates.figures import evicted_heatmap
 evicted_heatmap(numpy.zeros((2, 2)), [0, 1]).savefig("/dev/null", format="png")
 assert "matplotlib.pyplot" not in sys.modules
 assert dict(matplotlib.rcParams) == before

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ag
-from ag import export
 from ag.config import Config
 from ag.data import DataError, build
 from ag.engine.policy import Policy
 from ag.errors import UserError
-from ag.manifest import checksum
+from ag.gates import export
+from ag.gates.manifest import checksum
 
 SECONDS = 10
 anything = settings(

@@ -3,7 +3,8 @@ import torch
 from transformers import Gemma3TextConfig, LlamaConfig
 
 import ag
-from ag.gate import AttentionGate, fingerprint
+from ag.gates.gate import KINDS, AttentionGate
+from ag.model.geometry import fingerprint
 
 LLAMA_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 
@@ -61,7 +62,7 @@ def test_gate_equals_the_formula(scope, shortcut, granularity, padding):
 
 
 def test_linear_gate_sees_one_token_only():
-    gate = AttentionGate(12, 2, 2, small(kind="linear"))
+    gate = KINDS["linear"](12, 2, 2, small(kind="linear"))
     hidden = torch.randn(1, 5, 12)
     torch.testing.assert_close(gate(hidden), (hidden @ gate.linear.weight.T).transpose(1, 2))
     assert sum(p.numel() for p in gate.parameters()) == 24

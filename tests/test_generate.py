@@ -5,11 +5,13 @@ import torch
 from gates_for import gates_for
 
 import ag
-from ag import export, models, smollm2
 from ag.config import LoraConfig
 from ag.errors import UserError
-from ag.gating import Gating
+from ag.gates import export
+from ag.gates.gating import Gating
 from ag.generate import GenerateConfig, generate, main
+from ag.model import base as models
+from ag.model import smollm2
 
 PROMPT = "Rosa the potter has a ticket to Rome. It rained on the pier. Where does Rosa go?"
 NEW = 12
@@ -149,7 +151,7 @@ def test_base_model_has_the_revision_of_the_export(folder, tmp_path, monkeypatch
         (["prompt=abc", "gates=FOLDER/nameless"], "No base model is named: give model=NAME, or gates=EXPORT"),
         (["prompt=abc", "gates=null"], "No base model is named: give model=NAME, or gates=EXPORT"),
         (["prompt=abc", "gates=FOLDER/base"], "FOLDER/base/gate_config.json: no such file"),
-        (["prompt=abc", "model=FOLDER/none"], "is no folder with a config.json"),
+        (["prompt=abc", "model=FOLDER/none"], "FOLDER/none"),
         (["prompt=abc", "device=nonsense"], "device=nonsense: "),
     ],
 )

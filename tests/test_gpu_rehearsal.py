@@ -11,6 +11,7 @@ FOLDER = Path(__file__).parent / "gpu"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # beside other work
 @pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
 def test_rehearsal(file):
     pytest.importorskip("triton", reason="needs Triton")

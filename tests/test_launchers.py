@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ag.cli import parse
 from ag.config import Config
+from ag.config.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 FIT = ["-m", "ag.fit"]

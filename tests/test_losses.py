@@ -8,8 +8,8 @@ from gates_for import gates_for
 from torch.nn import functional as F
 
 import ag
-from ag import losses
-from ag.gating import Observing
+from ag.gates.gating import Observing
+from ag.training import losses
 
 LABELS = torch.full((3, 9), -100)
 LABELS[0, 5:] = torch.tensor([7, 8, 9, 10])
@@ -144,7 +144,7 @@ def test_eviction_loss(mean, slope):
 
 
 class Seen:
-    """A finished observation: what :class:`ag.gating.Observing` holds after its forward pass."""
+    """A finished observation: what :class:`ag.gates.gating.Observing` holds after its forward pass."""
 
     def __init__(self, targets, logits, mask):
         self.targets, self.logits, self.window, self.prompt = targets, logits, None, mask

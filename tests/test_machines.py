@@ -22,6 +22,7 @@ HIGHEST = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}.get(torch.backends.cpu.get_cpu_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # beside other work
 @pytest.mark.parametrize(
     ("capability", "threads", "order"),
     [("default", 2, 1), ("default", 1, 2), ("avx2", 1, 1), ("avx2", 2, 2), ("avx512", 2, 1), ("avx512", 1, 2)],

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ag.metrics import EvictedShare, MultipleChoiceAccuracy
+from ag.training.metrics import EvictedShare, MultipleChoiceAccuracy
 
 
 def merged(first, second):

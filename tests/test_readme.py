@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import ag
-from ag.bench.__main__ import named
+from ag.bench.__main__ import main, named
 from ag.bench.config import BenchConfig
-from ag.cli import parse
 from ag.compare import CompareConfig
 from ag.config import Config
+from ag.config.command_line import parse
 from ag.evaluate.__main__ import EvaluateConfig
 from ag.explain import ExplainConfig
 from ag.generate import GenerateConfig
@@ -26,7 +26,7 @@ SCHEMAS = {
     "ag.bench": BenchConfig,
 }
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 SMALL = [
     "data.val_samples=2",
@@ -67,7 +67,7 @@ def run(*words, **options):
 
 
 @pytest.mark.parametrize(("page", "words"), ALL, ids=[f"{page}: {' '.join(words)[:90]}" for page, words in ALL])
-def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch):
+def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, tmp_path):
     program = words[2] if words[:2] == ["python", "-m"] else words[0]
     if program == "ag.fit":
         stop = [] if {"--help", "--recipes"} & set(words) else ["--print"]
@@ -76,6 +76,10 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch):
         assert done.value.code == 0
         expected = "recipe: " if stop else {"--help": "loss.alpha=", "--recipes": "quickstart"}[words[3]]
         assert expected in capsys.readouterr().out
+    elif program == "ag.bench" and words[3] == "report":
+        monkeypatch.chdir(tmp_path)
+        assert main(words[3:]) == 2  # nothing was measured there
+        assert "PART/rows.jsonl" in capsys.readouterr().err
     elif program in SCHEMAS:
         given = named(words[3:]) if program == "ag.bench" else words[3:]
         with pytest.raises(SystemExit) as done:
@@ -92,6 +96,16 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch):
         assert (ROOT / words[1]).is_file()
     else:
         assert program in ("venv", "pip"), f"{words}: no test knows this command"
+
+
+LINKING = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", BLOCK.sub("", page.read_text()))
+    lost = [x for x in targets if "://" not in x and not (page.parent / x).exists()]
+    assert lost == []
 
 
 @pytest.mark.slow

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from ag.cli import parse
 from ag.compare import CompareConfig
 from ag.config import Config
-from ag.configure import RECIPES, dump, load_config, recipe_names, resolve
-from ag.evaluate.cells import plan
+from ag.config.command_line import parse
+from ag.config.keys import keys, parse_yaml
+from ag.config.recipes import RECIPES, dump, load_config, recipes, resolve
+from ag.evaluate.comparison.cells import plan
 from ag.evaluate.tasks.longbench_subsets import SUBSETS
-from ag.keys import keys, parse_yaml
 
 ABLATIONS = {  # the single difference from piqa_sft (Tables 3 and 6 of the paper)
     "ablation_heads_2": {"num_heads": 2},
@@ -56,13 +56,47 @@ def flat(config: Config) -> dict[str, object]:
 
 
 def test_the_list_of_recipes_is_complete() -> None:
-    assert recipe_names("ag.fit") == sorted([*ABLATIONS, *TASKS, *CPT, *OTHERS])
-    assert recipe_names("ag.compare") == sorted(COMPARISONS)
-    assert recipe_names() == sorted([*recipe_names("ag.fit"), *recipe_names("ag.compare")])
+    assert list(recipes("ag.fit")) == sorted([*ABLATIONS, *TASKS, *CPT, *OTHERS])
+    assert list(recipes("ag.compare")) == sorted(COMPARISONS)
+    assert recipes("ag.generate") == {}
+
+
+def test_a_name_is_in_one_folder_only() -> None:
+    """Of two recipes with one name ``recipe=NAME`` would find either."""
+    names = [path.stem for path in RECIPES.rglob("*.y*ml")]
+    assert sorted(names) == sorted(recipes()) == sorted(set(names))
+
+
+def test_the_folder_says_which_program_a_recipe_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, name, text in (("fit", "compare_me", "seed: 3"), ("compare", "plain", "base: compare_me\nsamples: 2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.yaml").write_text(text)
+    monkeypatch.setattr("ag.config.recipes.RECIPES", tmp_path)
+    assert [list(recipes(program)) for program in ("ag.fit", "ag.compare", None)] == [
+        ["compare_me"],
+        ["plain"],
+        ["compare_me", "plain"],
+    ]
+    assert load("compare_me").seed == 3
+    config = resolve(CompareConfig, {"recipe": "plain"})
+    assert (config.seed, config.samples) == (3, 2)  # a base is found by name in either folder
+
+
+@pytest.mark.parametrize(
+    ("program", "schema", "name", "owner"),
+    [("ag.fit", Config, "compare_small", "ag.compare"), ("ag.compare", CompareConfig, "piqa_sft", "ag.fit")],
+)
+def test_a_recipe_of_another_program_is_refused(
+    program: str, schema: type, name: str, owner: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse([f"recipe={name}"], schema, program)
+    assert stopped.value.code == 2
+    assert f"recipe={name} is one of {owner}, not of {program}" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", recipes())
 def test_loads_without_a_warning_and_survives_a_round_trip(name: str, tmp_path: Path) -> None:
     schema: type[Config] | type[CompareConfig] = CompareConfig if name in COMPARISONS else Config
     config = resolve(schema, {"recipe": name})
@@ -73,7 +107,7 @@ def test_loads_without_a_warning_and_survives_a_round_trip(name: str, tmp_path: 
 
 @pytest.mark.parametrize("name", sorted({*ABLATIONS, *TASKS, *CPT, "smollm2_quarter"} - {"piqa_sft", "redpajama_cpt"}))
 def test_a_recipe_repeats_nothing_of_its_base(name: str) -> None:
-    tree = parse_yaml((RECIPES / f"{name}.yaml").read_text())
+    tree = parse_yaml(recipes()[name].read_text())
     base, config = flat(load(tree.pop("base"))), flat(load(name))
     changed = {key for key in base if base[key] != config[key]} - {"recipe"}
     written = {f"{section}.{key}" for section, inner in tree.items() if isinstance(inner, dict) for key in inner}
@@ -86,7 +120,7 @@ def test_listing_describes_each_recipe(program: str, schema: type, capsys: pytes
         parse(["--recipes"], schema, program)
     assert stopped.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == recipe_names(program)
+    assert [line.split()[0] for line in lines] == list(recipes(program))
     for line in lines:
         assert len(line.split(maxsplit=1)[1]) > 20, line
 
@@ -165,7 +199,7 @@ def test_the_baseline_needs_no_recipe_of_its_own() -> None:
 @pytest.mark.parametrize(("name", "cells", "published"), [(name, *told) for name, told in COMPARISONS.items()])
 def test_a_comparison_can_be_planned_and_names_what_it_is_held_against(name: str, cells: int, published: str) -> None:
     assert len(plan(resolve(CompareConfig, {"recipe": name}))) == cells
-    comment = [line for line in (RECIPES / f"{name}.yaml").read_text().splitlines() if line.startswith("#")]
+    comment = [line for line in recipes()[name].read_text().splitlines() if line.startswith("#")]
     assert published in " ".join(comment)
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ag.config import Config
-from ag.configure import resolve
+from ag.config.keys import keys
+from ag.config.recipes import resolve
 from ag.evaluate.__main__ import EvaluateConfig
 from ag.generate import GenerateConfig
-from ag.keys import keys
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted([*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts").glob("slurm/*"), ROOT / ".ci" / "run"])
@@ -41,7 +41,7 @@ def test_keys_of_commands_exist(script):
 
 def test_quickstart_fetches_fits_generates_and_evaluates():
     programs = [program for program, *_ in commands(ROOT / "scripts" / "quickstart.sh")]
-    assert programs == ["ag.models", "ag.fit", "ag.generate", "ag.evaluate"]
+    assert programs == ["ag.model.base", "ag.fit", "ag.generate", "ag.evaluate"]
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from gates_for import gates_for
 
 import ag
 from ag import fit
-from ag.attach import decoder_of
 from ag.callbacks.throughput import Throughput
+from ag.model.hooks import decoder_of
 
 pytestmark = pytest.mark.slow
 

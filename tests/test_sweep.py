@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ag.config import Config
-from ag.keys import ConfigError
-from ag.sweep import Share, _begun, share, sweep
+from ag.config.keys import ConfigError
+from ag.config.sweep import Share, _begun, share, sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = [{"seed": str(seed)} for seed in range(6)]
@@ -27,7 +27,7 @@ sys.exit(3 if seed == int(os.environ.get("FAIL", "-1")) else 0)
 WORKER = """
 import sys
 from ag.config import Config
-from ag.sweep import sweep
+from ag.config.sweep import sweep
 runs = [{"seed": str(seed)} for seed in range(6)]
 sys.exit(sweep(runs, [Config(seed=s) for s in range(6)], "program", []))
 """

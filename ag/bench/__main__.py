@@ -1,4 +1,7 @@
-"""Measure speed and memory: ``python -m ag.bench decode context=[2048,8192] keep=[0.2]``."""
+"""Measure speed and memory: ``python -m ag.bench decode context=[2048,8192] keep=[0.2]``.
+
+``python -m ag.bench report OUT...`` folds what ``scripts/gpu.sh`` wrote.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from typing import Any
 import torch
 
 from ag.bench import decode, memory, prefill, train
+from ag.bench.card import summary
 from ag.bench.config import MODES, BenchConfig
 from ag.bench.measure import machine
 from ag.bench.write import markdown, write
-from ag.cli import parse
+from ag.config.command_line import parse
 from ag.errors import UserError
 
 MEASURES = {"decode": decode.measure, "prefill": prefill.measure, "train": train.measure, "memory": memory.measure}
@@ -24,6 +28,8 @@ MEASURES = {"decode": decode.measure, "prefill": prefill.measure, "train": train
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (2: one line on stderr says what is wrong)."""
     words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["report"]:
+        return summary.main(words[1:])
     config = parse(named(words), BenchConfig, "ag.bench").config
     try:
         results = bench(config, shlex.join(["python", "-m", "ag.bench", *words]))

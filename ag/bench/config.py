@@ -29,7 +29,9 @@ class BenchConfig:
     )
     schedule: str = key("prefill", "when policies evict")
     uneven: bool = key(False, "decode: heads keep different numbers of tokens, which policy=random then draws")
-    fill: bool = key(True, "decode: put random keys and values into the cache, in place of reading a prompt")
+    fill: bool | None = key(
+        None, "decode, memory: put random keys and values into the cache, in place of reading a prompt; null: in decode"
+    )
     steps: int = key(16, "decode, memory: tokens generated in a round", low=1)
     rounds: int = key(5, "times that every contestant is measured, in turn", low=1)
     warmup: int = key(1, "rounds before those that count", low=0)

@@ -13,7 +13,6 @@ from transformers.cache_utils import Cache
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 import ag
-from ag.attach import AttentionCall, decoder_of
 from ag.bench.config import BenchConfig
 from ag.bench.models import gates_for
 from ag.engine import EvictionCache, Policy, policy
@@ -21,8 +20,10 @@ from ag.engine.observe import Observation
 from ag.engine.scorers import Scorer
 from ag.engine.scorers.controls import Random
 from ag.errors import UserError
-from ag.gate import AttentionGates, fingerprint
-from ag.gating import Gating
+from ag.gates.gate import AttentionGates
+from ag.gates.gating import Gating
+from ag.model.geometry import fingerprint
+from ag.model.hooks import AttentionCall, decoder_of
 
 CALIBRATION_TOKENS = 8192
 
@@ -59,8 +60,8 @@ def contestants(config: BenchConfig) -> list[Contestant]:
     flash = config.device.startswith("cuda") and config.dtype != "float32" and is_flash_attn_2_available()
     rivals = [Contestant("transformers, flash-attn", attention="flash_attention_2")] if flash else []
     for spec in config.policy:
-        if spec == "gates" and config.mode == "decode":
-            raise UserError("policy=gates: random gates decide nothing while decoding; use random with uneven=true.")
+        if spec == "gates" and (config.mode == "decode" or config.fill):
+            raise UserError("policy=gates: random gates decide nothing while decoding or filling; use random.")
         for share in config.keep:
             rivals.append(Contestant(f"{spec} {share:g}", spec, share))
             if spec != "gates":

@@ -72,7 +72,7 @@ def _compare(arena: Arena, plan: list[Contestant], context: int, batch: int) -> 
 def _generate(arena: Arena, one: Contestant, context: int, batch: int) -> tuple[list[float], tuple[float, int]]:
     """Return the seconds of each step, and what is held before the first: its share and its bytes."""
     cache = arena.cache(one)
-    if arena.config.fill:
+    if arena.config.fill is not False:
         arena.fill(cache, batch, context)
     else:
         arena.read(cache, arena.tokens(batch, context))

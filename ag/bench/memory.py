@@ -44,7 +44,10 @@ def measure_one(config: BenchConfig, context: int, batch: int, one: Contestant) 
     arena.cache(one)  # makes the gates, if that is what it takes
     forget_peak(arena.device)
     cache = arena.cache(one)
-    arena.read(cache, ids)
+    if config.fill:
+        arena.fill(cache, batch, context)
+    else:
+        arena.read(cache, ids)
     row = {"kept": kept(cache), "KV bytes": kv_bytes(cache)}
     for _ in islice(arena.decode(cache, ids[:, :1]), config.steps):
         pass

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ag.attach import decoder_of
 from ag.config import ModelConfig
+from ag.config.gate import GateConfig
 from ag.errors import UserError
-from ag.gate import AttentionGates, GateConfig, fingerprint
-from ag.models import load_base
+from ag.gates.gate import AttentionGates
+from ag.model.base import load_base
+from ag.model.geometry import fingerprint
+from ag.model.hooks import decoder_of
 
 RANDOM = "random:"
 GEOMETRIES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,8 @@ from ag.bench.config import BenchConfig
 from ag.bench.measure import forget_peak, held_bytes, paired, peak_bytes, quartiles, seconds_of
 from ag.bench.models import build, gates_for
 from ag.config import Config
-from ag.models import add_lora
-from ag.module import GatedLM
+from ag.model.base import add_lora
+from ag.training.module import GatedLM
 
 Row = dict[str, Any]
 PLANS = ("lora", "gates", "gates+lora")
@@ -29,13 +30,14 @@ def measure(config: BenchConfig) -> list[Row]:
     for context in config.context:
         for batch in config.batch:
             seconds: dict[str, list[float]] = {plan: [] for plan in PLANS}
-            steps = {plan: training_step(config, plan, context, batch)[0] for plan in PLANS}
+            base = build(config.model, config.device, config.dtype, config.seed)
+            steps = {plan: training_step(config, plan, context, batch, _twin(base))[0] for plan in PLANS}
             for turn in range(config.warmup + config.rounds):
                 for plan, step in steps.items():
                     (time,) = seconds_of(device, step)
                     if turn >= config.warmup:
                         seconds[plan].append(time)
-            del steps, step
+            del base, steps, step
             peaks = {plan: worker.call("train", config, context, batch, plan) for plan in PLANS}
             for plan in PLANS:
                 median, low, high = quartiles(seconds[plan])
@@ -51,6 +53,7 @@ def measure(config: BenchConfig) -> list[Row]:
                         "time over lora": paired(seconds[plan], seconds["lora"]),
                         "peak bytes": peaks[plan]["peak bytes"],
                         "peak over lora": peaks[plan]["peak bytes"] / peaks["lora"]["peak bytes"],
+                        "peak over held": max(0, peaks[plan]["peak bytes"] - peaks[plan]["held"]),
                     }
                 )
     return rows
@@ -66,13 +69,19 @@ def measure_one(config: BenchConfig, context: int, batch: int, plan: str) -> Row
     return {"peak bytes": peak_bytes(device), "held": held_bytes(device), "trained of base": share}
 
 
-def training_step(config: BenchConfig, plan: str, context: int, batch: int) -> tuple[Callable[[], None], float]:
-    """Return a step of :class:`ag.module.GatedLM` with AdamW, and the trained share of the base's parameters.
+def _twin(base: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model's modules, which LoRA replaces, but not its weights."""
+    return copy.deepcopy(base, {id(x): x for x in (*base.parameters(), *base.buffers())})
+
+
+def training_step(
+    config: BenchConfig, plan: str, context: int, batch: int, base: PreTrainedModel | None = None
+) -> tuple[Callable[[], None], float]:
+    """Return a step of :class:`ag.training.module.GatedLM` with AdamW, and the trained share of the base's parameters.
 
     The rows are packed text, gates are causal and act within them: the dearest of the settings.
     """
-    base: nn.Module = build(config.model, config.device, config.dtype, config.seed)
-    assert isinstance(base, PreTrainedModel)
+    base = build(config.model, config.device, config.dtype, config.seed) if base is None else base
     parameters = sum(parameter.numel() for parameter in base.parameters())
     torch.manual_seed(config.seed)
     gates = gates_for(base).to(config.device, torch.float32) if "gates" in plan else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -16,12 +17,16 @@ from ag.errors import UserError
 
 
 def call(mode: str, config: BenchConfig, context: int, batch: int, one: Contestant | str) -> dict[str, Any]:
-    """Measure a contestant in a fresh process and return its row.
+    """Measure a contestant and return its row: in a fresh process, or on a GPU, which counts allocations, in this one.
 
     Raises:
         UserError: with the last line that the process wrote, when it failed.
     """
     job = describe(mode, config, context, batch, one)
+    if config.device.startswith("cuda"):
+        gc.collect()
+        torch.cuda.empty_cache()
+        return run(job)
     done = subprocess.run(
         [sys.executable, "-m", "ag.bench.worker", json.dumps(job)], capture_output=True, text=True, check=False
     )

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.attach import AttentionCall
 from ag.engine.storage import RaggedStore, Rows
 from ag.kernels.ragged_decode import ragged_decode
+from ag.model.hooks import AttentionCall
 
 QUERY_BLOCK = 256  # queries that meet the stored keys at once
 

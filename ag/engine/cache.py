@@ -12,16 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ag.attach import (
-    AttentionCall,
-    Plan,
-    attached_gates,
-    check_geometry,
-    decoder_of,
-    device_of,
-    instrument,
-    place,
-)
 from ag.engine.decide import Decision
 from ag.engine.layer import EvictionLayer
 from ag.engine.passes import Pass, Tokens
@@ -30,8 +20,10 @@ from ag.engine.positions import Original, Slots
 from ag.engine.report import Report
 from ag.engine.spec import PolicySpec
 from ag.errors import UserError
-from ag.gate import fingerprint
-from ag.gating import Gating
+from ag.gates.attach import attached_gates, check_geometry, place
+from ag.gates.gating import Gating
+from ag.model.geometry import fingerprint
+from ag.model.hooks import AttentionCall, Plan, decoder_of, device_of, instrument
 
 
 class EvictionCache(Cache, Plan):
@@ -217,7 +209,7 @@ class EvictionCache(Cache, Plan):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
-        """Take the padding of the coming tokens; see :class:`ag.attach.Plan`.
+        """Take the padding of the coming tokens; see :class:`ag.model.hooks.Plan`.
 
         With an ``attention_mask`` the host waits here, once a forward pass, to learn whether the new tokens are padded.
         """

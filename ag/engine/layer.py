@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
-from ag.attach import AttentionCall
 from ag.engine.attend import attend_one, attend_rows
 from ag.engine.decide import Decision
 from ag.engine.observe import Context, Keys, Observation, Queries
@@ -26,7 +25,8 @@ from ag.engine.positions import Original
 from ag.engine.select import closing_order
 from ag.engine.storage import RaggedStore, Rows
 from ag.errors import UserError
-from ag.gating import Gating
+from ag.gates.gating import Gating
+from ag.model.hooks import AttentionCall
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ag.gating import Gating
+from ag.gates.gating import Gating
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from ag.engine.scorers import SCORERS, Scorer
 from ag.engine.spec import PolicySpec, check_known, parse_budget
 from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.errors import UserError
-from ag.gate import AttentionGates
+from ag.gates.gate import AttentionGates
 
 ENGINE = ("positions", "evict_before_attend", "strict")  # options of every policy; the latter two where a budget is
 
@@ -117,7 +117,7 @@ def policy(
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
-        ag.export.ExportError: when the gates cannot be read.
+        ag.gates.export.ExportError: when the gates cannot be read.
     """
     spec = PolicySpec.parse(spec) if isinstance(spec, str) else spec
     budget = None if budget is None else parse_budget(budget)

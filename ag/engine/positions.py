@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ag.attach import AttentionCall, check_rotations, rotate
 from ag.engine.passes import Pass, Tokens
 from ag.engine.storage import RaggedStore, Rows
+from ag.model.hooks import AttentionCall, check_rotations, rotate
 
 
 @dataclass(frozen=True)

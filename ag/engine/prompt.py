@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ag.attach import AttentionCall, Plan, decoder_of
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import Policy
+from ag.model.hooks import AttentionCall, Plan, decoder_of
 
 
 @torch.no_grad()

@@ -1,4 +1,1 @@
-"""Measuring models whose cache forgets."""
-
-from ag.evaluate.responses import Scores as Scores
-from ag.evaluate.responses import score_responses as score_responses
+"""Measuring models whose cache forgets: tasks, and policies compared on them."""

@@ -1,29 +1,31 @@
-"""Compare what caches keep: ``python -m ag.evaluate run=RUN policies=[full,gates,h2o] budgets=[0.5,0.25]``."""
+"""A run's gates on its own validation rows: ``python -m ag.evaluate run=RUN policies=[full,gates,h2o] budgets=[0.5]``.
+
+A preset of ``ag.compare`` with the task ``responses``.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
-from ag import data, export, models
-from ag.cli import parse
-from ag.config import Config, DataConfig, ModelConfig, key
-from ag.configure import load_config
-from ag.engine import Policy, policy
-from ag.engine.spec import BUDGET, PolicySpec, parse_budget
+from ag.config import Config, ModelConfig, key
+from ag.config.command_line import parse
+from ag.config.recipes import load_config
+from ag.engine.spec import BUDGET, PolicySpec
 from ag.errors import UserError
-from ag.evaluate import Scores, score_responses
-from ag.evaluate.statistics import mean_and_error
+from ag.evaluate.comparison import CompareConfig, compare
+from ag.evaluate.comparison.cells import plan
+from ag.evaluate.comparison.findings import Entry
+
+TASK = "responses"
 
 
 @dataclass
@@ -39,114 +41,153 @@ class EvaluateConfig:
     samples: int | None = key(None, "validate on the first N rows or documents, instead of the run's number", low=1)
     prompt: int | None = key(None, "tokens of each prompt, instead of the run's (plain documents)", low=1)
     continuation: int | None = key(None, "tokens scored after it, instead of the run's (plain documents)", low=1)
-    batch_size: int | None = key(None, "rows or questions at once, instead of the run's number", low=1)
-    output: str | None = key(None, "JSON file for the results; a run's default is its evaluation.json")
+    output: str | None = key(
+        None, "FILE.json for the figures, with the folder FILE for all else; null: RUN/evaluation.json"
+    )
     device: str = key("cpu", "cpu, cuda, cuda:1, ...")
+
+    @property
+    def file(self) -> Path:
+        """Where the figures go."""
+        return Path(self.output) if self.output else Path(self.run or "runs") / "evaluation.json"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What to compare.
+
+    Attributes:
+        config: of the comparison.
+        names: what each of its policies is called here.
+    """
+
+    config: CompareConfig
+    names: dict[str, str]
+
+    def name(self, entry: Entry) -> str:
+        """What a row is called: ``full cache``, ``gates``, ``h2o 0.5``."""
+        return f"{self.names[entry.row.label]} {entry.budget}".rstrip()
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code (2: one line on stderr says what is wrong)."""
-    config = parse(sys.argv[1:] if argv is None else argv, EvaluateConfig, "ag.evaluate").config
+    """Run the command line; returns the exit code (2: a line on stderr says what is wrong)."""
+    invocation = parse(sys.argv[1:] if argv is None else argv, EvaluateConfig, "ag.evaluate")
+    console = Console()
     try:
-        results = evaluate(config)
+        preset = translate(invocation.config)
+        if invocation.dry_run:
+            print(*(cell.name for cell in plan(preset.config)), sep="\n")
+            return 0
+        comparison = compare(preset.config, console)
     except UserError as error:
         print(f"ag.evaluate: error: {error}", file=sys.stderr)
         return 2
-    Console().print(table(results))
-    return 0
+    results = {preset.name(entry): entry for entry in comparison.entries if entry.outcomes}
+    text = json.dumps({name: figures(entry) for name, entry in results.items()}, indent=2)
+    invocation.config.file.write_text(text, encoding="utf-8")
+    if results:
+        console.print(table(results, comparison.counted(TASK)))
+        console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
+    failed = [entry for entry in comparison.entries if entry.row.problem is not None]
+    for entry in failed:
+        print(f"ag.evaluate: error: {preset.name(entry)}: {entry.row.problem}", file=sys.stderr)
+    return 2 if failed else 0
 
 
-def evaluate(config: EvaluateConfig) -> dict[str, Scores]:
-    """Score held-out responses under each policy and budget.
+def translate(config: EvaluateConfig) -> Preset:
+    """Return the comparison that is meant.
 
     Raises:
-        UserError: (ConfigError, DataError, ...) naming what is wrong with the run or a policy, and the fix.
+        UserError: naming what is wrong with the run or a policy, and the fix.
     """
-    recipe = _recipe(config)
-    plan = _plan(config, recipe)  # unknown names and bad budgets are found before a model is loaded
-    base, tokenizer = models.load_base(recipe.model, device=config.device)
-    model: nn.Module = base
-    batches = data.build(recipe, tokenizer, base.config.get_text_config().max_position_embeddings)
-    if config.run is not None and recipe.train == "lora":
-        model = PeftModel.from_pretrained(base, str(Path(config.run) / "export" / "adapter"))
-    elif config.run is not None and recipe.train == "gates+lora":
-        model = export.load_adapter(base, Path(config.run) / "export")
-    scores = score_responses(model.eval(), batches.val_dataloader(), list(plan.values()))
-    results = dict(zip(plan, scores, strict=True))
-    output = config.output or (Path(config.run) / "evaluation.json" if config.run else None)
-    if output is not None:
-        text = json.dumps({name: asdict(scores) for name, scores in results.items()}, indent=2)
-        Path(output).write_text(text)
-    return results
-
-
-def _recipe(config: EvaluateConfig) -> Config:
-    """Return the run's configuration, or one for plain documents, with what was given put in."""
-    if config.run is not None:
-        recipe = load_config(Path(config.run) / "config.yaml", Config)
-    elif config.root is None:
+    if config.run is None and config.root is None:
         raise UserError("nothing to evaluate on: give run=RUN, or root=FOLDER of plain documents.")
-    else:
-        recipe = Config(model=ModelConfig(name=config.model), data=DataConfig(kind="text", name="documents"))
-    part = recipe.data
-    if part.packing == "packed":
-        raise UserError(f"{config.run}: packed text has no prompts to evict; evaluate with root=FOLDER and no run.")
-    part.root = config.root or part.root
-    part.val_samples = config.samples or part.val_samples
-    part.val_batch_size = config.batch_size or part.val_batch_size
-    if config.prompt is not None:
-        part.prompt_min = part.prompt_max = config.prompt
-    part.continuation = config.continuation or part.continuation
-    part.max_length = max(part.max_length, part.prompt_max + part.continuation)
-    part.train_samples = part.batch_size = 1  # they are read, and not used
-    return recipe
+    if config.file.suffix != ".json":
+        raise UserError(f"output={config.output}: expected a name that ends in .json, such as {config.output}.json.")
+    recipe = None if config.run is None else load_config(Path(config.run) / "config.yaml", Config)
+    base = ModelConfig(name=config.model) if recipe is None else recipe.model
+    trained = "" if recipe is None else recipe.train
+    names = _policies(config, trained)
+    if not names:
+        raise UserError("policies=[]: expected at least one, such as full.")
+    options = {"run_folder": config.run, "prompt": config.prompt, "continuation": config.continuation}
+    return Preset(
+        CompareConfig(
+            recipe="evaluate",
+            model=base.name,
+            revision=base.revision,
+            dtype=base.dtype,
+            quantization=base.quantization,
+            attn_implementation=base.attn_implementation,
+            trust_remote_code=base.trust_remote_code,
+            adapter=f"{config.run}/export" if "lora" in trained else None,
+            policies=list(names),
+            budgets=config.budgets,
+            schedule=config.schedule,
+            tasks=[TASK],
+            root=config.root,
+            samples=config.samples,
+            task_options={TASK: {name: value for name, value in options.items() if value is not None}},
+            baseline=next(iter(names)),
+            device=config.device,
+            output=str(config.file.with_suffix("")),
+            retry=True,
+        ),
+        names,
+    )
 
 
-def _plan(config: EvaluateConfig, recipe: Config) -> dict[str, Policy]:
-    """Return the policies by the name of their row."""
-    trained = config.run is not None and recipe.train != "lora"
-    plan: dict[str, Policy] = {}
-    budgets = [parse_budget(budget) for budget in config.budgets]
+def _policies(config: EvaluateConfig, trained: str) -> dict[str, str]:
+    """Return the policies with what they are called; ``gates`` are the run's, at the budgets ranked as well."""
+    names: dict[str, str] = {}
     for text in config.policies:
         spec = PolicySpec.parse(text)
         if spec.reads_gates and spec.path is None:
-            if not trained and config.policies == ["full", "gates"]:
+            if "gates" not in trained and config.policies == ["full", "gates"]:
                 continue  # the default, where there are none
-            if not trained:
+            if "gates" not in trained:
                 raise UserError(f"policy {text!r}: there are no gates; give run=RUN of a run that trained some.")
             spec = replace(spec, path=f"{config.run}/export")
-        if spec.bare:
-            plan[text if spec.evicts else "full cache"] = policy(spec)
-        for budget in budgets if spec.evicts else ():
-            plan[f"{text} {budget}"] = policy(spec, budget, config.schedule)
-        if not spec.bare and not budgets:
-            raise UserError(f"policy {text!r} needs budgets=[...]: shares of the prompt such as 0.25, or tokens.")
-    return plan
+        names[str(spec)] = text if spec.evicts else "full cache"
+        if spec.bare and spec.evicts and config.budgets:
+            names[str(spec.resolved())] = text
+    return names
 
 
-def table(results: dict[str, Scores]) -> Table:
+def figures(entry: Entry) -> dict[str, Any]:
+    """Return what ``evaluation.json`` holds of a policy.
+
+    ``losses`` are nats a token of each right response and ``tokens`` its length; ``kept`` is the share of the prompts'
+    (token, layer, KV head) entries that was held, ``kv_bytes`` the bytes of all prompts, ``accuracy`` the share of
+    questions whose right answer is the likeliest, None without any.
+    """
+    right = [float(outcome.tags["accuracy"]) for outcome in entry.outcomes if "accuracy" in outcome.tags]
+    return {
+        "losses": [outcome.score for outcome in entry.outcomes],
+        "tokens": [outcome.tags["tokens"] for outcome in entry.outcomes],
+        "kept": entry.row.kept,
+        "kv_bytes": sum(outcome.kv_bytes for outcome in entry.outcomes),
+        "accuracy": sum(right) / len(right) if right else None,
+    }
+
+
+def table(results: dict[str, Entry], title: str) -> Table:
     """Return the table that the command prints; differences are paired, with their standard error."""
-    first = next(iter(results.values()))
-    out = Table(title=f"{len(first.losses)} held-out responses")
+    out = Table(title=title)
     for column in ("cache", "loss", "difference", "accuracy", "evicted", "KV bytes"):
         out.add_column(column, justify="left" if column == "cache" else "right")
-    for name, scores in results.items():
+    for name, entry in results.items():
+        found, paired = figures(entry), entry.paired
+        error = math.nan if paired is None or paired.error is None else paired.error
         out.add_row(
             name,
-            f"{scores.loss:.4f}",
-            "" if scores is first else "{:+.4f} +- {:.4f}".format(*paired_difference(scores, first)),
-            "" if scores.accuracy is None else f"{scores.accuracy:.1%}",
-            f"{1 - scores.kept:.1%}",
-            f"{scores.kv_bytes:,}",
+            f"{entry.row.mean:.4f}",
+            "" if paired is None else f"{paired.difference:+.4f} +- {error:.4f}",
+            "" if found["accuracy"] is None else f"{found['accuracy']:.1%}",
+            f"{1 - found['kept']:.1%}",
+            f"{found['kv_bytes']:,}",
         )
     return out
-
-
-def paired_difference(scores: Scores, other: Scores) -> tuple[float, float]:
-    """Return the mean of the losses' differences, response by response, and its standard error."""
-    differences = [mine - theirs for mine, theirs in zip(scores.losses, other.losses, strict=True)]
-    mean, error = mean_and_error(differences)
-    return mean, math.nan if error is None else error
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ag.attach import AttentionCall, Plan, decoder_of, instrument
 from ag.engine.allocators.preference import entropy_and_variance
 from ag.engine.observe import Context, Keys, Observation, Queries
 from ag.engine.select import closing_order
-from ag.gate import AttentionGate
+from ag.gates.gate import AttentionGate
+from ag.model.hooks import AttentionCall, Plan, decoder_of, instrument
 
 
 class Reading(Plan):

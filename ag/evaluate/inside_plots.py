@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from ag.evaluate.plots import COLOURS, short
-from ag.figures import DPI
+from ag.evaluate.comparison.plots import COLOURS, short
+from ag.gates.figures import DPI
 
 Array = NDArray[np.floating]
 

@@ -16,9 +16,10 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ag import engine, export
+from ag import engine
 from ag.evaluate.tasks.follow import score
-from ag.models import resolve
+from ag.gates import export
+from ag.model.base import resolve
 
 try:
     from lm_eval.__main__ import cli_evaluate

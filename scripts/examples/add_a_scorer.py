@@ -10,7 +10,7 @@ import ag
 from ag.config import ModelConfig
 from ag.engine.observe import Observation
 from ag.engine.scorers import SCORERS, Scorer
-from ag.models import load_base
+from ag.model.base import load_base
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ag
-from ag import export, models
+from ag.gates import export
+from ag.model import base as models
 
 folder, prompt = sys.argv[1:]
 base = models.resolve(export.read_info(folder)["base_model"]["name"])

@@ -3,7 +3,7 @@
 import sys
 
 from ag.config import Config
-from ag.configure import resolve
+from ag.config.recipes import resolve
 from ag.fit import fit
 
 overrides = dict(word.split("=", 1) for word in sys.argv[2:])

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["ag.export", "ag.manifest"]):
-    from ag import export
-    from ag.gate import AttentionGates, GateConfig
+with atheris.instrument_imports(include=["ag.gates.export", "ag.gates.manifest"]):
+    from ag.config.gate import GateConfig
+    from ag.gates import export
+    from ag.gates.gate import AttentionGates
 
 GEOMETRY = {"model_type": "llama", "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
 GEOMETRY |= {"hidden_size": 8, "windowed_layers": []}

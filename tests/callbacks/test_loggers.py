@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_run import fit
 
 from ag.callbacks import newest_valid
-from ag.loggers import MetricsFile, read_metrics
+from ag.training.loggers import MetricsFile, read_metrics
 
 
 def test_rows_are_on_disk_at_once_and_share_a_step(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ag.callbacks.summary import logical_count
 from ag.callbacks.throughput import Throughput
-from ag.loggers import read_metrics
+from ag.training.loggers import read_metrics
 
 
 def test_gradient_norms_are_those_before_clipping(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tiny_run import fit, weights
 
 from ag.callbacks import AtomicCheckpointIO, newest_valid
 from ag.errors import UserError
-from ag.loggers import read_metrics
+from ag.training.loggers import read_metrics
 
 
 def names(run_dir: Path) -> list[str]:

@@ -17,7 +17,7 @@ from tiny_run import fit, weights
 
 from ag.callbacks import Stopped, newest_valid
 from ag.callbacks.stop import SIGNALS
-from ag.loggers import read_metrics
+from ag.training.loggers import read_metrics
 
 SCRIPT = Path(__file__).parent / "tiny_run.py"
 

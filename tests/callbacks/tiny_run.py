@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from ag.callbacks import AtomicCheckpointIO, NonFiniteError, build
 from ag.config import CheckpointConfig, Config, TrainerConfig
-from ag.loggers import build_loggers
+from ag.training.loggers import build_loggers
 
 LAYERS, HEADS, TOKENS, WIDTH = 3, 2, 10, 4
 

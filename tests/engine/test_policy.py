@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ag
-import ag.export
+import ag.gates.export
 from ag.engine.allocators import ALLOCATORS
 from ag.engine.allocators.base import LayerAllocator
 from ag.engine.allocators.heads import Heads
@@ -309,8 +309,8 @@ def test_a_far_name_gets_no_suggestion(spec):
     ("head", "reason"),
     [
         ("full", "nothing is evicted"),
-        ("streaming_llm", "it keeps positions, and has no score to act on"),
-        ("random", "a score drawn by chance has nothing to act on"),
+        ("streaming_llm", "its score is the position alone"),
+        ("random", "its scores are random"),
         ("knorm", "it has no attention rows to act on"),
         ("gates", "it has no attention rows to act on"),
     ],
@@ -573,7 +573,7 @@ def test_a_scorer_whose_name_begins_with_gates_is_not_gates(monkeypatch, tiny_ll
 
 
 def test_a_folder_without_gates(tmp_path):
-    with pytest.raises(ag.export.ExportError, match=str(tmp_path / "nothing")):
+    with pytest.raises(ag.gates.export.ExportError, match=str(tmp_path / "nothing")):
         ag.policy(f"gates:{tmp_path / 'nothing'}")
 
 

@@ -9,9 +9,9 @@ import torch
 from gates_for import gates_for
 
 import ag
-from ag.attach import decoder_of
 from ag.engine import EvictionCache, prefill
 from ag.engine.observe import Observation
+from ag.model.hooks import decoder_of
 
 POLICIES = [
     ag.policy("full"),

@@ -9,8 +9,8 @@ from transformers import PhiConfig, PhiForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import ag
-from ag.attach import UnsupportedModelError, decoder_of
 from ag.errors import UserError
+from ag.model.hooks import UnsupportedModelError, decoder_of
 
 PROMPTS, STEPS = (29, 19), 8
 ROWS = [torch.randint(3, 128, (p + STEPS,), generator=torch.Generator().manual_seed(p)) for p in PROMPTS]

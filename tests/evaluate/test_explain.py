@@ -4,8 +4,8 @@ import pytest
 from gates_for import gates_for
 from matplotlib.image import imread
 
-from ag import export
 from ag.explain import main
+from ag.gates import export
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import torch
 from gates_for import gates_for
 
 import ag
+from ag.evaluate.comparison.views import kept_flags
 from ag.evaluate.inside import Reading, attention_map, gate_map, layer_statistics, output_errors
-from ag.evaluate.views import kept_flags
 
 IDS = (torch.arange(60) * 7 % 90 + 4).tolist()
 

@@ -16,10 +16,11 @@ from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
 import ag
-from ag import export, models
 from ag.config import LoraConfig
 from ag.errors import UserError
 from ag.evaluate.lm_eval import EvictingLM, cli_evaluate
+from ag.gates import export
+from ag.model import base as models
 
 ROWS = [
     {"text": "the cat sat on the mat and then it", "choices": ["slept", "ran away", "ate"], "label": 0},

@@ -13,7 +13,7 @@ import torch
 
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
-from ag.loggers import read_metrics
+from ag.training.loggers import read_metrics
 from gpu.cases import REHEARSAL
 
 STEPS = 4

@@ -12,7 +12,7 @@ import torch
 
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
-from ag.loggers import read_metrics
+from ag.training.loggers import read_metrics
 
 
 def train(recipe: Path, output: Path, *overrides: str) -> Path:

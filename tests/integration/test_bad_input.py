@@ -12,9 +12,10 @@ import torch
 from command import column, runs, train
 from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from ag import export, fit
+from ag import fit
 from ag.callbacks.checkpoint_files import AtomicCheckpointIO, checkpoints
-from ag.module import GatedLM
+from ag.gates import export
+from ag.training.module import GatedLM
 
 Fails = Callable[..., str]
 
@@ -73,7 +74,7 @@ def test_wrong_key_or_value_before_a_model_is_loaded(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.name=./nowhere"], "model.name='./nowhere' is no folder with a config.json"),
+        (["model.name=./nowhere"], "model.name='./nowhere' is not a folder"),
         (["data.root=./nowhere"], "data.root=./nowhere holds neither a folder boolq nor JSON lines files"),
         (["gate.first_layer=2"], "gate.first_layer=2: the model has 2 layers, so that no layer gets a gate"),
         (["data.batch_size=25"], "24 training rows do not fill one batch of 25"),

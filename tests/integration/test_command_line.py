@@ -10,7 +10,7 @@ from command import column, logged, runs, start, train
 
 from ag import fit
 from ag.config import Config
-from ag.configure import load_config
+from ag.config.recipes import load_config
 
 
 def tree(folder: Path) -> dict[str, int]:

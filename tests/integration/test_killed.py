@@ -26,7 +26,7 @@ import os, signal
 from pathlib import Path
 from ag import fit
 from ag.callbacks.throughput import Throughput
-from ag.module import GatedLM
+from ag.training.module import GatedLM
 
 FAULT, RANK, PLACE = "{fault}", "{rank}", Path("{place}")
 step, after = GatedLM.training_step, Throughput.on_train_batch_end

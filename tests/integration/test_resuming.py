@@ -13,7 +13,7 @@ from command import column, logged, resume, runs, start, train, weights
 
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
-from ag.module import GatedLM
+from ag.training.module import GatedLM
 
 # noise in the gates and the adapters, optimiser steps of two batches, epochs of 12 batches
 RUN = [

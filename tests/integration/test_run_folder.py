@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 import ag
 from ag import data
 from ag.config import Config
-from ag.configure import load_config, resolve
-from ag.models import load_base
+from ag.config.recipes import load_config, resolve
+from ag.model.base import load_base
 
 STEPS = 4
 BETA = 0.4

@@ -13,10 +13,10 @@ from command import column, logged, runs, start, train, weights
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.config import Config
-from ag.configure import resolve
-from ag.export import read_info
-from ag.gate import AttentionGates
-from ag.keys import ConfigError
+from ag.config.keys import ConfigError
+from ag.config.recipes import resolve
+from ag.gates.export import read_info
+from ag.gates.gate import AttentionGates
 
 
 def finish(*arguments: str) -> None:

@@ -7,9 +7,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig
 
-from ag import losses
-from ag.gate import AttentionGates, GateConfig
-from ag.gating import Observing
+from ag.config.gate import GateConfig
+from ag.gates.gate import AttentionGates
+from ag.gates.gating import Observing
+from ag.training import losses
 
 LENGTHS = torch.tensor([[9, 3], [20, 14]])  # valid tokens of the rows of both ranks
 

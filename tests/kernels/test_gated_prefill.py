@@ -63,7 +63,7 @@ def test_heads_that_keep_much_use_other_blocks(monkeypatch):
     torch.testing.assert_close(chunked_gated_prefill(*tensors, **options), expected)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)], ids=str)
 def test_lower_precision(dtype, tolerance):
     tensors, options = inputs(131, 6, 2, 32, recent=3, sinks=4)
     rounded = [x.to(dtype) for x in tensors[:3]]

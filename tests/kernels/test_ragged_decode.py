@@ -70,7 +70,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_version_equals_attention_by_hand(version, case):
     arguments = rows(**case)
-    torch.testing.assert_close(version(*arguments, SCALING).double(), by_hand(*arguments), rtol=1e-5, atol=1e-5)
+    # logits are as large as 40, which float32 rounds by up to 1e-5, and so are the weights
+    torch.testing.assert_close(version(*arguments, SCALING).double(), by_hand(*arguments), rtol=5e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # beside other work
 @pytest.mark.parametrize("file", sorted(path.name for path in HERE.glob("test_*_triton.py")))
 def test_under_the_interpreter(file):
     pytest.importorskip("triton", reason="needs Triton")

@@ -21,7 +21,7 @@ Reduction = Callable[[Observation, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Scorer(ABC):
-    """Says how much each held token is worth; its fields are its hyper-parameters.
+    """Scores every held token; its fields are its hyper-parameters.
 
     Attributes:
         sinks: first tokens of a sequence that always stay.
@@ -35,9 +35,9 @@ class Scorer(ABC):
     alone: ClassVar[str] = ""
     #: Why the wrappers that need attention rows may not; empty when they may.
     rowless: ClassVar[str] = "it has no attention rows to act on"
-    #: What options must be under a wrapper that scores each head by itself, by name.
+    #: Values that options must have under a wrapper that scores each head by itself, by name.
     by_head: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    #: Options that mean nothing under a wrapper, and what they are.
+    #: Options that have no effect under a wrapper, and what they are.
     unwrapped: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     #: The allocator that goes with this scorer where none is named.
@@ -55,12 +55,12 @@ class Scorer(ABC):
 
     @property
     def lookback(self) -> int:
-        """Earlier queries that a decision has to be shown beside the new ones."""
+        """Number of earlier queries that a decision needs beside the new ones."""
         return 0
 
     @property
     def observers(self) -> int | None:
-        """Queries of its observation window, which an allocator that observes shares; None: it has none."""
+        """Width of the observation window, in which an allocator may measure too; None: there is none."""
         return None
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Scorer(ABC):
         """Return ``[B, Hkv, N]`` float32, higher is kept; finite on every slot that competes."""
 
     def heads(self, seen: Observation) -> Tensor:
-        """Return a score not below 0 by query head, ``[B, H, N]``, over all held tokens: what CAOTE normalises."""
+        """Return a score of at least 0 by query head, ``[B, H, N]``, over all held tokens; CAOTE normalises it."""
         score = self.score(seen)
         lowest = score.masked_fill(~seen.key_valid, float("inf")).amin(-1, keepdim=True)
         return (score - lowest).masked_fill(~seen.key_valid, 0.0).repeat_interleave(seen.group, 1)

@@ -26,8 +26,8 @@ class Cake(SnapKV):
 
     Attributes:
         gamma: weight of the variance.
-        official_order: while decoding, pool over neighbours in the order in which evictions leave the cache of the
-            code: by score, highest first, then the window; else over neighbours in the text.
+        official_order: while decoding, pool over neighbours in the order of the published code's cache after an
+            eviction (by score, highest first, then the window) instead of neighbours in the text.
     """
 
     kernel: int = 5
@@ -38,7 +38,7 @@ class Cake(SnapKV):
     unwrapped: ClassVar[Mapping[str, str]] = MappingProxyType({"official_order": "the order of cake's own scores"})
 
     def __post_init__(self) -> None:
-        """Refuse values out of range, and an order of tokens where query heads would each have their own."""
+        """Refuse values out of range, and ``official_order`` where each query head would have its own order."""
         super().__post_init__()
         require(self, "official_order", not (self.official_order and self.pool_then_reduce), "no pool_then_reduce")
 
@@ -53,7 +53,7 @@ class Cake(SnapKV):
         """Pool along the tokens before the window, in the order of the text or of the last eviction's scores."""
         if not self.official_order:
             return super().pool(seen, score, before_window)
-        before = seen.memory.get("place", torch.zeros_like(score))  # what came since has 0
+        before = seen.memory.get("place", torch.zeros_like(score))  # tokens that came since have 0
         place = before if seen.decoding else torch.zeros_like(score)
         order = place.masked_fill(~seen.key_valid, float("inf")).argsort(dim=-1, stable=True)
         inside = seen.key_valid & (seen.age >= self.window)

@@ -1,4 +1,4 @@
-"""Controls: what a policy must beat."""
+"""Controls, which every useful policy beats."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # multipliers of xxHash
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Scorer):
-    """Tokens by chance: a hash of (seed, layer, head, place), so that padding and batch change nothing.
+    """Random scores: a hash of (seed, layer, head, rank), independent of padding and batch.
 
     Attributes:
-        seed: another one draws other tokens.
+        seed: of the hash.
     """
 
     seed: int = 0
-    alone: ClassVar[str] = "a score drawn by chance has nothing to act on"
+    alone: ClassVar[str] = "its scores are random"
 
     def score(self, seen: Observation) -> Tensor:
         """Return numbers in [0, 1)."""

@@ -1,4 +1,4 @@
-"""Attention-Gates, ranked: the tokens that the gates find most worth keeping."""
+"""Attention-Gates with a budget: the tokens with the highest gate probability stay."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from ag.engine.scorers.base import Scorer
 
 @dataclass(frozen=True, kw_only=True)
 class Gates(Scorer):
-    """The probability of the layer's gate, for a budget; without one, the flags decide (see :class:`ag.gating.Gating`).
+    """The probability of the layer's gate, for a budget.
 
-    In a layer without a gate every token is worth the same, so that the first ones stay.
+    Without a budget the flags decide; see :class:`ag.gates.gating.Gating`.
+
+    In a layer without a gate all scores are equal, so that the first tokens stay.
     """
 
     reads_gates: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""H2O: the tokens that were paid most attention, and the newest ones."""
+"""H2O: the tokens with the largest sums of attention, and the newest ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class H2O(RowScorer):
 
     Attributes:
         recent: newest tokens that stay: a number, or a share of the budget.
-        window: of the prompt's queries, count only so many of the last instead of all.
+        window: count only this many of the prompt's last queries; None: all.
         normalize: ``count`` divides by the number of counting queries that saw the key; as published it is not.
     """
 
@@ -39,7 +39,7 @@ class H2O(RowScorer):
         require(self, "window", self.window is None or self.window >= 1, "1 or more, or None")
 
     def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
-        """Return the sums over all queries, or those of the prompt's window and of decoding, as they were when seen."""
+        """Return the sums over all queries, or over the prompt's window and decoding; past weights do not change."""
         if self.window is None or seen.decoding:
             sums = seen.accumulated("sums", seen.total(statistic))
             sums = sums if self.window is None else sums + seen.memory["window"].sum(2)
@@ -50,7 +50,7 @@ class H2O(RowScorer):
         return sums if self.normalize == "none" else sums / self._queries(seen)
 
     def _queries(self, seen: Observation) -> Tensor:
-        """Return how many of the queries that count came with or after each key, ``[B, H, N]``."""
+        """Return the number of counting queries that could see each key, ``[B, H, N]``."""
         first = torch.zeros_like(seen.lengths)
         if self.window is not None:
             first = (seen.prompt_lengths if seen.decoding else seen.lengths) - self.window

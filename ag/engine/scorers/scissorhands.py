@@ -22,10 +22,10 @@ class Scissorhands(RowScorer):
 
     Attributes:
         window: queries that count.
-        count: count the queries that paid at least ``1 / t`` (t: the keys a query saw) instead of summing.
+        count: count the queries with a weight of at least ``1 / t`` (t: keys that the query sees) instead of summing.
         recent: newest tokens that stay.
-        vatp_code: as VATP's code has it: the mean over the prompt's last ``window`` queries, to which every later query
-            is added whole.
+        vatp_code: follow VATP's code: the mean over the prompt's last ``window`` queries, plus the undivided weights of
+            every later query.
     """
 
     window: int = 400
@@ -41,7 +41,7 @@ class Scissorhands(RowScorer):
         require(self, "window", self.window >= 1, "1 or more")
 
     def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
-        """Return the sums over the window, rows as they were when seen."""
+        """Return the sums over the window; past weights do not change."""
         statistic = _above_uniform if self.count and statistic is attention else statistic
         if self.vatp_code and seen.decoding:
             return seen.memory["rows"].sum(2) / self.window + seen.accumulated("sums", seen.total(statistic))
@@ -52,5 +52,7 @@ class Scissorhands(RowScorer):
 
 
 def _above_uniform(rows: AttentionRows) -> Tensor:
-    level = 1 / rows.visible.sum(-1, keepdim=True)  # times t instead, float32 would put uniform attention below 1
+    level = 1 / rows.visible.sum(
+        -1, keepdim=True
+    )  # multiplied by t, uniform attention would round to below 1 in float32
     return (rows.visible & (rows.a >= level)).float()

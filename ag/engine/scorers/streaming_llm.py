@@ -24,7 +24,7 @@ class StreamingLLM(Scorer):
     """
 
     sinks: int = 4
-    alone: ClassVar[str] = "it keeps positions, and has no score to act on"
+    alone: ClassVar[str] = "its score is the position alone"
 
     def score(self, seen: Observation) -> Tensor:
         """Return the position."""

@@ -23,8 +23,9 @@ class Tova(RowScorer):
     token stays (``recent=0`` for the official behaviour).
 
     Attributes:
-        scope: ``layer``: the mean over all query heads, so that all KV heads keep the same; ``kv_head``: over the
-        group. recent: newest tokens that stay.
+        scope: ``layer``: the mean over all query heads, so that all KV heads keep the same; ``kv_head``: the mean
+            over the group.
+        recent: newest tokens that stay.
     """
 
     scope: Literal["layer", "kv_head"] = "layer"
@@ -41,5 +42,5 @@ class Tova(RowScorer):
         return seen.rows(1).total(statistic)
 
     def reduce(self, seen: Observation, heads: Tensor) -> Tensor:
-        """Average over the heads of the scope; a head that no longer holds a token pays it 0."""
+        """Average over the heads of the scope; a head that no longer holds a token contributes 0."""
         return super().reduce(seen, heads) if self.scope == "kv_head" else seen.over_layer(heads)

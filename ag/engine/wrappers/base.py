@@ -1,4 +1,4 @@
-"""A wrapper is a scorer that turns another one's score into a better one."""
+"""A wrapper is a scorer that changes the score of another scorer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ag.engine.scorers.base import Scorer
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapper(Scorer):
-    """Acts on the score of ``inner``, and protects what it protects.
+    """Changes the score of ``inner``; what ``inner`` protects stays protected.
 
     Attributes:
         inner: the scorer it acts on.

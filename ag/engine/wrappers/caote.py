@@ -13,7 +13,7 @@ from ag.engine.observe import Observation
 from ag.engine.scorers.base import RowScorer, grouped
 from ag.engine.wrappers.base import Wrapper
 
-SMALLEST = 1e-12  # attention to all other tokens below which a token is as good as alone
+SMALLEST = 1e-12  # weight of all other tokens below which a token counts as the only one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +21,15 @@ class Caote(Wrapper):
     """``h_p / (1 - h_p) ||o - v_p||`` with ``h`` the base score normalised over the held tokens and ``o = sum h v``.
 
     Source: "CAOTE: KV Caching through Attention Output Error-based Token Eviction", Eq. 8 and 20 to 22. It is the
-    change of the output when one token goes and the rest is normalised anew. For weights over 1/2 the same is computed
-    without the difference of near numbers, as ``h_p ||v_p - o_(-p)||`` with the output of the others. The heads of a
-    group combine as the root of the sum of squares, the change of their concatenated output. The newest token stays on
-    any base.
+    change of the output when one token is evicted and the other weights are renormalised. For weights over 1/2 it is
+    computed without a difference of near numbers, as ``h_p ||v_p - o_(-p)||`` with the output of the others. The heads
+    of a group combine as the root of the sum of squares, the change of their concatenated output. The newest token
+    stays on any base.
 
     Attributes:
         pool_stage: ``base``: a base that pools does so before; ``final``: the change is pooled instead.
-        greedy: let tokens go one by one, each change computed after those before it; as published all go at once. Its
-            cost grows with the number that goes.
+        greedy: evict tokens one by one and compute the changes anew after each; as published all at once. The cost
+            grows with the number of evicted tokens.
     """
 
     pool_stage: Literal["base", "final"] = "base"
@@ -72,10 +72,10 @@ class FastCaote(Caote):
 
 
 def one_by_one(score_of: Callable[[Tensor], Tensor], valid: Tensor, protected: Tensor, capacity: Tensor) -> Tensor:
-    """Let tokens go one by one down to a capacity; returns ``[B, Hkv, N]``, below 0 and ascending in that order.
+    """Evict tokens one by one down to a capacity; returns scores ``[B, Hkv, N]``, below 0 and in that order.
 
     Args:
-        score_of: from the tokens that are held ``[B, Hkv, N]`` bool to their scores.
+        score_of: maps the mask ``[B, Hkv, N]`` of held tokens to their scores.
         valid: ``[B, Hkv, N]`` bool, the tokens held at first.
         protected: ``[B, Hkv, N]`` bool, those that stay.
         capacity: ``[B]`` long.
@@ -106,7 +106,7 @@ def odds(weights: Tensor) -> Tensor:
 
 
 def removal_error(weights: Tensor, values: Tensor) -> Tensor:
-    """Return ``||change of sum h v||`` when one token goes and the weights are normalised anew.
+    """Return ``||change of sum h v||`` when one token is evicted and the other weights are renormalised.
 
     Args:
         weights: ``[..., N]``, not below 0, summing to 1.
@@ -115,7 +115,7 @@ def removal_error(weights: Tensor, values: Tensor) -> Tensor:
     Returns:
         ``[..., N]``.
     """
-    # The change is one of differences, which a common part would only blur.
+    # Only differences of values matter: without their common part, rounding errors are smaller.
     centred = values - values.mean(-2, keepdim=True)
     top, index = weights.max(-1, keepdim=True)
     others = weights.scatter(-1, index, 0.0)
@@ -123,7 +123,7 @@ def removal_error(weights: Tensor, values: Tensor) -> Tensor:
     row = index[..., None].expand(*index.shape, values.shape[-1])
     mine = centred.gather(-2, row)
     error = weights / (1 - weights) * torch.linalg.vector_norm(centred - (mix + top[..., None] * mine), dim=-1)
-    # Of the largest weight: h ||v - the others' mean||, without the difference of near numbers; h ||v|| if it is alone.
+    # Of the largest weight: h ||v - the others' mean||, without subtracting near numbers; h ||v|| if it is alone.
     left = torch.where(rest > 0, mine - mix / rest.clamp_min(torch.finfo(weights.dtype).tiny), values.gather(-2, row))
     result: Tensor = error.scatter(-1, index, top * torch.linalg.vector_norm(left, dim=-1))
     return result

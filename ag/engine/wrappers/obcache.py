@@ -40,7 +40,7 @@ class OfMean:
     error: Statistic
 
     def __call__(self, rows: AttentionRows) -> Tensor:
-        """Return it for every head of the group, divided by their number, so that the group's sum is it."""
+        """Return it for each head, divided by the number of heads in a group: the sum over a group is the statistic."""
         kv_heads = rows.values.v.shape[1]
         group = rows.a.shape[1] // kv_heads
         return self.error(rows.mean_heads()).repeat_interleave(group, 1) / group
@@ -70,8 +70,7 @@ class OBCache(Wrapper):
         require(self, "obc_window", self.obc_window is None or self.obc_window >= 1, "1 or more, or None")
         if self.obc_window is not None and not hasattr(self.inner, "window"):
             raise UserError(
-                f"obc_window={self.obc_window}: {type(self.inner).__name__} looks at the newest query alone; leave it "
-                "out."
+                f"obc_window={self.obc_window}: {type(self.inner).__name__} reads the newest query only; leave it out."
             )
 
     @property

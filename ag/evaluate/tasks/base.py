@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -99,6 +99,10 @@ class Task(ABC):
     higher_is_better: ClassVar[bool] = True
     #: What its samples are, in the plural.
     unit: ClassVar[str] = "samples"
+
+    def identity(self) -> dict[str, Any]:
+        """Return all that the samples and their scores depend on, as JSON can hold it."""
+        return asdict(self)
 
     def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
         """Read and tokenise the samples.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ag.attach import decoder_of, lm_logits
 from ag.engine import EvictionCache
+from ag.model.hooks import decoder_of, lm_logits
 
 
 @torch.no_grad()

@@ -7,9 +7,6 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from rouge import Rouge
-from thefuzz import fuzz
-
 
 def f1(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
     """Return the F1 of the words, in small letters, without punctuation and articles."""
@@ -22,6 +19,8 @@ def rouge_l(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
     """Return the F value of ROUGE-L as the package ``rouge`` computes it; 0 where a text has no sentence."""
     if not any(answer.split(".")) or not any(reference.split(".")):
         return 0.0
+    from rouge import Rouge  # like thefuzz, only where a task asks for it
+
     try:
         return float(Rouge(["rouge-l"]).get_scores(answer, reference)[0]["rouge-l"]["f"])
     except RecursionError:  # a sentence of some 1,000 words: the benchmark's own code counts 0 as well
@@ -48,6 +47,8 @@ def retrieval(answer: str, reference: str, classes: Sequence[str] = ()) -> float
 
 def code_similarity(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
     """Return the edit similarity of the answer's first line that is neither a comment nor a fence."""
+    from thefuzz import fuzz
+
     lines = answer.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return float(fuzz.ratio(line, reference)) / 100

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from ag.attach import lm_logits
 from ag.data.collate import start_tokens, tokenize
 from ag.engine import EvictionCache, Policy, prefill
 from ag.errors import UserError, require
 from ag.evaluate.tasks.base import LeftOut, Outcome, PromptTask, Sample, Tags, Task
 from ag.evaluate.tasks.follow import feed, score
 from ag.evaluate.tasks.rows import HeldOut
+from ag.model.hooks import lm_logits
 
 LETTERS = 32  # per token, more than any text has on average: what is tokenised of a book
 

@@ -1,0 +1,227 @@
+"""What each kernel reaches of what a copy and a matrix product do: ``python -m ag.bench.card.kernels KEY=VALUE``."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+from ag.bench.measure import seconds_of
+from ag.config import key
+from ag.config.command_line import parse
+from ag.kernels.column_sums import column_sums
+from ag.kernels.gated_attention import gated_attention
+from ag.kernels.gated_prefill import gated_prefill
+from ag.kernels.ragged_decode import ragged_decode
+
+Row = dict[str, Any]
+
+
+@dataclass
+class KernelConfig:
+    """What can be told."""
+
+    output: str = key("runs/kernels.json", "JSON file for the rows")
+    device: str = key("cuda", "cuda, cuda:1, cpu, ...")
+    dtype: str = key("bfloat16", "type of queries, keys and values")
+    heads: int = key(32, "query heads", low=1)
+    kv_heads: int = key(8, "KV heads", low=1)
+    dim: int = key(128, "size of a head", low=1)
+    train: int = key(8192, "tokens of a training row", low=2)
+    prompt: int = key(32768, "tokens of a prompt", low=2)
+    decode: int = key(131072, "tokens of a sequence that is decoded: more than the card's cache holds", low=2)
+    keep: float = key(0.25, "share of the keys that is kept", low=0.01, high=1)
+    batch: list[int] = key([1, 8], "sequences that are decoded at once")
+    copy: int = key(1 << 30, "bytes of the copy", low=1)
+    square: int = key(8192, "rows and columns of the matrix product", low=1)
+    rounds: int = key(10, "times that each is run; the median counts", low=1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of a kernel.
+
+    Attributes:
+        name: of the kernel, and what it does.
+        size: in words.
+        run: calls it.
+        flops: multiplications and additions that the result needs.
+        bytes: what must be read and written once.
+        rivals: calls that do the same without eviction, by name.
+    """
+
+    name: str
+    size: str
+    run: Callable[[], object]
+    flops: float
+    bytes: float
+    rivals: Mapping[str, Callable[[], object]]
+
+
+def measure(config: KernelConfig) -> dict[str, Any]:
+    """Return what a copy and a matrix product reach, and a row for each kernel."""
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+
+    def seconds(step: Callable[[], object]) -> float:
+        for _ in range(2):  # compiles and tunes
+            step()
+        return statistics.median(seconds_of(device, step, config.rounds))
+
+    copied = 2 * config.copy / seconds(_copy(config.copy, device))
+    multiplied = 2 * config.square**3 / seconds(_product(config.square, device, dtype))
+    rows = []
+    for make in (_training, _prefill, _columns, *[_decoding(batch) for batch in config.batch]):
+        for case in make(config, device, dtype):
+            took = seconds(case.run)
+            memory, compute = case.bytes / copied, case.flops / multiplied
+            rows.append(
+                {
+                    "kernel": case.name,
+                    "size": case.size,
+                    "ms": 1000 * took,
+                    "GB/s": case.bytes / took / 1e9,
+                    "TFLOP/s": case.flops / took / 1e12,
+                    "of copy": memory / took,
+                    "of matmul": compute / took,
+                    "bound by": "memory" if memory > compute else "compute",
+                    "of bound": max(memory, compute) / took,
+                    **{f"{name} ms": 1000 * seconds(rival) for name, rival in case.rivals.items()},
+                }
+            )
+    return {"copy GB/s": copied / 1e9, "matmul TFLOP/s": multiplied / 1e12, "rows": rows}
+
+
+def _copy(size: int, device: torch.device) -> Callable[[], object]:
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return lambda: a @ b
+
+
+Cases = list[Case]
+
+
+def _draw(config: KernelConfig, heads: int, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    make = torch.Generator(device).manual_seed(heads * length)
+    return torch.randn(1, heads, length, config.dim, generator=make, device=device).to(dtype)
+
+
+def _inputs(config: KernelConfig, length: int, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Draw queries, keys and values, and which keys stay."""
+    qkv = [_draw(config, heads, length, device, dtype) for heads in (config.heads, config.kv_heads, config.kv_heads)]
+    make = torch.Generator(device).manual_seed(length)
+    return qkv, torch.rand(1, config.kv_heads, length, generator=make, device=device) < config.keep
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Return causal attention to all keys by torch, and by flash-attn where it is installed."""
+    found: dict[str, Callable[[], Tensor]] = {
+        "sdpa": lambda: scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
+    }
+    if q.device.type == "cuda" and is_flash_attn_2_available() and q.dtype != torch.float32:
+        from flash_attn import flash_attn_func
+
+        turned = [x.transpose(1, 2) for x in (q, k, v)]
+        found["flash-attn"] = lambda: flash_attn_func(*turned, causal=True)
+    return found
+
+
+def _training(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> Cases:
+    """Attention under flags, which meets every causal pair; backward counts 2.5 times the products of forward."""
+    (q, k, v), kept = _inputs(config, config.train, device, dtype)
+    keep = kept.float()
+    leaves = [x.requires_grad_() for x in (q, k, v, keep)]
+    weight = torch.randn_like(q)
+    flops = 2 * config.heads * config.dim * config.train**2
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return gated_attention(q, k, v, keep)
+
+    def both(attend: Callable[[], Tensor], inputs: list[Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(attend(), inputs, weight)
+
+    def quietly(attend: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return torch.no_grad()(attend)
+
+    once = sum(x.nbytes for x in (q, k, v, q))
+    rivals = _dense(q, k, v)
+    trained = {name: both(rival, leaves[:3]) for name, rival in rivals.items() if name == "sdpa"}
+    size = f"{config.train:,} tokens"
+    return [
+        Case("gated_attention forward", size, forward, flops, once, {n: quietly(r) for n, r in rivals.items()}),
+        Case(
+            "gated_attention forward + backward",
+            size,
+            both(lambda: gated_attention(q, k, v, keep), leaves),
+            3.5 * flops,
+            3 * once,
+            trained,
+        ),
+    ]
+
+
+def _prefill(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> Cases:
+    """Attention to kept keys and a query's own."""
+    (q, k, v), keep = _inputs(config, config.prompt, device, dtype)
+    later = torch.arange(config.prompt, 0, -1, device=device)  # queries that a key can meet
+    pairs = float((keep * later + ~keep).sum()) * (config.heads // config.kv_heads)
+    once = sum(x.nbytes for x in (q, k, v, q))
+    size = f"{config.prompt:,} tokens, {config.keep:.0%} kept"
+    return [
+        Case("gated_prefill", size, lambda: gated_prefill(q, k, v, keep), 4 * pairs * config.dim, once, _dense(q, k, v))
+    ]
+
+
+def _columns(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> Cases:
+    """Sums of weights over queries, which need the products with keys twice: for the norms, then for the sums."""
+    (q, k, _), _ = _inputs(config, config.train, device, dtype)
+    counted = torch.ones(1, config.train, dtype=torch.bool, device=device)
+    flops = 2 * config.heads * config.dim * config.train**2
+    once = q.nbytes + k.nbytes + 4 * config.heads * config.train
+    run = lambda: column_sums(q, k, config.dim**-0.5, counted)  # noqa: E731
+    return [Case("column_sums", f"{config.train:,} tokens", run, flops, once, {})]
+
+
+def _decoding(batch: int) -> Callable[[KernelConfig, torch.device, torch.dtype], Cases]:
+    """One query a sequence, heads that hold different numbers of tokens; rivals read as many, equally many a head."""
+
+    def make(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> Cases:
+        rows = batch * config.kv_heads
+        share = (0.7 * torch.randn(rows, generator=torch.Generator().manual_seed(rows))).exp()
+        lengths = (share / share.mean() * config.keep * config.decode).clamp(1, config.decode).long().to(device)
+        starts = lengths.cumsum(0) - lengths
+        total = int(lengths.sum())
+        keys, values = (torch.randn(total, config.dim, device=device).to(dtype) for _ in range(2))
+        q = torch.randn(batch, config.heads, config.dim, device=device).to(dtype)
+        even = [torch.randn(batch, config.kv_heads, total // rows, config.dim, device=device).to(dtype) for _ in "kv"]
+        flops = 4.0 * total * config.dim * config.heads // config.kv_heads
+        size = f"{batch} x {config.decode:,} tokens, {config.keep:.0%} kept, uneven"
+        run = lambda: ragged_decode(q, keys, values, starts, lengths, config.dim**-0.5)  # noqa: E731
+        return [Case("ragged_decode", size, run, flops, keys.nbytes + values.nbytes, _dense(q[:, :, None], *even))]
+
+    return make
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    config = parse(sys.argv[1:] if argv is None else argv, KernelConfig, "ag.bench.card.kernels").config
+    Path(config.output).write_text(json.dumps(measure(config), indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""The command line of every program: ``python -m PROGRAM [options] key.sub=value ...``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
+from typing import Any, Generic, NoReturn, TypeVar
+
+from ag.config.keys import ConfigError, ConfigWarning, Key, keys, nearest, short
+from ag.config.recipes import dump, recipes, resolve
+from ag.config.sweep import sweep
+
+T = TypeVar("T")
+
+OPTIONS = {
+    "--help": "show this text (-h)",
+    "--recipes": "list the shipped recipes of this command",
+    "--print": "print the resolved configuration and stop",
+    "--dry-run": "build everything, run as little as possible, write nothing",
+    "--multirun": "one run for each combination of comma lists, such as seed=0,1 (-m)",
+}
+MAX_RUNS = 1000
+
+
+@dataclass(frozen=True)
+class Invocation(Generic[T]):
+    """What a program is asked to do."""
+
+    config: T
+    dry_run: bool
+
+
+def parse(argv: Sequence[str], schema: type[T], program: str) -> Invocation[T]:
+    """Read a command line; help, listings and sweeps run here and end the process.
+
+    Args:
+        argv: the arguments after the program's name.
+        schema: dataclass with the keys of the program.
+        program: name for ``python -m``.
+
+    Raises:
+        SystemExit: 0 after help, listings and a sweep without failures; 1 when a run of a sweep failed;
+            2, with one line on stderr, when something is wrong with the command line or the recipe.
+    """
+    try:
+        options, overrides = _split(argv, keys(schema))
+        if "--help" in options:
+            _leave(_help(schema, program))
+        if "--recipes" in options:
+            _leave(_recipes(program))
+        runs = _expand(overrides) if "--multirun" in options else [overrides]
+        configs = _resolve(schema, runs, program)
+        if "--print" in options:
+            _leave("---\n".join(map(dump, configs)).rstrip())
+        if "--multirun" in options:
+            raise SystemExit(sweep(runs, configs, program, ["--dry-run"] if "--dry-run" in options else []))
+    except ValueError as error:
+        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return Invocation(configs[0], dry_run="--dry-run" in options)
+
+
+def _leave(text: str) -> NoReturn:
+    print(text)
+    raise SystemExit(0)
+
+
+def _split(argv: Sequence[str], known: dict[str, Key]) -> tuple[set[str], dict[str, str]]:
+    """Separate options from ``key=text``; of a key given twice the last one counts."""
+    if not argv:
+        hint = "recipe=NAME, " if "recipe" in known else ""
+        raise ConfigError(f"nothing to do: give {hint}key=value or --help")
+    options, overrides = set(), {}
+    for argument in argv:
+        name, equals, text = argument.partition("=")
+        option = {"-h": "--help", "-m": "--multirun"}.get(argument, argument)
+        if option in OPTIONS:
+            options.add(option)
+        elif argument.startswith("-"):
+            bare = name.lstrip("-")
+            hint = f"; write {bare}=..." if bare in known else nearest(argument, list(OPTIONS))
+            raise ConfigError(f"unknown option {short(argument)}{hint or '; --help lists the options'}")
+        elif not equals:
+            hint = f"; write {name}=..." if name in known else nearest(name, list(known))
+            raise ConfigError(f"{short(argument)}: expected key=value{hint}")
+        else:
+            overrides[name] = text
+    return options, overrides
+
+
+def _resolve(schema: type[T], runs: list[dict[str, str]], program: str) -> list[T]:
+    for name in (run.get("recipe", "") for run in runs):
+        if name in recipes() and name not in recipes(program):
+            owner = f"ag.{recipes()[name].parent.name}"
+            raise ConfigError(f"recipe={name} is one of {owner}, not of {program}; {program} --recipes lists its own")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ConfigWarning)
+        configs = [resolve(schema, run) for run in runs]
+    messages = [str(warning.message) for warning in caught if issubclass(warning.category, ConfigWarning)]
+    for message in dict.fromkeys(messages):
+        print(f"{program}: warning: {message}", file=sys.stderr)
+    return configs
+
+
+def _help(schema: type[Any], program: str) -> str:
+    known = keys(schema)
+    assignments = {name: f"{name}={_default(key.default)}" for name, key in known.items()}
+    width = max(map(len, assignments.values()))
+    lines = [f"python -m {program} [options] key=value ...", "", "options"]
+    lines += [f"  {option:<{width}}  {doc}" for option, doc in OPTIONS.items()]
+    for section, names in itertools.groupby(known, lambda name: name.rpartition(".")[0]):
+        lines += ["", section or "keys and their defaults"]
+        lines += [f"  {assignments[name]:<{width}}  {known[name].doc} ({known[name].expected()})" for name in names]
+    return "\n".join(lines)
+
+
+def _default(value: Any) -> str:
+    if value is MISSING:
+        return ""
+    if isinstance(value, list):
+        return f"[{','.join(map(_default, value))}]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def _recipes(program: str) -> str:
+    found = recipes(program)
+    width = max(map(len, found), default=0)
+    titles = {name: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name, path in found.items()}
+    return "\n".join(f"{name:<{width}}  {title}" for name, title in titles.items()) or f"{program} has no recipes"
+
+
+def _expand(overrides: dict[str, str]) -> list[dict[str, str]]:
+    """Build every combination of the comma lists; the last key varies fastest."""
+    choices = [_pieces(text) for text in overrides.values()]
+    if math.prod(map(len, choices)) > MAX_RUNS:
+        raise ConfigError(f"-m: {math.prod(map(len, choices))} combinations; expected at most {MAX_RUNS}")
+    return [dict(zip(overrides, chosen, strict=True)) for chosen in itertools.product(*choices)]
+
+
+def _pieces(text: str) -> list[str]:
+    """Split at the commas outside of brackets and of quotes that open a piece."""
+    pieces, depth, quote = [""], 0, ""
+    for character in text:
+        if character == "," and not depth and not quote:
+            pieces.append("")
+            continue
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"" and (depth or not pieces[-1]):
+            quote = character
+        else:
+            depth = max(0, depth + (character in "[{(") - (character in "]})"))
+        pieces[-1] += character
+    return pieces

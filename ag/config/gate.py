@@ -1,0 +1,66 @@
+"""Hyper-parameters of the gates of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def _key(default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass
+class GateConfig:
+    """Hyper-parameters of the gates of one model; the paper's symbols are given in parentheses."""
+
+    num_heads: int = _key(4, "heads of the gate's own attention (h')")
+    head_dim: int = _key(128, "size of each of those heads (d')")
+    threshold: float = _key(0.5, "a token is kept when sigmoid(logit + bias) > threshold (tau)")
+    bias: float = _key(2.0, "added to every logit: gates start open (gamma)")
+    scope: Literal["causal", "prompt"] = _key(
+        "causal", "causal: a gate sees the past; prompt: it sees the whole prompt, responses are never gated"
+    )
+    granularity: Literal["kv_head", "query_head"] = _key(
+        "kv_head", "one logit per KV head, or one per query head (a KV entry goes when all its heads drop it)"
+    )
+    kind: Literal["attention", "linear"] = _key("attention", "attention block, or a linear map of each token")
+    shortcut: bool = _key(False, "add a linear map of each token beside the attention block")
+    estimator: Literal["ste", "soft"] = _key(
+        "ste", "ste: hard flags, sigmoid's slope backward; soft: noisy sigmoids in training, hard flags after"
+    )
+    prefill: Literal["sparse", "dense"] = _key(
+        "sparse", "sparse: evicted tokens are invisible within the prompt too; dense: only to what follows"
+    )
+    recent_tokens: int = _key(1, "every query sees this many newest tokens, its own included")
+    sink_tokens: int = _key(0, "every query sees this many first tokens")
+    layer_offset: int = _key(0, "1: a layer's gate reads the input of the layer before")
+    first_layer: int = _key(0, "index of the first layer with a gate")
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ValueError: naming the value, what was expected and the fix.
+        """
+        choices = {
+            "scope": ("causal", "prompt"),
+            "granularity": ("kv_head", "query_head"),
+            "estimator": ("ste", "soft"),
+            "prefill": ("sparse", "dense"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"gate.{name}={getattr(self, name)!r}: expected {' or '.join(allowed)}.")
+        for name, least in {"num_heads": 1, "head_dim": 1, "recent_tokens": 1, "sink_tokens": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"gate.{name}={getattr(self, name)}: expected at least {least}.")
+        if not 0 < self.threshold < 1:
+            raise ValueError(f"gate.threshold={self.threshold}: expected a probability between 0 and 1.")
+        if self.layer_offset not in (0, 1):
+            raise ValueError(f"gate.layer_offset={self.layer_offset}: expected 0 (own layer) or 1 (the layer before).")
+        if self.first_layer < self.layer_offset:
+            raise ValueError(
+                f"gate.first_layer={self.first_layer}: expected at least 1 with gate.layer_offset=1, "
+                "because the first layer has none before it."
+            )

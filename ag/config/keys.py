@@ -1,0 +1,215 @@
+"""The keys of a schema and the values that fit them.
+
+Every value passes the same check, whether it comes from a file or from the command line: it must fit the
+type and bounds of its key, and text stays text (no ``${...}``: a recipe cannot read the environment).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
+
+from ag.errors import UserError
+
+MAX_YAML_EVENTS = 20_000
+MAX_YAML_DEPTH = 20
+YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class ConfigError(UserError):
+    """A wrong key, value, file or combination, told in one sentence."""
+
+
+class ConfigWarning(UserWarning):
+    """A combination of keys that is allowed, but rarely intended."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key that can be set: dotted name, type, default, one line of documentation, inclusive bounds.
+
+    ``words`` describe the values where the type is too wide to do so.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    doc: str
+    low: float | None
+    high: float | None
+    words: str = ""
+
+    def expected(self) -> str:
+        """Say in words which values fit."""
+        low = "" if self.low is None else f", at least {self.low}"
+        high = "" if self.high is None else f", at most {self.high}"
+        return (self.words or describe(self.type)) + low + high
+
+    def accepts(self, value: Any) -> bool:
+        """Whether the value has the key's type and lies within its bounds."""
+        if not fits(self.type, value):
+            return False
+        return value is None or ((self.low is None or value >= self.low) and (self.high is None or value <= self.high))
+
+
+def keys(schema: type[Any]) -> dict[str, Key]:
+    """List every key of a dataclass and of the dataclasses in it, by dotted name.
+
+    A key's type is bool, int, float, str, a Literal of texts, a list or dict of those, or a union of those.
+    """
+    return {key.name: key for key in _walk(schema, "")}
+
+
+def _walk(schema: type[Any], prefix: str) -> Iterator[Key]:
+    hints = get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        name, hint = prefix + field.name, hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from _walk(hint, name + ".")  # type: ignore[arg-type]
+            continue
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        meta = field.metadata
+        yield Key(name, hint, default, meta.get("doc", ""), meta.get("low"), meta.get("high"), meta.get("words", ""))
+
+
+def describe(hint: Any) -> str:
+    """Say in words what a type accepts, e.g. ``lm | kl | regress`` or ``whole number | null``."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return " | ".join(map(str, args))
+    if origin in (Union, UnionType):
+        return " | ".join(describe(arg) for arg in args)
+    if origin is list:
+        return f"list of {describe(args[0])}"
+    words = {bool: "true | false", int: "whole number", float: "number", str: "text", NoneType: "null"}
+    return words.get(hint, "mapping")
+
+
+def fits(hint: Any, value: Any) -> bool:
+    """Whether a value has a type; an int is also a float, a bool only a bool, and a float is finite."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return any(type(value) is type(arg) and value == arg for arg in args)
+    if origin in (Union, UnionType):
+        return any(fits(arg, value) for arg in args)
+    if origin is list:
+        return isinstance(value, list) and all(fits(args[0], item) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(args[0], k) and fits(args[1], v) for k, v in value.items())
+    if hint is Any:
+        return True
+    if isinstance(value, bool):
+        return hint is bool
+    if hint is float:
+        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return isinstance(value, hint) and not (hint is int and abs(value) >= 2**63)
+
+
+def nearest(word: str, names: list[str], cutoff: float = 0.5) -> str:
+    """Return ``"; did you mean X?"`` for the closest name, or ``""`` when none is close."""
+    close = get_close_matches(word, names, n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def unknown(name: str, known: Mapping[str, Key]) -> ConfigError:
+    """Make the error for an unknown key; it suggests the nearest one, or one with the same last part."""
+    leaf = name.rpartition(".")[2]
+    same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
+    sections = {key.rpartition(".")[0] for key in known if "." in key}
+    if name in sections:
+        inside = ", ".join(key for key in known if key.startswith(name + "."))
+        return ConfigError(f"{name!r} is a section, not a key: set one of {inside}")
+    names = [*known, *sections]
+    hint = nearest(name, names, cutoff=0.8) or nearest(name, same_leaf, cutoff=0) or nearest(name, names)
+    return ConfigError(f"unknown key {short(name)}{hint or '; --help lists the keys'}")
+
+
+def short(value: Any) -> str:
+    """Show a value on one line of at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:76] + " ..."
+
+
+def check(key: Key, value: Any) -> Any:
+    """Return the value when it fits the key.
+
+    Raises:
+        ConfigError: naming the key, the value, what was expected and the nearest choice.
+    """
+    if any(mark in text for mark in ("${", "???") for text in _texts(value)):
+        raise ConfigError(f"{key.name}={short(value)}: ${{...}} and ??? are not supported; write the value itself")
+    if key.accepts(value):
+        return value
+    unquoted = not isinstance(value, str) and key.accepts(str(value))
+    hint = "; put it in quotes" if unquoted else nearest(str(value), _choices(key.type))
+    raise ConfigError(f"{key.name}={short(value)}: expected {key.expected()}{hint}")
+
+
+def _choices(hint: Any) -> list[str]:
+    if get_origin(hint) is Literal:
+        return [str(arg) for arg in get_args(hint)]
+    return [choice for arg in get_args(hint) for choice in _choices(arg)]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        for item in (*value.keys(), *value.values()):
+            yield from _texts(item)
+
+
+def parse_yaml(text: str) -> Any:
+    """Read YAML as plain values, numbers such as ``5e-5`` included.
+
+    Raises:
+        ConfigError: when it is not valid, has a key twice, or is too large or too deep.
+    """
+    try:
+        # The C parser overflows its stack on deep nesting: look at the event stream before building.
+        depth = 0
+        for count, event in enumerate(yaml.parse(text, Loader=YamlLoader)):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if count > MAX_YAML_EVENTS or depth > MAX_YAML_DEPTH:
+                raise ConfigError("too long or too deeply nested for a configuration")
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload,index]
+    except ConfigError:
+        raise
+    except Exception as error:  # the parser raises many types, RecursionError and KeyError among them
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark else ""
+        reason = str(getattr(error, "problem", None) or error or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"not valid YAML{where}: {reason[:200]}") from None
+
+
+def from_text(key: Key, text: str) -> Any:
+    """Read the right-hand side of ``key=text``: as YAML, or as plain text; one item may stand for a list.
+
+    Raises:
+        ConfigError: when no reading fits the key.
+    """
+    if not text:
+        raise ConfigError(f"{key.name}= has no value: expected {key.expected()}")
+    value: Any = text
+    with contextlib.suppress(ConfigError):
+        value = parse_yaml(text)
+    if isinstance(value, str) and not (text[0] == text[-1] and text[0] in "'\""):
+        value = text  # as given: YAML would drop what follows " #" and join lines
+    readings = [value] if value is None else [value, text, [value]]
+    fitting = [reading for reading in readings if key.accepts(reading)]
+    if not fitting and "," in text and not isinstance(value, list):
+        hint = f"write [{text}]" if get_origin(key.type) is list else "several values to try need -m"
+        raise ConfigError(f"{key.name}={short(text)}: expected {key.expected()}; {hint}")
+    return check(key, fitting[0] if fitting else value)

@@ -1,0 +1,230 @@
+"""From a recipe, its bases and overrides to one checked dataclass instance."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args, get_origin
+
+from omegaconf import OmegaConf
+
+from ag.config.keys import ConfigError, Key, check, from_text, keys, nearest, parse_yaml, short, unknown
+
+T = TypeVar("T")
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+MAX_FILE_BYTES = 1_000_000
+MAY_CHANGE_ON_RESUME = (
+    "resume",
+    "plan",
+    "tflops",
+    "output",
+    "logger",
+    "wandb.",
+    "checkpoint.",
+    "export.",
+    "data.root",
+    "data.cache",
+    "data.num_workers",
+    "trainer.accelerator",
+    "trainer.max_epochs",
+    "trainer.max_steps",
+    "trainer.val_every",
+    "trainer.val_batches",
+    "trainer.log_every",
+    "trainer.collapse_batches",
+    "trainer.progress",
+)
+
+
+def recipes(program: str | None = None) -> dict[str, Path]:
+    """Find the shipped recipes, by name: those in the folder of one program, such as ``ag.fit``, or all."""
+    folder = "*" if program is None else program.removeprefix("ag.")
+    return {path.stem: path for path in sorted(RECIPES.glob(f"{folder}/*.yaml"), key=lambda path: path.stem)}
+
+
+def find_recipe(name: str, folder: Path) -> Path:
+    """Find a shipped recipe by name, or a YAML file by its path, relative to ``folder``.
+
+    Raises:
+        ConfigError: when there is none, with the nearest name.
+    """
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        return folder / os.path.expanduser(name)
+    shipped = recipes()
+    if name not in shipped:
+        hint = nearest(name, list(shipped)) or "; --recipes lists them, and a file needs its .yaml"
+        raise ConfigError(f"no recipe {short(name)}{hint}")
+    return shipped[name]
+
+
+def read_values(path: Path, known: Mapping[str, Key], heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read a recipe file on top of its bases.
+
+    Args:
+        path: YAML file; ``base:`` names the recipe it inherits from.
+        known: the keys that may be set.
+        heirs: the files that inherit from this one, outermost first.
+
+    Returns:
+        Values by dotted key, ``recipe`` (the file's name) among them.
+
+    Raises:
+        ConfigError: for an unreadable file, a cycle of bases, an unknown key or a value that does not fit.
+    """
+    path = Path(os.path.abspath(path))
+    if path in heirs:
+        cycle = " -> ".join(heir.name for heir in (*heirs, path))
+        raise ConfigError(f"{path.name}: base: goes in a circle ({cycle}); remove one of them")
+    try:
+        tree = _read_mapping(path)
+        base = tree.pop("base", None)
+        values = {key.name: check(key, value) for key, value in _leaves(tree, known, "")}
+        if not isinstance(base, str | None):
+            raise ConfigError(f"base={short(base)}: expected the name of a recipe or the path of a YAML file")
+        parent = find_recipe(base, path.parent) if base else None
+    except ConfigError as error:
+        raise ConfigError(f"{path.name}: {error}") from None
+    if "recipe" in known:
+        values.setdefault("recipe", path.stem)
+    return {**read_values(parent, known, (*heirs, path)), **values} if parent else values
+
+
+def _read_mapping(path: Path) -> dict[Any, Any]:
+    try:
+        if not os.path.isfile(path):
+            raise ConfigError(f"there is no such file ({path})")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path.stat().st_size} bytes are too many; expected at most {MAX_FILE_BYTES}")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError("is not UTF-8 text") from None
+    tree = parse_yaml(text)
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"expected keys with values, got {short(tree)}")
+    return tree
+
+
+def _leaves(tree: Mapping[Any, Any], known: Mapping[str, Key], prefix: str) -> Iterator[tuple[Key, Any]]:
+    for part, value in tree.items():
+        name = f"{prefix}{part}"
+        is_section = any(key.startswith(name + ".") for key in known)
+        if name in known:
+            yield known[name], value
+        elif isinstance(value, dict) and value:
+            yield from _leaves(value, known, name + ".")
+        elif not (is_section and value in (None, {})):
+            raise unknown(name, known)
+
+
+def build(schema: type[T], values: Mapping[str, Any]) -> T:
+    """Make the dataclass instance from checked values; its own ``__post_init__`` checks run.
+
+    Raises:
+        ConfigError: when a key without default has no value, or a combination makes no sense.
+    """
+    tree = OmegaConf.structured(schema)
+    for name, value in values.items():
+        OmegaConf.update(tree, name, value, merge=False)
+    missing = sorted(OmegaConf.missing_keys(tree))
+    if missing:
+        raise ConfigError(f"{missing[0]} has no value: give {missing[0]}=...")
+    try:
+        return cast(T, OmegaConf.to_object(tree))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
+    """Build the configuration from ``recipe=`` (or the run of ``resume=``) with the other overrides on top.
+
+    Args:
+        schema: dataclass; ``recipe`` and ``resume`` mean something only when it has such a key.
+        overrides: text by dotted key.
+
+    Raises:
+        ConfigError: for anything wrong with keys, values, files or their combination.
+    """
+    known = keys(schema)
+    mappings = {name: key for name, key in known.items() if get_origin(key.type) is dict}
+    entries = [name for name in overrides if name not in known and name.startswith(tuple(f"{m}." for m in mappings))]
+    for name in overrides:
+        if name not in known and name not in entries:
+            raise unknown(name, known)
+    given = {name: from_text(known[name], text) for name, text in overrides.items() if name in known}
+    start: dict[str, Any] = {}
+    if "recipe" in given:
+        start = read_values(find_recipe(given.pop("recipe"), Path()), known)
+    elif given.get("resume"):
+        start = read_values(_run_config(given["resume"]), known)
+    values = {**start, **given}
+    for name in entries:
+        mapping = mappings[next(m for m in mappings if name.startswith(f"{m}."))]
+        values[mapping.name] = _with_entry(mapping, values.get(mapping.name, {}), name, overrides[name])
+    config = build(schema, values)
+    if getattr(config, "resume", None):
+        check_resume(config, config.resume)  # type: ignore[attr-defined]
+    return config
+
+
+def _with_entry(mapping: Key, values: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
+    """Return the values of a mapping with ``name=text`` added; the name is MAPPING.ENTRY or MAPPING.ENTRY.KEY.
+
+    ENTRY may contain dots.
+    """
+    entry, hint = name.removeprefix(f"{mapping.name}."), get_args(mapping.type)[1]
+    if get_origin(hint) is not dict:
+        return {**values, entry: from_text(Key(name, hint, None, "", None, None), text)}
+    entry, _, leaf = entry.rpartition(".")
+    if not entry:
+        raise ConfigError(f"{name}={short(text)}: expected {mapping.name}.NAME.OPTION=...")
+    value = from_text(Key(name, get_args(hint)[1], None, "", None, None), text)
+    return {**values, entry: {**values.get(entry, {}), leaf: value}}
+
+
+def load_config(path: str | Path, schema: type[T]) -> T:
+    """Read a YAML file, such as the ``config.yaml`` of a run folder.
+
+    Raises:
+        ConfigError: as :func:`resolve`.
+    """
+    return build(schema, read_values(Path(path), keys(schema)))
+
+
+def dump(config: Any) -> str:
+    """Write a configuration as YAML that :func:`load_config` reads back to an equal one."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def check_resume(config: Any, run: str | Path) -> None:
+    """Refuse to continue a run with another model, other data or another objective.
+
+    Args:
+        config: what is asked for now.
+        run: folder of the run to continue.
+
+    Raises:
+        ConfigError: naming the first key that differs and both values, or when there is no such run.
+    """
+    before = load_config(_run_config(run), type(config))
+    for name in keys(type(config)):
+        old, new = operator.attrgetter(name)(before), operator.attrgetter(name)(config)
+        free = any(name == key or (key.endswith(".") and name.startswith(key)) for key in MAY_CHANGE_ON_RESUME)
+        if old != new and not free:
+            raise ConfigError(
+                f"resume={run}: that run has {name}={short(old)}, not {short(new)}; "
+                f"leave {name} as it was, or start a new run without resume"
+            )
+
+
+def _run_config(run: str | Path) -> Path:
+    path = Path(os.path.expanduser(run)) / "config.yaml"
+    if not os.path.isfile(path):
+        raise ConfigError(f"resume={run}: expected a run folder, such as runs/RECIPE/TIME, with a config.yaml")
+    return path

@@ -1,0 +1,205 @@
+"""Combinations of keys that make no sense together, each with its reason and its fix.
+
+Types, choices and bounds of single keys are checked where values are read (``ag.config.keys``), those of the gate in
+:class:`ag.config.gate.GateConfig`.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import TYPE_CHECKING
+
+from ag.config.keys import ConfigWarning
+
+if TYPE_CHECKING:
+    from ag.config import Config
+
+
+def validate(config: Config) -> None:
+    """Refuse combinations of keys that make no sense, and warn of one that rarely does.
+
+    Raises:
+        ValueError: one sentence with the keys, why they clash and the fix.
+    """
+    _refuse(
+        re.fullmatch(r"\w[\w.-]*", config.recipe) is None,
+        f"recipe={config.recipe!r}: the name is also that of a folder; use letters, digits, '.', '_' and '-'",
+    )
+    _objective(config)
+    _data(config)
+    _hardware(config)
+    gated = config.train != "lora" and config.loss.objective != "regress" and config.loss.alpha > 0
+    if gated and config.loss.mean == "soft" and config.loss.beta > config.gate.threshold:
+        warnings.warn(
+            f"loss.beta={config.loss.beta} is above gate.threshold={config.gate.threshold}: gates with that "
+            "mean keep nearly every token; choose a smaller loss.beta, or loss.mean=hard",
+            ConfigWarning,
+            stacklevel=2,
+        )
+
+
+def _refuse(clash: bool, message: str) -> None:
+    if clash:
+        raise ValueError(message)
+
+
+def _objective(config: Config) -> None:
+    train, objective = config.train, config.loss.objective
+    regress_steps, max_steps = config.warmup.regress_steps, config.trainer.max_steps
+    _refuse(
+        train == "lora" and objective != "lm",
+        f"loss.objective={objective} with train=lora: there are no gates to train; use loss.objective=lm",
+    )
+    _refuse(
+        train == "lora" and regress_steps > 0,
+        f"warmup.regress_steps={regress_steps} with train=lora: there are no gates to warm up; set it to 0",
+    )
+    _refuse(
+        objective == "regress" and train != "gates",
+        f"loss.objective=regress with train={train}: no gradient reaches the adapters; use train=gates",
+    )
+    _refuse(
+        objective == "regress" and regress_steps > 0,
+        f"warmup.regress_steps={regress_steps} with loss.objective=regress: every step is one; set it to 0",
+    )
+    _refuse(max_steps == 0, "trainer.max_steps=0: nothing is trained; give at least 1, or -1 for no limit")
+    _refuse(
+        0 < max_steps < regress_steps,
+        f"warmup.regress_steps={regress_steps} is more than trainer.max_steps={max_steps}: "
+        "the main objective never starts; raise trainer.max_steps",
+    )
+    _refuse(
+        0 < max_steps < config.optim.warmup_steps,
+        f"optim.warmup_steps={config.optim.warmup_steps} is more than trainer.max_steps={max_steps}: "
+        "the learning rate never reaches its peak; lower optim.warmup_steps",
+    )
+    _refuse(
+        train != "gates" and not config.lora.targets,
+        f"lora.targets=[] with train={train}: nothing is adapted; name linear layers, or use train=gates",
+    )
+    _refuse(
+        config.export.push_to_hub is not None and train == "lora",
+        "export.push_to_hub with train=lora: only gates are uploaded; leave it out",
+    )
+    _refuse(
+        config.export.merge and train == "gates",
+        "export.merge=true with train=gates: there is no adapter to merge; use export.merge=false",
+    )
+
+
+def _data(config: Config) -> None:
+    data, gate = config.data, config.gate
+    packed = data.kind == "text" and data.packing == "packed"
+    _refuse(
+        data.kind == "facts" and data.name != "facts",
+        f"data.name={data.name} with data.kind=facts: use data.kind=sft for a task, text for documents",
+    )
+    _refuse(
+        data.kind != "facts" and data.name == "facts",
+        f"data.name=facts with data.kind={data.kind}: name a dataset with data.name, or use data.kind=facts",
+    )
+    if data.kind == "sft":
+        from ag.data.templates import find_task
+
+        find_task(data.name)
+    _refuse(
+        data.kind == "facts" and data.root is not None,
+        f"data.root={data.root} with data.kind=facts: that data is generated; use data.kind=sft or text",
+    )
+    _refuse(
+        data.kind != "text" and data.packing == "packed",
+        f"data.packing=packed with data.kind={data.kind}: only plain text is packed; use data.packing=split",
+    )
+    _refuse(
+        not data.cross_documents and not packed,
+        f"data.cross_documents=false with data.kind={data.kind}, data.packing={data.packing}: only packed rows hold "
+        "several documents; use data.packing=packed, or leave it out",
+    )
+    _refuse(
+        not data.cross_documents and (config.loss.objective == "regress" or config.warmup.regress_steps > 0),
+        f"data.cross_documents=false with loss.objective={config.loss.objective}, "
+        f"warmup.regress_steps={config.warmup.regress_steps}: regression does not know where documents end; use "
+        "data.cross_documents=true, or train without it",
+    )
+    _refuse(
+        packed and config.train != "lora" and gate.scope != "causal",
+        f"gate.scope={gate.scope} with data.packing=packed: a gate that sees later tokens leaks them into "
+        "the loss; use gate.scope=causal",
+    )
+    _refuse(
+        packed and config.train != "lora" and gate.prefill != "sparse",
+        f"gate.prefill={gate.prefill} with data.packing=packed: there is no response to see what was "
+        "evicted; use gate.prefill=sparse or data.packing=split",
+    )
+    _refuse(
+        data.streaming and data.kind != "text",
+        f"data.streaming=true with data.kind={data.kind}: only plain text streams; use data.streaming=false",
+    )
+    _refuse(
+        data.cache is not None and (data.kind != "text" or data.streaming),
+        f"data.cache={data.cache} with data.kind={data.kind}, data.streaming={str(data.streaming).lower()}: only plain "
+        "text that is read before training is kept; leave data.cache out",
+    )
+    _refuse(
+        data.streaming and config.trainer.max_steps < 0,
+        "data.streaming=true with trainer.max_steps=-1: a stream has no end; give trainer.max_steps",
+    )
+    if data.kind == "facts" or (data.kind == "text" and not packed):
+        longest = data.prompt_max + (data.continuation if data.kind == "text" else 0)
+        _refuse(
+            data.prompt_min > data.prompt_max,
+            f"data.prompt_min={data.prompt_min} is more than data.prompt_max={data.prompt_max}: swap them",
+        )
+        _refuse(
+            longest > data.max_length,
+            f"data.max_length={data.max_length} is less than the longest row of {longest} tokens: raise it, "
+            "or lower data.prompt_max",
+        )
+
+
+def _hardware(config: Config) -> None:
+    model, precision = config.model, config.trainer.precision
+    on_cpu, flash = config.trainer.accelerator == "cpu", model.attn_implementation == "flash_attention_2"
+    nf4 = model.quantization == "nf4"
+    _refuse(
+        (model.dtype, precision) in {("bfloat16", "16-mixed"), ("float16", "bf16-mixed")},
+        f"model.dtype={model.dtype} with trainer.precision={precision}: two different 16-bit formats; "
+        f"use trainer.precision={'bf16-mixed' if model.dtype == 'bfloat16' else '16-mixed'}",
+    )
+    _refuse(
+        nf4 and model.dtype == "float32" and precision != "32-true",
+        f"model.quantization=nf4 with model.dtype=float32 and trainer.precision={precision}: 4-bit layers "
+        f"compute in model.dtype; use model.dtype={'bfloat16' if precision == 'bf16-mixed' else 'float16'}",
+    )
+    _refuse(
+        nf4 and config.trainer.strategy == "fsdp2",
+        "model.quantization=nf4 with trainer.strategy=fsdp2: sharded 4-bit weights are silently corrupted; use "
+        "trainer.strategy=ddp, or model.quantization=none",
+    )
+    _refuse(
+        config.trainer.strategy == "fsdp2" and precision == "16-mixed",
+        "trainer.precision=16-mixed with trainer.strategy=fsdp2: sharded gradients cannot be scaled; use bf16-mixed",
+    )
+    _refuse(
+        config.trainer.strategy == "fsdp2" and config.export.merge,
+        "export.merge=true with trainer.strategy=fsdp2: no GPU holds the whole base; use export.merge=false",
+    )
+    _refuse(
+        nf4 and config.export.merge,
+        "export.merge=true with model.quantization=nf4: 4-bit weights are too coarse to take the adapter in; "
+        "use export.merge=false",
+    )
+    _refuse(
+        on_cpu and precision == "16-mixed",
+        "trainer.precision=16-mixed with trainer.accelerator=cpu: float16 needs a GPU; use bf16-mixed",
+    )
+    _refuse(
+        flash and on_cpu,
+        "model.attn_implementation=flash_attention_2 with trainer.accelerator=cpu: it needs a GPU; use sdpa",
+    )
+    _refuse(
+        flash and model.dtype == "float32",
+        "model.attn_implementation=flash_attention_2 with model.dtype=float32: it computes in 16 bits only; "
+        "use model.dtype=bfloat16",
+    )

@@ -1,0 +1,57 @@
+"""What a comparison can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ag.config import ModelConfig, key, mapping
+from ag.engine.spec import BUDGET
+
+
+@dataclass
+class CompareConfig:
+    """What ``python -m ag.compare`` can be told."""
+
+    recipe: str = key("compare", "name of a shipped recipe, or path of a YAML file: where the values start from")
+    model: str = key("smollm2", "hub id, local folder, or the alias smollm2")
+    revision: str | None = key(None, "git revision of a hub model")
+    dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
+    quantization: Literal["none", "nf4"] = key("none", "nf4: 4-bit weights through bitsandbytes")
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key("sdpa", "the model's own attention")
+    trust_remote_code: bool = key(False, "run code from the model's repository; only for repositories you trust")
+    adapter: str | None = key(None, "export whose LoRA adapter every policy runs with, with or without gates")
+    policies: list[str] = key(["full", "h2o", "snapkv"], "what to compare, such as snapkv+caote or gates:EXPORT")
+    budgets: list[Any] = key([], "what policies that need a budget keep", words=f"list of {BUDGET}")
+    schedule: str = key("prefill", "when something is evicted, for policies with a budget")
+    tasks: list[str] = key(["ppl"], "what to compare on")
+    root: str | None = key(None, "local folder of the data, with a folder for each task; null: the hub")
+    roots: dict[str, str] = mapping("folders of single tasks, as roots.TASK=FOLDER")
+    samples: int | None = key(None, "the first N samples of each task that can be run", low=1)
+    max_tokens: int | None = key(None, "longest sample in tokens, instead of the model's context", low=1)
+    task_options: dict[str, dict[str, Any]] = mapping("options of tasks, as task_options.TASK.OPTION=VALUE")
+    policy_options: dict[str, dict[str, Any]] = mapping("options of policies, as policy_options.POLICY.OPTION=VALUE")
+    baseline: str = key("full", "the policy that the others are tested against, at its own or the same budget")
+    together: int = key(8, "cells of a task that share the reading of a prompt, where their policies allow it", low=1)
+    seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
+    device: str = key("cpu", "cpu, cuda, cuda:1, ...; processes on several may share an output folder")
+    output: str | None = key(None, "folder of the results, resumed when it has some; null: runs/RECIPE")
+    retry: bool = key(False, "run the cells again that ended without a result")
+    view_samples: int = key(2, "samples of each task whose kept tokens the report shows", low=0)
+    view_tokens: int = key(1024, "tokens of each of them", low=1)
+
+    def __post_init__(self) -> None:
+        if self.baseline not in self.policies:
+            raise ValueError(f"baseline={self.baseline}: expected one of policies={self.policies}")
+
+    @property
+    def base(self) -> ModelConfig:
+        """The model that every policy runs on, without the adapter."""
+        return ModelConfig(
+            name=self.model,
+            revision=self.revision,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+        )

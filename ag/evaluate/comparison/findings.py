@@ -1,0 +1,214 @@
+"""What a comparison found: every cell with its samples, differences and their certainty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ag.evaluate.comparison.cells import Cell
+from ag.evaluate.comparison.config import CompareConfig
+from ag.evaluate.comparison.results import Results, Row
+from ag.evaluate.comparison.statistics import Paired, compare, sign_flips
+from ag.evaluate.comparison.views import View
+from ag.evaluate.tasks import Outcome, unit
+
+SIGNIFICANT = 0.05
+COLUMNS = ("policy", "budget", "kept", "score", "difference", "p", "n", "left out", "prefill", "KV MB")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A cell with all that came out of it.
+
+    Attributes:
+        row: its row.
+        outcomes: of its samples.
+        views: what it kept of a few prompts.
+        paired: against the baseline on the same task; None for the baseline itself and where either has no result.
+    """
+
+    row: Row
+    outcomes: list[Outcome]
+    views: list[View]
+    paired: Paired | None = None
+
+    @property
+    def budget(self) -> str:
+        """The budget as it is written: 1 is a token, 1.0 the whole prompt; empty without one."""
+        return "" if self.row.budget is None else str(self.row.budget)
+
+    @property
+    def name(self) -> str:
+        """The policy and its budget."""
+        return f"{self.row.label} {self.budget}".rstrip()
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The score of each sample."""
+        return {outcome.sample: outcome.score for outcome in self.outcomes}
+
+    def cells(self) -> tuple[str, ...]:
+        """Return its line in a table, as texts; see COLUMNS."""
+        row, paired = self.row, self.paired
+        start = (row.label, self.budget)
+        left_out = row.left_out + (f" ({row.cut} cut)" if row.cut else "")
+        if row.mean is None or row.kept is None:
+            return (*start, "", f"none: {row.problem}", "", "", "0", left_out, row.prefill, "")
+        error = "" if row.error is None else f" ± {row.error:.4f}"
+        interval = "" if paired is None else f"{paired.difference:+.4f} [{paired.low:+.4f}, {paired.high:+.4f}]"
+        p = "" if paired is None else "< 0.001" if paired.p < 0.001 else f"{paired.p:.3f}"
+        numbers = (f"{row.n}", left_out, row.prefill, f"{row.kv_bytes / 1e6:.2f}")
+        return (*start, f"{row.kept:.1%}", f"{row.mean:.4f}{error}", interval, p, *numbers)
+
+
+@dataclass(frozen=True)
+class Wins:
+    """Every pair of policies at the same budget.
+
+    Attributes:
+        names: the P policies; those without a budget stand in every matrix.
+        share: `[P, P]` share of the tasks in which the row's mean is better than the column's, a tie being half.
+        certain: `[P, P]` how many of these tasks show it with p below 0.05.
+        tasks: how many tasks both have a result for.
+    """
+
+    names: list[str]
+    share: NDArray[np.float64]
+    certain: NDArray[np.int64]
+    tasks: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All cells, in their order.
+
+    Attributes:
+        folder: where the results are.
+        baseline: the policy that others are tested against.
+        entries: the cells.
+    """
+
+    folder: Path
+    baseline: str
+    entries: list[Entry]
+
+    @classmethod
+    def of(cls, config: CompareConfig, cells: Sequence[Cell], rows: Mapping[str, Row], results: Results) -> Comparison:
+        """Gather what belongs to the cells, and test each against the baseline."""
+        entries = []
+        for cell in cells:
+            row = rows[cell.key]
+            outcomes = results.outcomes(row) if row.problem is None else []
+            entries.append(Entry(row, outcomes, results.views(row.key)))
+        return cls(results.folder, config.baseline, [_tested(entry, config.baseline, entries) for entry in entries])
+
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks, in their order."""
+        return list(dict.fromkeys(entry.row.task for entry in self.entries))
+
+    @property
+    def labels(self) -> list[str]:
+        """The policies as they were listed, in their order."""
+        return list(dict.fromkeys(entry.row.label for entry in self.entries))
+
+    @property
+    def names(self) -> list[str]:
+        """The policies with their budgets, in their order."""
+        return list(dict.fromkeys(entry.name for entry in self.entries))
+
+    @property
+    def budgets(self) -> list[str]:
+        """The budgets, in their order."""
+        return list(dict.fromkeys(entry.budget for entry in self.entries if entry.budget))
+
+    def of_task(self, task: str) -> list[Entry]:
+        """Return the entries of a task."""
+        return [entry for entry in self.entries if entry.row.task == task]
+
+    def counted(self, task: str) -> str:
+        """Say how many samples of a task were run, in its unit, and how many were left out and why."""
+        rows = [entry.row for entry in self.of_task(task)]
+        row = max(rows, key=lambda row: row.n)
+        return f"{row.n} {unit(task)}, left out: {row.left_out}"
+
+    @property
+    def averaged(self) -> list[str]:
+        """The metrics that several tasks share and whose mean over these tasks says something."""
+        metrics = [self.of_task(task)[0].row for task in self.tasks]
+        names = [row.metric for row in metrics if row.higher_is_better]
+        return [name for name in dict.fromkeys(names) if names.count(name) > 1]
+
+    def leaders(self) -> list[tuple[str, list[Row | None], list[float | None]]]:
+        """Return for each policy and budget its rows by task, and its means over the tasks of each averaged metric."""
+        lines = []
+        for name in self.names:
+            found = {entry.row.task: entry.row for entry in self.entries if entry.name == name}
+            averages = []
+            for metric in self.averaged:
+                means = [row.mean for row in found.values() if row.metric == metric]
+                scores = [mean for mean in means if mean is not None]
+                averages.append(sum(scores) / len(scores) if len(scores) == len(means) else None)
+            lines.append((name, [found.get(task) for task in self.tasks], averages))
+        return lines
+
+    def wins(self, budget: str) -> Wins:
+        """Compare every pair of policies at a budget, those without a budget among them."""
+        entries = [entry for entry in self.entries if entry.budget in ("", budget) and entry.outcomes]
+        names = list(dict.fromkeys(entry.name for entry in entries))
+        better, certain, tasks = (np.zeros((len(names), len(names))) for _ in range(3))
+        for task in self.tasks:
+            mine = [entry for entry in entries if entry.row.task == task]
+            if not mine:
+                continue
+            at = np.ix_(*[[names.index(entry.name) for entry in mine]] * 2)
+            gain, p = _gains(mine)
+            better[at] += np.where(gain == 0, 0.5, gain > 0)
+            certain[at] += (gain > 0) & (p < SIGNIFICANT)
+            tasks[at] += 1
+        share = np.divide(better, tasks, out=np.full_like(better, np.nan), where=tasks > 0)
+        return Wins(names, share, certain.astype(np.int64), tasks.astype(np.int64))
+
+    def layers(self) -> tuple[list[str], NDArray[np.float64]]:
+        """Return the share that each layer kept of the viewed prompts, ``[P, L]``, of the policies that evict."""
+        names, shares = [], []
+        for name in self.names:
+            views = [view for entry in self.entries if entry.name == name for view in entry.views]
+            kept = sum(view.kept.sum((1, 2)) for view in views)
+            if views and name != "full":
+                names.append(name)
+                shares.append(kept / sum(view.kept[0].size for view in views))
+        return names, np.array(shares)
+
+
+def _tested(entry: Entry, baseline: str, entries: Sequence[Entry]) -> Entry:
+    """Compare an entry with the baseline: the one at its budget, else the one without a budget."""
+    same = [other for other in entries if other.row.task == entry.row.task and other.row.label == baseline]
+    for budget in (entry.budget, ""):
+        other = next((other for other in same if other.budget == budget), None)
+        if other is not None and other.outcomes and entry.outcomes and other is not entry:
+            mine, theirs = _matched(entry, other)
+            return Entry(entry.row, entry.outcomes, entry.views, compare(mine, theirs))
+    return entry
+
+
+def _matched(one: Entry, other: Entry) -> tuple[list[float], list[float]]:
+    """Return the scores of the samples that both have, in the same order."""
+    mine, theirs = one.scores, other.scores
+    both = [sample for sample in mine if sample in theirs]
+    return [mine[sample] for sample in both], [theirs[sample] for sample in both]
+
+
+def _gains(entries: Sequence[Entry]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return how much better each of P entries of a task is than each other, and how likely by chance, ``[P, P]``."""
+    scored = [entry.scores for entry in entries]
+    shared = [sample for sample in scored[0] if all(sample in scores for scores in scored)]
+    scores = np.array([[one[sample] for sample in shared] for one in scored])
+    scores = scores if entries[0].row.higher_is_better else -scores
+    differences = scores[:, None] - scores[None]
+    p = sign_flips(differences.reshape(-1, len(shared))).reshape(len(entries), -1)
+    return differences.mean(-1), p

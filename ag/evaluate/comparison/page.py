@@ -1,0 +1,115 @@
+"""``report.html``: one page that needs nothing else, neither network nor other files."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from ag.evaluate.comparison.charts import Line, Point, chart, mark
+from ag.evaluate.comparison.findings import Comparison, Entry
+
+FILES = Path(__file__).parent / "page_files"
+HEADS = ("policy", "budget", "kept", "score", "difference", "p", "n", "left out", "prefill", "KV MB", "seconds")
+NOTES = {
+    "kept": "share of the prompts' (token, layer, KV head) entries that was held, measured in the cache",
+    "score": "mean over samples, with its standard error",
+    "difference": "to the baseline on the same samples, with a 95 % bootstrap interval",
+    "p": "sign-flip test of that difference",
+    "left out": "samples too long for the model or too short for the task; how many were cut in the middle",
+    "prefill": "what later tokens of a prompt see of earlier ones: all, what gates keep, what blocks left",
+    "KV MB": "allocated for keys and values after a prompt, the mean",
+}
+
+
+def render(comparison: Comparison) -> str:
+    """Return the page.
+
+    Everything that came from data is escaped: in HTML by the template, in the JSON of the viewer by writing <, > and &
+    as their codes. The page's own script is the only one that its Content-Security-Policy lets run, and no address
+    can be fetched.
+    """
+    environment = Environment(loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined)
+    script = (FILES / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.get_template("page.html").render(
+        style=Markup((FILES / "page.css").read_text(encoding="utf-8")),  # nosec B704  # a file of this package
+        script=Markup(script),  # nosec B704  # a file of this package
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'",
+        data=embedded(viewer(comparison)),
+        comparison=comparison,
+        model=comparison.entries[0].row.model,
+        versions=comparison.entries[0].row.versions,
+        leaders=comparison.leaders(),
+        metrics={task: comparison.of_task(task)[0].row for task in comparison.tasks},
+        heads=HEADS,
+        notes=NOTES,
+        tables={task: [line(entry) for entry in comparison.of_task(task)] for task in comparison.tasks},
+        charts={task: curve(comparison, task) for task in comparison.tasks},
+        legend=[(mark(number), label) for number, label in enumerate(comparison.labels)],
+        wins=[(budget, comparison.wins(budget)) for budget in comparison.budgets],
+        layers=list(zip(*comparison.layers(), strict=True)),
+    )
+
+
+def embedded(value: Any) -> Markup:
+    """Return JSON that can stand in a script element: no text in it can end that element or open another."""
+    text = json.dumps(value, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)  # nosec B704  # escaped above
+
+
+def line(entry: Entry) -> list[tuple[str, str]]:
+    """Return an entry's cells: the text, and what it is sorted by."""
+    row, paired = entry.row, entry.paired
+    values = (
+        row.label,
+        row.budget,
+        row.kept,
+        row.mean,
+        None if paired is None else paired.difference,
+        None if paired is None else paired.p,
+        row.n,
+        row.too_long + row.too_short,
+        row.prefill,
+        row.kv_bytes,
+        row.seconds,
+    )
+    texts = (*entry.cells(), f"{row.seconds:.1f}")
+    return [(text, "" if value is None else str(value)) for text, value in zip(texts, values, strict=True)]
+
+
+def curve(comparison: Comparison, task: str) -> Markup:
+    """Draw the metric of a task against the measured share."""
+    lines = []
+    for number, label in enumerate(comparison.labels):
+        rows = [entry.row for entry in comparison.of_task(task) if entry.row.label == label]
+        points = [
+            Point(row.kept, row.mean, row.error or 0.0, f"{label}: {row.mean:.4f} at {row.kept:.1%} kept")
+            for row in rows
+            if row.kept is not None and row.mean is not None
+        ]
+        if points:
+            lines.append(Line(number, label, sorted(points, key=lambda point: point.x)))
+    if not lines:
+        return Markup("")
+    texts = "; ".join(point.text for one in lines for point in one.points)
+    row = comparison.of_task(task)[0].row
+    return chart(f"{row.metric} of {task} by kept share. {texts}", "kept share of the prompt", row.metric, lines)
+
+
+def viewer(comparison: Comparison) -> dict[str, Any]:
+    """Return what the viewer shows: prompts as pieces of text, and for each policy the kept tokens as bits."""
+    prompts: dict[tuple[str, str], dict[str, Any]] = {}
+    for entry in comparison.entries:
+        for view in entry.views:
+            key = entry.row.task, view.sample
+            prompt = prompts.setdefault(key, {"name": f"{key[0]}: {key[1]}", "pieces": view.pieces, "policies": []})
+            prompt["policies"].append({"name": entry.name, "kept": view.to_json()["kept"]})
+    return {"prompts": list(prompts.values())}

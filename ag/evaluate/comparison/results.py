@@ -1,0 +1,230 @@
+"""The folder of a comparison: one row a cell, the scores of its samples beside it, and locks that share the work.
+
+- ``results.jsonl``: a row as JSON on each line, appended and synced as its cell ends; of a key the last row counts;
+- ``samples/KEY.jsonl``: the outcome of every sample of the cell, whole before its row is written;
+- ``views/KEY.json``: which tokens of a few prompts stayed;
+- ``locks/KEY.lock``: held while a process works on the cell. These are flock locks: the kernel frees them when a
+  process dies, however that happens. On network file systems flock has to be enabled (NFS 4, or ``local_lock=none``);
+- ``results.corrupt.jsonl``: lines that could not be understood; their cells are computed anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from filelock import FileLock, Timeout
+
+from ag.config.keys import fits
+from ag.errors import UserError
+from ag.evaluate.comparison.statistics import mean_and_error
+from ag.evaluate.comparison.views import View
+from ag.evaluate.tasks import Outcome
+from ag.files import fsync
+
+ROWS, CORRUPT = "results.jsonl", "results.corrupt.jsonl"
+
+
+class CorruptRowWarning(UserWarning):
+    """A line of the results cannot be used."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came out of one cell.
+
+    Attributes:
+        key: of the cell; the same for the same question asked again.
+        policy: repr of the policy.
+        label: the policy as it was listed.
+        budget: asked for: a share of the prompt, or tokens per KV head; None: none.
+        kept: share of the prompts' (token, layer, KV head) entries that was held, measured in the cache.
+        task: its name.
+        metric: what its scores are.
+        higher_is_better: whether more of the metric is better.
+        mean: of the scores; None when there is a problem.
+        error: standard error of the mean; None for a single sample.
+        n: samples scored.
+        too_long: samples left out because they do not fit the model.
+        too_short: samples left out because they have too few tokens for the task.
+        cut: samples that lost tokens from their middle, as the rules of LongBench have it.
+        seconds: for all samples.
+        kv_bytes: bytes allocated for keys and values after the prompt, the mean over samples.
+        prefill: what later prompt tokens see: ``dense`` (everything), ``sparse`` (what gates keep), ``blocks:m``.
+        model: hub id or folder.
+        versions: of the libraries.
+        problem: why there is no result.
+    """
+
+    key: str
+    policy: str
+    label: str
+    budget: int | float | None
+    kept: float | None
+    task: str
+    metric: str
+    higher_is_better: bool
+    mean: float | None
+    error: float | None
+    n: int
+    too_long: int
+    too_short: int
+    cut: int
+    seconds: float
+    kv_bytes: float
+    prefill: str
+    model: str
+    versions: dict[str, str]
+    problem: str | None = None
+
+    @property
+    def left_out(self) -> str:
+        """How many samples were left out, and why."""
+        counts = ((self.too_long, "too long"), (self.too_short, "too short"))
+        return ", ".join(f"{number} {why}" for number, why in counts if number) or "0"
+
+
+HINTS: dict[type[Any], dict[str, Any]] = {kind: get_type_hints(kind) for kind in (Row, Outcome)}
+HINTS[Outcome]["tags"] = dict[str, str | int | float]
+
+
+def read_line(line: str, kind: type[Any]) -> Any:
+    """Read a :class:`Row` or an Outcome from a line of JSON.
+
+    Raises:
+        ValueError: saying what is wrong with it.
+    """
+    try:
+        values = json.loads(line, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    hints = HINTS[kind]
+    if not isinstance(values, dict) or values.keys() != hints.keys():
+        raise ValueError(f"expected an object with {', '.join(hints)}")
+    for name, value in values.items():
+        if not fits(hints[name], value):
+            raise ValueError(f"{name}={value!r:.80}")
+    return kind(**values)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+class Results:
+    """The folder of a comparison.
+
+    Args:
+        folder: made when it is not there.
+
+    Raises:
+        UserError: when it cannot be made or written to.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        try:
+            for part in ("samples", "views", "locks"):
+                (self.folder / part).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output={folder}: {error.strerror}; expected a folder that can be written to.") from error
+        self._checked: set[bytes] = set()
+
+    def rows(self) -> dict[str, Row]:
+        """Return the rows by key; what cannot be used goes to ``results.corrupt.jsonl``, with a warning."""
+        with FileLock(self.folder / "locks" / ROWS):
+            path = self.folder / ROWS
+            lines = path.read_bytes().split(b"\n") if path.exists() else []
+            found: dict[str, Row] = {}
+            good, bad = [], []
+            for line in filter(None, lines):
+                try:
+                    row: Row = read_line(line.decode(), Row)
+                    if line not in self._checked:
+                        self._check(row)
+                    self._checked.add(line)
+                except (ValueError, OSError) as error:
+                    bad.append(line)
+                    reason = f"{path}: a row cannot be used and its cell is computed anew ({error}); see {CORRUPT}"
+                    warnings.warn(reason, CorruptRowWarning, stacklevel=2)
+                else:
+                    good.append(line)
+                    found[row.key] = row
+            if bad:
+                with (self.folder / CORRUPT).open("ab") as file:
+                    file.write(b"".join(line + b"\n" for line in bad))
+                self._replace(path, b"".join(line + b"\n" for line in good))
+        return found
+
+    def _check(self, row: Row) -> None:
+        """Raise ``ValueError`` unless a row with a result fits its samples."""
+        if row.problem is not None:
+            return
+        scores = [outcome.score for outcome in self.outcomes(row)]
+        fits_them = len(scores) == row.n > 0 and mean_and_error(scores) == (row.mean, row.error)
+        if not fits_them or row.kept is None or not 0 <= row.kept <= 1:
+            raise ValueError("it does not fit its samples")
+
+    def outcomes(self, row: Row) -> list[Outcome]:
+        """Return what became of each sample of a row.
+
+        Raises:
+            ValueError: a line cannot be used.
+            OSError: they are not there.
+        """
+        text = self._beside("samples", row.key, "jsonl").read_text(encoding="utf-8")
+        return [read_line(line, Outcome) for line in text.splitlines()]
+
+    def views(self, key: str) -> list[View]:
+        """Return what a cell kept of a few prompts, nothing where that was not recorded or cannot be read."""
+        try:
+            text = self._beside("views", key, "json").read_text(encoding="utf-8")
+            return [View.from_json(view) for view in json.loads(text)]
+        except (OSError, ValueError, TypeError, KeyError):
+            return []
+
+    def append(self, row: Row, outcomes: Iterable[Outcome], views: Iterable[View]) -> None:
+        """Write what came out of a cell; after a crash it is there as a whole, or not at all."""
+        text = "".join(json.dumps(asdict(outcome), allow_nan=False) + "\n" for outcome in outcomes)
+        self._replace(self._beside("samples", row.key, "jsonl"), text.encode())
+        self._replace(self._beside("views", row.key, "json"), json.dumps([view.to_json() for view in views]).encode())
+        line = json.dumps(asdict(row), allow_nan=False).encode() + b"\n"
+        with FileLock(self.folder / "locks" / ROWS), (self.folder / ROWS).open("a+b") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            if file.read(1) not in (b"", b"\n"):  # a process died while it wrote
+                line = b"\n" + line
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @contextmanager
+    def claim(self, key: str) -> Iterator[bool]:
+        """Hold the lock of a cell; gives False when another process holds it."""
+        lock = FileLock(self.folder / "locks" / f"{key}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
+
+    def _beside(self, part: str, key: str, ending: str) -> Path:
+        if not key.isalnum():  # it came out of a file: it must not lead elsewhere
+            raise ValueError(f"key={key!r:.80}")
+        return self.folder / part / f"{key}.{ending}"
+
+    def _replace(self, path: Path, data: bytes) -> None:
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        new.write_bytes(data)
+        fsync(new)
+        new.replace(path)
+        fsync(path.parent)

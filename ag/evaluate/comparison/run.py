@@ -1,0 +1,35 @@
+"""A comparison from its configuration to its page."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from rich.console import Console
+
+from ag.config.recipes import dump
+from ag.evaluate.comparison.cells import plan
+from ag.evaluate.comparison.config import CompareConfig
+from ag.evaluate.comparison.findings import Comparison
+from ag.evaluate.comparison.report import write
+from ag.evaluate.comparison.results import CorruptRowWarning, Results
+from ag.evaluate.comparison.work import fill
+
+
+def compare(config: CompareConfig, console: Console) -> Comparison:
+    """Fill the cells that are missing in the output folder, and write its table, plots and page.
+
+    Raises:
+        UserError: naming what is wrong with a policy, a task, the model or the data, and the fix.
+    """
+    cells = plan(config)
+    results = Results(Path(config.output or f"runs/{config.recipe}"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CorruptRowWarning)
+        rows = fill(config, cells, results, console)
+    for warning in caught:
+        console.print(f"warning: {warning.message}", soft_wrap=True)
+    comparison = Comparison.of(config, cells, rows, results)
+    (results.folder / "config.yaml").write_text(dump(config))
+    write(comparison)
+    return comparison

@@ -1,0 +1,99 @@
+"""Whether a difference is more than chance: paired bootstrap intervals and paired sign-flip tests, seeds fixed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 10_000
+SEED = 0
+MOST_EXACT = 12  # differences whose 2^n sign patterns are all tried
+PER_CHUNK = 2_000_000  # random numbers held at once
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Paired:
+    """One policy against another on the same samples.
+
+    Attributes:
+        n: samples that both have scores for.
+        difference: mean of mine minus theirs.
+        error: its standard error; None for a single sample.
+        low: lower end of its 95 % bootstrap interval.
+        high: upper end.
+        p: probability of a mean at least as far from 0 when the sign of each difference is a coin's.
+    """
+
+    n: int
+    difference: float
+    error: float | None
+    low: float
+    high: float
+    p: float
+
+
+def mean_and_error(scores: Sequence[float] | Vector) -> tuple[float, float | None]:
+    """Return the mean and its standard error, which a single score has none of."""
+    values = np.asarray(scores, dtype=np.float64)
+    error = float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
+    return float(values.mean()), error
+
+
+def compare(mine: Sequence[float], theirs: Sequence[float]) -> Paired:
+    """Compare scores of the same samples, in the same order.
+
+    Raises:
+        ValueError: when the numbers of scores differ, or there are none.
+    """
+    differences = np.subtract(np.asarray(mine, np.float64), np.asarray(theirs, np.float64))
+    if len(mine) != len(theirs) or not len(differences):
+        raise ValueError(f"{len(mine)} and {len(theirs)} scores: expected as many, and at least one")
+    low, high = bootstrap(differences)
+    return Paired(len(differences), *mean_and_error(differences), low, high, sign_flip(differences))
+
+
+def bootstrap(differences: Vector, level: float = 0.95) -> tuple[float, float]:
+    """Return the percentile interval of the mean of differences ``[n]``, from 10,000 resamples with replacement."""
+    n = len(differences)
+    generator = np.random.default_rng(SEED)
+    means = [differences[generator.integers(0, n, (rows, n))].mean(1) for rows in _chunks(n)]
+    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def sign_flip(differences: Vector) -> float:
+    """Return the two-sided p-value of the mean of differences ``[n]``; see :func:`sign_flips`."""
+    return float(sign_flips(differences[None])[0])
+
+
+def sign_flips(differences: Vector) -> Vector:
+    """Return the two-sided p-values ``[K]`` of the means of differences ``[K, n]`` when each sign is a coin's.
+
+    All 2^n patterns are tried for up to 12 differences; else 10,000 random ones, and the observed pattern counts as
+    one of them, so that p is never 0 (Phipson and Smyth, 2010).
+    """
+    n = differences.shape[1]
+    observed = np.abs(differences.sum(1)) * (1 - 1e-12)  # the same sum in another order may round a little lower
+    if n <= MOST_EXACT:
+        signs = np.array(list(itertools.product((1.0, -1.0), repeat=n))).reshape(2**n, n)
+        return np.asarray((np.abs(signs @ differences.T) >= observed).mean(0), np.float64)
+    generator = np.random.default_rng(SEED)
+    reached = np.zeros(len(differences))
+    for rows in _chunks(n):
+        signs = 2.0 * generator.integers(0, 2, (rows, n), dtype=np.int8) - 1
+        reached += (np.abs(signs @ differences.T) >= observed).sum(0)
+    return (reached + 1) / (RESAMPLES + 1)
+
+
+def _chunks(n: int) -> Iterator[int]:
+    """Split the resamples into parts that fit in memory."""
+    size = max(1, PER_CHUNK // n)
+    for start in range(0, RESAMPLES, size):
+        yield min(size, RESAMPLES - start)

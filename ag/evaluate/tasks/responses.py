@@ -1,0 +1,133 @@
+"""Likelihood of the responses that a run is validated on, after their prompt was read and evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ag import data
+from ag.config import Config, DataConfig
+from ag.config.recipes import load_config
+from ag.data.collate import Row
+from ag.engine import EvictionCache
+from ag.errors import UserError, require
+from ag.evaluate.tasks.base import LeftOut, Loaded, PromptTask, Sample, Tags
+from ag.evaluate.tasks.follow import score
+
+
+@dataclass(frozen=True)
+class Response(Sample):
+    """A prompt with its response.
+
+    Attributes:
+        answers: tokens of the response; of a multiple-choice question those of each answer.
+        target: index of the right one.
+    """
+
+    answers: list[list[int]]
+    target: int = 0
+
+    @classmethod
+    def of(cls, name: str, rows: Sequence[Row]) -> Response:
+        """Make one of a row, or of the rows of a question, which share the shortest of their prompts.
+
+        Where prompts were cut to the longest row, the one before the longest answer is the shortest.
+        """
+        lengths = [row.prompt_length or 0 for row in rows]
+        prompt = min((row.tokens[:length] for row, length in zip(rows, lengths, strict=True)), key=len)
+        answers = [row.tokens[length:].tolist() for row, length in zip(rows, lengths, strict=True)]
+        return cls(name, prompt.tolist(), answers, 0 if rows[0].answer is None else rows[0].answer.target)
+
+
+@dataclass(frozen=True)
+class Responses(PromptTask):
+    """The validation rows of a run, or windows of plain documents; the score is that of the right response.
+
+    The tag ``tokens`` has the number of its tokens; ``accuracy``, of multiple-choice questions, is 1 where the right
+    answer is the likeliest. A row has at most ``data.max_length`` tokens, or ``data.prompt_max + data.continuation``
+    where that is more; a longer prompt loses its left part.
+
+    Attributes:
+        run_folder: a run of ag.fit; None: plain documents in ``root``, or in ``root/documents``.
+        prompt: tokens of each prompt, instead of the run's (plain documents).
+        continuation: tokens scored after it, instead of the run's (plain documents).
+    """
+
+    run_folder: str | None = None
+    prompt: int | None = None
+    continuation: int | None = None
+
+    metric: ClassVar[str] = "nats per token"
+    higher_is_better: ClassVar[bool] = False
+    unit: ClassVar[str] = "held-out responses"
+
+    def __post_init__(self) -> None:
+        """Check the lengths and the run."""
+        for name in ("prompt", "continuation"):
+            value = getattr(self, name)
+            require(self, name, value is None or (type(value) is int and value > 0), "a number of tokens, at least 1")
+        require(self, "run_folder", self.run_folder is None or isinstance(self.run_folder, str), "a run folder")
+        if self.run_folder is not None:
+            self.recipe()
+
+    def recipe(self) -> Config:
+        """Return the run's configuration, or one for plain documents, with what was given put in.
+
+        Raises:
+            UserError: there is no such run, or its rows have no prompts.
+        """
+        if self.run_folder is not None:
+            recipe = load_config(Path(self.run_folder) / "config.yaml", Config)
+        elif self.root is None:
+            raise UserError(
+                f"Task {self.name}: nothing to read; give task_options.{self.name}.run_folder=RUN, or root=FOLDER of "
+                "plain documents."
+            )
+        else:
+            recipe = Config(data=DataConfig(kind="text", name="documents"))
+        part = recipe.data
+        if part.packing == "packed":
+            raise UserError(
+                f"{self.run_folder}: packed text has no prompts to evict; evaluate with root=FOLDER and no run."
+            )
+        part.root = self.root or part.root
+        if self.prompt is not None:
+            part.prompt_min = part.prompt_max = self.prompt
+        part.continuation = self.continuation or part.continuation
+        part.max_length = max(part.max_length, part.prompt_max + part.continuation)
+        part.train_samples = 1  # read, and not used
+        return recipe
+
+    def identity(self) -> dict[str, Any]:
+        """Return the task with what its run says of the data, wherever the run lies."""
+        recipe = self.recipe()
+        return {"name": self.name, "data": asdict(recipe.data), "seed": recipe.seed}
+
+    def load(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int) -> Loaded:
+        """Read the rows; see :meth:`ag.evaluate.tasks.Task.load`. Without a limit as many as the run's validation."""
+        recipe = self.recipe()
+        recipe.data.val_samples = limit or recipe.data.val_samples
+        rows = data.build(recipe, tokenizer, max_tokens)
+        samples = [Response.of(f"{number}", group) for number, group in enumerate(rows.val_rows)]
+        return Loaded(samples, too_short=rows.val_skipped)
+
+    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+        """Yield the rows of the run's validation."""
+        yield from self.load(tokenizer, None, max_tokens).samples
+
+    def answer(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Response
+    ) -> tuple[float, Tags]:
+        """Return the mean negative log-likelihood of the right response."""
+        found = [-nats for nats, _ in score(model, cache, last, sample.answers)]
+        right = found[sample.target]
+        tags: dict[str, str | int | float] = {"tokens": len(right)}
+        if len(found) > 1:
+            sums = [float(nats.sum()) for nats in found]
+            tags["accuracy"] = float(sums.index(min(sums)) == sample.target)
+        return float(right.mean()), tags

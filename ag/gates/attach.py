@@ -1,0 +1,61 @@
+"""Gates connected to a model."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import nn
+
+from ag.errors import UserError
+from ag.gates.gate import AttentionGates
+from ag.model.geometry import fingerprint
+from ag.model.hooks import Attachment, decoder_of, device_of, instrument, restore
+
+
+def attach(model: nn.Module, gates: AttentionGates) -> None:
+    """Connect gates to a model: they are used in training and by ``EvictionCache(model, "gates")``.
+
+    Without a cache of this library and outside training the model behaves, and costs, as before.
+
+    Args:
+        model: a Hugging Face causal language model, plain or PEFT-wrapped.
+        gates: made for a model of the same geometry; each layer's gate moves to that layer's device.
+
+    Raises:
+        UnsupportedModelError: (a TypeError) when the model class cannot take a custom attention function.
+        UserError: (a ValueError) when gates are attached already or were made for another geometry.
+    """
+    decoder = decoder_of(model)
+    attachment = getattr(decoder, "_ag_attachment", None)
+    if attachment is not None and attachment.gates is not None:
+        raise UserError("The model has gates attached already; call ag.detach(model) first.")
+    check_geometry(model, gates)
+    place(model, gates)
+    instrument(model).gates = gates
+
+
+def attached_gates(model: nn.Module) -> AttentionGates | None:
+    """Return the gates that :func:`attach` connected, or None."""
+    attachment: Attachment | None = getattr(decoder_of(model), "_ag_attachment", None)
+    return None if attachment is None else cast("AttentionGates | None", attachment.gates)
+
+
+def check_geometry(model: nn.Module, gates: AttentionGates) -> None:
+    """Raise ``ValueError`` when gates were made for a model of another shape."""
+    ours, theirs = gates.fingerprint, fingerprint(decoder_of(model).config)
+    wrong = [f"{name} {ours[name]} (the model has {theirs[name]})" for name in ours if ours[name] != theirs[name]]
+    if wrong:
+        raise UserError(f"The gates were made for another model: {', '.join(wrong)}.")
+
+
+def place(model: nn.Module, gates: AttentionGates) -> None:
+    """Move each gate to the device of the layer whose input it reads."""
+    layers = decoder_of(model).layers
+    for index in gates.layer_indices:
+        source = layers[index - gates.config.layer_offset]
+        gates.layers[str(index)].to(device_of(source))
+
+
+def detach(model: nn.Module) -> None:
+    """Undo :func:`attach` and everything else this library did to the model; does nothing to an untouched one."""
+    restore(model)

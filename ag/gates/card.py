@@ -1,0 +1,104 @@
+"""The model card (README.md) of an export."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ag.gates.manifest import ADAPTER_FILES
+
+_CARD = """\
+---
+library_name: ag
+{base_model}pipeline_tag: text-generation
+tags: [kv-cache, attention-gate, token-eviction]
+---
+
+# Attention-Gates for {base}
+
+Small learned modules that decide, in every layer and KV head, which entries of the KV cache stay once the
+prompt is read; the others are dropped from memory.{adapter}
+
+## Use
+
+`PATH` is this folder, `BASE` the base model: {base}{revision}.
+
+```python
+import {module}
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("BASE")
+model = AutoModelForCausalLM.from_pretrained("BASE")
+{load_adapter}inputs = tokenizer("Once upon a time", return_tensors="pt")
+cache = ag.EvictionCache(model, "gates:PATH")
+output = model.generate(**inputs, past_key_values=cache)
+print(tokenizer.decode(output[0]))
+```
+
+```sh
+python -m ag.generate gates=PATH prompt="Once upon a time"
+```
+
+## Measured
+
+{metrics}
+{figure}
+## Gate configuration
+
+{gate}
+"""
+
+
+_MERGED = """\
+# A base model with a LoRA adapter merged into it
+
+The adapter is that of `{source}` beside this folder (sha256 of its weights: `{digest}`), which was trained
+together with gates if that folder has some. The gates run on this model without the adapter:
+
+```sh
+python -m ag.generate gates=../{source} model=. adapter=false prompt="Once upon a time"
+```
+"""
+
+
+def merged_card(source: str, digest: str) -> str:
+    """Return the text that says of a merged model what it is.
+
+    Args:
+        source: name of the folder that holds the adapter.
+        digest: sha256 of its weights.
+    """
+    return _MERGED.format(source=source, digest=digest)
+
+
+def model_card(info: Mapping[str, Any], figure: str | None) -> str:
+    """Return the text of the model card.
+
+    Args:
+        info: content of ``gate_config.json``.
+        figure: file name of a picture in the same folder, or None.
+    """
+    base = info["base_model"]
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base["name"]) is not None and not Path(base["name"]).exists()
+    adapter = ADAPTER_FILES[0] in info["sha256"]
+    return _CARD.format(
+        base_model=f"base_model: {base['name']}\n" if on_hub else "",
+        base=f"`{base['name']}`" if base["name"] else "a causal language model",
+        revision=f", revision `{base['revision']}`" if base["revision"] else "",
+        adapter=" The LoRA adapter in `adapter/` was trained with them." if adapter else "",
+        module="ag.gates.export" if adapter else "ag",
+        load_adapter='model = ag.gates.export.load_adapter(model, "PATH")\n' if adapter else "",
+        metrics=_table("metric", {"kept share of the prompt's entries": info["keep_rate"], **info["metrics"]}),
+        figure=f"\n![Measurements of the gates]({figure})\n" if figure else "",
+        gate=_table("key", info["gate"]),
+    )
+
+
+def _table(name: str, rows: Mapping[str, Any]) -> str:
+    cells = {
+        key: "not measured" if value is None else f"{value:.6g}" if isinstance(value, float) else value
+        for key, value in rows.items()
+    }
+    return "\n".join([f"| {name} | value |", "| --- | --- |", *(f"| {key} | {cell} |" for key, cell in cells.items())])

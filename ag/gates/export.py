@@ -1,0 +1,474 @@
+"""Exported gates: a folder that is whole or absent, and that is checked from end to end when it loads.
+
+- ``gates.safetensors``: the weights, float32;
+- ``gate_config.json``: schema, versions, base model, gate configuration, measurements, hashes (ag.gates.manifest);
+- ``adapter/``: the LoRA adapter in PEFT's own format, where one was trained;
+- ``README.md``: a model card (ag.gates.card), with ``figure.png`` where one was drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from peft import PeftModel
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ag.config.gate import GateConfig
+from ag.files import fsync
+from ag.gates import adapted
+from ag.gates.adapted import Adapter
+from ag.gates.card import merged_card, model_card
+from ag.gates.gate import AttentionGates
+from ag.gates.manifest import (
+    ADAPTER,
+    ADAPTER_FILES,
+    SCHEMA_VERSION,
+    WEIGHTS,
+    ExportError,
+    check_keys,
+    checksum,
+    validate,
+)
+from ag.model import base as models
+from ag.model.geometry import fingerprint
+from ag.versions import versions
+
+__all__ = [
+    "ExportError",
+    "adapter_path",
+    "is_merged",
+    "load",
+    "load_adapter",
+    "push",
+    "read_info",
+    "save",
+    "save_adapter",
+    "save_merged",
+]
+
+CONFIG, CARD, FIGURE = "gate_config.json", "README.md", "figure.png"
+VERSIONS = versions("ag", "torch", "transformers", "peft", "safetensors")
+MEGABYTE = 1 << 20
+
+StrPath = str | os.PathLike[str]
+
+
+def save(
+    path: StrPath,
+    gates: AttentionGates,
+    *,
+    base_model: str = "",
+    base_revision: str | None = None,
+    adapter: PeftModel | None = None,
+    metrics: Mapping[str, float] | None = None,
+    figure: StrPath | None = None,
+) -> None:
+    """Write an export, or replace one; the folder takes its name only when all of it is on disk.
+
+    One process at a time may write to a path. A process that is killed leaves the earlier export under its
+    name; or, in the instant between two renames, under a hidden name from which the next export restores it.
+
+    Args:
+        path: folder to write.
+        gates: the gates, of any floating type and on any device; float32 is written.
+        base_model: hub id or folder of the base model, for the reader.
+        base_revision: git revision of a hub model.
+        adapter: the model with a LoRA adapter named ``default`` that was trained with the gates.
+        metrics: numbers for the model card; ``kept`` is the measured share of prompt entries that stay.
+        figure: a PNG for the model card.
+
+    Raises:
+        ExportError: when something else is in the way, a weight is not finite, or the disk refuses; an
+            earlier export stays as it was.
+        OSError: when the figure cannot be read.
+    """
+    target = Path(path).resolve()
+    _check_replaceable(target, {WEIGHTS, CONFIG, CARD, FIGURE, ADAPTER}, CONFIG)
+    picture = None if figure is None else Path(figure).read_bytes()
+    tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in gates.state_dict().items()}
+    _check_finite(target / WEIGHTS, tensors)
+    measured = {name: float(value) for name, value in (metrics or {}).items()}
+    numbers = {name: value if math.isfinite(value) else None for name, value in measured.items()}
+    with _staged(target) as folder:
+        sha256 = {WEIGHTS: _write(folder / WEIGHTS, safetensors.torch.save(tensors))}
+        if adapter is not None:
+            sha256 |= _save_adapter(adapter, folder, base_model)
+        if picture is not None:
+            _write(folder / FIGURE, picture)
+        info = {
+            "schema_version": SCHEMA_VERSION,
+            "versions": VERSIONS,
+            "base_model": {"name": base_model, "revision": base_revision, "fingerprint": gates.fingerprint},
+            "gate": asdict(gates.config),
+            "keep_rate": numbers.pop("kept", None),
+            "metrics": numbers,
+            "sha256": sha256,
+            "adapter": [] if adapter is None else adapted.record(adapter),
+        }
+        info["checksum"] = checksum(info)
+        validate(target / CONFIG, info)
+        _write(folder / CARD, model_card(info, FIGURE if picture else None).encode())
+        _write(folder / CONFIG, (json.dumps(info, indent=2) + "\n").encode())
+
+
+def load(path: StrPath, model_config: PretrainedConfig | None = None) -> AttentionGates:
+    """Read gates, strictly, in evaluation mode and on the CPU.
+
+    Args:
+        path: folder of an export.
+        model_config: configuration of the model they are for; None skips that comparison.
+
+    Raises:
+        ExportError: for anything that is not a whole and unchanged export, or one for another base model.
+    """
+    info = read_info(path)
+    folder, file = Path(path), Path(path) / WEIGHTS
+    if model_config is not None:
+        _check_base(folder, info, model_config)
+    with torch.device("meta"):
+        try:
+            gates = AttentionGates(info["base_model"]["fingerprint"], GateConfig(**info["gate"]))
+        except ValueError as error:
+            raise ExportError(f"{folder / CONFIG}: {error}") from error
+    expected = gates.state_dict()
+    size = sum(4 * tensor.numel() for tensor in expected.values())
+    raw = _read(folder, WEIGHTS, size + MEGABYTE)
+    whole = 8 + int.from_bytes(raw[:8], "little") + size  # size of the header, header, weights
+    if len(raw) < whole:
+        raise ExportError(f"{file}: {len(raw)} bytes: expected {whole}; it was truncated, copy it again.")
+    _check_hash(file, raw, info["sha256"][WEIGHTS])
+    tensors = _parse(file, raw)
+    check_keys(file, tensors, expected)
+    for name, tensor in tensors.items():
+        found, wanted = (tensor.dtype, tuple(tensor.shape)), (torch.float32, tuple(expected[name].shape))
+        if found != wanted:
+            raise ExportError(f"{file}: {name} is {found}: expected {wanted} from {CONFIG}; export the gates again.")
+    _check_finite(file, tensors)
+    gates.load_state_dict(tensors, assign=True)
+    gates.adapter = _adapter(folder, info)
+    return gates.eval()
+
+
+def _adapter(folder: Path, info: dict[str, Any]) -> Adapter | None:
+    """Read the export's record of its adapter, and the adapter's weights."""
+    name = ADAPTER_FILES[1]
+    if name not in info["sha256"]:
+        return None
+    raw = _read(folder, name)
+    _check_hash(folder / name, raw, info["sha256"][name])
+    try:
+        return adapted.read(str(folder), info["sha256"][name], info.get(ADAPTER, []), _parse(folder / name, raw))
+    except KeyError as error:
+        raise ExportError(
+            f"{folder / CONFIG}: adapter names {error}, which {name} lacks; copy the folder again."
+        ) from None
+
+
+def read_info(path: StrPath) -> dict[str, Any]:
+    """Return the validated content of ``gate_config.json``.
+
+    Raises:
+        ExportError: when it is missing, damaged, or of another schema.
+    """
+    folder, file = Path(path), Path(path) / CONFIG
+    if not folder.is_dir():
+        old = _sibling(folder.resolve(), "old")
+        hint = f"; a killed export left the earlier one in {old}: rename it back" if old.is_dir() else ""
+        raise ExportError(f"{folder}: no such folder: expected an export with {WEIGHTS} and {CONFIG}{hint}.")
+    raw = _read(folder, CONFIG, MEGABYTE)
+    try:
+        info = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ExportError(f"{file}: not JSON ({error}): expected the file as exported; copy it again.") from error
+    validate(file, info)
+    return dict(info)
+
+
+def is_adapter(path: StrPath) -> bool:
+    """Whether a folder holds a LoRA adapter and no gates, as :func:`save_adapter` writes it."""
+    folder = Path(path)
+    return folder.is_dir() and [entry.name for entry in folder.iterdir()] == [ADAPTER]
+
+
+def adapter_checksum(path: StrPath) -> str:
+    """Return a hash of an export, or of the folder of :func:`save_adapter`: other weights have another one.
+
+    Raises:
+        ExportError: when something is missing or damaged.
+    """
+    if not is_adapter(path):
+        return str(read_info(path)["checksum"])
+    return hashlib.sha256(b"".join(_read(Path(path), name) for name in ADAPTER_FILES)).hexdigest()
+
+
+def adapter_path(path: StrPath) -> Path | None:
+    """Return the folder of an export's LoRA adapter, its files verified; None when it has none.
+
+    Of a folder of :func:`save_adapter`, which has no hashes, the files are not verified.
+
+    Raises:
+        ExportError: when the export or its adapter is damaged.
+    """
+    if is_adapter(path):
+        return Path(path) / ADAPTER
+    sha256 = read_info(path)["sha256"]
+    if len(sha256) == 1:
+        return None
+    for name in ADAPTER_FILES:
+        _check_hash(Path(path) / name, _read(Path(path), name), sha256[name])
+    return Path(path) / ADAPTER
+
+
+def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) -> PeftModel | PreTrainedModel:
+    """Put an export's LoRA adapter on its base model, frozen.
+
+    Args:
+        model: the base model; it is changed in place.
+        path: folder of an export, or one of :func:`save_adapter`.
+        merge: return the plain model with the adapter merged into its weights.
+
+    Raises:
+        ExportError: when the export has no adapter, is damaged, or belongs to another base model.
+        UserError: when the model has the adapter already.
+    """
+    folder = adapter_path(path)
+    if folder is None:
+        raise ExportError(f"{path}: the export has no {ADAPTER} folder: expected one trained with train=gates+lora.")
+    if not is_adapter(path):
+        info = read_info(path)
+        _check_base(Path(path), info, model.config)
+        if adapter := _adapter(Path(path), info):
+            adapter.check(model, times=0)
+    try:
+        wrapped = PeftModel.from_pretrained(model, str(folder)).eval()
+    except (RuntimeError, ValueError) as error:  # other shapes, or none of the layers
+        raise ExportError(
+            f"{folder}: it does not fit this model ({str(error).splitlines()[0]}): expected the base model that the "
+            "adapter was trained on; load that one."
+        ) from error
+    return wrapped.merge_and_unload(safe_merge=True) if merge else wrapped
+
+
+def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerBase, source: StrPath) -> None:
+    """Write a full copy of the base model with the adapter merged into it; whole or absent, as :func:`save`.
+
+    The adapter is merged into ``model`` itself, which cannot be trained afterwards. The copy names its adapter: in its
+    configuration by hash, in its README in words.
+
+    Args:
+        model: base model with its adapter.
+        path: folder to write; it must not exist, or be empty.
+        tokenizer: saved beside the weights.
+        source: the export, or the folder of :func:`save_adapter`, that holds the same adapter.
+
+    Raises:
+        ExportError: for a quantised base, a folder that is not empty, or a disk that refuses.
+    """
+    target = Path(path).resolve()
+    if getattr(model.get_base_model().config, "quantization_config", None) is not None:
+        raise ExportError(
+            f"{target}: the base model is quantised: expected full-precision weights to merge into; "
+            "set export.merge=false, or load the base with model.quantization=none."
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ExportError(
+            f"{target}: the path exists: expected a new or empty folder; remove it or choose another path."
+        )
+    digest = hashlib.sha256(_read(Path(source), ADAPTER_FILES[1])).hexdigest()
+    with _staged(target) as folder:
+        merged = model.merge_and_unload(safe_merge=True)
+        setattr(merged.config, adapted.MERGED, digest)
+        merged.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        _write(folder / CARD, merged_card(Path(source).resolve().name, digest).encode())
+
+
+def is_merged(path: StrPath, model: str, revision: str | None = None) -> bool:
+    """Whether the configuration of a model says that the adapter of an export is merged into it.
+
+    Args:
+        path: folder of an export with an adapter.
+        model: hub id, folder or alias.
+        revision: git revision of a hub model.
+    """
+    try:
+        values, _ = PretrainedConfig.get_config_dict(models.resolve(model, revision), revision=revision)
+    except OSError:
+        return False
+    return bool(values.get(adapted.MERGED) == read_info(path)["sha256"][ADAPTER_FILES[1]])
+
+
+def push(path: StrPath, repository: str) -> str:
+    """Upload a finished export with its model card to the Hugging Face hub, with the user's own login.
+
+    Args:
+        path: folder of an export.
+        repository: hub id, such as ``name/gates``; a new one is private.
+
+    Returns:
+        The address of the upload.
+
+    Raises:
+        ExportError: the folder is no whole export, or the hub refuses.
+    """
+    load(path)
+    adapter = adapter_path(path)
+    files = [WEIGHTS, CONFIG, CARD, FIGURE, *(() if adapter is None else ADAPTER_FILES)]
+    try:
+        hub = HfApi()
+        hub.create_repo(repository, private=True, exist_ok=True)
+        done = hub.upload_folder(repo_id=repository, folder_path=str(path), allow_patterns=files)
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, LocalTokenNotFoundError, OSError) as error:
+        raise ExportError(
+            f"export.push_to_hub={repository}: the hub refuses ({str(error).splitlines()[0]}): expected a repository "
+            f"that you may write to; log in with `hf auth login`, then upload {path}."
+        ) from error
+    return str(done)
+
+
+def save_adapter(path: StrPath, adapter: PeftModel, *, base_model: str = "") -> None:
+    """Write a LoRA adapter without gates, into ``path/adapter``; whole or absent, as :func:`save`.
+
+    Args:
+        path: folder to write, or to replace when it holds nothing but an adapter.
+        adapter: the model with a LoRA adapter named ``default``.
+        base_model: hub id or folder of the base model, for PEFT.
+
+    Raises:
+        ExportError: when something else is in the way, a weight is not finite, or the disk refuses.
+    """
+    target = Path(path).resolve()
+    _check_replaceable(target, {ADAPTER}, ADAPTER)
+    with _staged(target) as folder:
+        _save_adapter(adapter, folder, base_model)
+
+
+def _save_adapter(adapter: PeftModel, folder: Path, base_model: str) -> dict[str, str]:
+    if "default" not in adapter.peft_config:
+        raise ExportError(f"{folder.name}: adapters {list(adapter.peft_config)}: expected one named 'default'.")
+    adapter.save_pretrained(str(folder / ADAPTER), selected_adapters=["default"], save_embedding_layers=False)
+    (folder / ADAPTER / "README.md").unlink()  # PEFT's template; the model card is one level up
+    config, weights = (folder / name for name in ADAPTER_FILES)
+    content = json.loads(config.read_bytes()) | {"base_model_name_or_path": base_model or None}
+    raw = weights.read_bytes()
+    _check_finite(weights, _parse(weights, raw))
+    digests = (_write(config, json.dumps(content, indent=2).encode()), hashlib.sha256(raw).hexdigest())
+    return dict(zip(ADAPTER_FILES, digests, strict=True))
+
+
+def _write(file: Path, data: bytes) -> str:
+    file.write_bytes(data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def _sibling(target: Path, role: str) -> Path:
+    return target.with_name(f".{target.name}.ag-{role}")
+
+
+def _check_replaceable(target: Path, known: set[str], needed: str) -> None:
+    if not target.exists():
+        return
+    names = {entry.name for entry in target.iterdir()} if target.is_dir() else {target.name}
+    if names and (needed not in names or names - known):
+        raise ExportError(
+            f"{target}: contains files that are not of an export ({', '.join(sorted(names)[:3])}): expected an "
+            "export to replace, an empty folder or none; choose another path."
+        )
+
+
+@contextmanager
+def _staged(target: Path) -> Iterator[Path]:
+    """Yield a hidden folder beside ``target`` that takes its name once it is filled and on disk."""
+    new, old = _sibling(target, "new"), _sibling(target, "old")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _restore(old, target)
+        for leftover in (new, old):
+            if leftover.exists():
+                shutil.rmtree(leftover)
+        new.mkdir()
+        yield new
+        for entry in (*new.rglob("*"), new):
+            fsync(entry)
+        if target.exists():
+            os.rename(target, old)
+        os.rename(new, target)
+        fsync(target.parent)
+    except (OSError, SafetensorError) as error:
+        raise ExportError(
+            f"{target}: the export could not be written ({error}): expected a disk with room and permission; "
+            "free some, or choose another path."
+        ) from error
+    finally:
+        _restore(old, target)
+        shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _restore(old: Path, target: Path) -> None:
+    """Give an earlier export its name back when a failure or a kill came between the two renames."""
+    if old.exists() and not target.exists():
+        os.rename(old, target)
+
+
+def _read(folder: Path, name: str, limit: int | None = None) -> bytes:
+    file = folder / name
+    try:
+        if not file.is_file():
+            raise ExportError(f"{file}: no such file: expected it in an export; copy the whole folder again.")
+        real, size = file.resolve(), file.stat().st_size
+        if not real.is_relative_to(folder.resolve()):
+            raise ExportError(f"{file}: a link to {real}: expected a file inside the export; copy it there.")
+        if limit is not None and size > limit:
+            raise ExportError(f"{file}: {size} bytes: expected at most {limit}; copy the file again.")
+        return file.read_bytes()
+    except OSError as error:
+        raise ExportError(f"{file}: cannot be read ({error}): expected a readable file; check it.") from error
+
+
+def _parse(file: Path, raw: bytes) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load(raw)
+    except (SafetensorError, KeyError) as error:
+        raise ExportError(
+            f"{file}: not safetensors ({error}): expected the file as exported; copy it again."
+        ) from error
+
+
+def _check_hash(file: Path, raw: bytes, expected: str) -> None:
+    digest = hashlib.sha256(raw).hexdigest()
+    if digest != expected:
+        raise ExportError(f"{file}: sha256 {digest}: expected {expected}; the file was damaged, copy it again.")
+
+
+def _check_finite(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ExportError(f"{file}: {name} has NaN or infinite values: expected finite weights; train again.")
+
+
+def _check_base(folder: Path, info: dict[str, Any], model_config: PretrainedConfig) -> None:
+    theirs, ours = info["base_model"]["fingerprint"], fingerprint(model_config)
+    wrong = [name for name in theirs if theirs[name] != ours[name]]
+    if wrong:
+        base, this = ({name: side[name] for name in wrong} for side in (theirs, ours))
+        name = info["base_model"]["name"] or "a model"
+        raise ExportError(
+            f"{folder}: made for {name} with {base}, this model has {this}: expected the base model that the "
+            "gates were trained on; load that one."
+        )

@@ -1,0 +1,178 @@
+"""Attention-Gates: small learned modules that decide, per layer and head, which prompt tokens to keep.
+
+Source: Zeng et al., "In-context KV-Cache Eviction for LLMs via Attention-Gate", section 3.3 (Eq. 3 to 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+
+from ag.config.gate import GateConfig
+from ag.errors import UserError
+from ag.gates.adapted import Adapter
+from ag.kernels.gated_attention import gated_attention
+from ag.model.geometry import fingerprint
+
+
+class AttentionGate(nn.Module):
+    """The gate of one layer: hidden states in, one logit per token and head out, by an attention block.
+
+    Args:
+        hidden_size: width d of the model.
+        heads: logits per token: KV heads, or query heads with ``granularity="query_head"``.
+        kv_heads: KV heads Hkv of the layer.
+        config: hyper-parameters.
+    """
+
+    def __init__(self, hidden_size: int, heads: int, kv_heads: int, config: GateConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.kv_heads = kv_heads
+        self.build(hidden_size, heads)
+        for parameter in self.parameters():
+            nn.init.xavier_uniform_(parameter)
+
+    def build(self, hidden_size: int, heads: int) -> None:
+        """Make the parameters; the arguments are those of the class."""
+        inner = self.config.num_heads * self.config.head_dim
+        self.q_proj = nn.Linear(hidden_size, inner, bias=False)
+        self.k_proj = nn.Linear(hidden_size, inner, bias=False)
+        self.v_proj = nn.Linear(hidden_size, inner, bias=False)
+        self.o_proj = nn.Linear(inner, heads, bias=False)
+        if self.config.shortcut:
+            self.linear = nn.Linear(hidden_size, heads, bias=False)
+
+    def forward(
+        self, hidden: Tensor, valid: Tensor | None = None, left_padded: bool = False, first: Tensor | None = None
+    ) -> Tensor:
+        """Compute the logits, before bias and threshold.
+
+        Args:
+            hidden: hidden states ``[B, T, d]`` that enter the layer's attention.
+            valid: ``[B, T]`` bool, True on the tokens the gate may look at; None when all of them are.
+            left_padded: whether invalid tokens may come before valid ones.
+            first: ``[B, T]`` long, the column where the document of each token begins, before which a causal gate sees
+                nothing; None: a row is one document.
+
+        Returns:
+            ``[B, Hkv, T]`` float32. With ``granularity="query_head"`` the largest logit of a group stands for its
+            KV head, so that the entry is dropped only when every query head of the group drops it.
+        """
+        hidden = hidden.to(next(self.parameters()).dtype)  # a 16-bit model may have float32 gates
+        logits = self.mix(hidden, valid, left_padded, first)
+        batch, length, _ = logits.shape
+        return logits.float().view(batch, length, self.kv_heads, -1).amax(-1).transpose(1, 2)
+
+    def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
+        """Return the logits ``[B, T, heads]`` of hidden states in the type of the parameters; see :meth:`forward`."""
+        shape = (*hidden.shape[:2], self.config.num_heads, self.config.head_dim)
+        q, k, v = (proj(hidden).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.config.scope == "prompt":
+            mask = None if valid is None else valid[:, None, None, :]
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        elif left_padded or first is not None:
+            mixed = gated_attention(q, k, v, None, key_valid=valid, scaling=self.config.head_dim**-0.5, first=first)
+        else:  # a causal query never sees the padding to its right
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return out + self.linear(hidden) if self.config.shortcut else out
+
+
+class LinearGate(AttentionGate):
+    """A linear map of each token by itself."""
+
+    def build(self, hidden_size: int, heads: int) -> None:
+        """Make the parameters; the arguments are those of the class."""
+        self.linear = nn.Linear(hidden_size, heads, bias=False)
+
+    def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
+        """Return the logits ``[B, T, heads]``."""
+        result: Tensor = self.linear(hidden)
+        return result
+
+
+#: The classes of gates by the name that ``GateConfig.kind`` gives them.
+KINDS: dict[str, type[AttentionGate]] = {"attention": AttentionGate, "linear": LinearGate}
+
+
+class AttentionGates(nn.Module):
+    """The gates of a whole model.
+
+    Args:
+        model_config: configuration of the base model (a Hugging Face decoder), or its :func:`fingerprint`.
+        config: hyper-parameters of the gates.
+
+    Raises:
+        UserError: when ``first_layer`` leaves no layer with a gate, or no gate is of this kind.
+    """
+
+    def __init__(self, model_config: PretrainedConfig | Mapping[str, Any], config: GateConfig) -> None:
+        super().__init__()
+        self.config = config
+        if isinstance(model_config, PretrainedConfig):
+            model_config = fingerprint(model_config)
+        self.fingerprint = dict(model_config)
+        #: The LoRA adapter of the export that the gates were loaded from, or None.
+        self.adapter: Adapter | None = None
+        if config.kind not in KINDS:
+            raise UserError(f"gate.kind={config.kind!r}: expected {' or '.join(KINDS)}.")
+        geometry = self.fingerprint
+        heads = geometry["num_kv_heads" if config.granularity == "kv_head" else "num_heads"]
+        self.layers = nn.ModuleDict(
+            {
+                str(index): KINDS[config.kind](geometry["hidden_size"], heads, geometry["num_kv_heads"], config)
+                for index in range(config.first_layer, geometry["num_layers"])
+                if index not in geometry["windowed_layers"]
+            }
+        )
+        if not self.layers:
+            raise UserError(
+                f"gate.first_layer={config.first_layer}: the model has {geometry['num_layers']} layers, "
+                "so that no layer gets a gate; choose a smaller one."
+            )
+
+    @property
+    def layer_indices(self) -> list[int]:
+        """Indices of the layers that have a gate, ascending."""
+        return [int(index) for index in self.layers]
+
+    def probability(self, logits: Tensor) -> Tensor:
+        """``sigmoid(logits + bias)``, the soft gate."""
+        return torch.sigmoid(logits + self.config.bias)
+
+    def flags(self, logits: Tensor) -> Tensor:
+        """Hard flags: True where a token is kept (Eq. 4, strict inequality)."""
+        return self.probability(logits) > self.config.threshold
+
+    def keep(self, logits: Tensor) -> Tensor:
+        """Differentiable keep flags for attention, float32 and of the shape of ``logits``.
+
+        The straight-through estimator (Yin et al. 2019) has the value of the flags and the slope of the sigmoid. The
+        soft estimator adds logistic noise in training, which makes the sigmoid a relaxed Bernoulli sample; outside
+        training it is the flags.
+        """
+        if self.config.estimator == "soft" and self.training:
+            uniform = torch.rand_like(logits).clamp_(1e-6, 1 - 1e-6)
+            return self.probability(logits + torch.logit(uniform))
+        probability = self.probability(logits)
+        return (probability > self.config.threshold).float() + (probability - probability.detach())
+
+    def save_pretrained(self, path: str | PathLike[str]) -> None:
+        """Write the gates to a folder; see :func:`ag.gates.export.save`."""
+        from ag.gates import export
+
+        export.save(path, self)
+
+    @classmethod
+    def from_pretrained(cls, path: str | PathLike[str]) -> AttentionGates:
+        """Read gates from a folder, strictly; see :func:`ag.gates.export.load`."""
+        from ag.gates import export
+
+        return export.load(path)

@@ -1,0 +1,229 @@
+"""Plans for training and evaluation: evicted tokens are masked, not removed, so that gradients reach the gates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ag.errors import UserError
+from ag.gates.gate import AttentionGates
+from ag.kernels.column_sums import column_sums
+from ag.kernels.gated_attention import gated_attention
+from ag.kernels.gated_prefill import gated_prefill
+from ag.model.hooks import AttentionCall, Plan
+
+
+class Dense(Plan):
+    """Causal attention to every token of the same document, by the model's own implementation where possible.
+
+    Args:
+        valid: ``[B, T]``, nonzero on real tokens; padding on either side. None: there is none.
+        first: ``[B, T]`` long, the column where the document of each token begins. Tokens before it are invisible, and
+            positions count from it, so that a document is computed as if it were alone. None: a row is one document.
+    """
+
+    def __init__(self, valid: Tensor | None = None, first: Tensor | None = None) -> None:
+        self.left_padded = valid is not None and not bool(valid[:, 0].all())
+        self.valid = None if valid is None or bool(valid.all()) else valid.bool()
+        self.first = None if first is None or not bool(first.any()) else first
+
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+        """Do nothing: the constructor was given padding and documents."""
+
+    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
+        """Count from the start of each document, unless the caller gave positions."""
+        if given is not None or self.first is None:
+            return given
+        return torch.arange(self.first.shape[1], device=self.first.device) - self.first
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Do nothing: no gate reads the layer's input."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend as the model does."""
+        valid, first = (_to(x, call.q.device) for x in (self.valid, self.first))
+        if first is None:
+            return call.dense(valid, self.left_padded)
+        return gated_attention(call.q, call.k, call.v, None, valid, call.scaling, window=call.window, first=first)
+
+
+class Gating(Dense):
+    """Run ``model(..., gating=Gating(...), use_cache=False)`` under gates.
+
+    After the forward pass ``logits`` holds the gate logits by layer.
+
+    Args:
+        gates: gates of the model.
+        valid: ``[B, T]``, nonzero on real tokens; padding on either side.
+        prompt_length: ``[B]`` long, tokens of each prompt; gates may evict only these. None: every token.
+        hard: use the flags as they are, without an estimator's gradient or noise.
+        first: ``[B, T]`` long, the column where the document of each token begins; None: a row is one document.
+
+    Raises:
+        UserError: when ``scope="prompt"`` or ``prefill="dense"`` has no prompt length, or documents have one.
+    """
+
+    def __init__(
+        self,
+        gates: AttentionGates,
+        valid: Tensor,
+        prompt_length: Tensor | None = None,
+        hard: bool = False,
+        first: Tensor | None = None,
+    ) -> None:
+        config = gates.config
+        if prompt_length is None and (config.scope == "prompt" or config.prefill == "dense"):
+            raise UserError(
+                f"gate.scope={config.scope}, gate.prefill={config.prefill}: expected batches with a prompt and a "
+                "response; for plain packed text use scope=causal with prefill=sparse."
+            )
+        if prompt_length is not None and first is not None:
+            raise UserError("A row of several documents has no prompt: give Gating first or prompt_length, not both.")
+        super().__init__(valid, first)
+        valid = valid.bool()
+        self.gates, self.hard = gates, hard
+        rank = valid.cumsum(1) - 1
+        #: ``[B, T]`` bool: the tokens that gates may evict, which are also those that losses and metrics count.
+        self.prompt = valid if prompt_length is None else valid & (rank < prompt_length[:, None])
+        columns = torch.arange(1, valid.shape[1] + 1, device=valid.device)
+        ends = (self.prompt * columns).amax(1)
+        self._end = int(ends.max())
+        seen = self.prompt if config.scope == "prompt" else valid
+        seen = seen[:, : self._end]
+        self._seen = None if bool(seen.all()) else seen
+        self._dense_until = ends if config.prefill == "dense" else None
+        #: Gate logits ``[B, Hkv, T']`` of each gated layer, T' being the columns up to the longest prompt's end.
+        self.logits: dict[int, Tensor] = {}
+        self._keep: dict[int, Tensor] = {}
+
+    def counted(self) -> Tensor:
+        """Return ``[B, T']`` bool: the columns of ``logits`` whose tokens gates may evict."""
+        return self.prompt[:, : self._end]
+
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+        """Check that the batch is the one this object was made for."""
+        if (batch, length) != tuple(self.prompt.shape):
+            raise UserError(f"Gating was made for a batch {tuple(self.prompt.shape)}, not {(batch, length)}.")
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Run the gate that reads this layer's input."""
+        logits = self._run_gate(layer, hidden)
+        if logits is None:
+            return
+        target = layer + self.gates.config.layer_offset
+        self.logits.setdefault(target, logits)  # gradient checkpointing runs a layer twice
+        keep = self.gates.flags(logits).float() if self.hard else self.gates.keep(logits)
+        keep = torch.where(self.counted()[:, None].to(keep.device), keep, 1.0)
+        self._keep[target] = nn.functional.pad(keep, (0, hidden.shape[1] - self._end), value=1.0)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend under the flags of the layer, or as the model does where it has no gate."""
+        keep, device = self._keep.get(call.layer), call.q.device
+        if keep is None:
+            return super().attend(call)
+        config = self.gates.config
+        shared: dict[str, Any] = {
+            "key_valid": _to(self.valid, device),
+            "scaling": call.scaling,
+            "recent": config.recent_tokens,
+            "sinks": config.sink_tokens,
+            "window": call.window,
+        }
+        learning = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
+        if self.hard and self._dense_until is None and self.first is None and not learning:
+            return gated_prefill(call.q, call.k, call.v, keep.to(device, torch.bool), **shared)
+        shared |= {"dense_until": _to(self._dense_until, device), "first": _to(self.first, device)}
+        return gated_attention(call.q, call.k, call.v, keep.to(device), **shared)
+
+    def forget(self, layer: int) -> None:
+        """Free what is held for a layer."""
+        self.logits.pop(layer, None)
+        self._keep.pop(layer, None)
+
+    def _run_gate(self, layer: int, hidden: Tensor) -> Tensor | None:
+        name = str(layer + self.gates.config.layer_offset)
+        if name not in self.gates.layers:
+            return None
+        device = hidden.device
+        first = None if self.first is None else self.first[:, : self._end]
+        gate = self.gates.layers[name]
+        logits: Tensor = gate(hidden[:, : self._end], _to(self._seen, device), self.left_padded, _to(first, device))
+        return logits
+
+
+class Observing(Gating):
+    """A dense forward pass that runs the gates and records the targets of their regression.
+
+    Meant to run under ``torch.no_grad()``: only the gates build a graph, so a step costs no backward through the model.
+    ``targets`` holds, by gated layer, the log of the attention from later queries on each prompt key,
+    ``[B, Hkv, T']`` float32. Later queries are those that eviction would affect: the response's with
+    ``prefill="dense"``, else all.
+
+    Args:
+        gates: gates of the model.
+        valid: ``[B, T]``, nonzero on real tokens.
+        prompt_length: ``[B]`` long, or None: then every token counts.
+        target: ``attention``: the mean over queries of the summed weights; ``obcache_value``: the root of the mean of
+            squared weights, times the norm of the value (OBCache, value term, of the future).
+    """
+
+    def __init__(
+        self,
+        gates: AttentionGates,
+        valid: Tensor,
+        prompt_length: Tensor | None = None,
+        target: str = "attention",
+    ) -> None:
+        super().__init__(gates, valid, prompt_length)
+        self.target = target
+        self.window: int | None = None
+        self.targets: dict[int, Tensor] = {}
+        only_responses = prompt_length is not None and gates.config.prefill == "dense"
+        self._queries = valid.bool() & ~self.prompt if only_responses else valid.bool()
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Run the gate with a graph of its own."""
+        with torch.enable_grad():
+            logits = self._run_gate(layer, hidden.detach())
+        if logits is not None:
+            self.logits[layer + self.gates.config.layer_offset] = logits
+
+    def payable(self, window: int | None = None) -> Tensor:
+        """Return ``[B, T']`` bool: the prompt tokens that some counting query could see."""
+        columns = torch.arange(self.prompt.shape[1], device=self.prompt.device)
+        first = torch.where(self._queries, columns, columns.numel()).amin(1, keepdim=True)
+        last = torch.where(self._queries, columns, -1).amax(1, keepdim=True)
+        columns = columns[: self._end]
+        nearest = torch.maximum(columns + self.gates.config.recent_tokens, first)
+        seen = nearest <= last
+        return self.counted() & (seen if window is None else seen & (nearest - columns < window))
+
+    @torch.no_grad()
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend densely and keep the statistics of the layers that have a gate."""
+        if str(call.layer) in self.gates.layers:
+            power = 1 if self.target == "attention" else 2
+            sums = column_sums(
+                call.q,
+                call.k,
+                call.scaling,
+                queries=self._queries,
+                key_valid=self.valid,
+                window=call.window,
+                power=power,
+                skip=self.gates.config.recent_tokens,
+                mean=True,
+            )
+            grouped = sums.view(*call.k.shape[:2], -1, sums.shape[-1]).mean(2)
+            log = grouped.clamp_min(1e-12).log()
+            if power == 2:
+                log = 0.5 * log + call.v.float().norm(dim=-1).clamp_min(1e-12).log()
+            self.targets[call.layer] = log[..., : self._end]
+            self.window = call.window
+        return Dense.attend(self, call)
+
+
+def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)  # layers may lie on several devices

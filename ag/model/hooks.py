@@ -1,0 +1,379 @@
+"""How a plan takes part in the forward pass of a Hugging Face model: hooks, the attention interface, decoder and head.
+
+A *plan* (:class:`Plan`: the gates of a training step, or an eviction cache) arrives as keyword argument ``gating`` or
+``past_key_values``. The decoder's forward passes it the padding, and runs the tokens in blocks if the plan asks for
+them; a hook on each attention module passes it the hidden states; the attention function passes it q, k and v. Without
+a plan the model's own attention runs. Nothing global changes: each attention module gets its own shallow copy of the
+configuration, whose attention implementation is ``ag``, so that recomputation under gradient checkpointing takes the
+same path.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from ag.errors import UserError
+from ag.kernels.gated_attention import gated_attention
+
+IMPLEMENTATION = "ag"
+
+
+class UnsupportedModelError(UserError, TypeError):
+    """A model class that cannot take a custom attention function."""
+
+
+@dataclass
+class AttentionCall:
+    """One call of a layer's attention: q ``[B, H, T, D]``, k and v ``[B, Hkv, T, D]`` of the new tokens, post-RoPE.
+
+    Measurements are kept in ``memo``, so that the parts of a policy, and caches that share a forward pass, make each of
+    them once.
+    """
+
+    module: nn.Module
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scaling: float
+    window: int | None
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def at(self, columns: Tensor) -> AttentionCall:
+        """Return the same call for the tokens in ``columns`` ``[B, T']``."""
+
+        def pick(x: Tensor) -> Tensor:
+            return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+        return replace(self, q=pick(self.q), k=pick(self.k), v=pick(self.v), memo={})
+
+    def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
+        """Attend causally to every new token, ``[B, H, T, D]``; by the model's own implementation where it can.
+
+        Args:
+            valid: ``[B, T]`` bool, or None without padding.
+            left_padded: whether some row starts with padding (padding on the right is never seen).
+        """
+        windowed = self.window is not None and self.q.shape[2] > self.window
+        if left_padded or windowed:
+            return gated_attention(self.q, self.k, self.v, None, valid, scaling=self.scaling, window=self.window)
+        name = _own_implementation(self.module)
+        name = "sdpa" if name == "eager" else name  # eager needs an n^2 mask to be causal
+        own = ALL_ATTENTION_FUNCTIONS[name]
+        out: Tensor = own(self.module, self.q, self.k, self.v, None, dropout=0.0, scaling=self.scaling)[0]
+        return out.transpose(1, 2)
+
+
+class Plan(ABC):
+    """What to do in each layer of a forward pass."""
+
+    @abstractmethod
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+        """Start a forward pass over ``[B, T]`` new tokens; the mask is ``[B, seen + T]``, nonzero on real tokens."""
+
+    def blocks(self) -> Iterator[Tensor] | None:
+        """Yield the columns ``[B, w]`` of the new tokens to read next, -1 for none; None: all are read at once."""
+        return None
+
+    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
+        """Return the positions ``[B, w]`` for the rotary embedding of the tokens in ``columns``, or of all new ones.
+
+        Args:
+            given: ``position_ids`` ``[B or 1, T]`` of all new tokens as the caller gave them, or None.
+            columns: ``[B, w]``, or None for all.
+        """
+        return given
+
+    def finish(self, states: Tensor) -> Tensor:
+        """Return the final hidden states ``[B, T, d]`` of the new tokens as the model's head is to see them."""
+        return states
+
+    def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
+        """Announce the whole text: what was seen of it, and the rest, which comes in one or several passes.
+
+        Args:
+            valid: ``[B, T]`` bool, False on padding.
+            tokens: ``[B, T]`` ids, where they are known.
+        """
+        return None
+
+    def saw(self, tokens: Tensor) -> None:
+        """Record the text ``[B, T]`` after generation; its last token may not have been read yet."""
+        return None
+
+    @abstractmethod
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Look at the hidden states ``[B, T, d]`` that enter the attention of a layer."""
+
+    @abstractmethod
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Compute the attention output ``[B, H, T, D]``."""
+
+
+@dataclass
+class Attachment:
+    """What :func:`instrument` changed, kept on the decoder so that :func:`restore` can undo it."""
+
+    base: nn.Module
+    handles: list[RemovableHandle]
+    configs: list[tuple[nn.Module, PretrainedConfig]]
+    forward: Callable[..., Any] | None  # the decoder's, where it had one of its own (accelerate's hooks)
+    gates: nn.Module | None = None  # see ag.gates.attach
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device a module runs on: that of its weights, or, while these are offloaded, of accelerate's hooks."""
+    device = next(module.parameters()).device
+    if device.type != "meta":
+        return device
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    found = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((device for device in found if device is not None), "cpu"))
+
+
+def instrument(model: nn.Module) -> Attachment:
+    """Install the hooks and the attention function once; a second call returns the first one's record.
+
+    Raises:
+        TypeError: when the model class does not use the attention interface of transformers.
+    """
+    decoder = decoder_of(model)
+    existing: Attachment | None = getattr(decoder, "_ag_attachment", None)
+    if existing is not None:
+        return existing
+    handles, configs = [], []
+    for index, layer in enumerate(decoder.layers):
+        module = layer.self_attn
+        handles.append(module.register_forward_pre_hook(partial(_before_attention, index), with_kwargs=True))
+        configs.append((module, module.config))
+        module.config = copy.copy(module.config)
+        module.config._attn_implementation = IMPLEMENTATION
+        module._ag_own_config = configs[-1][1]
+    base = _unwrapped(model)
+    attachment = decoder._ag_attachment = Attachment(base, handles, configs, vars(decoder).get("forward"))
+    decoder.forward = partial(_decode, decoder, decoder.forward)
+    base.generate = partial(_generate, base)
+    return attachment
+
+
+def restore(model: nn.Module) -> None:
+    """Undo everything that this library did to a model; does nothing to an untouched one."""
+    decoder = decoder_of(model)
+    attachment: Attachment | None = getattr(decoder, "_ag_attachment", None)
+    if attachment is None:
+        return
+    for handle in attachment.handles:
+        handle.remove()
+    for module, config in attachment.configs:
+        module.config = config  # type: ignore[assignment]
+        del module._ag_own_config
+    vars(attachment.base).pop("generate", None)
+    if getattr(vars(decoder)["forward"], "func", None) is not _decode:  # accelerate hooked the decoder since
+        decoder._old_forward = attachment.forward or type(decoder).forward.__get__(decoder)
+    elif attachment.forward is not None:
+        decoder.forward = attachment.forward
+    else:
+        del decoder.forward
+    del decoder._ag_attachment
+
+
+def decoder_of(model: nn.Module) -> Any:
+    """Return the stack of layers inside a causal language model, through PEFT's wrapper.
+
+    Raises:
+        TypeError: when there is none, or it does not use the attention interface.
+    """
+    base = _unwrapped(model)
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    layers = getattr(decoder, "layers", ())
+    supported = isinstance(base, PreTrainedModel) and base._supports_attention_backend
+    if not (supported and layers and all(hasattr(layer, "self_attn") for layer in layers)):
+        raise UnsupportedModelError(
+            f"{type(base).__name__} does not use the attention interface of transformers (layers with self_attn and "
+            "_supports_attention_backend); use a model that does, such as Llama, Mistral, Qwen2 or Qwen3."
+        )
+    return decoder
+
+
+def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
+    """Apply the language model head to final hidden states ``[..., d]``, with the model's own soft cap."""
+    base = _unwrapped(model)
+    logits: Tensor = base.get_output_embeddings()(hidden)
+    cap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _unwrapped(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate, and tell the cache the text and where the prompt ends, which chunks and drafts do not show."""
+    cache = kwargs.get("past_key_values")
+    given = (*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
+    tokens = next((x for x in given if x is not None), None)
+    if not isinstance(cache, Plan) or tokens is None:
+        return type(model).generate(model, *args, **kwargs)
+    mask, ids = kwargs.get("attention_mask"), tokens if tokens.ndim == 2 else None
+    cache.expect(torch.ones(tokens.shape[:2], dtype=torch.bool) if mask is None else mask.bool(), ids)
+    output = type(model).generate(model, *args, **kwargs)
+    text = getattr(output, "sequences", output)
+    if ids is not None and isinstance(text, Tensor):
+        cache.saw(text)
+    return output
+
+
+def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the decoder under a plan, or as it is when there is none."""
+    named = kwargs
+    if args:
+        names = list(inspect.signature(type(decoder).forward).parameters)[1:]
+        named = dict(zip(names, args, strict=False)) | kwargs
+    plan = named.get("gating") or named.get("past_key_values")
+    if not isinstance(plan, Plan):
+        return forward(*args, **kwargs)
+    name = "input_ids" if named.get("inputs_embeds") is None else "inputs_embeds"
+    tokens: Tensor = named[name]
+    plan.begin(decoder, named.get("attention_mask"), tokens.shape[0], tokens.shape[1])
+    # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the plan knows the padding
+    named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+    given, blocks = named.pop("position_ids", None), plan.blocks()
+    if blocks is None:
+        out = forward(**named, position_ids=plan.positions(given, None))
+    else:
+        parts = []
+        for columns in blocks:
+            index = columns.clamp_min(0).to(tokens.device)
+            part = tokens.gather(1, index) if tokens.ndim == 2 else tokens.gather(1, _wide(index, tokens))
+            parts.append((columns, forward(**named | {name: part}, position_ids=plan.positions(given, columns))))
+        out = _joined(parts, tokens.shape[1])
+    if hasattr(out, "last_hidden_state"):  # not a tuple
+        out.last_hidden_state = plan.finish(out.last_hidden_state)
+    return out
+
+
+def _joined(parts: list[tuple[Tensor, Any]], length: int) -> Any:
+    """Put the outputs of blocks back into their columns."""
+
+    def join(outputs: list[Tensor]) -> Tensor:
+        first = outputs[0]
+        whole = first.new_zeros(
+            first.shape[0], length + 1, *first.shape[2:]
+        )  # the last column takes outputs of no token
+        for (columns, _), output in zip(parts, outputs, strict=True):
+            whole.scatter_(1, _wide(columns.where(columns >= 0, length).to(output.device), output), output)
+        return whole[:, :length]
+
+    out = parts[-1][1]
+    out.last_hidden_state = join([part.last_hidden_state for _, part in parts])
+    if out.hidden_states is not None:
+        out.hidden_states = tuple(map(join, map(list, zip(*(part.hidden_states for _, part in parts), strict=True))))
+    return out
+
+
+def _wide(index: Tensor, like: Tensor) -> Tensor:
+    return index[:, :, None].expand(-1, -1, like.shape[-1])
+
+
+def check_rotations(decoder: Any) -> None:
+    """Raise ``UserError`` unless keys can be rotated to new positions: fixed frequencies, no sliding windows."""
+    rotary: Any = getattr(decoder, "rotary_emb", None)
+    kind = getattr(rotary, "rope_type", None)
+    if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
+        raise UnsupportedModelError(
+            f"positions=slot: {type(decoder).__name__} rotates keys by {kind or 'no'} RoPE; expected one with fixed "
+            "frequencies (default, linear, llama3, yarn). Use positions=original."
+        )
+    size, turned = decoder.layers[0].self_attn.head_dim, 2 * len(rotary.inv_freq)
+    if turned != size:
+        raise UnsupportedModelError(
+            f"positions=slot: {type(decoder).__name__} rotates {turned} of a key's {size} "
+            "dimensions; expected all. Use positions=original."
+        )
+    window = getattr(decoder.config, "sliding_window", None)
+    if window and "sliding_attention" in (getattr(decoder.config, "layer_types", None) or ["sliding_attention"]):
+        raise UserError(
+            f"positions=slot: {type(decoder).__name__} attends within a sliding window of {window} tokens, which slots "
+            "would move; use positions=original."
+        )
+
+
+def rotate(decoder: Any, x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate queries or keys further by whole positions, as the model's RoPE does; negative ones turn back.
+
+    Args:
+        decoder: the model's stack of layers.
+        x: ``[B, H, n, D]``, already scaled as the model's RoPE scales (yarn).
+        positions: ``[B, H or 1, n]`` long.
+    """
+    apply = sys.modules[type(decoder).__module__].apply_rotary_pos_emb
+    positions = positions.expand(x.shape[:3]).flatten(0, 1)
+    flat = x.float().flatten(0, 1)
+    cos, sin = (part / decoder.rotary_emb.attention_scaling for part in decoder.rotary_emb(flat, positions))
+    turned: Tensor = apply(flat[:, None], flat[:, None][:, :0], cos, sin)[0]
+    return turned.view_as(x).to(x.dtype)
+
+
+def _before_attention(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plan = kwargs.pop("gating", None) or kwargs.get("past_key_values")
+    if not isinstance(plan, Plan):
+        return None
+    plan.enter_layer(index, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+    return args, kwargs | {"ag_plan": plan, "ag_layer": index}
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    ag_plan: Plan | None = None,
+    ag_layer: int = 0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Serve the attention interface: the plan's attention, or the model's own when there is no plan."""
+    if ag_plan is None:
+        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        own: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(_own_implementation(module), eager)
+        result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **kwargs)
+        return result
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(f"{type(module).__name__} attends with {name}, which gates do not support.")
+    scaling = kwargs.get("scaling")
+    call = AttentionCall(
+        module,
+        ag_layer,
+        query,
+        key,
+        value,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        kwargs.get("sliding_window"),
+    )
+    out = ag_plan.attend(call)
+    rate = kwargs.get("dropout", 0.0)
+    return F.dropout(out, rate, module.training).transpose(1, 2).contiguous(), None
+
+
+def _own_implementation(module: nn.Module) -> str:
+    name: str = module._ag_own_config._attn_implementation  # type: ignore[union-attr, assignment]
+    return name
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)

@@ -1,0 +1,111 @@
+"""A base model with random weights, to measure a run without a download: ``model.name=random:PATH.json``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from ag.errors import UserError
+
+if TYPE_CHECKING:
+    from ag.config import ModelConfig
+
+PREFIX = "random:"
+SPREAD = 0.02  # standard deviation of the weights
+SPECIAL = ("<unk>", "<s>", "</s>")
+
+
+def geometry(name: str) -> PretrainedConfig:
+    """Read the JSON file that ``random:PATH.json`` names.
+
+    Raises:
+        UserError: for a file that is not there, or that describes no model.
+    """
+    path = Path(name.removeprefix(PREFIX)).expanduser()
+    try:
+        found: PretrainedConfig = AutoConfig.from_pretrained(str(path))
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"model.name={name}: {reason}; expected {PREFIX}PATH, a JSON file with a model's configuration "
+            "(docs/models/llama-2-7b.json)."
+        ) from error
+    return found
+
+
+def load(config: ModelConfig, device: torch.device | str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Make the model that a configuration describes, drawn on the device, and a tokenizer of single bytes.
+
+    Args:
+        config: ``name`` is ``random:PATH.json``; type, quantisation and checkpointing as for a model that is loaded.
+        device: where the weights go; None: the GPU of this process, or the CPU where there is none.
+
+    Raises:
+        UserError: for a configuration that cannot be read.
+    """
+    shape = geometry(config.name)
+    if device is None:
+        rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0
+        device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+    dtype, attention = getattr(torch, config.dtype), config.attn_implementation
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=attention)
+    draw = torch.Generator(device).manual_seed(0)
+    if config.quantization == "nf4":
+        _quantise(model, dtype, draw)
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):  # a buffer that is computed, not drawn
+            module.__init__(shape)
+            module.to(device)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                module._parameters[name] = nn.Parameter(_drawn(parameter, draw), requires_grad=False)
+    model.tie_weights()
+    return model, _tokenizer(shape)
+
+
+def _drawn(parameter: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Draw a matrix; a vector is a norm's scale, and 1."""
+    values = torch.empty(parameter.shape, dtype=parameter.dtype, device=draw.device)
+    return values.fill_(1) if parameter.ndim < 2 else values.normal_(0, SPREAD, generator=draw)
+
+
+def _quantise(model: PreTrainedModel, dtype: torch.dtype, draw: torch.Generator) -> None:
+    """Replace the linear layers, one at a time and but for the head, by 4-bit ones as ``ag.model.base`` asks for."""
+    bnb: Any = importlib.import_module("bitsandbytes")
+    head = model.get_output_embeddings()
+    linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    for name, module in linear:
+        layer = bnb.nn.Linear4bit(
+            module.in_features,
+            module.out_features,
+            bias=module.bias is not None,
+            compute_dtype=dtype,
+            quant_type="nf4",
+            device="meta",
+        )
+        layer.weight = bnb.nn.Params4bit(
+            _drawn(module.weight, draw), requires_grad=False, compress_statistics=True, quant_type="nf4", module=layer
+        ).to(draw.device)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer)
+    model.is_loaded_in_4bit = model.is_quantized = True  # type: ignore[assignment]  # what PEFT asks for
+
+
+def _tokenizer(shape: PretrainedConfig) -> PreTrainedTokenizerFast:
+    """Make a tokenizer of single bytes, the ids below 260."""
+    letters = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    if shape.get_text_config().vocab_size < len(letters):
+        raise UserError(f"vocab_size={shape.get_text_config().vocab_size}: expected at least {len(letters)}.")
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, [], unk_token=SPECIAL[0]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    unknown, begin, end = SPECIAL
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=unknown, bos_token=begin, eos_token=end)

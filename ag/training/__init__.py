@@ -1,0 +1,1 @@
+"""Training: the Lightning module, its losses and metrics, sharding, and the memory plan."""

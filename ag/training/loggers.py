@@ -1,0 +1,148 @@
+"""Where metrics go: metrics.csv always, TensorBoard and W&B on request."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import secrets
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from ag.config import Config
+
+
+class MetricsFile(Logger):
+    """Writes `metrics.csv`: one row for each step that logs anything, on disk as soon as it is logged.
+
+    `step` is the number of optimiser steps done, as in the names of the checkpoints; training and validation
+    metrics of one step share a row, and what a step did not log is an empty cell. A resumed run continues the
+    file and drops the rows that the run before it wrote after its last checkpoint.
+
+    (Lightning's CSVLogger deletes the file of an earlier run in the same folder.)
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self._path = Path(run_dir) / "metrics.csv"
+        self._columns = ["step"]
+        self._row: dict[str, Any] = {}
+        self._row_start = 0
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        return self._path.name
+
+    @property
+    def version(self) -> str:
+        """The name of the run folder."""
+        return self._path.parent.name
+
+    @property
+    def save_dir(self) -> str:
+        """The run folder."""
+        return str(self._path.parent)
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the recipe is in config.yaml."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write the metrics of one step.
+
+        Args:
+            metrics: scalars by name.
+            step: Lightning's number of the step, counted from 0.
+        """
+        step_done = (step or 0) + 1
+        if not self._row:
+            rows = {row["step"]: row for row in read_metrics(self._path)}
+            if all(
+                name.startswith("val/") for name in metrics
+            ):  # a validation of the step that the run was resumed from
+                self._row = rows.get(step_done, {})
+            self._rewrite([row for step, row in rows.items() if step < step_done])
+        same = step_done == self._row.get("step")
+        self._row = {**(self._row if same else {"step": step_done}), **metrics}
+        if not self._row.keys() <= set(self._columns):
+            self._rewrite([row for row in read_metrics(self._path) if row["step"] != step_done])
+        with open(self._path, "r+b") as file:
+            if not same:
+                self._row_start = file.seek(0, os.SEEK_END)
+            file.seek(self._row_start)
+            file.write(self._lines([self._row]))
+            file.truncate()
+
+    def _rewrite(self, rows: list[dict[str, float]]) -> None:
+        """Replace the file by a header that has every column, and `rows`."""
+        seen = dict.fromkeys([*self._columns, *(name for row in rows for name in row), *self._row])
+        self._columns = list(seen)
+        header = dict(zip(self._columns, self._columns, strict=True))
+        content = self._lines([header, *rows])
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        os.replace(partial, self._path)
+        self._row_start = len(content)
+
+    def _lines(self, rows: list[dict[str, Any]]) -> bytes:
+        text = io.StringIO()
+        csv.DictWriter(text, self._columns, lineterminator="\n").writerows(rows)
+        return text.getvalue().encode()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Read a `metrics.csv`: one dictionary a row, without the empty cells; [] when there is no file.
+
+    A last line that was cut short, by a killed run, is left out.
+    """
+    if not path.exists():
+        return []
+    text = path.read_text()
+    rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+    return [{name: _number(cell) for name, cell in row.items() if cell} for row in rows]
+
+
+def _number(cell: str) -> float:
+    return int(cell) if cell.isdigit() else float(cell)
+
+
+def build_loggers(config: Config, run_dir: Path) -> list[Logger]:
+    """Make the loggers of a run: metrics.csv, and those that `logger` asks for.
+
+    The id of the W&B run is kept in `run_dir/wandb_id.txt`, so a resumed run continues it.
+
+    Args:
+        config: the recipe; `logger` and `wandb.*` are read.
+        run_dir: the run folder; TensorBoard writes to `tensorboard/` in it and W&B to `wandb/`.
+    """
+    run_dir = Path(run_dir)
+    loggers: list[Logger] = [MetricsFile(run_dir)]
+    if "tensorboard" in config.logger:
+        loggers.append(TensorBoardLogger(run_dir, name="tensorboard", version="", default_hp_metric=False))
+    if "wandb" in config.logger:
+        loggers.append(
+            WandbLogger(
+                project=config.wandb.project,
+                name=run_dir.name,
+                save_dir=run_dir,
+                offline=config.wandb.offline,
+                id=_wandb_id(run_dir),
+            )
+        )
+    return loggers
+
+
+@rank_zero_only
+def _wandb_id(run_dir: Path) -> str:
+    path = run_dir / "wandb_id.txt"
+    if not path.exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(secrets.token_hex(4))
+    return path.read_text()

@@ -1,0 +1,160 @@
+"""The losses: language modelling, distillation, eviction and the regression warm start.
+
+Each is a mean over the *global* batch of all ranks, and its gradient is right under DistributedDataParallel, which
+averages gradients over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ag.gates.gate import AttentionGates
+from ag.gates.gating import Gating, Observing
+from ag.model.hooks import lm_logits
+
+
+def world_size() -> int:
+    """Return the number of ranks, 1 outside distributed training."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def global_sum(value: Tensor) -> Tensor:
+    """Sum a tensor over all ranks, without gradient."""
+    value = value.detach().clone()
+    if world_size() > 1:
+        dist.all_reduce(value)
+    return value
+
+
+def response_positions(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (rows, columns) ``[N]`` of the positions whose *next* token carries loss; ``labels [B, T]``, -100 none."""
+    rows, columns = (labels[:, 1:] != -100).nonzero(as_tuple=True)
+    return rows, columns
+
+
+def token_nll(model: nn.Module, hidden: Tensor, labels: Tensor, chunk: int = 1024) -> tuple[Tensor, Tensor]:
+    """Compute the negative log-likelihood of each label.
+
+    Args:
+        model: the language model, for its head.
+        hidden: final hidden states ``[B, T, d]``.
+        labels: ``[B, T]``, aligned with the input, -100 where there is no loss.
+        chunk: tokens whose logits exist at once; the backward pass computes them again.
+
+    Returns:
+        The losses ``[N]`` in nats, float32, and the row ``[N]`` of each.
+    """
+    rows, columns = response_positions(labels)
+
+    def nll(states: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(lm_logits(model, states).float(), target, reduction="none")
+
+    return _in_chunks(nll, chunk, hidden[rows, columns], labels[rows, columns + 1]), rows
+
+
+def token_kl(
+    model: nn.Module, hidden: Tensor, teacher: Tensor, labels: Tensor, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """Compute KL(teacher || student) of the next-token distributions at the positions that carry loss.
+
+    Args:
+        model: the language model, for its head.
+        hidden: final hidden states of the student ``[B, T, d]``.
+        teacher: those of the teacher.
+        labels: ``[B, T]``, -100 where there is no loss.
+        chunk: tokens whose logits exist at once.
+
+    Returns:
+        The divergences ``[N]`` in nats, float32, and the row ``[N]`` of each.
+    """
+    rows, columns = response_positions(labels)
+
+    def divergence(student_states: Tensor, teacher_states: Tensor) -> Tensor:
+        student = lm_logits(model, student_states).float().log_softmax(-1)
+        with torch.no_grad():
+            target = lm_logits(model, teacher_states).float().log_softmax(-1)
+        return F.kl_div(student, target, reduction="none", log_target=True).sum(-1)
+
+    return _in_chunks(divergence, chunk, hidden[rows, columns], teacher[rows, columns]), rows
+
+
+def sample_mean(values: Tensor, rows: Tensor, batch: int) -> Tensor:
+    """Average over the tokens of each row, then over the rows that have tokens.
+
+    Each sample weighs the same, so that a batch split over ranks or accumulated in parts of equal size gives the same
+    gradient as the whole batch.
+
+    Args:
+        values: ``[N]``, one for each token.
+        rows: ``[N]``, the row of each.
+        batch: number of rows.
+    """
+    sums = values.new_zeros(batch).index_add(0, rows, values)
+    counts = values.new_zeros(batch).index_add(0, rows, torch.ones_like(values))
+    return (sums / counts.clamp_min(1)).sum() / (counts > 0).sum().clamp_min(1)
+
+
+def gate_means(gates: AttentionGates, gating: Gating) -> dict[Literal["soft", "hard"], Tensor]:
+    """Return the mean gate over all layers, heads and gated tokens of the global batch, over sigmoids and over flags.
+
+    The values are the global means; the gradient (for flags the straight-through one) is that of the global mean.
+    """
+    counted = gating.counted()[:, None]
+    probability = torch.stack([gates.probability(logits) for logits in gating.logits.values()])
+    flags = (probability > gates.config.threshold).float() + (probability - probability.detach())
+    count = global_sum(counted.sum()) * probability.shape[0] * probability.shape[2]
+
+    def mean(values: Tensor) -> Tensor:
+        local = (values * counted).sum() / count.clamp_min(1)
+        return global_sum(local) + world_size() * (local - local.detach())
+
+    return {"soft": mean(probability), "hard": mean(flags)}
+
+
+def eviction_loss(mean: Tensor, beta: float) -> Tensor:
+    """Return ``|mean - beta|`` (Attention-Gate, section 3.5)."""
+    return (mean - beta).abs()
+
+
+def regression_loss(gates: AttentionGates, observed: Observing, keep: float) -> Tensor:
+    """Regress gate logits on the log attention of later queries on each token (a warm start; no gradient in the model).
+
+    For each sequence and head the targets are standardised, and shifted so that the share ``keep`` of them lies above
+    the gate's threshold. Tokens that no later query could see do not count.
+
+    Args:
+        gates: the gates.
+        observed: a forward pass under :class:`ag.gates.gating.Observing`.
+        keep: share of tokens to keep, in (0, 1).
+    """
+    config = gates.config
+    boundary = torch.logit(torch.tensor(config.threshold)).item() - config.bias
+    total = torch.zeros((), device=observed.prompt.device)
+    mask = observed.payable(observed.window)[:, None]
+    tokens = global_sum(mask.sum()) / world_size()
+    for layer, target in observed.targets.items():
+        count = mask.sum(-1, keepdim=True).clamp_min(1)
+        mean = (target * mask).sum(-1, keepdim=True) / count
+        centred = (target - mean) * mask
+        z = centred / (centred.square().sum(-1, keepdim=True) / count).sqrt().clamp_min(1e-6)
+        cut = z.masked_fill(~mask, float("nan")).nanquantile(1 - keep, dim=-1, keepdim=True).nan_to_num(0.0)
+        loss = F.smooth_l1_loss(observed.logits[layer], z - cut + boundary, reduction="none")
+        total = total + (loss * mask).sum() / (tokens * loss.shape[1]).clamp_min(1)
+    return total / max(len(observed.targets), 1)
+
+
+def _in_chunks(function: Callable[..., Tensor], chunk: int, *tensors: Tensor) -> Tensor:
+    count = len(tensors[0])
+    if count <= chunk:
+        return function(*tensors)
+    parts = zip(*(tensor.split(chunk) for tensor in tensors), strict=True)
+    if not torch.is_grad_enabled():
+        return torch.cat([function(*part) for part in parts])
+    return torch.cat([checkpoint(function, *part, use_reentrant=False) for part in parts])

@@ -1,0 +1,448 @@
+"""The comparison as a whole: cells, resuming, sharing the work, bad input."""
+
+import io
+import json
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import by_hand_cells
+import pytest
+import torch
+from gates_for import gates_for
+
+from ag.compare import CompareConfig, compare, main
+from ag.config.keys import ConfigError
+from ag.config.recipes import resolve
+from ag.errors import UserError
+from ag.evaluate import tasks
+from ag.evaluate.comparison.cells import plan
+from ag.evaluate.comparison.results import Results
+from ag.evaluate.tasks import Outcome
+from ag.gates import export
+
+
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch):
+    """They take most of the time, and test_report draws them."""
+    monkeypatch.setattr("ag.evaluate.comparison.plots.draw", lambda comparison: [])
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+def lines(output):
+    """The rows of results.jsonl without what may differ between runs."""
+    rows = [json.loads(line) for line in (Path(output) / "results.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+def in_process(work, *arguments):
+    process = FORK.Process(target=work, args=arguments)
+    process.start()
+    return process
+
+
+def test_cells_hold_what_a_plain_computation_gives(config, quiet, tiny_folder):
+    comparison = compare(config(), quiet)
+    assert [(entry.row.label, entry.row.budget) for entry in comparison.entries] == [
+        ("full", None),
+        ("h2o", 0.5),
+        ("h2o", 0.25),
+        ("tova", 0.5),
+        ("tova", 0.25),
+    ]
+    for entry in comparison.entries:
+        losses, kept = by_hand_cells.continuations(tiny_folder, entry.row.label, entry.row.budget, 40, 8)
+        assert [outcome.score for outcome in entry.outcomes] == pytest.approx(losses, abs=1e-4)
+        assert (entry.row.n, entry.row.too_short, entry.row.too_long) == (6, 1, 0)
+        assert entry.row.mean == pytest.approx(sum(losses) / 6, abs=1e-4)
+        assert entry.row.kept == pytest.approx(kept)
+        assert entry.row.metric == "nats per token" and not entry.row.higher_is_better
+        assert entry.row.prefill == "dense"
+    full, h2o = comparison.entries[:2]
+    assert full.paired is None
+    assert h2o.paired.difference == pytest.approx(h2o.row.mean - full.row.mean)
+    assert h2o.row.policy == "ag.policy('h2o', budget=0.5, strict=False)"
+    assert h2o.row.versions["torch"] == torch.__version__
+
+
+def test_a_second_run_computes_nothing_and_changes_nothing(config, quiet, monkeypatch):
+    compare(config(), quiet)
+    folder = Path(config().output)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    monkeypatch.setattr("ag.model.base.load_base", None)
+    compare(config(), quiet)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_cells_alone_or_together_are_the_same(config, quiet, tmp_path):
+    compare(config(), quiet)
+    compare(config(together=1, output=str(tmp_path / "alone")), quiet)
+    assert lines(tmp_path / "alone") == lines(config().output)
+    assert (tmp_path / "alone" / "table.md").read_text() == (Path(config().output) / "table.md").read_text()
+
+
+def test_a_wider_run_keeps_what_is_there(config, quiet):
+    compare(config(policies=["full", "h2o"]), quiet)
+    few = lines(config().output)
+    compare(config(), quiet)
+    assert lines(config().output)[:3] == few
+    assert len(lines(config().output)) == 5
+
+
+def test_other_settings_are_other_cells(config):
+    keys = {cell.key for cell in plan(config())}
+    for change in (
+        {"samples": 3},
+        {"dtype": "bfloat16"},
+        {"quantization": "nf4"},
+        {"task_options": {"ppl": {"prompt": 41, "continuation": 8}}},
+        {"policy_options": {"h2o": {"recent": 2}}},
+        {"schedule": "every"},
+    ):
+        assert {cell.key for cell in plan(config(**change))} != keys
+    for change in ({"device": "cuda"}, {"together": 1}, {"output": "elsewhere"}, {"retry": True}):
+        assert {cell.key for cell in plan(config(**change))} == keys
+
+
+def _die_while_writing(config, quiet):
+    append, count = Results.append, 0
+
+    def torn(self, row, outcomes, views):
+        nonlocal count
+        count += 1
+        if count < 3:
+            return append(self, row, outcomes, views)
+        with (self.folder / "results.jsonl").open("ab") as file:
+            file.write(json.dumps(asdict(row)).encode()[:50])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Results.append = torn
+    compare(config, quiet)
+
+
+def test_a_killed_run_resumes_to_the_same_results(config, quiet, tmp_path):
+    """SIGKILL in the middle of the third row, its lock held."""
+    compare(config(output=str(tmp_path / "whole")), quiet)
+    process = in_process(_die_while_writing, config(together=1), quiet)
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    output = Path(config().output)
+    assert len((output / "results.jsonl").read_text().splitlines()) == 3
+    assert not (output / "table.md").exists()
+    compare(config(together=1), quiet)
+    assert lines(output) == lines(tmp_path / "whole")
+    assert (output / "table.md").read_text() == (tmp_path / "whole" / "table.md").read_text()
+    assert (output / "results.corrupt.jsonl").read_bytes().startswith(b'{"key": ')
+    assert "is computed anew" in quiet.file.getvalue()
+
+
+def _work_and_tell(config, console, diary):
+    """Run, noting each cell; the first one waits until the other worker has started its first."""
+    run = tasks.TASKS["ppl"][0].run
+
+    def noted(self, model, tokenizer, policies, samples):
+        with diary.open("a") as file:
+            file.write(f"{os.getpid()} {policies}\n")
+        deadline = time.monotonic() + 60
+        while len({line.split()[0] for line in diary.read_text().splitlines()}) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return run(self, model, tokenizer, policies, samples)
+
+    tasks.TASKS["ppl"][0].run = noted
+    compare(config, console)
+
+
+def test_two_workers_do_each_cell_once(config, quiet, tmp_path):
+    diary = tmp_path / "diary"
+    workers = [in_process(_work_and_tell, config(together=1), quiet, diary) for _ in range(2)]
+    for worker in workers:
+        worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    told = [line.split(maxsplit=1) for line in diary.read_text().splitlines()]
+    assert len({pid for pid, _ in told}) == 2
+    assert len(told) == len({policies for _, policies in told}) == 5
+    compare(config(output=str(tmp_path / "alone")), quiet)
+    by_key = {row["key"]: row for row in lines(config().output)}
+    assert len(lines(config().output)) == 5
+    assert by_key == {row["key"]: row for row in lines(tmp_path / "alone")}
+    assert (Path(config().output) / "table.md").read_text() == (tmp_path / "alone" / "table.md").read_text()
+
+
+def test_corrupt_rows_are_put_aside_and_computed_anew(config, quiet):
+    compare(config(), quiet)
+    before, path = lines(config().output), Path(config().output) / "results.jsonl"
+    damage = [b"not json", b'{"key": "x"}', b"[" * 100_000, b"\xff\xfe"]
+    path.write_bytes(b"\n".join([path.read_bytes().splitlines()[0], *damage, b"", b"null", b""]))
+    compare(config(), quiet)
+    assert lines(config().output) == before
+    assert path.with_name("results.corrupt.jsonl").read_bytes().splitlines() == [*damage, b"null"]
+    assert quiet.file.getvalue().count("is computed anew") == 5
+
+
+def test_a_row_that_was_removed_is_computed_anew(config, quiet):
+    compare(config(), quiet)
+    before, path = lines(config().output), Path(config().output) / "results.jsonl"
+    rows = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([rows[0], *rows[2:]]))
+    compare(config(), quiet)
+    assert lines(config().output) == [before[0], *before[2:], before[1]]
+    assert not path.with_name("results.corrupt.jsonl").exists()
+
+
+@pytest.mark.parametrize("damage", [None, "", '{"sample": "0"}\n'], ids=["gone", "empty", "wrong"])
+def test_a_row_without_its_samples_is_computed_anew(config, quiet, damage):
+    compare(config(), quiet)
+    before = lines(config().output)
+    path = Path(config().output) / "samples" / f"{before[1]['key']}.jsonl"
+    whole = path.read_text()
+    path.unlink() if damage is None else path.write_text(damage)
+    compare(config(), quiet)
+    assert sorted(lines(config().output), key=str) == sorted(before, key=str)
+    scores = [[json.loads(line)["score"] for line in text.splitlines()] for text in (path.read_text(), whole)]
+    assert scores[0] == scores[1]
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """`failing(error)`: policies by tova fail with it after two samples, and tell in a list how many they had."""
+
+    def install(error):
+        kind, calls = tasks.TASKS["ppl"][0], []
+        run = kind.run
+
+        def fail(self, model, tokenizer, policies, samples):
+            calls.append([str(policy.spec) for policy in policies])
+            for count, outcome in enumerate(run(self, model, tokenizer, policies, samples)):
+                if count == 2 and any(str(policy.spec) == "tova" for policy in policies):
+                    raise error
+                yield outcome
+
+        monkeypatch.setattr(kind, "run", fail)
+        return calls
+
+    return install
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 99 bytes"),
+        MemoryError("none left"),
+    ],
+    ids=["cuda", "cpu", "python"],
+)
+def test_out_of_memory_is_recorded_and_the_run_goes_on(config, quiet, failing, error):
+    calls = failing(error)
+    comparison = compare(config(policies=["full", "tova", "h2o"]), quiet)
+    assert calls == [["full", "tova", "tova", "h2o", "h2o"], ["full"], ["tova"], ["tova"], ["h2o"], ["h2o"]]
+    problems = {entry.name: entry.row.problem for entry in comparison.entries}
+    assert problems == {
+        "full": None,
+        "h2o 0.5": None,
+        "h2o 0.25": None,
+        "tova 0.5": f"out of memory: {error}",
+        "tova 0.25": f"out of memory: {error}",
+    }
+    table = (comparison.folder / "table.md").read_text()
+    assert table.count("none: out of memory") == 2
+    assert [len(line.split(" | ")) for line in table.splitlines() if line.startswith("| tova")][-2:] == [10, 10]
+
+
+def test_failed_cells_run_again_only_when_asked(config, quiet, failing, monkeypatch):
+    failing(MemoryError("none left"))
+    compare(config(), quiet)
+    monkeypatch.undo()
+    assert [entry.row.problem is None for entry in compare(config(), quiet).entries] == [True] * 3 + [False] * 2
+    assert [entry.row.problem is None for entry in compare(config(retry=True), quiet).entries] == [True] * 5
+    assert len(lines(config().output)) == 7  # of a key the last row counts
+
+
+def test_other_errors_are_not_swallowed(config, quiet, failing):
+    failing(RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        compare(config(), quiet)
+
+
+def test_a_budget_that_cannot_be_met_is_recorded_with_what_was_kept(config, quiet):
+    comparison = compare(
+        config(policies=["full", "h2o+vatp"], policy_options={"h2o+vatp": {"sinks": 8}}, budgets=[10, 30]), quiet
+    )
+    full, small, large = comparison.entries
+    assert (small.row.budget, small.row.kept) == (10, pytest.approx(13 / 40))  # 8 sinks and 5 recents are protected
+    assert (large.row.budget, large.row.kept) == (30, pytest.approx(30 / 40))
+    assert small.paired.n == large.paired.n == 6
+
+
+def test_a_policy_that_insists_has_the_reason_in_its_row(config, quiet):
+    options = {"h2o+vatp": {"sinks": 8, "strict": True}}
+    comparison = compare(config(policies=["full", "h2o+vatp"], policy_options=options, budgets=[10, 30]), quiet)
+    full, small, large = comparison.entries
+    assert "fewer than the 13 that it protects" in small.row.problem and small.row.mean is None
+    assert large.row.problem is None and large.row.kept == pytest.approx(30 / 40)
+    assert small.paired is None and large.paired.n == 6
+
+
+def test_a_budget_above_the_prompt_keeps_everything(config, quiet):
+    comparison = compare(config(policies=["full", "h2o"], budgets=[1000]), quiet)
+    full, h2o = comparison.entries
+    assert (h2o.row.budget, h2o.row.kept) == (1000, 1.0)
+    assert h2o.row.mean == pytest.approx(full.row.mean, abs=1e-5)
+
+
+def test_a_score_that_is_no_number_is_a_problem(config, quiet, monkeypatch):
+    def run(self, model, tokenizer, policies, samples):
+        for index in range(len(policies)):
+            yield index, Outcome("0", float("nan"), 40, 0.5, 10, 0.0)
+
+    monkeypatch.setattr(tasks.TASKS["ppl"][0], "run", run)
+    assert compare(config(policies=["full"]), quiet).entries[0].row.problem == "sample 0 has the score nan."
+
+
+def test_nothing_but_too_short_samples_is_a_problem(config, quiet):
+    options = {"ppl": {"prompt": 400, "continuation": 8}}
+    row = compare(config(policies=["full"], task_options=options), quiet).entries[0].row
+    assert row.problem.startswith("no sample can be run")
+    assert (row.n, row.too_short) == (0, 7)
+
+
+def test_n_samples_are_the_first_n_that_can_be_run(config, quiet, capsys, tiny_folder):
+    """Six of seven documents are long enough; the seventh is the short one."""
+    comparison = compare(config(samples=6), quiet)
+    assert {(entry.row.n, entry.row.too_short) for entry in comparison.entries} == {(6, 0)}
+    comparison = compare(config(samples=7), quiet)
+    assert {(entry.row.n, entry.row.too_short) for entry in comparison.entries} == {(6, 1)}
+    counted = "6 documents, left out: 1 too short"
+    assert comparison.counted("ppl") == counted
+    for page in ("table.md", "report.html"):
+        text = (comparison.folder / page).read_text()
+        assert counted in text and text.count("1 too short") == 6  # and in each of the five rows
+    words = [
+        f"model={tiny_folder}",
+        f"root={tiny_folder}",
+        "policies=[full]",
+        "samples=7",
+        "task_options.ppl.prompt=40",
+    ]
+    assert main([*words, "task_options.ppl.continuation=8", f"output={config().output}"]) == 0
+    assert f"ppl: {counted}" in capsys.readouterr().out.splitlines()
+
+
+def test_gates_by_their_flags_and_ranked(config, quiet, tiny_llama, tmp_path):
+    gates = gates_for(tiny_llama(), prefill="sparse", recent_tokens=2)
+    export.save(tmp_path / "gates", gates, base_model="tiny")
+    label = f"gates:{tmp_path / 'gates'}"
+    comparison = compare(config(policies=["full", label, f"{label}@uniform", f"{label}@heads"]), quiet)
+    rows = [(e.row.label == label, e.row.budget, e.row.prefill) for e in comparison.entries[1:]]
+    assert rows == [
+        (True, None, "sparse"),
+        *[(False, 0.5, "dense"), (False, 0.25, "dense")] * 2,
+    ]
+    assert 0.2 < comparison.entries[1].row.kept < 0.95
+    assert comparison.entries[2].row.kept == pytest.approx(0.5)
+    keys = [entry.row.key for entry in comparison.entries]
+    with torch.no_grad():
+        next(gates.parameters()).add_(0.5)
+    export.save(tmp_path / "gates", gates, base_model="tiny")
+    again = [cell.key for cell in plan(config(policies=["full", label, f"{label}@uniform", f"{label}@heads"]))]
+    assert again[0] == keys[0] and not set(again[1:]) & set(keys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policies": ["full", "h20"]}, "did you mean h2o?"),
+        ({"policies": ["full", "h2o+caot"]}, "did you mean caote?"),
+        ({"tasks": ["bolq"]}, "did you mean boolq?"),
+        ({"budgets": []}, "policy 'h2o' needs budgets=[...]"),
+        ({"budgets": [-1]}, "budget=-1"),
+        ({"policies": ["full", "gates"]}, "name exported gates"),
+        ({"policies": ["full", "gates:nowhere"]}, "no such folder"),
+        ({"task_options": {"ppl": {"promt": 3}}}, "did you mean prompt?"),
+        ({"task_options": {"pl": {"prompt": 3}}}, "task_options.pl: tasks= does not list 'pl'; did you mean ppl?"),
+        ({"policy_options": {"h2": {"recent": 3}}}, "policies= does not list 'h2'; did you mean h2o?"),
+        ({"policy_options": {"h2o": {"recnt": 3}}}, "did you mean recent?"),
+        ({"roots": {"boolq": "x"}}, "roots.boolq: tasks= does not list 'boolq'"),
+        ({"budgets": [0.5, 0.5]}, "name something twice"),
+        ({"schedule": "evry"}, "schedule='evry'"),
+    ],
+)
+def test_mistakes_are_found_before_a_model_is_loaded(config, changes, message):
+    with pytest.raises(UserError) as raised:
+        plan(config(**changes))
+    assert message in str(raised.value)
+
+
+def test_missing_data_and_an_unwritable_folder(config, quiet, tmp_path):
+    with pytest.raises(UserError, match="nowhere"):
+        compare(config(root=str(tmp_path / "nowhere")), quiet)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="expected a folder that can be written to"):
+        compare(config(output=str(tmp_path / "file" / "out")), quiet)
+
+
+def test_an_unknown_baseline():
+    with pytest.raises(ValueError, match="baseline=h2o: expected one of policies"):
+        CompareConfig(policies=["full"], baseline="h2o")
+
+
+def test_a_budgeted_baseline_is_met_at_the_same_budget(config, quiet):
+    comparison = compare(config(baseline="h2o"), quiet)
+    by_name = {entry.name: entry for entry in comparison.entries}
+    assert by_name["full"].paired is None and by_name["h2o 0.5"].paired is None
+    for budget in ("0.5", "0.25"):
+        difference = by_name[f"tova {budget}"].row.mean - by_name[f"h2o {budget}"].row.mean
+        assert by_name[f"tova {budget}"].paired.difference == pytest.approx(difference)
+
+
+def test_the_command(config, tiny_folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    words = [
+        f"model={tiny_folder}",
+        f"roots.ppl={tiny_folder}",
+        "policies=[full,h2o]",
+        "budgets=[0.5]",
+        "tasks=[ppl]",
+        "task_options.ppl.prompt=40",
+        "task_options.ppl.continuation=8",
+        "policy_options.h2o.recent=0.25",
+        f"output={config().output}",
+    ]
+    assert main([*words, "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["ppl: full", "ppl: h2o 0.5"]
+    assert not Path(config().output).exists()
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "h2o 0.5" in out and "to full" in out and out.rstrip().endswith("report.html")
+    assert lines(config().output)[1]["policy"] == "ag.policy('h2o', budget=0.5, strict=False, recent=0.25)"
+    assert main([*words[:-1], "policies=[full,h2]"]) == 2
+    assert "did you mean h2o?" in capsys.readouterr().err
+
+
+def test_progress_tells_of_cells(config, monkeypatch):
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    compare(config(), console)
+    assert "ppl: full and 4 more" in console.file.getvalue()
+    assert "5/5" in console.file.getvalue() or "0/5" in console.file.getvalue()
+
+
+def test_entries_go_into_what_a_recipe_says():
+    words = {"recipe": "compare_small", "task_options.ppl.prompt": "256", "policy_options.gates:a/b.c/d.recent": "8"}
+    config = resolve(CompareConfig, words | {"roots.boolq": "12"})
+    assert config.task_options["ppl"] == {"prompt": 256, "continuation": 64}
+    assert config.policy_options["gates:a/b.c/d"] == {"recent": 8}
+    assert config.policy_options["snapkv"] == {"window": 8}
+    assert config.roots == {"boolq": "12"}
+    assert resolve(CompareConfig, {"recipe": "compare_small"}).task_options["ppl"]["prompt"] == 512
+    with pytest.raises(ConfigError, match="expected task_options.NAME.OPTION="):
+        resolve(CompareConfig, {"task_options.ppl": "3"})
+    with pytest.raises(ConfigError, match="root.boolq"):
+        resolve(CompareConfig, {"root.boolq": "3"})

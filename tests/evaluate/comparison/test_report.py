@@ -1,0 +1,217 @@
+"""What a comparison writes: tables, matrices, plots, the page and what it embeds."""
+
+import html.parser
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.image import imread
+from test_results import ROW, VALUES
+
+import ag
+from ag.evaluate.comparison import plots
+from ag.evaluate.comparison.findings import Comparison, Entry
+from ag.evaluate.comparison.page import embedded, render, viewer
+from ag.evaluate.comparison.report import markdown
+from ag.evaluate.comparison.views import View, pieces
+from ag.evaluate.tasks import Outcome
+
+
+def entry(label, budget, task, scores, higher=False, views=(), metric="accuracy"):
+    row = replace(ROW, label=label, budget=budget, task=task, higher_is_better=higher, n=len(scores), metric=metric)
+    row = replace(row, mean=float(np.mean(scores)))
+    return Entry(row, [Outcome(str(i), s, 9, 0.5, 9, 0.1) for i, s in enumerate(scores)], list(views))
+
+
+class Page(html.parser.HTMLParser):
+    """The elements of a page with their attributes, and the text of its scripts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.scripts = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data):
+        if self.elements and self.elements[-1][0] == "script":
+            self.scripts[-1] += data
+
+    def handle_endtag(self, tag):
+        if tag == "script":
+            self.elements.append(("/script", {}))
+
+
+def test_table_md_holds_the_rows_in_cell_order(compared):
+    text = (compared.folder / "table.md").read_text()
+    assert text == markdown(compared)
+    lines = [re.split(r" ?\| ?", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
+    tables = [line for line in lines if len(line) == 10 and line[0] not in ("policy", "---")]
+    assert len(tables) == len(compared.entries) == 14
+    for line, one in zip(tables, compared.entries, strict=True):
+        assert line[0] == one.row.label
+        assert float(line[2].rstrip("%")) == pytest.approx(100 * one.row.kept, abs=0.05)
+        mean, _, error = line[3].partition(" ± ")
+        assert (float(mean), float(error)) == pytest.approx((one.row.mean, one.row.error), abs=1e-4)
+        if one.paired:
+            assert float(line[4].split()[0]) == pytest.approx(one.paired.difference, abs=1e-4)
+        else:
+            assert line[0] == "full"
+    leaders = [line for line in lines if len(line) == 3 and line[0] not in ("policy", "---")]
+    assert [line[0] for line in leaders] == compared.names
+
+
+def test_wins_by_hand():
+    """Task a (lower is better): x beats y on all 8 samples; task b (higher is better): they tie."""
+    entries = [
+        entry("x", 0.5, "a", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]),
+        entry("y", 0.5, "a", [1.1, 2.2, 3.1, 4.3, 5.1, 6.1, 7.5, 8.1]),
+        entry("z", 0.25, "a", [0.0] * 8),
+        entry("x", 0.5, "b", [1.0, 0.0], higher=True),
+        entry("y", 0.5, "b", [0.0, 1.0], higher=True),
+    ]
+    wins = Comparison(Path(), "x", entries).wins("0.5")
+    assert wins.names == ["x 0.5", "y 0.5"]
+    assert wins.share[0, 1] == 0.75 and wins.share[1, 0] == 0.25  # a win and a half of two
+    assert wins.certain.tolist() == [[0, 1], [0, 0]]  # 2 of 256 patterns reach it
+    assert wins.tasks.tolist() == [[2, 2], [2, 2]]
+
+
+def test_averages_are_over_tasks_with_the_same_metric():
+    entries = [entry("x", None, "a", [0.5], True), entry("x", None, "b", [1.0, 0.0, 1.0, 1.0], True)]
+    others = [entry("x", None, "c", [3.0], metric="nats"), entry("x", None, "d", [0.25], True, metric="F1")]
+    comparison = Comparison(Path(), "x", [*entries, *others])
+    assert comparison.averaged == ["accuracy"]
+    assert comparison.leaders()[0][2] == [0.625]
+    assert "| policy | a | b | c | d | average accuracy |" in markdown(comparison)
+    assert Comparison(Path(), "x", [entries[0], *others]).averaged == []
+    failed = replace(entries[1].row, mean=None, problem="out of memory")
+    assert Comparison(Path(), "x", [entries[0], Entry(failed, [], [])]).leaders()[0][2] == [None]
+
+
+def test_curves_over_positions():
+    one = entry("x", 0.5, "a", [2.0])
+    tags = {"nats@0": 3.0, "nats@1024": 1.5}
+    outcomes = [Outcome("0", 2.0, 9, 0.5, 9, 0.1, tags), Outcome("1", 2.0, 9, 0.5, 9, 0.1, {"nats@0": 5.0})]
+    (line,) = plots.positions("a", [Entry(one.row, outcomes, [])]).axes[0].lines
+    assert line.get_xdata().tolist() == [0, 1024]
+    assert line.get_ydata().tolist() == [4.0, 1.5]
+
+
+def test_long_names_lose_their_middle():
+    assert plots.short("h2o+caote 0.25") == "h2o+caote 0.25"
+    name = plots.short("gates:runs/smollm2_corpus/2026-11-20T10-00-00/export 0.25")
+    assert name.startswith("gates:run") and name.endswith("/export 0.25") and len(name) == 36
+
+
+def test_views_are_what_a_cache_keeps(compared, tiny_folder):
+    from ag.config import ModelConfig
+    from ag.model.base import load_base
+
+    model, tokenizer = load_base(ModelConfig(str(tiny_folder)))
+    text = json.loads((tiny_folder / "corpus" / "test.jsonl").read_text().splitlines()[1])["text"]
+    ids = tokenizer(text)["input_ids"][:40]
+    for one in compared.of_task("ppl"):
+        view = one.views[1]
+        assert "".join(view.pieces) == text[:40]
+        cache = ag.EvictionCache(model, one.row.label, one.row.budget, **_options(one.row.label))
+        with torch.no_grad():
+            model(torch.tensor([ids]), past_key_values=cache)
+        for layer in range(3):
+            for head, kept in enumerate(cache.kept_positions(layer)[0]):
+                assert view.kept[layer, head].nonzero()[0].tolist() == kept.tolist()
+        assert View.from_json(json.loads(json.dumps(view.to_json()))).kept.tolist() == view.kept.tolist()
+
+
+def _options(label):
+    return {"window": 4, "kernel": 3} if label == "snapkv@pyramid" else {}
+
+
+def test_layers_by_hand():
+    kept = np.array([[[1, 1, 0, 0], [1, 0, 0, 0]], [[1, 1, 1, 1], [1, 1, 1, 1]]], dtype=bool)
+    other = np.array([[[1, 1], [1, 1]], [[0, 0], [0, 0]]], dtype=bool)
+    views = [View("0", list("abcd"), kept), View("1", list("ab"), other)]
+    comparison = Comparison(
+        Path(), "full", [entry("full", None, "a", [1.0], views=views), entry("h2o", 0.5, "a", [1.0], views=views)]
+    )
+    names, shares = comparison.layers()
+    assert names == ["h2o 0.5"]
+    assert shares.tolist() == [[7 / 12, 8 / 12]]
+
+
+def test_pieces_are_the_text(smollm2):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    text = " Two  spaces,\n\ttabs, naïve café; 東京 and\u00a0ends"
+    assert "".join(pieces(tokenizer, tokenizer(text)["input_ids"])).replace("\ufffd", "") in (
+        text,
+        text.replace("東", "").replace("京", ""),
+    )
+
+
+def test_plots_are_drawn(compared):
+    expected = {"quality_ppl", "quality_needle_single", "depths_needle_single", "wins", "layers"}
+    assert {path.stem for path in compared.folder.glob("*.png")} == expected
+    for name in expected:
+        image = imread(compared.folder / f"{name}.png")
+        assert image.shape[0] > 200 and image.shape[1] > 300
+        assert image[..., :3].min() < 0.5 < image[..., :3].max()
+
+
+def test_the_page_stands_alone(compared):
+    text = (compared.folder / "report.html").read_text()
+    page = Page(text)
+    assert [attrs.get("type") for tag, attrs in page.elements if tag == "script"] == ["application/json", None]
+    for tag, attrs in page.elements:
+        assert tag not in ("iframe", "object", "embed", "base")
+        assert not any(name.startswith("on") for name in attrs), (tag, attrs)
+        for name in ("src", "href", "action", "data"):
+            assert attrs.get(name, "data:").startswith("data:"), (tag, attrs)
+    assert "url(" not in text and "@import" not in text
+    policy = next(attrs["content"] for tag, attrs in page.elements if attrs.get("http-equiv"))
+    assert policy.startswith("default-src 'none'") and "script-src 'sha256-" in policy
+
+
+def test_hostile_text_is_only_data(compared):
+    text = (compared.folder / "report.html").read_text()
+    assert "<script>alert(1)" not in text and "<img src=x" not in text
+    shown = json.loads(Page(text).scripts[0])
+    assert shown == viewer(compared)
+    prompts = ["".join(prompt["pieces"]) for prompt in shown["prompts"] if prompt["name"].startswith("ppl")]
+    assert prompts[1] == "</script><script>alert(1)</script> <img "
+    assert [one["name"] for one in shown["prompts"][0]["policies"]] == compared.names
+
+
+@settings(max_examples=100)
+def is_json(value):
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
+@given(VALUES.filter(is_json) | st.text())
+def test_embedded_json_is_inert_and_whole(value):
+    text = embedded(value)
+    assert not set(text) & set("<>&\u2028\u2029")
+    assert json.loads(text) == value
+
+
+def test_names_are_escaped_in_the_page(compared):
+    one = compared.entries[1]
+    bad = '<script>alert("x")</script>'
+    entries = [*compared.entries[:1], Entry(replace(one.row, label=bad), one.outcomes, one.views, one.paired)]
+    text = render(Comparison(compared.folder, "full", entries))
+    assert bad not in text and "&lt;script&gt;alert(" in text
+    assert len([tag for tag, _ in Page(text).elements if tag == "script"]) == 2

@@ -1,0 +1,143 @@
+"""The results folder: what is written comes back, and whatever else is in its files is put aside."""
+
+import json
+import warnings
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ag.evaluate.comparison.results import CorruptRowWarning, Results, Row, read_line
+from ag.evaluate.tasks import Outcome
+
+ROW = Row(
+    key="0123456789abcdef",
+    policy="ag.policy('h2o', budget=0.5)",
+    label="h2o",
+    budget=0.5,
+    kept=0.498,
+    task="ppl",
+    metric="nats per token",
+    higher_is_better=False,
+    mean=3.25,
+    error=None,
+    n=1,
+    too_long=0,
+    too_short=2,
+    cut=0,
+    seconds=1.5,
+    kv_bytes=1024.0,
+    prefill="dense",
+    model="smollm2",
+    versions={"ag": "0.1.0"},
+)
+OUTCOME = Outcome("3", 3.25, 512, 0.498, 1024, 1.5, {"length": 512, "depth": 0.5, "subset": "a"})
+LINE = json.dumps(asdict(ROW))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def test_what_is_written_comes_back(tmp_path):
+    results = Results(tmp_path)
+    results.append(ROW, [OUTCOME], [])
+    later = replace(ROW, seconds=2.0)
+    results.append(later, [OUTCOME], [])
+    other = replace(ROW, key="f", problem="out of memory: 3 GiB", mean=None, kept=None, n=0)
+    results.append(other, [], [])
+    assert Results(tmp_path).rows() == {ROW.key: later, "f": other}
+    assert Results(tmp_path).outcomes(ROW) == [OUTCOME]
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_row_after_a_torn_one_stands_on_its_own_line(tmp_path):
+    results = Results(tmp_path)
+    (tmp_path / "results.jsonl").write_text(LINE[:40])
+    results.append(ROW, [OUTCOME], [])
+    with pytest.warns(CorruptRowWarning, match="a row cannot be used"):
+        assert results.rows() == {ROW.key: ROW}
+    assert (tmp_path / "results.corrupt.jsonl").read_text() == LINE[:40] + "\n"
+    assert (tmp_path / "results.jsonl").read_text() == LINE + "\n"
+
+
+def test_a_key_cannot_lead_out_of_the_folder(tmp_path):
+    results = Results(tmp_path / "out")
+    (tmp_path / "secret.jsonl").write_text("")
+    (tmp_path / "out" / "results.jsonl").write_text(json.dumps(asdict(ROW) | {"key": "../../secret", "n": 0}) + "\n")
+    with pytest.warns(CorruptRowWarning, match="key="):
+        assert results.rows() == {}
+
+
+def test_a_lock_is_exclusive_and_free_again(tmp_path):
+    one, other = Results(tmp_path), Results(tmp_path)
+    with one.claim("a") as mine, other.claim("a") as theirs, other.claim("b") as third:
+        assert (mine, theirs, third) == (True, False, True)
+    with other.claim("a") as mine:
+        assert mine
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "null",
+        "[]",
+        "{}",
+        "NaN",
+        LINE[:-2],
+        LINE.replace("3.25", "NaN"),
+        LINE.replace("3.25", "1e999"),
+        LINE.replace("3.25", '"3.25"'),
+        LINE.replace('"n": 1', '"n": 1.5'),
+        LINE.replace('"n": 1', '"n": true'),
+        LINE.replace("false", "0"),
+        LINE.replace('"task"', '"tusk"'),
+        LINE.replace('{"ag": "0.1.0"}', '{"ag": 1}'),
+        LINE.replace('"problem": null', '"problem": null, "more": 1'),
+        "[" * 100_000,
+    ],
+)
+def test_what_is_no_row_is_refused(line):
+    with pytest.raises(ValueError):
+        read_line(line, Row)
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(list(asdict(ROW))), VALUES)
+def test_a_changed_value_is_refused_or_of_the_right_type(name, value):
+    number = (int, float)
+    allowed = {"budget": (*number, type(None)), "error": (*number, type(None)), "seconds": number, "kv_bytes": number}
+    expected = allowed.get(name, (type(getattr(ROW, name)), str if name == "problem" else int, type(None)))
+    try:
+        row = read_line(json.dumps(asdict(ROW) | {name: value}), Row)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert asdict(row) == asdict(ROW) | {name: value}
+        assert isinstance(value, expected)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.binary(max_size=40) | st.just(LINE.encode()) | VALUES.map(lambda v: json.dumps(v).encode())))
+def test_any_file_is_sorted_into_rows_and_the_rest(tmp_path_factory, pieces):
+    folder = tmp_path_factory.mktemp("results")
+    results = Results(folder)
+    results.append(ROW, [OUTCOME], [])
+    found = b"\n".join(pieces)
+    (folder / "results.jsonl").write_bytes(found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CorruptRowWarning)
+        rows = results.rows()
+    written = [line for line in found.split(b"\n") if line]
+    good = [line for line in written if line == LINE.encode()]
+    assert rows == ({ROW.key: ROW} if good else {})
+    assert (folder / "results.jsonl").read_bytes().split() == b"\n".join(good).split() or len(good) == len(written)
+    corrupt = folder / "results.corrupt.jsonl"
+    kept_aside = corrupt.read_bytes().split(b"\n")[:-1] if corrupt.exists() else []
+    assert kept_aside == [line for line in written if line != LINE.encode()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert results.rows() == rows

@@ -1,0 +1,200 @@
+"""Scores of responses after eviction, against ``by_hand`` forward passes, and the rows that a run has."""
+
+from pathlib import Path
+
+import by_hand
+import pytest
+import torch
+from gates_for import gates_for
+
+import ag
+from ag import data
+from ag.config import Config, DataConfig, ModelConfig
+from ag.config.recipes import dump, load_config
+from ag.errors import UserError
+from ag.evaluate.tasks import make
+from ag.evaluate.tasks.responses import Response
+
+TOKEN = 2 * 16 * 4  # bytes of a key and a value of one head, float32
+FREE = 3 * 2 * 16  # slots that the caches of one sequence have beside what they hold: layers, heads, slack
+VARIANTS = {
+    "causal": {},
+    "prompt-recent": {"scope": "prompt", "recent_tokens": 4, "sink_tokens": 1},
+    "dense": {"prefill": "dense", "recent_tokens": 2},
+}
+
+
+def responses(rows, seed):
+    """Samples of (tokens of the prompt, tokens of each answer, the right one)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(number):
+        return torch.randint(3, 128, (number,), generator=generator).tolist()
+
+    return [
+        Response(f"{i}", tokens(prompt), [tokens(answer) for answer in answers], target)
+        for i, (prompt, answers, target) in enumerate(rows)
+    ]
+
+
+PLAIN = responses([(24, [6], 0), (9, [11], 0), (17, [1], 0), (12, [1], 0), (5, [4], 0)], 1)
+QUESTIONS = responses([(14, [3, 7], 1), (6, [3, 1, 5], 0), (4, [2, 2], 0), (11, [4, 4, 2, 3], 2)], 4)
+
+
+def score(model, samples, policy, tokenizer=None):
+    return [outcome for _, outcome in make("responses").run(model, tokenizer, [ag.policy(policy)], samples)]
+
+
+def losses_by_hand(model, gates, sample):
+    """The losses of each answer's tokens, and the (token, layer, head) entries that were held after the prompt."""
+    prompt, losses = len(sample.prompt), []
+    for answer in sample.answers:
+        tokens = torch.tensor(sample.prompt + answer)
+        logits, flags = by_hand.forward(model, gates, tokens, prompt)
+        losses.append(-logits[prompt - 1 : -1].log_softmax(-1).gather(1, tokens[prompt:, None])[:, 0])
+    held = sum(len(head) for layer in flags.values() for head in by_hand.kept(gates, layer, prompt, prompt))
+    return losses, held
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_responses_are_scored_after_eviction(tiny_llama, variant):
+    model = tiny_llama()
+    gates = gates_for(model, **VARIANTS[variant])
+    ag.attach(model, gates)
+    outcomes = score(model, PLAIN, "gates")
+    assert [outcome.tags for outcome in outcomes] == [{"tokens": number} for number in (6, 11, 1, 1, 4)]
+    for outcome, sample in zip(outcomes, PLAIN, strict=True):
+        [losses], held = losses_by_hand(model, gates, sample)
+        assert outcome.score == pytest.approx(float(losses.mean()), abs=1e-4)
+        assert outcome.tokens == len(sample.prompt)
+        assert outcome.kept == pytest.approx(held / (3 * 2 * len(sample.prompt)))
+        assert outcome.kv_bytes == TOKEN * (held + FREE)
+    assert 0.2 < min(outcome.kept for outcome in outcomes) < 0.95
+
+
+def test_a_full_cache_is_the_plain_model(tiny_llama):
+    model = tiny_llama()
+    for outcome, sample in zip(score(model, PLAIN, "full"), PLAIN, strict=True):
+        ids, prompt = torch.tensor([sample.prompt + sample.answers[0]]), len(sample.prompt)
+        with torch.no_grad():
+            logits = model(ids).logits[0, prompt - 1 : -1]
+        assert outcome.score == pytest.approx(
+            float(torch.nn.functional.cross_entropy(logits, ids[0, prompt:])), abs=1e-5
+        )
+        assert outcome.kept == 1.0
+        assert outcome.kv_bytes == TOKEN * (3 * 2 * prompt + FREE)
+
+
+@pytest.mark.parametrize("policy", ["full", "gates"])
+def test_multiple_choice(tiny_llama, policy):
+    """The right answer's loss counts; all answers compete."""
+    model = tiny_llama()
+    gates = gates_for(model, bias=1000.0 if policy == "full" else 0.0)
+    ag.attach(model, gates)
+    right = []
+    for outcome, sample in zip(score(model, QUESTIONS, policy), QUESTIONS, strict=True):
+        losses, _ = losses_by_hand(model, gates, sample)
+        assert outcome.score == pytest.approx(float(losses[sample.target].mean()), abs=1e-4)
+        best = min(range(len(losses)), key=lambda i: float(losses[i].sum()))
+        right.append(float(best == sample.target))
+        assert outcome.tags == {"tokens": len(losses[sample.target]), "accuracy": right[-1]}
+    assert 0 < sum(right) < len(right)
+
+
+def test_windowed_model(tiny_mistral):
+    model = tiny_mistral(sliding_window=6)
+    gates = gates_for(model)
+    ag.attach(model, gates)
+    wanted = [float(losses_by_hand(model, gates, sample)[0][0].mean()) for sample in PLAIN]
+    assert [outcome.score for outcome in score(model, PLAIN, "gates")] == pytest.approx(wanted, abs=1e-4)
+
+
+PIQA = [{"goal": "x" * (4 * i + 4), "sol1": f"yes {i}", "sol2": "no" + "y" * i, "label": i % 2} for i in range(6)]
+CORPUS = [{"text": "ab cd " * (8 + i)} for i in range(5)]
+KINDS = {
+    "sft": DataConfig(kind="sft", name="piqa", max_length=40, prompt_max=20, continuation=9, val_samples=5),
+    "text": DataConfig(kind="text", name="corpus", prompt_min=20, prompt_max=44, continuation=6, val_samples=3),
+    "facts": DataConfig(prompt_min=20, prompt_max=30, val_samples=4),
+}
+
+
+@pytest.fixture
+def run(write, tmp_path):
+    """`run(kind)`: the folder of a run on such data."""
+
+    def make_run(kind, **changes):
+        for split in ("train", "validation"):
+            write(f"data/piqa/{split}", PIQA)
+            write(f"data/corpus/{split}", [{"text": "short"}, *CORPUS])
+        config = Config(model=ModelConfig(name="none"), data=KINDS[kind], seed=3)
+        config.data.root = None if kind == "facts" else str(tmp_path / "data")
+        for name, value in changes.items():
+            setattr(config.data, name, value)
+        folder = tmp_path / kind
+        folder.mkdir(exist_ok=True)
+        (folder / "config.yaml").write_text(dump(config))
+        return str(folder)
+
+    return make_run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rows_are_those_that_the_run_was_validated_on(run, tiny_tokenizer, kind):
+    folder = run(kind)
+    loaded = make("responses", run_folder=folder).load(tiny_tokenizer, None, 512)
+    config = load_config(Path(folder) / "config.yaml", Config)
+    groups = data.build(config, tiny_tokenizer, 512).val_rows
+    assert len(loaded.samples) == len(groups) == config.data.val_samples
+    for sample, group in zip(loaded.samples, groups, strict=True):
+        prompt = min((row.tokens[: row.prompt_length].tolist() for row in group), key=len)
+        assert sample.prompt == prompt
+        assert sample.answers == [row.tokens[row.prompt_length :].tolist() for row in group]
+        assert sample.target == (0 if group[0].answer is None else group[0].answer.target)
+    assert len(make("responses", run_folder=folder).load(tiny_tokenizer, 2, 512).samples) == 2
+    assert (loaded.too_long, loaded.too_short) == (0, kind == "text")
+
+
+def test_answers_of_a_cut_question_follow_the_same_prompt(run, tiny_tokenizer):
+    """Rows of 40 characters: the goals of the last ones lose their left part, more of it before the longer answer."""
+    samples = make("responses", run_folder=run("sft")).load(tiny_tokenizer, None, 512).samples
+    lengths = [len(sample.prompt) + max(map(len, sample.answers)) for sample in samples]
+    whole = [len(f"Goal: {row['goal']}\nSolution:") + len(f" {max(row['sol1'], row['sol2'], key=len)}") for row in PIQA]
+    assert lengths == [min(40, length) for length in whole[:5]] and 40 in lengths and lengths[0] < 40
+
+
+def test_lengths_of_plain_documents_can_be_given(run, tiny_tokenizer, write):
+    for where in ({"run_folder": run("text")}, {"root": write("documents/train", CORPUS)}):
+        write("documents/validation", CORPUS)
+        task = make("responses", **where, prompt=24, continuation=9)
+        samples = task.load(tiny_tokenizer, 3, 512).samples
+        assert [(len(sample.prompt), len(sample.answers[0])) for sample in samples] == [(24, 9)] * 3
+
+
+def test_the_identity_is_that_of_the_data(run, tmp_path):
+    folder = run("facts")
+    before = make("responses", run_folder=folder).identity()
+    moved = Path(folder).rename(tmp_path / "moved")
+    assert make("responses", run_folder=str(moved)).identity() == before
+    assert make("responses", run_folder=str(moved), prompt=31).identity() != before
+    assert make("responses", run_folder=run("facts", prompt_max=31)).identity() != before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"run_folder": "nowhere"}, "nowhere"),
+        ({"run_folder": 3}, "run_folder=3: expected a run folder"),
+        ({"prompt": 0}, "prompt=0: expected a number of tokens"),
+        ({"continuation": 0.5}, "continuation=0.5: expected a number of tokens"),
+    ],
+)
+def test_mistakes_are_found_when_it_is_made(options, message):
+    with pytest.raises(UserError, match=message):
+        make("responses", **options)
+
+
+def test_what_has_no_prompts_and_nothing_to_read(run, tiny_tokenizer):
+    with pytest.raises(UserError, match="packed text has no prompts to evict"):
+        make("responses", run_folder=run("text", packing="packed"))
+    with pytest.raises(UserError, match="nothing to read; give task_options.responses.run_folder=RUN"):
+        make("responses").load(tiny_tokenizer, None, 512)

@@ -1,0 +1,215 @@
+"""`python -m ag.evaluate`: a run on its own validation rows, against ``by_hand`` and plain forward passes."""
+
+import json
+import math
+import statistics
+
+import by_hand
+import pytest
+import torch
+from gates_for import gates_for
+from peft import LoraConfig, get_peft_model
+
+from ag import data
+from ag.config import Config, DataConfig, ModelConfig
+from ag.config.recipes import dump
+from ag.evaluate.__main__ import main
+from ag.gates import export
+
+TOKEN = 2 * 16 * 4  # bytes of a key and a value of one head, float32
+FREE = 3 * 2 * 16  # slots that a cache of one sequence has beside what it holds
+
+
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch):
+    """They take most of the time, and test_report draws them."""
+    monkeypatch.setattr("ag.evaluate.comparison.plots.draw", lambda comparison: [])
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def lora_on(model, seed=1):
+    torch.manual_seed(seed)
+    wrapped = get_peft_model(model, LoraConfig(r=2, lora_alpha=64, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return wrapped.eval()
+
+
+@pytest.fixture
+def run(tiny_folder, tiny_llama, tmp_path):
+    """`run(train)`: the folder of a finished run on facts, its configuration, its gates and its model."""
+
+    def make(train, **changes):
+        config = Config(train=train, model=ModelConfig(name=str(tiny_folder)), seed=5)
+        config.data = DataConfig(prompt_min=20, prompt_max=30, val_samples=3, max_length=400, **changes)
+        folder = tmp_path / train
+        folder.mkdir()
+        (folder / "config.yaml").write_text(dump(config))
+        model = tiny_llama() if train == "gates" else lora_on(tiny_llama())
+        gates = None if train == "lora" else gates_for(tiny_llama(), recent_tokens=2)
+        adapter = None if train == "gates" else model
+        if gates is None:
+            export.save_adapter(folder / "export", adapter)
+        else:
+            export.save(folder / "export", gates, base_model=str(tiny_folder), adapter=adapter)
+        return folder, config, gates, model if train == "gates" else model.merge_and_unload()
+
+    return make
+
+
+def by_hand_figures(model, gates, config, tokenizer):
+    """Losses of the right answers, whether they are the likeliest, and entries held and seen; one row at a time."""
+    losses, right, held, seen = [], [], 0, 0
+    for group in data.build(config, tokenizer, 512).val_rows:
+        sums = []
+        for row in group:
+            tokens, prompt = torch.tensor(row.tokens, dtype=torch.long), row.prompt_length
+            if gates is None:
+                with torch.no_grad():
+                    logits, flags = model(tokens[None]).logits[0], {}
+            else:
+                logits, flags = by_hand.forward(model, gates, tokens, prompt)
+            nats = -logits[prompt - 1 : -1].log_softmax(-1).gather(1, tokens[prompt:, None])[:, 0]
+            sums.append(float(nats.sum()))
+            if row.answer.choice == row.answer.target:
+                losses.append(float(nats.mean()))
+        right.append(sums.index(min(sums)) == group[0].answer.target)
+        held += sum(len(head) for layer in flags.values() for head in by_hand.kept(gates, layer, prompt, prompt))
+        seen += 3 * 2 * prompt
+    return losses, statistics.fmean(right), held, seen
+
+
+def rows(out):
+    """The cells of the printed table."""
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
+
+
+@pytest.mark.parametrize("train", ["gates", "gates+lora"])
+def test_gates_beside_the_full_cache(run, tiny_tokenizer, train, capsys, monkeypatch):
+    folder, config, gates, model = run(train)
+    assert main([f"run={folder}"]) == 0
+    out = capsys.readouterr().out
+    assert "3 held-out responses, left out: 0" in out
+    full, gated = (by_hand_figures(model, which, config, tiny_tokenizer) for which in (None, gates))
+    differences = [mine - theirs for mine, theirs in zip(gated[0], full[0], strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(3)
+    found = json.loads((folder / "evaluation.json").read_text())
+    assert list(found) == ["full cache", "gates"]
+    for (losses, accuracy, held, seen), name in ((full, "full cache"), (gated, "gates")):
+        assert found[name]["losses"] == pytest.approx(losses, abs=1e-4)
+        assert found[name]["accuracy"] == accuracy
+        held = held or seen
+        assert found[name]["kept"] == pytest.approx(held / seen)
+        assert found[name]["kv_bytes"] == TOKEN * (held + 3 * FREE)
+    assert 0.2 < found["gates"]["kept"] < 0.95
+    first, second = rows(out)
+    assert (first[0], float(first[1]), first[2]) == (
+        "full cache",
+        pytest.approx(statistics.fmean(full[0]), abs=2e-4),
+        "",
+    )
+    difference, _, uncertain = second[2].partition(" +- ")
+    assert float(difference) == pytest.approx(statistics.fmean(differences), abs=2e-4)
+    assert float(uncertain) == pytest.approx(error, abs=2e-4)
+    assert [line[3:5] for line in (first, second)] == [
+        [f"{full[1]:.1%}", "0.0%"],
+        [f"{gated[1]:.1%}", f"{1 - gated[2] / gated[3]:.1%}"],
+    ]
+    # a second time nothing is computed, and with more policies only these
+    assert {"results.jsonl", "report.html", "table.md"} <= {path.name for path in (folder / "evaluation").iterdir()}
+    monkeypatch.setattr("ag.model.base.load_base", None)
+    assert main([f"run={folder}"]) == 0
+    again = capsys.readouterr().out
+    assert rows(again) == rows(out)
+    assert json.loads((folder / "evaluation.json").read_text()) == found
+
+
+def test_a_run_without_gates_is_evaluated_with_its_adapter(run, tiny_tokenizer, capsys):
+    folder, config, _, model = run("lora")
+    assert main([f"run={folder}"]) == 0
+    losses, accuracy, _, _ = by_hand_figures(model, None, config, tiny_tokenizer)
+    found = json.loads((folder / "evaluation.json").read_text())
+    assert list(found) == ["full cache"]
+    assert found["full cache"]["losses"] == pytest.approx(losses, abs=1e-4)
+    assert found["full cache"]["accuracy"] == accuracy
+    assert main([f"run={folder}", "policies=[gates]"]) == 2
+    assert "policy 'gates': there are no gates; give run=RUN" in capsys.readouterr().err
+
+
+def test_budgets_samples_and_another_place(run, tmp_path, capsys):
+    """With budgets, gates that need none are ranked as well."""
+    folder, *_ = run("gates")
+    output = tmp_path / "mine.json"
+    words = [
+        f"run={folder}",
+        "policies=[full,gates,gates@heads,h2o]",
+        "budgets=[0.5,24]",
+        "samples=2",
+        f"output={output}",
+    ]
+    assert main([*words, "--dry-run"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 8
+    assert not output.exists()
+    assert main(words) == 0
+    found = json.loads(output.read_text())
+    ranked = [f"{policy} {budget}" for policy in ("gates", "gates@heads", "h2o") for budget in (0.5, 24)]
+    assert list(found) == ["full cache", "gates", *ranked]
+    assert "2 held-out responses" in capsys.readouterr().out
+    for name in ranked[::2]:
+        assert found[name]["kept"] == pytest.approx(0.5, abs=0.01)
+    assert (tmp_path / "mine" / "table.md").is_file() and not (folder / "evaluation").exists()
+
+
+def test_plain_documents_without_a_run(tiny_folder, tmp_path, capsys):
+    documents = [{"text": text * 12} for text in ("abc def ", "hello you ", "one two ")]
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents))
+    words = [f"model={tiny_folder}", f"root={tmp_path}", "prompt=60", "continuation=8", f"output={tmp_path / 'o.json'}"]
+    assert main([*words, "policies=[full,tova]", "budgets=[0.5]"]) == 0
+    found = json.loads((tmp_path / "o.json").read_text())
+    assert {name: (len(row["losses"]), row["tokens"], row["kept"], row["accuracy"]) for name, row in found.items()} == {
+        "full cache": (3, [8] * 3, 1.0, None),
+        "tova 0.5": (3, [8] * 3, 0.5, None),
+    }
+    assert rows(capsys.readouterr().out)[1][3] == ""
+
+
+def test_a_policy_that_cannot_be_run_is_told_and_tried_again(run, capsys, monkeypatch):
+    folder, *_ = run("gates")
+
+    def fail(*arguments):
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ag.evaluate.tasks.responses.Responses.answer", fail)
+        assert main([f"run={folder}", "policies=[full]"]) == 2
+    assert "ag.evaluate: error: full cache: out of memory: none left" in capsys.readouterr().err
+    assert json.loads((folder / "evaluation.json").read_text()) == {}
+    assert main([f"run={folder}", "policies=[full]"]) == 0
+    assert len(json.loads((folder / "evaluation.json").read_text())["full cache"]["losses"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["policies=[full]"], "nothing to evaluate on: give run=RUN, or root=FOLDER"),
+        (["run=nowhere"], "nowhere"),
+        (["root=x", "policies=[]"], "policies=[]: expected at least one"),
+        (["root=x", "policies=[h2]"], "did you mean h2o?"),
+        (["root=x", "policies=[h2o]"], "policy 'h2o' needs budgets=[...]"),
+        (["root=x", "output=here"], "output=here: expected a name that ends in .json, such as here.json"),
+    ],
+)
+def test_mistakes(words, message, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
+def test_packed_text_has_no_prompts(run, capsys):
+    folder, *_ = run("gates")
+    packed = Config(train="lora", data=DataConfig(kind="text", name="corpus", packing="packed"))
+    (folder / "config.yaml").write_text(dump(packed))
+    assert main([f"run={folder}"]) == 2
+    assert "packed text has no prompts to evict" in capsys.readouterr().err

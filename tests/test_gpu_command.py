@@ -1,0 +1,131 @@
+"""scripts/gpu.sh from end to end: rehearsed on the CPU, and from a pack in an environment that has little else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from ag.bench.card import pack, table
+from ag.bench.card.run import ROWS, read
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def gpu_sh(*words, **options):
+    given = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 1200} | options
+    return subprocess.run(["bash", "scripts/gpu.sh", *map(str, words)], **given)
+
+
+@pytest.fixture
+def no_setup(tmp_path):
+    """A copy of the checkout in which this interpreter stands for .venv."""
+    root = tmp_path / "checkout"
+    shutil.copytree(
+        ROOT, root, symlinks=True, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__", ".pack", "runs")
+    )
+    (root / "scripts" / "setup.sh").write_text("")
+    python = root / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_whole_command_rehearsed_on_a_cpu(no_setup, tmp_path):
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    out = tmp_path / "out"
+    done = gpu_sh("all", out, "--cpu-rehearsal", "--work", tmp_path / "work", cwd=no_setup)
+    rows = {part: read(out / part) for part in table.PARTS}
+    bad = [
+        (name, row.get("why"), row.get("tail"))
+        for part in rows.values()
+        for name, row in part.items()
+        if row.get("tail")
+    ]
+    assert (done.returncode, bad) == (0, []), done.stdout[-2000:] + done.stderr[-2000:]
+    for part, found in rows.items():
+        assert set(found) == {line.name for line in table.lines(part)}
+        assert {row["status"] for row in found.values()} <= ({"ok", "skipped"} if part == "check" else {"ok"})
+        assert {row["card"] for row in found.values()} == {"CPU rehearsal"}
+        text = (out / part / "summary.md").read_text()
+        assert text.startswith(f"# {part}: CPU rehearsal") and (out / part / "plot.png").is_file()
+        assert {file.name for file in (out / part).iterdir()} == {ROWS, "summary.md", "plot.png"}
+    job = rows["train"]["redpajama_cpt"]["result"]["fit"]
+    assert (job["steps"], job["finite"], job["resumed"], job["exported"]) == ([1, 2], 1, 1, 1)
+    assert 0 < job["planned bytes"] < 1e8 and job["lora seconds a step"] > 0
+    assert set(rows["train"]["evaluate"]["result"]["scores"]) == {"full cache", "gates"}
+    for rows_of_part in (rows["speed"], rows["train"]):
+        for name, row in rows_of_part.items():
+            assert not [goal for goal in row["goals"] if goal["measured"] is None and "memory" not in goal["goal"]], (
+                name
+            )
+    again = gpu_sh("all", out, "--cpu-rehearsal", "--work", tmp_path / "work", cwd=no_setup, timeout=120)
+    assert again.returncode == 0 and again.stdout.count("continuing with what is missing") == 3
+
+
+def bare(folder):
+    """An environment that has torch, transformers, what they need, and pip; nothing of what this project asks for."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name in pack.closure(pack.PRESENT, f"{sys.version_info.major}.{sys.version_info.minor}"):
+        for file in distribution(name).files or []:
+            top = file.parts[0]
+            if top not in ("..", "__pycache__") and not (site / top).exists():
+                (site / top).symlink_to(Path(distribution(name).locate_file(top)).resolve())
+    return folder / "bin" / "python"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_pack_is_made_and_used_where_little_is_installed(no_setup, tmp_path, smollm2):
+    data, out = tmp_path / "data", tmp_path / "pack"
+    data.mkdir()
+    documents = [
+        json.dumps({"text": f"Document {i}. " + "The cat sat on the mat, and the dog ran. " * 20}) for i in range(40)
+    ]
+    for split in pack.TEXT:
+        (data / f"{split}.jsonl").write_text("\n".join(documents) + "\n")
+    made = gpu_sh("pack", out, "--data", data, cwd=no_setup)
+    if "pip download failed" in made.stderr:
+        pytest.skip(f"no package index: {made.stderr.strip()}")
+    assert made.returncode == 0, made.stderr
+    assert sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) < 60e6
+    names = {file.name.split("-")[0] for file in (out / "wheels").iterdir()}
+    assert {"peft", "lightning", "omegaconf", "bitsandbytes"} <= names and not names & {
+        "torch",
+        "transformers",
+        "wandb",
+    }
+    note = json.loads((out / "pack.json").read_text())
+    assert note["model"]["loss as packed"] - note["model"]["loss"] < 2
+
+    (out / "pack.json").write_text(json.dumps(note | {"commit": "c0ffee1"}))
+    shutil.rmtree(no_setup / ".venv")
+    python = bare(tmp_path / "bare")
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHON": str(python), "AG_PACK": str(out)}
+    environment |= {"AG_GPU_WORK": str(tmp_path / "work"), "OMP_NUM_THREADS": "1", "PIP_NO_INDEX": "1"}
+    lacking = subprocess.run([python, "-c", "import peft"], capture_output=True, text=True, env=environment)
+    assert "ModuleNotFoundError" in lacking.stderr
+    ran = gpu_sh("check", tmp_path / "out", "--cpu-rehearsal", cwd=no_setup, env=environment)
+    rows = read(tmp_path / "out" / "check")
+    assert ran.returncode == 0, ran.stdout + ran.stderr + str([row.get("tail") for row in rows.values()])
+    assert rows["gpu"]["status"] == "ok" and rows["gpu"]["result"]["tests"]["skipped"] > 100
+    assert rows["gpu"]["commit"] == "c0ffee1"
+
+    site = {"PYTHONPATH": str(tmp_path / "work" / "site"), "HF_HUB_OFFLINE": "1"}
+    code = "import sys, ag.bench.card.fit as fit, ag.fit, ag.evaluate.__main__, ag.bench.__main__, ag.compare\n"
+    code += "from ag.bench.card.small_model import restore; from pathlib import Path; from ag import models\n"
+    code += "from ag.config import ModelConfig\n"
+    code += f"folder = restore(Path({str(out / 'model')!r}), Path({str(tmp_path / 'model')!r}))\n"
+    code += "m, t = models.load_base(ModelConfig(name=str(folder)))\n"
+    code += "print(t.decode(m.generate(**t('The capital of France is', return_tensors='pt'), max_new_tokens=1)[0]))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=environment | site, cwd=no_setup)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().startswith("The capital of France is")

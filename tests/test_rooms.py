@@ -1,0 +1,54 @@
+"""Imports point down: a room of the library never loads one above it."""
+
+import subprocess
+import sys
+
+import pytest
+
+#: From the bottom: what each room may load beside itself.
+BELOW = {
+    "errors": set(),
+    "files": {"errors"},
+    "kernels": {"errors", "files"},
+    "config": {"errors", "files"},
+    "model": {"errors", "files", "kernels", "config"},
+    "gates": {"errors", "files", "kernels", "config", "model", "versions"},
+    "data": {"errors", "files", "config", "model", "versions"},
+    "engine": {"errors", "files", "kernels", "config", "model", "gates", "versions"},
+    "training": {"errors", "files", "kernels", "config", "model", "gates", "versions", "data"},
+    "callbacks": {"errors", "files", "kernels", "config", "model", "gates", "versions", "data", "training"},
+    "evaluate": {"errors", "files", "kernels", "config", "model", "gates", "versions", "data", "engine", "training"},
+}
+LOADED = """
+import importlib, pkgutil, sys
+room = importlib.import_module("ag." + sys.argv[1])
+skipped = ("triton", "tiles", "tuned", "flash", "__main__", "lm_eval")  # need what may not be there, or are commands
+for module in pkgutil.walk_packages(getattr(room, "__path__", []), room.__name__ + "."):
+    if module.name.rpartition(".")[2] not in skipped:
+        importlib.import_module(module.name)
+print(*sorted({name.split(".")[1] for name in sys.modules if name.startswith("ag.")}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", BELOW)
+def test_a_room_loads_nothing_above_it(room):
+    done = subprocess.run([sys.executable, "-c", LOADED, room], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert set(done.stdout.split()) - {room} <= BELOW[room]
+
+
+def test_the_package_itself_loads_nothing():
+    """`import ag` costs what Python costs: its public names are loaded when they are used."""
+    code = "import sys, ag; print(*[name for name in sys.modules if name.startswith('ag.') or name == 'torch'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_public_names():
+    import ag
+
+    for name in ("GateConfig", "AttentionGates", "attach", "detach", "policy", "EvictionCache", "Policy", "load_base"):
+        assert getattr(ag, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'polisy'"):
+        _ = ag.polisy
