@@ -209,6 +209,7 @@ class EvictionLayer(CacheLayerMixin):
 
     def _retain(self, step: Step) -> None:
         """Free what does not stay, here and in earlier layers that give way."""
+        step.seen = step.held = None  # the new buffers can have their memory
         for index, keep in step.masks.items():
             step.layers[index].retain(keep, step.now)
 
