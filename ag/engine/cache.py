@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ag.engine.decide import Decision
-from ag.engine.layer import EvictionLayer, Part
+from ag.engine.layer import EvictionLayer
+from ag.engine.passes import Pass, Tokens
 from ag.engine.policy import Option, Policy, policy
+from ag.engine.positions import Original, Slots
 from ag.engine.report import Report
 from ag.engine.spec import PolicySpec
 from ag.errors import UserError
 from ag.gates.attach import attached_gates, check_geometry, place
 from ag.gates.gating import Gating
 from ag.model.geometry import fingerprint
-from ag.model.hooks import AttentionCall, Plan, check_rotations, decoder_of, device_of, instrument
+from ag.model.hooks import AttentionCall, Plan, decoder_of, device_of, instrument
 
 
 class EvictionCache(Cache, Plan):
@@ -46,13 +49,12 @@ class EvictionCache(Cache, Plan):
     #: Columns of the prompt, and the own tokens ``[B]`` of each sequence's prompt.
     prompt_columns: int
     prompt_lengths: Tensor
-    #: Counts the calls of the decoder.
-    step: int
+    #: What the layers are shown at present; None before the first forward pass.
+    now: Pass | None
     decision: Decision | None
-    gating: Gating | None
-    #: Positions ``[B, w]`` that the model rotates the tokens at hand by, where slots decide.
-    places: Tensor
     _expected: Tensor | None
+    #: Own tokens ``[B]`` of each sequence when something could last go.
+    _decided: Tensor
     #: What ``model.generate`` said of the text so far, ``[B, T]``; None where it said nothing.
     _text: Tensor | None
     #: Final hidden states ``[B, d]`` of the last own tokens so far, while parts of a prompt come.
@@ -83,13 +85,12 @@ class EvictionCache(Cache, Plan):
                 self.gates.adapter.check(model, times=1)
             place(model, self.gates)
         instrument(model)
+        self.rotation = Slots(self.decoder) if self.policy.positions == "slot" else Original()
         #: The layers, with their own type.
-        self.evicting_layers = [EvictionLayer(self) for _ in self.decoder.layers]
+        self.evicting_layers = [EvictionLayer(self.policy, self.rotation) for _ in self.decoder.layers]
         super().__init__(layers=[*self.evicting_layers])
         windowed = fingerprint(self.decoder.config)["windowed_layers"]
         self._sharing = [index for index in range(len(self.layers)) if index not in windowed]
-        if self.policy.positions == "slot":
-            check_rotations(self.decoder)
         self.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictionCache:
@@ -98,9 +99,19 @@ class EvictionCache(Cache, Plan):
         memo |= {id(shared): shared for shared in (self.decoder, self.policy, self.gates)}
         for name, value in vars(self).items():
             setattr(new, name, copy.deepcopy(value, memo))
-        for layer in new.evicting_layers:
-            layer.owner = weakref.ref(new)
         return new
+
+    # ---- what it holds
+
+    @property
+    def real(self) -> Tensor:
+        """``[B, w]`` bool, which of the tokens at hand are not padding."""
+        return self._pass.real
+
+    @property
+    def _pass(self) -> Pass:
+        assert self.now is not None
+        return self.now
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +140,7 @@ class EvictionCache(Cache, Plan):
         if store is None:
             return []
         ranks = store.padded().ranks
-        columns = [row.nonzero().flatten() for row in self.valid]
+        columns = [row.nonzero().flatten().to(ranks.device) for row in self.valid]
         return [
             [columns[b][ranks[row, : int(store.lengths[row])].long()] for row in range(first, first + store.kv_heads)]
             for b, first in enumerate(range(0, len(ranks), store.kv_heads))
@@ -151,6 +162,8 @@ class EvictionCache(Cache, Plan):
             nbytes=[0 if s is None else s.nbytes for s in stores],
             seconds=[layer.scoring_seconds for layer in self.evicting_layers],
         )
+
+    # ---- the text
 
     def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
         """Take note of the text that is to come, whole or in parts: the prompt, or the same text grown longer.
@@ -192,6 +205,8 @@ class EvictionCache(Cache, Plan):
                 f"{int(differs.long().argmax())} on: {again}."
             )
 
+    # ---- a forward pass, in the order in which it calls
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         """Take the padding of the coming tokens; see :class:`ag.model.hooks.Plan`.
@@ -230,17 +245,17 @@ class EvictionCache(Cache, Plan):
         self._before = seen
         if not seen:
             self._begin_prompt(new)
-        self.reading, self.gating = seen < self.prompt_columns, None
         if seen + length >= self.prompt_columns > seen:
             self.prompt_lengths = self.valid[:, : self.prompt_columns].sum(1)
+        gating = None
         if not seen and self.gates is not None:
             prompt = self.valid[:, : self.prompt_columns]
-            self.gating = Gating(self.gates, prompt, prompt.sum(1), hard=True)
-        self.counts = self.valid[:, :seen].sum(1)
+            gating = Gating(self.gates, prompt, prompt.sum(1), hard=True)
         padded = attention_mask is not None and not bool(new.all())
-        self._start(Part(None, (self.valid.cumsum(1) - 1)[:, seen:], new), padded)
         self._right_padded = padded and not bool(new[:, -1].all())
         self._gaps |= self._right_padded
+        tokens = Tokens(ranks=(self.valid.cumsum(1) - 1)[:, seen:], real=new)
+        self._turn(tokens, padded=padded, reading=seen < self.prompt_columns, gating=gating)
 
     def _begin_prompt(self, new: Tensor) -> None:
         whole = new if self._expected is None else self._expected.to(new.device)
@@ -251,87 +266,140 @@ class EvictionCache(Cache, Plan):
         if self.policy.budget is not None:
             self.decision = Decision(self.policy, self._sharing)
 
-    def _start(self, part: Part, padded: bool, last: bool = True) -> None:
-        """Turn to the next tokens.
+    def _turn(
+        self, tokens: Tokens, *, padded: bool, reading: bool, gating: Gating | None = None, last: bool = True
+    ) -> None:
+        """Make the pass of the next tokens.
 
         Args:
-            part: which these are.
+            tokens: which these are.
             padded: whether some of them are not real.
+            reading: whether they are of the prompt.
+            gating: what the gates say of the prompt.
             last: whether they are the last ones of the forward pass, or of its part of the prompt.
         """
-        self.ranks, self.real = part.ranks, part.real
-        self.counts = part.counts.maximum(self.counts)
-        self.prompt_over = last and self.valid.shape[1] >= self.prompt_columns
-        self.padded = padded
-        self.left_padded = self.padded and not bool(part.real[:, 0].all())
-        self.step += 1
-        if self.policy.positions == "slot":
-            # any position does that is not far beyond what is held: layers turn queries and keys to their own slots
-            stores = [layer.store for layer in self.evicting_layers if layer.store is not None]
-            held = [store.lengths.view(store.batch, -1).amax(1) for store in stores]
-            first = torch.where(part.real, part.ranks, self.valid.shape[1]).amin(1, keepdim=True)
-            self.places = part.ranks - first
-            if held:
-                self.places += (
-                    torch.stack(held).amax(0).to(self.places.device, non_blocking=self.places.is_cuda)[:, None]
-                )
-            self.places = self.places.clamp_min(0)
+        stores = [layer.store for layer in self.evicting_layers if layer.store is not None]
+        seen = self.valid.shape[1]
+        now = Pass(
+            **vars(tokens),
+            number=1 if self.now is None else self.now.number + 1,
+            reading=reading,
+            ends_prompt=last and seen >= self.prompt_columns,
+            padded=padded,
+            left_padded=padded and not bool(tokens.real[:, 0].all()),
+            seen=seen,
+            prompt_columns=self.prompt_columns,
+            prompt_lengths=self.prompt_lengths,
+            due=self._due(tokens, reading),
+            places=self.rotation.places(tokens, seen, stores),
+            gating=gating,
+        )
+        if gating is not None and self.decision is not None:  # the gates read the prompt whole, layers take its blocks
+            now = replace(now, parts=self._parts(now))
+        self.now = now
+
+    def _due(self, tokens: Tokens, reading: bool) -> Tensor | None:
+        """Return ``[B]`` bool, the sequences of which something may go after these tokens; None: of none.
+
+        In a prompt those which it, or a block of it, ends; later those that have grown by the steps of the schedule.
+        """
+        block, steps = self.policy.block, self.policy.steps
+        if self.decision is None or not (reading or steps is not None):
+            return None
+        seen = self.valid.sum(1)
+        if reading:
+            count = tokens.counts
+            ends = count == self.prompt_lengths
+            due = (count > 0) & (ends if block is None else ends | (count % block == 0))
+            self._decided = seen
+        else:
+            due = seen - self._decided.to(seen.device) >= (steps or 0)
+            self._decided = seen.where(due, self._decided.to(seen.device))
+        return due if bool(due.any()) else None
+
+    def _parts(self, now: Pass) -> tuple[Pass, ...]:
+        """Cut a pass into the blocks of the schedule; empty when there is one."""
+        blocks = now.blocks(self.policy.block)
+        return tuple(
+            replace(
+                now,
+                **vars(block),
+                padded=not bool(block.real.all()),
+                left_padded=not bool(block.real[:, 0].all()),
+                ends_prompt=now.ends_prompt and block is blocks[-1],
+                due=self._due(block, reading=True),
+                places=None if now.places is None else now.places.gather(1, block.columns),
+            )
+            for block in blocks
+            if block.columns is not None and len(blocks) > 1
+        )
 
     def blocks(self) -> Iterator[Tensor] | None:
         """Let the model read the prompt in the blocks of the schedule, and what comes with it (a draft) after it."""
-        if not self.reading:
+        whole = self._pass
+        if not whole.reading:
             return None
-        here = self.prompt_columns - self._before
-        columns = torch.arange(self.ranks.shape[1], device=self.ranks.device).expand_as(self.ranks)
-        prompt, rest = (
-            Part(columns[:, x], self.ranks[:, x], self.real[:, x]) for x in (slice(here), slice(here, None))
-        )
-        parts = [prompt] if self.gating is not None else self.parts(prompt)
+        prompt, rest = whole.split(self.prompt_columns - self._before)
+        cut = whole.gating is None and self.decision is not None
+        parts = prompt.blocks(self.policy.block if cut else None)
         return self._one_by_one(parts, rest) if len(parts) > 1 or rest.ranks.shape[1] else None
 
-    def _one_by_one(self, parts: list[Part], rest: Part) -> Iterator[Tensor]:
+    def _one_by_one(self, parts: list[Tokens], rest: Tokens) -> Iterator[Tensor]:
+        gating = self._pass.gating
         for number, part in enumerate(parts, 1):
+            padded = not bool(part.real.all())
+            self._turn(part, padded=padded, reading=True, gating=gating, last=number == len(parts))
             assert part.columns is not None
-            self._start(part, not bool(part.real.all()), number == len(parts))
             yield part.columns.where(part.real, -1)
         if rest.columns is not None and rest.columns.shape[1]:
-            self.reading, self.gating = False, None
-            self._start(rest, not bool(rest.real.all()))
+            self._turn(rest, padded=not bool(rest.real.all()), reading=False)
             yield rest.columns.where(rest.real, -1)
-
-    def parts(self, whole: Part) -> list[Part]:
-        """Cut tokens of the prompt into the blocks of the schedule, counted in each sequence's own tokens."""
-        block = self.policy.block
-        if block is None or self.decision is None:
-            return [whole]
-        number = torch.where(whole.real, whole.ranks // block, -1)
-        present = number[whole.real].unique().tolist()
-        if len(present) < 2:
-            return [whole]
-        parts = []
-        for index in present:
-            inside = number == index
-            columns = (~inside).long().argsort(dim=1, stable=True)[:, : int(inside.sum(1).max())]
-            parts.append(Part(columns, whole.ranks.gather(1, columns), inside.gather(1, columns)))
-        return parts
-
-    def due(self, part: Part) -> Tensor:
-        """Return ``[B]`` bool: the sequences whose prompt, or a block of it, ends with these tokens."""
-        count = part.counts
-        ends = count == self.prompt_lengths
-        return (count > 0) & (ends if self.policy.block is None else ends | (count % self.policy.block == 0))
 
     def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
         """Return the positions ``[B, w]`` that the model rotates the tokens at hand by."""
-        if self.policy.positions == "slot":
-            return self.places
+        now = self._pass
+        if now.places is not None:
+            return now.places
         if self._gaps:  # transformers goes on counting from the padding
-            return self.ranks.clamp_min(0)
+            return now.ranks.clamp_min(0)
         if columns is None:
             return given
         if given is None:
             given = torch.arange(self._before, self.valid.shape[1], device=columns.device)[None]
         return given.expand(len(columns), -1).gather(1, columns.clamp_min(0))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Let the layer's gate look at the prompt."""
+        if self._pass.gating is not None:
+            with torch.no_grad():
+                self._pass.gating.enter_layer(layer, hidden)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Count the new tokens of a layer; transformers calls it before the attention function."""
+        return self.evicting_layers[layer_idx].update(key_states, value_states, self.now)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Hand the pass to a layer, block by block where the schedule says so."""
+        layer, now = self.evicting_layers[call.layer], self._pass
+        if call.q.device != now.ranks.device:  # a model whose next layers are on another device
+            now = self.now = now.to(call.q.device)
+        deciding = call.layer in self._sharing and (now.reading or self.policy.steps is not None)
+        decision = self.decision if deciding else None
+        if decision is None or not now.parts:
+            return layer.run(call, now, decision, self.evicting_layers)
+        length = call.q.shape[2]
+        out = F.pad(torch.zeros_like(call.q), (0, 0, 0, 1))  # the last column: of no token
+        for part in now.parts:
+            assert part.columns is not None
+            mixed = layer.run(call.at(part.columns), part, decision, self.evicting_layers)
+            target = part.columns.where(part.real, length)[:, None, :, None]
+            out.scatter_(2, target.expand_as(mixed), mixed)
+        return out[:, :, :length]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish(self, states: Tensor) -> Tensor:
@@ -350,27 +418,7 @@ class EvictionCache(Cache, Plan):
         self._ends = ends if more else None
         return torch.cat([states[:, :-1], ends[:, None]], 1) if self._right_padded else states
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Let the layer's gate look at the prompt."""
-        if self.gating is not None:
-            with torch.no_grad():
-                self.gating.enter_layer(layer, hidden)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Attend, evict and store."""
-        layer = self.evicting_layers[call.layer]
-        if call.q.device != self.ranks.device:
-            self._move(call.q.device)
-        if self.reading and self.decision is not None and call.layer in self._sharing:
-            return layer.read(call, self.decision)
-        return layer.prefill(call) if layer.store is None else layer.extend(call)
-
-    def _move(self, device: torch.device) -> None:
-        """Follow a model whose next layers are on another device."""
-        for name in ("valid", "ranks", "real", "counts", "prompt_lengths", "places"):
-            setattr(self, name, getattr(self, name).to(device))
+    # ---- going back, other sequences, other texts
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest tokens; a negative number is the same as a positive one.
@@ -384,6 +432,8 @@ class EvictionCache(Cache, Plan):
         self._check_crop(remove)
         self.valid = self.valid[:, :-remove]
         self.prompt_columns = min(self.prompt_columns, self.valid.shape[1])
+        if len(self._decided):
+            self._decided = self._decided.minimum(self.valid.sum(1))
         for layer in self.evicting_layers:
             layer.crop_to(self.valid)
 
@@ -409,13 +459,15 @@ class EvictionCache(Cache, Plan):
         """Make the sequences those at ``indices``."""
         if self._text is not None:  # beams are more than the text has rows
             self._text = self._text[indices.to(self._text.device)] if len(self._text) == len(self.valid) else None
-        for name in ("valid", "ranks", "real", "prompt_lengths"):
-            x: Tensor = getattr(self, name)
-            setattr(self, name, x[indices.to(x.device)])
+        self.valid, self.prompt_lengths = (x[indices.to(x.device)] for x in (self.valid, self.prompt_lengths))
+        if len(self._decided):
+            self._decided = self._decided[indices.to(self._decided.device)]
+        if self.now is not None:
+            self.now = self.now.select_sequences(indices)
         for layer in self.evicting_layers:
             layer.select_sequences(indices)
         if self.decision is not None:
-            self.decision.select_sequences(indices)
+            self.decision.shares.select_sequences(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
@@ -424,10 +476,10 @@ class EvictionCache(Cache, Plan):
     def reset(self) -> None:
         """Forget everything: the next tokens are a new prompt, of any batch size."""
         self.valid, self.prompt_lengths = torch.empty(0, 0, dtype=torch.bool), torch.empty(0, dtype=torch.long)
-        self.places = torch.empty(0, 0, dtype=torch.long)
-        self.prompt_columns = self.step = 0
+        self._decided = torch.empty(0, dtype=torch.long)
+        self.prompt_columns = 0
         self._gaps = False  # whether some sequence was padded on its right
-        self._expected = self._text = self._ends = self.decision = self.gating = None
+        self._expected = self._text = self._ends = self.decision = self.now = None
         for layer in self.evicting_layers:
             layer.reset()
 
@@ -457,7 +509,7 @@ class EvictionCache(Cache, Plan):
         assert self.gates is not None
         prompt, left = self.valid[:, :columns].sum(1), self.valid[:, :-remove].sum(1)
         recent = self.gates.config.recent_tokens
-        if bool(((left < prompt + recent - 1) & (left < self.ranks[:, 0])).any()):
+        if bool(((left < prompt + recent - 1) & (left < self._pass.ranks[:, 0])).any()):
             raise UserError(
                 f"crop({-remove}): some of the prompt's {recent} recent tokens are evicted; crop no more than the last "
                 "forward pass, or make a new cache."

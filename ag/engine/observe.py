@@ -1,4 +1,4 @@
-"""What a layer shows when something has to go: attention rows, logits and outputs, in float32, on demand.
+"""What a layer shows to scorers when something may go: attention rows and sums over queries, in float32, on demand.
 
 One :class:`Observation` serves all parts of a policy. Nothing here has n^2 memory: all queries are visited in blocks,
 and whole rows exist only for a window of the last ones.
@@ -6,222 +6,161 @@ and whole rows exist only for a window of the last ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ag.kernels.row_statistics import Values, best_version, row_statistics
-from ag.kernels.row_statistics.reference import Kind, pair_statistics
+from ag.engine.rows import AttentionRows, Statistic, attention
+from ag.kernels.row_statistics import Values
 
 BLOCK = 64  # queries visited at once
 PRECISE = 1024  # keys up to which all queries are multiplied with them in float64, on a CPU
 TILE = {"cpu": 2**20, "cuda": 2**27}  # elements of a tile that fits the caches, or that keeps a GPU busy
 
 
-class AttentionRows:
-    """Some queries against held keys: w queries, N keys. Everything is computed when it is asked for.
+class Span(NamedTuple):
+    """Slots that some queries see."""
 
-    Args:
-        logits: scaled ``[B, H, w, N]``, ``-inf`` where the query does not see the key.
-        values: gives those of the keys, ``[B, Hkv, N, D]`` with H a multiple of Hkv.
-        counted: ``[B, w]`` bool, the queries that exist.
-        open_until: keys before this one are seen by every query.
-        outputs: gives them, less the values' centre, ``[B, H, w, D]`` in the type of the logits, or None.
+    start: int  # the first that some query sees
+    open_until: int  # those from the start to before this one are seen by every query
+    stop: int  # one past the last that some query sees
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """What a layer holds, rows padded to the longest, N slots.
+
+    Attributes:
+        k: keys ``[B, Hkv, N, D]``, those of the queries' own tokens among them.
+        v: values ``[B, Hkv, N, D]``.
+        ranks: ``[B, Hkv, N]`` long, the place of each among its sequence's own tokens, ascending.
+        valid: ``[B, Hkv, N]`` bool, False on free slots, which come last.
     """
 
-    def __init__(
-        self,
-        logits: Tensor,
-        values: Callable[[], Values],
-        counted: Tensor,
-        open_until: int = 0,
-        outputs: Callable[[], Tensor | None] = lambda: None,
-    ) -> None:
-        self._make_values, self.counted = values, counted
-        self._logits, self._open_until, self._outputs = logits, open_until, outputs
-        self._averaged = False  # whether the weights are means, and not those of the logits
+    k: Tensor
+    v: Tensor
+    ranks: Tensor
+    valid: Tensor
+
+    @cached_property
+    def single(self) -> Tensor:
+        """Keys in float32."""
+        return self.k.float()
+
+    @cached_property
+    def double(self) -> Tensor:
+        """Keys in float64."""
+        return self.k.double()
 
     @cached_property
     def values(self) -> Values:
-        """Values of the keys, centred."""
-        return self._make_values()
+        """Values, centred."""
+        return Values.of(self.v.float(), self.valid)
 
     @cached_property
-    def a(self) -> Tensor:
-        """Weights ``[B, H, w, N]``, a softmax over what the query sees; 0 on the rest."""
-        a = self._logits.softmax(-1)
-        return a if self._open_until else a.masked_fill(~self.visible, 0.0)  # some row may see nothing
+    def close(self) -> bool:
+        """Whether the values are near the origin beside their spread, so that differences of outputs are accurate."""
+        centre, spread = self.values.centre, self.values.spread
+        return bool((centre.square().sum(-1) <= 4 * spread.mean(-1, keepdim=True)).all())
 
     @cached_property
-    def s(self) -> Tensor:
-        """Scaled logits ``[B, H, w, N]``; 0 where the query does not see the key."""
-        s = self._logits.clone()
-        s[..., self._open_until :].masked_fill_(self._hidden, 0.0)
-        return s
-
-    @cached_property
-    def _hidden(self) -> Tensor:
-        """``[B, H, w, N - open_until]`` bool, the pairs that are not visible."""
-        return self._logits[..., self._open_until :] == float("-inf")
-
-    @cached_property
-    def visible(self) -> Tensor:
-        """``[B, H, w, N]`` bool, whether the query sees the key."""
-        visible = torch.ones_like(self._logits, dtype=torch.bool)
-        visible[..., self._open_until :] = ~self._hidden
-        return visible
-
-    @cached_property
-    def o(self) -> Tensor:
-        """Outputs ``[B, H, w, D]``."""
-        v = self.values.v
-        batch, heads, rows, keys = self.a.shape
-        return (self.a.reshape(batch, v.shape[1], -1, keys) @ v).view(batch, heads, rows, -1)
-
-    def statistic(self, kind: Kind) -> Tensor:
-        """Return a statistic of every pair, ``[B, H, w, N]``; see :mod:`ag.kernels.row_statistics`."""
-        return pair_statistics(kind, self.a, self.s, self.values)
-
-    def total(self, statistic: Callable[[AttentionRows], Tensor]) -> Tensor:
-        """Sum a statistic ``[B, H, w, N]`` over the queries, ``[B, H, N]``; those in ``FUSED`` in one pass."""
-        kind = None if self._averaged else FUSED.get(statistic)
-        if kind is None or best_version(self._logits) == "reference":
-            return self._sum(statistic(self))
-        if kind == "attention":
-            return row_statistics(kind, self._logits, self.counted)
-        return row_statistics(kind, self._logits, self.counted, self.values, self._outputs())
-
-    def _sum(self, values: Tensor) -> Tensor:
-        return (self.counted[:, None, None].to(values.dtype) @ values)[:, :, 0]
-
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """Return the mean and the unbiased variance of the weights over the queries, ``[B, H, N]`` each."""
-        return self._moments
-
-    @cached_property
-    def _moments(self) -> tuple[Tensor, Tensor]:
-        number = self.counted.sum(1)[:, None, None]
-        mean = self._sum(self.a) / number
-        squares = self._sum((self.a - mean[:, :, None]).square_())
-        return mean, squares / (number - 1).clamp_min(1)
-
-    def mean_heads(self) -> AttentionRows:
-        """Return rows whose weights and logits are the means over the query heads of each KV head."""
-        group = self._logits.shape[1] // self.values.v.shape[1]
-        a, s = (x.unflatten(1, (-1, group)).mean(2) for x in (self.a, self.s))
-        rows = AttentionRows(s, self._make_values, self.counted)
-        vars(rows).update(a=a, s=s, _averaged=True)  # as if computed
-        return rows
+    def sorted_ranks(self) -> Tensor:
+        """``[B, Hkv, N]`` ascending: free slots rank after everything."""
+        return self.ranks.masked_fill(~self.valid, torch.iinfo(self.ranks.dtype).max).contiguous()
 
 
-Statistic = Callable[[AttentionRows], Tensor]
+@dataclass(frozen=True, kw_only=True)
+class Queries:
+    """What meets the keys: the new queries, and before them those that a part of the policy looks back at.
 
-
-def attention(rows: AttentionRows) -> Tensor:
-    """``A``: what a key is paid."""
-    return rows.a
-
-
-#: Statistics that ag.kernels.row_statistics can sum in one pass, and their names there.
-FUSED: dict[Statistic, Kind] = {attention: "attention"}
-
-
-class Observation:
-    """Queries of one layer against the keys it holds.
-
-    Args:
+    Attributes:
         q: queries ``[B, H, T, D]``, post-RoPE.
-        k: held keys ``[B, Hkv, N, D]``, those of the queries' own tokens among them.
-        v: held values ``[B, Hkv, N, D]``.
+        ranks: ``[B, T]`` long, the place of each among its sequence's own tokens.
+        valid: ``[B, T]`` bool, False on padding.
+        new: how many of them, at the end, were not shown before; None: all.
+        outputs: attention outputs ``[B, H, new, D]`` of the new ones where they are known, which saves time.
+    """
+
+    q: Tensor
+    ranks: Tensor
+    valid: Tensor
+    new: int | None = None
+    outputs: Tensor | None = None
+
+    @property
+    def precise_outputs(self) -> Tensor | None:
+        """The outputs where they are those of all queries in float32, which scores are computed in; else None."""
+        every = self.outputs is not None and self.outputs.shape[2] == self.q.shape[2]
+        return self.outputs if self.outputs is not None and every and self.outputs.dtype == torch.float32 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What else a layer shows.
+
+    Attributes:
         scaling: factor of the logits.
-        query_ranks: ``[B, T]`` long, the place of each query among its sequence's own tokens.
-        key_ranks: ``[B, Hkv, N]`` long.
-        query_valid: ``[B, T]`` bool, False on padding.
-        key_valid: ``[B, Hkv, N]`` bool, False on free slots.
         layer: index of the layer.
         window: sliding window of the model, or None.
         gate: probabilities ``[B, Hkv, N]`` of the layer's gate, or None.
-        new: how many of the queries, at the end, were not shown before; None: all.
-        memory: what scorers recorded at earlier observations, tensors ``[..., N]`` whose last dimension is that of
-            the keys (new tokens have 0); what they record now goes there too.
         prompt_lengths: ``[B]`` long, own tokens of each prompt as far as they are known; None: all tokens seen.
         decoding: whether the prompt is over.
+        memory: what scorers recorded at earlier observations, tensors ``[..., N]`` whose last dimension is that of
+            the keys (new tokens have 0); what they record now goes there too.
         memo: where measurements are remembered, so that each is made once.
-        outputs: attention outputs ``[B, H, new, D]`` of the new queries where they are known, which saves time.
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float,
-        query_ranks: Tensor,
-        key_ranks: Tensor,
-        query_valid: Tensor,
-        key_valid: Tensor,
-        layer: int = 0,
-        window: int | None = None,
-        gate: Tensor | None = None,
-        new: int | None = None,
-        memory: dict[str, Tensor] | None = None,
-        prompt_lengths: Tensor | None = None,
-        decoding: bool = False,
-        memo: dict[Hashable, Any] | None = None,
-        outputs: Tensor | None = None,
-    ) -> None:
-        self.layer, self.gate, self.decoding = layer, gate, decoding
-        self.new = q.shape[2] if new is None else new
-        self.memory = {} if memory is None else memory
+    scaling: float
+    layer: int = 0
+    window: int | None = None
+    gate: Tensor | None = None
+    prompt_lengths: Tensor | None = None
+    decoding: bool = False
+    memory: dict[str, Tensor] = field(default_factory=dict)
+    memo: dict[Hashable, Any] = field(default_factory=dict)
+
+
+class Observation:
+    """What a layer shows to scorers and allocators: queries against the keys it holds.
+
+    Args:
+        keys: what is held.
+        queries: what meets it.
+        context: all else there is to know.
+    """
+
+    def __init__(self, *, keys: Keys, queries: Queries, context: Context) -> None:
+        self._keys, self._queries, self._memo = keys, queries, context.memo
+        self.layer, self.gate, self.decoding, self.memory = (
+            context.layer, context.gate, context.decoding, context.memory
+        )  # fmt: skip
+        self.scaling, self.window, self._prompt_lengths = context.scaling, context.window, context.prompt_lengths
+        self.q, self.query_ranks, self.query_valid = queries.q, queries.ranks, queries.valid
+        self.k, self.key_ranks, self.key_valid = keys.k, keys.ranks, keys.valid
+        self.new = queries.q.shape[2] if queries.new is None else queries.new
         #: Tokens per KV head ``[B]`` that the budget allows, where something may go.
         self.capacity: Tensor | None = None
         #: Sequences ``[B]`` of which something may go now; None: all.
         self.due: Tensor | None = None
-        self._memo = {} if memo is None else memo
-        self._prompt_lengths = prompt_lengths
-        self.q, self.k, self.scaling, self.window = q, k, scaling, window
-        self.query_ranks, self.key_ranks = query_ranks, key_ranks
-        self.query_valid, self.key_valid = query_valid, key_valid
-        self._v = v
-        self._outputs = outputs
 
     @property
     def group(self) -> int:
         """Query heads a KV head, G."""
         return self.q.shape[1] // self.k.shape[1]
 
-    @cached_property
+    @property
     def values(self) -> Values:
         """Values of the held keys, centred."""
-        return Values.of(self._v.float(), self.key_valid)
+        return self._keys.values
 
     @property
     def v(self) -> Tensor:
         """Values ``[B, Hkv, N, D]`` float32, 0 on free slots."""
         return self.values.v
-
-    @cached_property
-    def _outputs_serve(self) -> bool:
-        """Whether the outputs are known, with rounding errors that are small beside the spread of the values.
-
-        Scores are computed in float32, so that outputs in half precision would not do, nor those of values that are far
-        from the origin and close to each other.
-        """
-        if self._outputs is None or self._outputs.dtype != torch.float32 or self.new != self.q.shape[2]:
-            return False
-        centre, spread = self.values.centre, self.values.spread
-        return bool((centre.square().sum(-1) <= 4 * spread.mean(-1, keepdim=True)).all())
-
-    @cached_property
-    def _precise_keys(self) -> Tensor:
-        return self.k.double()
-
-    @cached_property
-    def _keys(self) -> Tensor:
-        return self.k.float()
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -235,7 +174,7 @@ class Observation:
 
     @property
     def evicts(self) -> Tensor:
-        """``[B]`` bool, sequences of which something goes: they are due, and their prompt or what is held too long."""
+        """``[B]`` bool, sequences of which something goes: due, and the prompt or what is held exceeds the budget."""
         due = torch.ones_like(self.lengths, dtype=torch.bool) if self.due is None else self.due
         if self.capacity is None:
             return due
@@ -272,8 +211,8 @@ class Observation:
             width = min(last, self.new if only_new else self.q.shape[2])
             order = torch.where(chosen, self.query_ranks, -1).argsort(dim=1, stable=True)[:, -width:]
             ranks = self.query_ranks.gather(1, order)
-            ((_, open_until, _),) = self._spans(ranks.amin(1, keepdim=True), ranks.amax(1, keepdim=True))
-            everything = (0, 0 if self.window is not None else open_until, self.k.shape[2])
+            (span,) = self._spans(ranks.amin(1, keepdim=True), ranks.amax(1, keepdim=True))
+            everything = Span(0, 0 if self.window is not None else span.open_until, self.k.shape[2])
             rows = self._rows(order, slice(None), everything, precise=not self.decoding)
             rows.counted = chosen.gather(1, order)
             self._memo["rows", last, only_new] = rows
@@ -317,26 +256,18 @@ class Observation:
         self.memory[name] = new[:, :, -last:]
         return self.memory[name]
 
-    @cached_property
-    def _sorted_ranks(self) -> Tensor:
-        """``[B, Hkv, N]`` ascending: free slots come last, and rank after everything."""
-        return self.key_ranks.masked_fill(~self.key_valid, torch.iinfo(self.key_ranks.dtype).max).contiguous()
-
-    def _spans(self, oldest: Tensor, newest: Tensor) -> list[tuple[int, int, int]]:
-        """Return, for queries whose ranks go from ``oldest`` to ``newest`` ``[B, n]``, three slots for each n.
-
-        Some query sees slots from the first to before the third; slots before the second are seen by all of them.
-        """
+    def _spans(self, oldest: Tensor, newest: Tensor) -> list[Span]:
+        """Return the slots that queries see whose ranks go from ``oldest`` to ``newest`` ``[B, n]``, for each n."""
 
         def slots(ranks: Tensor) -> Tensor:
             wanted = ranks[:, None].expand(-1, self.key_ranks.shape[1], -1).to(self.key_ranks.dtype)
-            return torch.searchsorted(self._sorted_ranks, wanted.contiguous(), right=True)
+            return torch.searchsorted(self._keys.sorted_ranks, wanted.contiguous(), right=True)
 
         stop, open_until = slots(newest).amax((0, 1)), slots(oldest).amin((0, 1))
         start = torch.zeros_like(stop)
         if self.window is not None:
             start = open_until = slots(oldest - self.window).amin((0, 1))
-        return list(zip(start.tolist(), open_until.tolist(), stop.tolist(), strict=True))
+        return [Span(*slots) for slots in zip(start.tolist(), open_until.tolist(), stop.tolist(), strict=True)]
 
     def _blocks(self) -> Iterator[tuple[slice, slice, AttentionRows]]:
         """Visit the new queries in tiles; yields query heads, slots and the queries against those."""
@@ -350,22 +281,21 @@ class Observation:
         ranks = [self.query_ranks[:, block] for block in blocks]
         spans = self._spans(torch.stack([x.amin(1) for x in ranks], 1), torch.stack([x.amax(1) for x in ranks], 1))
         for block, span in zip(blocks, spans, strict=True):
-            for first in range(0, kv_heads if span[2] > span[0] else 0, heads):
+            for first in range(0, kv_heads if span.stop > span.start else 0, heads):
                 part = slice(first, first + heads)
                 rows = self._rows(block, part, span, precise)
-                yield slice(first * self.group, part.stop * self.group), slice(span[0], span[2]), rows
+                yield slice(first * self.group, part.stop * self.group), slice(span.start, span.stop), rows
 
-    def _rows(
-        self, columns: Tensor | slice, heads: slice, span: tuple[int, int, int], precise: bool = False
-    ) -> AttentionRows:
-        """Return the queries in ``columns`` (``[B, w]``, or a range) against slots of some KV heads; see `_spans`.
+    def _rows(self, columns: Tensor | slice, heads: slice, span: Span, precise: bool = False) -> AttentionRows:
+        """Return the queries in ``columns`` (``[B, w]``, or a range) against the slots of a span, of some KV heads.
 
         With ``precise`` the products are those of float64: in float32 a logit of 40 is off by 1e-5, and so is its
         weight. That shows where few rows decide, and costs little there.
         """
+        held, queries, group = self._keys, self._queries, self.group  # what comes of it outlives this observation
         start, open_until, stop = span
-        keys = (self._precise_keys if precise else self._keys)[:, heads, start:stop]
-        q = self._by_head(self.q, columns, heads).to(keys.dtype) * self.scaling
+        keys = (held.double if precise else held.single)[:, heads, start:stop]
+        q = _by_head(self.q, group, columns, heads).to(keys.dtype) * self.scaling
         batch, kv_heads, group, width, dim = q.shape
         s = (q.reshape(batch, kv_heads, -1, dim) @ keys.mT).float().view(batch, kv_heads, group, width, -1)
         ranks, counted = (
@@ -379,19 +309,21 @@ class Observation:
         s[..., open_until - start :].masked_fill_(hidden[:, :, None], float("-inf"))
 
         def values() -> Values:
-            return self.values.part(heads, slice(start, stop))
+            return held.values.part(heads, slice(start, stop))
 
         def outputs() -> Tensor | None:
-            if self._outputs is None or not self._outputs_serve:
+            known = queries.precise_outputs
+            if known is None or not held.close:
                 return None
-            return (self._by_head(self._outputs, columns, heads) - self.values.centre[:, heads, None]).flatten(1, 2)
+            return (_by_head(known, group, columns, heads) - held.values.centre[:, heads, None]).flatten(1, 2)
 
         return AttentionRows(s.flatten(1, 2), values, counted, open_until - start, outputs)
 
-    def _by_head(self, x: Tensor, columns: Tensor | slice, heads: slice) -> Tensor:
-        """Pick ``[B, Hkv', G, w, D]`` out of ``[B, H, T, D]``."""
-        x = x.unflatten(1, (-1, self.group))[:, heads]
-        if isinstance(columns, slice):
-            return x[..., columns, :]
-        index = columns[:, None, None, :, None].expand(*x.shape[:3], -1, x.shape[-1])
-        return x.gather(3, index)
+
+def _by_head(x: Tensor, group: int, columns: Tensor | slice, heads: slice) -> Tensor:
+    """Pick ``[B, Hkv', G, w, D]`` out of ``[B, H, T, D]``."""
+    x = x.unflatten(1, (-1, group))[:, heads]
+    if isinstance(columns, slice):
+        return x[..., columns, :]
+    index = columns[:, None, None, :, None].expand(*x.shape[:3], -1, x.shape[-1])
+    return x.gather(3, index)

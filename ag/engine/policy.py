@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import torch
 from torch import Tensor
 
-from ag.engine.allocators import OPTIONS, Allocator, published_tau
+from ag.engine.allocators import ALLOCATORS, Allocator
+from ag.engine.allocators.uniform import Uniform
 from ag.engine.scorers import SCORERS, Scorer
 from ag.engine.spec import PolicySpec, check_known, parse_budget
 from ag.engine.wrappers import WRAPPERS, Wrapper
@@ -52,7 +53,7 @@ class Policy:
     evict_before_attend: bool = field(default=False, compare=False)
     strict: bool = field(default=True, compare=False)
     scorer: Scorer | None = field(default=None, compare=False)
-    allocator: Allocator = field(default_factory=Allocator, compare=False)
+    allocator: Allocator = field(default_factory=Uniform, compare=False)
     gates: AttentionGates | None = field(default=None, compare=False)
 
     @property
@@ -74,8 +75,7 @@ class Policy:
     @property
     def lookback(self) -> int:
         """Earlier queries of the prompt that a decision has to be shown beside the new ones."""
-        observers = self.allocator.observers - 1 if self.allocator.kind == "preference" else 0
-        return max(observers, 0 if self.scorer is None else self.scorer.lookback)
+        return max(self.allocator.lookback, 0 if self.scorer is None else self.scorer.lookback)
 
     def capacity(self, lengths: Tensor) -> Tensor:
         """Return the tokens per KV head ``[B]`` that prompts of these lengths may keep, the mean over layers."""
@@ -132,9 +132,8 @@ def policy(
     allocator = _allocator(parts, scorer, budget, rest)
     if rest:
         made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
-        own = {f.name for part in made for f in fields(part)} - {"inner"} | set(OPTIONS[allocator.kind])
-        known = {"tau"} if allocator.kind == "preference" else set()
-        check_known(next(iter(rest)), sorted(own | known | set(ENGINE[: 3 if made else 1])), "option", str(spec))
+        own = {f.name for part in made for f in fields(part)} - {"inner"} | set(_options(type(allocator)))
+        check_known(next(iter(rest)), sorted(own | set(ENGINE[: 3 if made else 1])), "option", str(spec))
     return Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
 
 
@@ -190,14 +189,13 @@ def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
 def _allocator(
     spec: PolicySpec, scorer: Scorer | None, budget: int | float | None, options: dict[str, Option]
 ) -> Allocator:
-    """Make the allocator; one that observes does so in the scorer's window, where that has one."""
-    kind = str(spec.allocator)
-    if kind == "preference" and (model := options.pop("tau", None)) is not None:
-        options["tau1"], options["tau2"] = published_tau(str(model), budget)
-    mine = {name: options.pop(name) for name in OPTIONS[kind] if name in options}
-    if "observers" in OPTIONS[kind] and scorer is not None and scorer.observers is not None:
-        mine.setdefault("observers", scorer.observers)
-    return _make(Allocator, mine, kind=kind)
+    kind = ALLOCATORS[str(spec.allocator)]
+    mine = {name: options.pop(name) for name in _options(kind) if name in options}
+    return _make(kind, kind.completed(mine, budget, None if scorer is None else scorer.observers))
+
+
+def _options(kind: type[Allocator]) -> list[str]:
+    return [*(f.name for f in fields(kind)), *kind.shorthands]
 
 
 def _make(part: type[Part], options: dict[str, Option], **fixed: Any) -> Part:
@@ -226,8 +224,8 @@ def _check_schedule(spec: PolicySpec, schedule: str) -> None:
         raise UserError(f"schedule={schedule!r}: expected prefill, blocks:m, every, steps:n, or some joined by +.")
     if len(set(kinds)) < len(kinds) or {"every", "steps"} <= set(kinds) or {"prefill", "blocks"} <= set(kinds):
         raise UserError(f"schedule={schedule!r}: expected at most one part for the prompt and one for what follows.")
-    if spec.allocator == "preference" and spec.reads_gates and "blocks" in kinds:
+    if spec.reads_gates and "blocks" in kinds and ALLOCATORS[str(spec.allocator)].compares_layers:
         raise UserError(
-            f"Policy '{spec}' with schedule={schedule!r}: gates see a prompt whole, layer by layer, and preference "
-            "compares all layers after each block; use the schedule prefill, or another allocator."
+            f"Policy '{spec}' with schedule={schedule!r}: gates see a prompt whole, layer by layer, and "
+            f"{spec.allocator} compares all layers after each block; use the schedule prefill, or another allocator."
         )

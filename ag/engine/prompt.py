@@ -81,9 +81,10 @@ class _Together(Plan):
             cache.enter_layer(layer, hidden)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        first = self.caches[0]
-        output = call.dense(first.real if first.padded else None, first.left_padded)
+        now = self.caches[0].now
+        assert now is not None
+        output = call.dense(now.real if now.padded else None, now.left_padded)
         for cache in self.caches:
-            cache.evicting_layers[call.layer].update(call.k, call.v)
+            cache.update(call.k, call.v, call.layer)
             cache.attend(_Attended(**vars(call), output=output))
         return output

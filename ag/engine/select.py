@@ -54,3 +54,11 @@ def select_over_heads(score: Tensor, protected: Tensor, valid: Tensor, capacity:
     sure = select(score, protected, valid, least)
     score, sure, every = (x.reshape(batch, 1, -1) for x in (score, sure, valid))
     return select(score, sure, every, capacity[:, None] * heads).view_as(valid)
+
+
+def closing_order(keep: Tensor) -> Tensor:
+    """Return the slots ``[B, Hkv, N']`` of the kept tokens in order, N' being the most over heads, then others."""
+    kept = keep.cumsum(-1)
+    place = torch.where(keep, kept, kept[..., -1:] + (~keep).cumsum(-1)) - 1  # cheaper than a stable sort
+    slots = torch.arange(keep.shape[-1], device=keep.device).expand_as(place)
+    return torch.empty_like(place).scatter_(-1, place, slots)[..., : int(kept[..., -1].max())]

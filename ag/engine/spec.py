@@ -9,13 +9,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from ag.engine.allocators import OPTIONS
+from ag.engine.allocators import ALLOCATORS
 from ag.engine.scorers import SCORERS
 from ag.engine.wrappers import WRAPPERS
 from ag.errors import UserError
 
 FULL = "full"  # evicts nothing, and has no scorer
-ALLOCATORS = tuple(OPTIONS)
 ALIASES = {"pyramidkv": ("snapkv", "pyramid")}
 
 BUDGET = "tokens (an int of at least 1) or a share (a float in (0, 1])"
@@ -110,7 +109,7 @@ class PolicySpec:
         if self.scorer in ALIASES:
             scorer, allocator = ALIASES[self.scorer]
             return replace(self, scorer=scorer, allocator=allocator)
-        own = SCORERS[self.scorer].default_allocator if self.evicts else ALLOCATORS[0]
+        own = SCORERS[self.scorer].default_allocator if self.evicts else next(iter(ALLOCATORS))
         return replace(self, allocator=self.allocator or own)
 
 

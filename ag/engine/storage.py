@@ -1,8 +1,8 @@
 """Ragged storage of keys and values: each (sequence, KV head) holds as many tokens as it kept.
 
 A row is one (sequence, KV head) pair, row ``b * Hkv + h``. The rows lie one after the other in a flat buffer, each with
-a little slack, so that decoding appends in place; when a row is full the buffer is laid out anew with fresh slack. What
-is evicted later leaves a gap, which the shorter side of the rows closes; when much is gone the buffer is laid out anew.
+a little slack, so that decoding appends in place; see :class:`ag.engine.layout.Layout`. What is evicted leaves a gap,
+which the side of the row closes where fewer tokens have to move; when much is gone the buffer is laid out anew.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SLACK_TOKENS = 16  # free slots a row gets at least when the buffer is laid out
-SLACK_SHARE = 16  # and one more for each so many tokens that it holds
-LOOSE_SHARE = 32  # one token too many for each so many that are held, and the buffer is laid out anew
+from ag.engine.layout import Layout, sent, slack
 
 
 class Rows(NamedTuple):
@@ -39,15 +37,22 @@ class RaggedStore:
 
     def __init__(self, batch: int, kv_heads: int, key: Tensor, value: Tensor) -> None:
         self.batch, self.kv_heads = batch, kv_heads
-        rows = batch * kv_heads
         self.keys = key.new_empty(0, key.shape[-1])
         self.values = value.new_empty(0, value.shape[-1])
         self.ranks = torch.empty(0, dtype=torch.int32, device=key.device)
         self.fleeting = torch.empty(0, dtype=torch.bool, device=key.device)
-        self._limits = torch.zeros(rows, dtype=torch.long)  # where the slots of each row end
+        self.layout = Layout(batch * kv_heads, key.device)
         self._marks = False  # whether some token was ever fleeting
-        zeros = torch.zeros(rows, dtype=torch.long)
-        self._settle(zeros, zeros)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each row, ``[R]`` long, on the CPU."""
+        return self.layout.lengths
+
+    @property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Where the rows start and how long they are, ``[R]`` long each, on the device of the keys."""
+        return self.layout.rows
 
     @property
     def nbytes(self) -> int:
@@ -69,17 +74,16 @@ class RaggedStore:
         ranks = ranks[:, None].expand(shape).flatten().int()
         k, v = k.flatten(0, 2), v.flatten(0, 2)
         marks = None if fleeting is None else fleeting.flatten()
-        lengths = self.lengths + length
         if keep is None:
-            if length > self._room:
-                self._lay_out(lengths)
+            if length > self.layout.room:
+                self._lay_out(self.lengths + length)
             slots = self.rows[0] + self.rows[1]
             if length > 1:
                 slots = (slots[:, None] + torch.arange(length, device=k.device)).flatten()
         else:
             keep = keep.expand(shape).flatten(0, 1)
             lengths = self.lengths + keep.sum(1).cpu()
-            if bool((self.starts + lengths > self._limits).any()):
+            if not self.layout.fits(lengths):
                 self._lay_out(lengths)
             chosen = keep.flatten()
             slots = ((self.rows[0] + self.rows[1])[:, None] + keep.cumsum(1) - 1).flatten()[chosen]
@@ -92,9 +96,9 @@ class RaggedStore:
             self._marks = True
             self.fleeting[slots] = False if marks is None else marks
         if keep is None:
-            self._grow(lengths, length)
+            self.layout.grow(length)
         else:
-            self._settle(self.starts, lengths)
+            self.layout.settle(self.layout.starts, lengths)
 
     def padded(self) -> Rows:
         """Return everything stored.
@@ -104,20 +108,21 @@ class RaggedStore:
         """
         parts = (self.keys, self.values, self.ranks, self.fleeting)
         longest = int(self.lengths.max())
-        if self._step is not None:
-            first, step, count = int(self.starts[0]), self._step, len(self.starts)
+        step, count = self.layout.step, len(self.lengths)
+        if step is not None:
+            first = int(self.layout.starts[0])
             keys, values, ranks, fleeting = (
                 x.as_strided((count, longest, *x.shape[1:]), (step * x.stride(0), *x.stride()), first * x.stride(0))
                 for x in parts
             )
             return Rows(keys, values, ranks, fleeting, None)
-        index, valid = self._index(longest)
+        index, valid = self.layout.index(longest)
         keys, values, ranks, fleeting = (x[index] for x in parts)
         return Rows(keys, values, ranks, fleeting, valid)
 
     def count_below(self, ranks: Tensor) -> Tensor:
         """Return how many tokens at the start of each row have a rank below ``ranks[b]`` ``[B]``, ``[R]`` long."""
-        index, valid = self._index(int(self.lengths.max()))
+        index, valid = self.layout.index(int(self.lengths.max()))
         limit = ranks.repeat_interleave(self.kv_heads).to(index.device)
         return (valid & (self.ranks[index] < limit[:, None])).sum(1)
 
@@ -126,13 +131,13 @@ class RaggedStore:
 
         Returns whether there were others.
         """
-        index, valid = self._index(keep.shape[1])
+        index, valid = self.layout.index(keep.shape[1])
         keep = keep & valid
         lengths = keep.sum(1).cpu()
         held = int(lengths.sum())
         if held == int(self.lengths.sum()):
             return False
-        if self._loose(lengths):
+        if self.layout.loose(lengths):
             self._move(index[keep], lengths)
         else:
             self._close(index, keep, lengths)
@@ -140,7 +145,7 @@ class RaggedStore:
 
     def drop_fleeting(self, ranks: Tensor) -> bool:
         """Free the fleeting tokens whose rank is below ``ranks[b]`` ``[B]``; returns whether others are left."""
-        index, valid = self._index(int(self.lengths.max()))
+        index, valid = self.layout.index(int(self.lengths.max()))
         fleeting = self.fleeting[index] & valid
         gone = fleeting & (self.ranks[index] < ranks.repeat_interleave(self.kv_heads).to(index.device)[:, None])
         if bool(gone.any()):
@@ -151,45 +156,29 @@ class RaggedStore:
         """Replace the sequences by those at the indices ``chosen`` (beam search, repeated inputs)."""
         heads = torch.arange(self.kv_heads)
         rows = (chosen.cpu()[:, None] * self.kv_heads + heads).flatten()
-        index, valid = self._index(int(self.lengths.max()))
+        index, valid = self.layout.index(int(self.lengths.max()))
         picked = rows.to(index.device)
         self.batch = len(chosen)
         self._move(index[picked][valid[picked]], self.lengths[rows])
 
     def crop(self, ranks: Tensor) -> None:
         """Drop, at the end of every row, the tokens whose rank is not below ``ranks[b]`` ``[B]``."""
-        self._settle(self.starts, self.count_below(ranks).cpu())
-        if self._loose(self.lengths):
+        self.layout.settle(self.layout.starts, self.count_below(ranks).cpu())
+        if self.layout.loose(self.lengths):
             self._lay_out(self.lengths)
-
-    def _index(self, longest: int) -> tuple[Tensor, Tensor]:
-        """Return the slots ``[R, N]`` of all tokens (clamped where a row is shorter) and their validity."""
-        device = self.keys.device
-        offset = torch.arange(longest, device=device)
-        lengths = self.rows[1][:, None]
-        valid = offset < lengths
-        index = self.rows[0][:, None] + offset.where(valid, lengths.clamp_min(1) - 1)
-        return index.clamp_max(max(len(self.keys) - 1, 0)), valid
-
-    def _loose(self, lengths: Tensor) -> bool:
-        """Tell whether a buffer for rows of these lengths would be noticeably smaller."""
-        held = int(lengths.sum())
-        return len(self.keys) > held + int(_slack(lengths).sum()) + held // LOOSE_SHARE
 
     def _lay_out(self, lengths: Tensor) -> None:
         """Lay the buffer out anew for rows of these lengths."""
-        total, (starts, held) = int(self.lengths.sum()), self.rows
-        first = torch.repeat_interleave(starts - (held.cumsum(0) - held), held, output_size=total)
-        self._move(first + torch.arange(total, device=first.device), self.lengths, lengths)
+        self._move(self.layout.tokens(), self.lengths, lengths)
 
     def _move(self, slots: Tensor, lengths: Tensor, room: Tensor | None = None) -> None:
         """Copy the tokens at ``slots`` (row after row, ``lengths`` of them each) into a new buffer with slack."""
         room = lengths if room is None else room
-        capacities = room + _slack(room)
+        capacities = room + slack(room)
         limits = capacities.cumsum(0)
         starts = limits - capacities
         total, device = int(capacities.sum()), self.keys.device
-        shift, held = (_sent(x, device) for x in (starts - (lengths.cumsum(0) - lengths), lengths))
+        shift, held = (sent(x, device) for x in (starts - (lengths.cumsum(0) - lengths), lengths))
         first = torch.repeat_interleave(shift, held, output_size=len(slots))
         source = torch.zeros(total, dtype=torch.long, device=device)  # free slots: of any token
         source[first + torch.arange(len(slots), device=device)] = slots
@@ -197,8 +186,7 @@ class RaggedStore:
             old: Tensor = getattr(self, name)
             new = old.index_select(0, source) if len(old) else old.new_zeros(total, *old.shape[1:])
             setattr(self, name, new)
-        self._limits = limits
-        self._settle(starts, lengths)
+        self.layout.settle(starts, lengths, limits)
 
     def _close(self, index: Tensor, keep: Tensor, lengths: Tensor) -> None:
         """Close the gaps between the kept tokens from the side, the same for all rows, where fewer have to move."""
@@ -210,32 +198,5 @@ class RaggedStore:
         source, target = index[moving], target[moving]
         for x in (self.keys, self.values, self.ranks, *([self.fleeting] if self._marks else [])):
             x.index_copy_(0, target, x.index_select(0, source))
-        self._settle(self.starts + (self.lengths - lengths) if to_end else self.starts, lengths)
-
-    def _settle(self, starts: Tensor, lengths: Tensor) -> None:
-        """Take note of where the rows are now."""
-        self.starts, self.lengths = starts, lengths
-        device = self.keys.device
-        #: Starts and lengths on the device of the keys, ``[R]`` long each.
-        self.rows = _sent(starts, device), _sent(lengths, device)
-        self._room = int((self._limits - starts - lengths).min())
-        steps = starts.diff()
-        even = bool((lengths == lengths[0]).all()) and bool((steps == steps[:1]).all())
-        #: Slots from one row to the next where rows are equally long and evenly spaced, else None.
-        self._step = None if not even else int(steps[0]) if len(steps) else len(self.keys)
-
-    def _grow(self, lengths: Tensor, more: int) -> None:
-        """Take note that each row has ``more`` tokens more; nothing waits for the device."""
-        on_device = lengths if self.keys.device.type == "cpu" else self.rows[1] + more
-        self.lengths, self.rows = lengths, (self.rows[0], on_device)
-        self._room -= more
-
-
-def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """Copy from the CPU to a device without waiting for it: pageable memory is staged before the call returns."""
-    return x.to(device, non_blocking=device.type == "cuda")
-
-
-def _slack(lengths: Tensor) -> Tensor:
-    """Return the free slots that rows of these lengths get."""
-    return torch.clamp(lengths // SLACK_SHARE, min=SLACK_TOKENS)
+        starts = self.layout.starts
+        self.layout.settle(starts + (self.lengths - lengths) if to_end else starts, lengths)

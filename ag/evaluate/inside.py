@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ag.engine.allocators import entropy_and_variance
-from ag.engine.decide import closing_order
-from ag.engine.observe import Observation
+from ag.engine.allocators.preference import entropy_and_variance
+from ag.engine.observe import Context, Keys, Observation, Queries
+from ag.engine.select import closing_order
 from ag.gates.gate import AttentionGate
 from ag.model.hooks import AttentionCall, Plan, decoder_of, instrument
 
@@ -59,17 +59,11 @@ class Reading(Plan):
         slots = closing_order(held[None])  # an observation has its free slots at the end
         index = slots[..., None].expand(-1, -1, -1, k.shape[-1])
         ranks = torch.arange(first, last, device=k.device)[None]
+        valid = torch.arange(slots.shape[-1], device=k.device) < held.sum(-1)[None, :, None]
         return Observation(
-            call.q[:, :, first:last],
-            k.gather(2, index),
-            v.gather(2, index),
-            call.scaling,
-            query_ranks=ranks,
-            key_ranks=slots,
-            query_valid=torch.ones_like(ranks, dtype=torch.bool),
-            key_valid=torch.arange(slots.shape[-1], device=k.device) < held.sum(-1)[None, :, None],
-            layer=layer,
-            window=call.window,
+            keys=Keys(k=k.gather(2, index), v=v.gather(2, index), ranks=slots, valid=valid),
+            queries=Queries(q=call.q[:, :, first:last], ranks=ranks, valid=torch.ones_like(ranks, dtype=torch.bool)),
+            context=Context(scaling=call.scaling, layer=layer, window=call.window),
         )
 
 

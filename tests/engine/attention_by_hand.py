@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ag.engine.observe import Observation
+from ag.engine.observe import Context, Keys, Observation, Queries
 
 
 class Scene:
@@ -73,7 +73,12 @@ class Scene:
     @property
     def seen(self):
         """The scene as an observation, a new one each time: scorers record in it what they saw."""
-        return Observation(*self._parts, layer=self._layer, window=self.window, gate=self.gate)
+        q, k, v, scaling, query_ranks, ranks, query_valid, valid = self._parts
+        return Observation(
+            keys=Keys(k=k, v=v, ranks=ranks, valid=valid),
+            queries=Queries(q=q, ranks=query_ranks, valid=query_valid),
+            context=Context(scaling=scaling, layer=self._layer, window=self.window, gate=self.gate),
+        )
 
     def places(self):
         """Every (sequence, KV head)."""

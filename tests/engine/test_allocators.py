@@ -12,16 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ag
-from ag.engine.allocators import (
-    PUBLISHED_TAU,
-    Allocator,
-    largest_remainder,
-    layer_preference,
-    published_tau,
-    pyramid,
-    water_fill,
-)
-from ag.engine.decide import Ballot, Decision
+from ag.engine.allocators.base import Ballot
+from ag.engine.allocators.heads import Heads
+from ag.engine.allocators.preference import PUBLISHED_TAU, Preference, published_tau, water_fill
+from ag.engine.allocators.pyramid import pyramid
+from ag.engine.allocators.rounding import largest_remainder
+from ag.engine.decide import Decision
+from ag.engine.observe import Context, Keys, Observation, Queries
 from ag.engine.select import select_over_heads
 from ag.errors import UserError
 
@@ -144,7 +141,8 @@ def ballots_of(lengths, capacity, protected=0, seed=0, heads=2, preference=None,
         guard = (torch.arange(n) >= n - protected).expand(1, heads, n)
         wish = None if preference is None else torch.tensor([preference[layer]], dtype=torch.float64)
         valid = torch.ones(1, heads, n, dtype=torch.bool)
-        result.append(Ballot(score, guard, valid, torch.tensor([capacity]), torch.tensor([n]), preference=wish))
+        numbers = torch.tensor([capacity]), torch.tensor([n])
+        result.append(Ballot(score, guard, valid, *numbers, due=torch.tensor([True]), preference=wish))
     return result
 
 
@@ -223,7 +221,7 @@ def test_the_published_temperatures():
     for model, (small, large) in table.items():
         assert (published_tau(model, 128), published_tau(model, 1024)) == (small, large)
     assert len(PUBLISHED_TAU) == 2 * len(table)
-    assert (Allocator().tau1, Allocator().tau2) == (1.0, 1.0)
+    assert (Preference().tau1, Preference().tau2) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(("model", "tokens"), [("llama3.1-8b-128k", 512), ("gpt2", 128)])
@@ -241,8 +239,7 @@ def test_an_unpublished_temperature_is_refused(model, tokens):
 )
 def test_preference_is_entropy_and_variance_of_the_prefix(shape, tau, observers):
     scene = Scene(seed=13, **shape)
-    allocator = Allocator(kind="preference", tau1=tau[0], tau2=tau[1], observers=observers)
-    got = layer_preference(scene.seen, allocator)
+    got = Preference(tau1=tau[0], tau2=tau[1], observers=observers).wish(scene.seen)
     assert got.dtype == torch.float64
     for b, n in enumerate(scene.lengths):
         entropy = variance = 0.0
@@ -264,12 +261,14 @@ def test_a_row_prefers_what_it_prefers_alone():
     """Section 13, point 12: no mixing in a batch."""
     batch = Scene(seed=13, lengths=(20, 9))
     left = batch.seen
-    alone = type(left)(
-        left.q[1:, :, -9:], left.k[1:, :, :9], left.v[1:, :, :9], left.scaling,
-        torch.arange(9)[None], torch.arange(9).expand(1, 2, 9), torch.ones(1, 9).bool(), torch.ones(1, 2, 9).bool(),
-    )  # fmt: skip
-    allocator = Allocator(kind="preference", observers=4)
-    assert float(layer_preference(alone, allocator)[0]) == pytest.approx(float(layer_preference(left, allocator)[1]))
+    ranks = torch.arange(9).expand(1, 2, 9)
+    alone = Observation(
+        keys=Keys(k=left.k[1:, :, :9], v=left.v[1:, :, :9], ranks=ranks, valid=torch.ones(1, 2, 9).bool()),
+        queries=Queries(q=left.q[1:, :, -9:], ranks=ranks[:, 0], valid=torch.ones(1, 9).bool()),
+        context=Context(scaling=left.scaling),
+    )
+    allocator = Preference(observers=4)
+    assert float(allocator.wish(alone)[0]) == pytest.approx(float(allocator.wish(left)[1]))
 
 
 def test_water_filling():
@@ -351,7 +350,8 @@ def test_rows_of_a_batch_share_their_budgets_apart():
             for x in ("score", "protected", "valid")
         ]
         wish = torch.cat([first.preference, second.preference])
-        together.append(Ballot(*parts, torch.tensor([9, 9]), torch.tensor([30, 18]), preference=wish))
+        numbers = torch.tensor([9, 9]), torch.tensor([30, 18])
+        together.append(Ballot(*parts, *numbers, due=torch.tensor([True, True]), preference=wish))
     single = [Scripted("preference", ballots).run() for ballots in alone]
     decision = Scripted("preference", together)
     held = []
@@ -394,11 +394,11 @@ def test_budgets_settle_for_decoding():
         wishes = [1.0, 8.0, 3.0, 2.0]
         long = Scripted(allocator, ballots_of([60] * 4, 12, 2, preference=wishes))
         held = long.run()
-        assert {i: x.tolist() for i, x in long.settled.items()} == {i: [len(x[0])] for i, x in enumerate(held)}
+        assert {i: x.tolist() for i, x in long.shares.settled.items()} == {i: [len(x[0])] for i, x in enumerate(held)}
         assert len({len(x[0]) for x in held}) > 1
         fitted = Scripted(allocator, ballots_of([9] * 4, 12, 2, preference=wishes))
         fitted.run()
-        assert {i: x.tolist() for i, x in fitted.settled.items()} == {i: [12] for i in range(4)}
+        assert {i: x.tolist() for i, x in fitted.shares.settled.items()} == {i: [12] for i in range(4)}
 
 
 # ---- heads
@@ -438,6 +438,6 @@ def test_heads_share_a_layer(floor, ties):
 def test_heads_are_uneven_with_a_floor():
     score = torch.stack([torch.full((50,), 0.1), torch.full((50,), 0.9)])[None]
     guard = torch.zeros(1, 2, 50, dtype=torch.bool)
-    keep = select_over_heads(score, guard, ~guard, torch.tensor([22]), Allocator(kind="heads").floor)[0]
+    keep = select_over_heads(score, guard, ~guard, torch.tensor([22]), Heads().floor)[0]
     assert keep.sum(1).tolist() == [4, 40]  # floor(0.2 x 22)
     assert keep[0].nonzero().flatten().tolist() == [0, 1, 2, 3]

@@ -5,6 +5,7 @@ import torch
 from gates_for import gates_for
 
 import ag
+from ag.engine.attend import attend_rows
 from ag.engine.layer import EvictionLayer
 from ag.engine.storage import RaggedStore
 from ag.errors import UserError
@@ -56,8 +57,8 @@ def test_no_choice_of_kernel_changes_logits(tiny_mistral, monkeypatch, version):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def by_mask(layer, call, store):
-    return layer._attend(call, store.padded(), layer._cache.ranks)
+def by_mask(layer, call, now):
+    return attend_rows(call, layer.store.padded(), now.ranks, fleeting=layer._fleeting)
 
 
 def test_gradients_flow_through_a_decoded_token(tiny_llama):

@@ -6,7 +6,8 @@ from attention_by_hand import Scene
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ag.engine import observe
-from ag.engine.observe import attention
+from ag.engine.observe import Context, Keys, Queries
+from ag.engine.rows import FUSED, AttentionRows, attention
 from ag.kernels import native
 from ag.kernels.row_statistics import Values, cpu
 from ag.kernels.row_statistics.reference import differences
@@ -141,7 +142,7 @@ def test_free_slots_are_never_seen():
     quiet, loud = (Scene(seed=1, lengths=(11, 4), ragged=True).seen for _ in range(2))
     free = ~loud.key_valid
     assert bool(free.any())
-    loud.k[free], loud._v[free] = 1e30, float("nan")
+    loud.k[free], loud._keys.v[free] = 1e30, float("nan")
     for part in ("a", "s", "o"):
         assert torch.equal(getattr(quiet.rows(5), part), getattr(loud.rows(5), part))
     assert torch.equal(quiet.total(attention), loud.total(attention))
@@ -161,10 +162,12 @@ def test_half_precision_is_scored_in_float32(dtype):
 def test_a_row_of_a_batch_is_what_it_is_alone():
     batch = Scene(seed=6, lengths=(13, 5), padding="left")
     whole, parts = batch.seen, batch.seen.total(attention)
+    ranks = torch.arange(5).expand(1, 2, 5)
     alone = observe.Observation(
-        whole.q[1:, :, -5:], whole.k[1:, :, :5], whole.v[1:, :, :5], whole.scaling,
-        torch.arange(5)[None], torch.arange(5).expand(1, 2, 5), torch.ones(1, 5).bool(), torch.ones(1, 2, 5).bool(),
-    )  # fmt: skip
+        keys=Keys(k=whole.k[1:, :, :5], v=whole.v[1:, :, :5], ranks=ranks, valid=torch.ones(1, 2, 5).bool()),
+        queries=Queries(q=whole.q[1:, :, -5:], ranks=ranks[:, 0], valid=torch.ones(1, 5).bool()),
+        context=Context(scaling=whole.scaling),
+    )
     assert torch.allclose(alone.total(attention), parts[1:, :, :5], atol=1e-6)
     assert torch.allclose(alone.rows(3).a, whole.rows(3).a[1:, ..., :5], atol=1e-6)
 
@@ -199,7 +202,7 @@ def test_one_pass_sums_what_several_sum(scene, monkeypatch):
     for version in ("cpp", "reference"):
         monkeypatch.setenv("AG_KERNELS", version)
         seen = scene.seen
-        found.append([x for f in observe.FUSED for x in (seen.total(f), seen.rows(3).total(f))])
+        found.append([x for f in FUSED for x in (seen.total(f), seen.rows(3).total(f))])
     assert len(found[0]) == 8
     for one, several in zip(*found, strict=True):
         assert bool((several > 0).any())
@@ -211,11 +214,11 @@ def test_sums_in_one_pass_and_rows_leave_each_other_alone(monkeypatch):
     monkeypatch.delenv("AG_KERNELS", raising=False)
     scene = Scene(seed=2, lengths=(12, 7), ragged=True)
     fresh, used = scene.seen.rows(4), scene.seen.rows(4)
-    sums = {f: used.total(f) for f in observe.FUSED}
+    sums = {f: used.total(f) for f in FUSED}
     for part in ("a", "s", "o", "visible"):
         assert torch.equal(getattr(used, part), getattr(fresh, part))
     mean = used.mean_heads()
-    for f in observe.FUSED:
+    for f in FUSED:
         assert torch.equal(used.total(f), sums[f])
         monkeypatch.setenv("AG_KERNELS", "reference")
         plain = mean.total(f)
@@ -227,9 +230,9 @@ def test_sums_in_one_pass_and_rows_leave_each_other_alone(monkeypatch):
 def test_sums_in_one_pass_make_no_weights(monkeypatch):
     monkeypatch.delenv("AG_KERNELS", raising=False)
     logits, v, outputs = torch.randn(1, 4, 3, 9), torch.randn(1, 1, 9, 5), torch.randn(1, 4, 3, 5)
-    rows = observe.AttentionRows(
+    rows = AttentionRows(
         logits, lambda: Values.of(v), torch.ones(1, 3).bool(), outputs=lambda: outputs - Values.of(v).centre
     )
-    for f in observe.FUSED:
+    for f in FUSED:
         rows.total(f)
     assert not {"a", "s", "visible"} & set(vars(rows))

@@ -12,7 +12,8 @@ from gates_for import gates_for
 from held import check, feed, observed_calls, run, seen_by
 
 import ag
-from ag.engine.allocators import official_shares, pyramid
+from ag.engine.allocators.preference import official_shares
+from ag.engine.allocators.pyramid import pyramid
 from ag.engine.decide import Decision
 from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.h2o import H2O

@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 
 import ag
 import ag.gates.export
-from ag.engine.allocators import Allocator
+from ag.engine.allocators import ALLOCATORS
+from ag.engine.allocators.base import LayerAllocator
+from ag.engine.allocators.heads import Heads
+from ag.engine.allocators.pyramid import Pyramid
+from ag.engine.allocators.uniform import Uniform
 from ag.engine.decide import Decision
 from ag.engine.scorers import SCORERS
 from ag.engine.scorers.base import Scorer
@@ -24,7 +28,7 @@ from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
 from ag.engine.scorers.tova import Tova
-from ag.engine.spec import ALIASES, ALLOCATORS, PolicySpec
+from ag.engine.spec import ALIASES, PolicySpec
 from ag.engine.wrappers import WRAPPERS
 from ag.engine.wrappers.caote import Caote, FastCaote
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue
@@ -69,7 +73,7 @@ def test_a_text_names_its_parts(spec):
 @pytest.mark.parametrize("spec", ["snapkv", "h2o+caote", "gates", "random", "streaming_llm"])
 def test_any_scorer_with_any_allocator(spec, allocator):
     policy = ag.policy(f"{spec}@{allocator}", budget=0.5)
-    assert policy.allocator == Allocator(kind=allocator)
+    assert policy.allocator == ALLOCATORS[allocator]()
     assert policy.scorer == ag.policy(spec, budget=0.5).scorer
     assert eval(repr(policy)) == policy
 
@@ -92,7 +96,7 @@ def test_aliases(alias, same):
 
 
 def test_cake_alone_is_its_indicator():
-    assert ag.policy("cake@uniform", budget=64).allocator.kind == "uniform"
+    assert ag.policy("cake@uniform", budget=64).allocator == Uniform()
 
 
 @pytest.mark.parametrize(
@@ -147,10 +151,10 @@ def test_options_go_to_the_part_that_has_them():
         "snapkv+vatp@pyramid", budget=64, window=8, kernel=5, pooling="avg", norm=2, sinks=3, recent=9, beta=4
     )
     assert policy.scorer == Vatp(norm=2, sinks=3, inner=SnapKV(window=8, kernel=5, pooling="avg", recent=9))
-    assert policy.allocator == Allocator(kind="pyramid", beta=4)
+    assert policy.allocator == Pyramid(beta=4)
     policy = ag.policy("h2o+caote@heads", budget=64, sinks=2, recent=0.25, window=5, floor=0.1)
     assert policy.scorer == Caote(inner=H2O(sinks=2, recent=0.25, window=5))
-    assert policy.allocator == Allocator(kind="heads", floor=0.1)
+    assert policy.allocator == Heads(floor=0.1)
 
 
 def test_one_window_observes_for_scores_and_preferences():
@@ -219,11 +223,11 @@ def test_unknown_options(spec, options, message):
         ("streaming_llm", {"sinks": -1}, "StreamingLLM: sinks=-1: expected 0 or more"),
         ("h2o+vatp", {"norm": 3}, "Vatp: norm=3: expected 1 or 2 or inf"),
         ("h2o+vatp", {"sinks": -1}, "Vatp: sinks=-1: expected 0 or more"),
-        ("snapkv@pyramid", {"beta": 0}, "Allocator: beta=0: expected 1 or more"),
-        ("snapkv@preference", {"tau1": 0}, "Allocator: tau1=0: expected more than 0"),
-        ("snapkv@preference", {"tau2": float("nan")}, "Allocator: tau2=nan: expected more than 0"),
-        ("snapkv@preference", {"observers": 0}, "Allocator: observers=0: expected 1 or more"),
-        ("snapkv@heads", {"floor": 1.1}, "Allocator: floor=1.1: expected a share from 0 to 1"),
+        ("snapkv@pyramid", {"beta": 0}, "Pyramid: beta=0: expected 1 or more"),
+        ("snapkv@preference", {"tau1": 0}, "Preference: tau1=0: expected more than 0"),
+        ("snapkv@preference", {"tau2": float("nan")}, "Preference: tau2=nan: expected more than 0"),
+        ("snapkv@preference", {"observers": 0}, "Preference: observers=0: expected 1 or more"),
+        ("snapkv@heads", {"floor": 1.1}, "Heads: floor=1.1: expected a share from 0 to 1"),
     ],
 )
 def test_values_out_of_range(spec, options, message):
@@ -495,7 +499,7 @@ def test_gates_are_read_from_a_folder(tiny_llama, tmp_path):
         (f"gates:{folder}+fastcaote@pyramid", FastCaote(inner=Gates()), "pyramid", 7),
     ]:
         policy = ag.policy(spec, budget=budget)
-        assert (policy.scorer, policy.allocator.kind, policy.by_gates) == (scorer, kind, True)
+        assert (policy.scorer, policy.allocator, policy.by_gates) == (scorer, ALLOCATORS[kind](), True)
         assert eval(repr(policy)) == policy
         for name, value in policy.gates.state_dict().items():
             assert torch.equal(value, gates.state_dict()[name])
@@ -512,7 +516,7 @@ NAMES = texts(*"ab/@+:. é", "heads", "head", "vatp", "uniform", "gates", least=
 @given(
     scorer=st.sampled_from(["full", *SCORERS, *ALIASES]),
     wrapper=st.none() | st.sampled_from([*WRAPPERS]),
-    allocator=st.none() | st.sampled_from(ALLOCATORS),
+    allocator=st.none() | st.sampled_from([*ALLOCATORS]),
     path=st.none() | NAMES,
 )
 def test_a_spec_is_what_its_text_says(scorer, wrapper, allocator, path):
@@ -595,6 +599,31 @@ def test_a_scorer_of_ones_own_is_checked_like_the_others(monkeypatch):
         ag.policy("middle+vatp", budget=4)
     with pytest.raises(UserError, match="Middle: pull='x': expected float"):
         ag.policy("middle", budget=4, pull="x")
+
+
+def test_an_allocator_of_ones_own_is_one_class_and_one_line(monkeypatch):
+    @dataclass(frozen=True, kw_only=True)
+    class First(LayerAllocator):
+        """One layer keeps more, the others share what it leaves."""
+
+        extra: int = 2
+
+        def share(self, ballot, place, layers):
+            return ballot.capacity + (self.extra if place == 0 else -self.extra // (layers - 1))
+
+    monkeypatch.setitem(ALLOCATORS, "first", First)
+    policy = ag.policy("knorm@first", budget=5, extra=4)
+    decision, scene = Decision(policy, [1, 2, 4]), Scene(lengths=(12,), queries=3)
+    kept = []
+    for layer in (1, 2, 4):
+        seen = scene.seen
+        seen.layer = layer
+        kept.append(decision.decide(seen)[layer].sum(-1).tolist())
+    assert kept == [[[9, 9]], [[3, 3]], [[3, 3]]]
+    assert eval(repr(policy)) == policy
+    assert PolicySpec.parse("knorm@first").resolved().allocator == "first"
+    with pytest.raises(UserError, match="First: extra='x': expected int"):
+        ag.policy("knorm@first", budget=5, extra="x")
 
 
 def test_published_temperatures_are_looked_up_by_model_and_budget():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ag
-from ag.engine.observe import Observation
+from ag.engine.observe import Context, Keys, Observation, Queries
 from ag.kernels import native
 from ag.kernels.row_statistics import cpu
 
@@ -34,7 +34,9 @@ def observed(q, k, v, outputs=None):
     """Return the layer as scorers see it."""
     ranks, valid = torch.arange(KEYS), torch.ones(1, KV_HEADS, KEYS).bool()
     return Observation(
-        q, k, v, q.shape[-1] ** -0.5, ranks[None], ranks.expand(1, KV_HEADS, KEYS), valid[:, 0], valid, outputs=outputs
+        keys=Keys(k=k, v=v, ranks=ranks.expand(1, KV_HEADS, KEYS), valid=valid),
+        queries=Queries(q=q, ranks=ranks[None], valid=valid[:, 0], outputs=outputs),
+        context=Context(scaling=q.shape[-1] ** -0.5),
     )
 
 

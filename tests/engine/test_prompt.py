@@ -58,7 +58,7 @@ def test_what_is_measured_once_serves_all(tiny_llama, monkeypatch):
     """One pass over the queries for all sums of attention, and one look at the last 4 for score and preference."""
     model, looks = tiny_llama().eval(), []
     rows = Observation._rows
-    monkeypatch.setattr(Observation, "_rows", lambda *args: looks.append(1) or rows(*args))
+    monkeypatch.setattr(Observation, "_rows", lambda *args, **options: looks.append(1) or rows(*args, **options))
     ids = torch.randint(3, 128, (1, 24), generator=torch.Generator().manual_seed(0))
     prefill(model, ["full", ag.policy("h2o", 0.5), ag.policy("h2o+vatp", 0.25, sinks=1, recent=1)], ids)
     assert len(looks) == 3  # one a layer

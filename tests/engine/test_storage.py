@@ -258,7 +258,7 @@ def test_one_in_one_out_rarely_lays_the_buffer_out_anew(where, most, uneven):
         assert store.lengths.tolist() == lengths
     assert layouts <= most
     for i, row in enumerate(expected):
-        held = slice(int(store.starts[i]), int(store.starts[i]) + lengths[i])
+        held = slice(int(store.rows[0][i]), int(store.rows[0][i]) + lengths[i])
         assert store.ranks[held].tolist() == row
         assert store.keys[held, 0].tolist() == store.values[held, 1].tolist() == [float(x) for x in row]
     assert (store.padded().valid is None) != uneven

@@ -8,7 +8,7 @@ import torch
 from attention_by_hand import Scene, agree, group_mean, pool
 
 import ag
-from ag.engine.observe import AttentionRows
+from ag.engine.rows import AttentionRows
 from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.controls import KNorm
 from ag.engine.scorers.gates import Gates

@@ -89,7 +89,7 @@ def no_waiting(model: nn.Module, cache: EvictionCache, *inputs: Tensor) -> Itera
     for layer in cache.evicting_layers:
         store = layer.store
         assert store is not None
-        store.rows = store.rows[0].clone(), store.rows[1].clone()  # on a CPU they are those of the host
+        store.layout.rows = store.rows[0].clone(), store.rows[1].clone()  # on a CPU they are those of the host
         tensors += [store.keys, store.values, store.ranks, store.fleeting, *store.rows]
     with pretended(tensors):
         yield

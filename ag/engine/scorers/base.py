@@ -11,7 +11,8 @@ from typing import ClassVar, Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.engine.observe import Observation, Statistic, attention
+from ag.engine.observe import Observation
+from ag.engine.rows import Statistic, attention
 from ag.errors import require
 
 Group = Literal["mean", "sum", "max"]

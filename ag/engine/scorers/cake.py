@@ -10,7 +10,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Observation, attention
+from ag.engine.observe import Observation
+from ag.engine.rows import attention
 from ag.engine.scorers.base import pooled
 from ag.engine.scorers.snapkv import SnapKV
 from ag.errors import require

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ag.engine.observe import AttentionRows, Observation, Statistic, attention
+from ag.engine.observe import Observation
+from ag.engine.rows import AttentionRows, Statistic, attention
 from ag.engine.scorers.base import RowScorer
 from ag.errors import require
 

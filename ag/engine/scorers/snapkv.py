@@ -7,7 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from ag.engine.observe import Observation, Statistic, attention
+from ag.engine.observe import Observation
+from ag.engine.rows import Statistic, attention
 from ag.engine.scorers.base import Reduction, RowScorer, pooled
 from ag.errors import require
 

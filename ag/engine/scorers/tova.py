@@ -9,7 +9,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from ag.engine.observe import Observation, Statistic, attention
+from ag.engine.observe import Observation
+from ag.engine.rows import Statistic, attention
 from ag.engine.scorers.base import RowScorer
 from ag.errors import require
 

@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from ag.engine.observe import FUSED, AttentionRows, Observation, Statistic
+from ag.engine.observe import Observation
+from ag.engine.rows import FUSED, AttentionRows, Statistic
 from ag.engine.scorers.base import RowScorer, grouped
 from ag.engine.wrappers.base import Wrapper
 from ag.errors import UserError, require

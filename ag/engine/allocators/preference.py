@@ -1,13 +1,16 @@
-"""How a budget is shared among layers: tokens per KV head, exact in total."""
+"""CAKE's budgets: layers whose attention is spread out and moving get more, and earlier ones give way."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ag.engine.allocators.base import Allocator, Ballot, Shares
+from ag.engine.allocators.rounding import largest_remainder
 from ag.engine.observe import Observation
 from ag.errors import UserError, require
 
@@ -27,45 +30,87 @@ PUBLISHED_TAU = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allocator:
-    """Shares the budget among layers and heads.
+class Preference(Allocator):
+    """Layers share in proportion to ``H^(1/tau1) V^(1/tau2)``, the entropy and the variance of their attention.
+
+    Source: "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences", section 4; code antgroup/cakekv.
 
     Attributes:
-        kind: ``uniform``; ``pyramid``: lower layers get more; ``preference``: layers whose attention is spread out and
-            moving get more (CAKE); ``heads``: uniform over layers, one top-k over the heads of each.
-        beta: pyramid: steepness.
-        tau1: preference: temperature of the entropy.
-        tau2: preference: temperature of the variance.
-        observers: preference: last queries whose attention is measured.
-        floor: heads: share of the budget that every head keeps at least.
-        official_int: pyramid and preference: round as the papers' codes do. Totals are then not exact: a pyramid's is
-            up to 5 % too large, and cascading may lose tokens that a later layer cannot use.
+        tau1: temperature of the entropy.
+        tau2: temperature of the variance.
+        observers: last queries whose attention is measured; by default those of the scorer's window, where it has one.
+        official_int: round as the paper's code does: cascading may then lose tokens that a later layer cannot use.
     """
 
-    kind: Literal["uniform", "pyramid", "preference", "heads"] = "uniform"
-    beta: int = 20
     tau1: float = 1.0
     tau2: float = 1.0
     observers: int = 32
-    floor: float = 0.2
     official_int: bool = False
+    compares_layers: ClassVar[bool] = True
+    shorthands: ClassVar[tuple[str, ...]] = ("tau",)
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
-        require(self, "beta", self.beta >= 1, "1 or more")
         require(self, "tau1", self.tau1 > 0, "more than 0")
         require(self, "tau2", self.tau2 > 0, "more than 0")
         require(self, "observers", self.observers >= 1, "1 or more")
-        require(self, "floor", 0 <= self.floor <= 1, "a share from 0 to 1")
 
+    @classmethod
+    def completed(cls, given: Mapping[str, Any], budget: int | float | None, window: int | None) -> dict[str, Any]:
+        """Look the temperatures of ``tau`` up, and observe in the scorer's window."""
+        options: dict[str, Any] = {} if window is None else {"observers": window}
+        options |= {name: value for name, value in given.items() if name != "tau"}
+        if given.get("tau") is not None:
+            options["tau1"], options["tau2"] = published_tau(str(given["tau"]), budget)
+        return options
 
-#: The options that each kind of allocator reads.
-OPTIONS = {
-    "uniform": (),
-    "pyramid": ("beta", "official_int"),
-    "preference": ("tau1", "tau2", "observers", "official_int"),
-    "heads": ("floor",),
-}
+    @property
+    def lookback(self) -> int:
+        """All observers but the newest query."""
+        return self.observers - 1
+
+    def wish(self, seen: Observation) -> Tensor:
+        """Return the layer's preference, ``[B]`` float64 (section 4.1 of the paper)."""
+        entropy, variance = entropy_and_variance(seen, self.observers)
+        spread = entropy.double().clamp_min(1e-12) ** (1 / self.tau1)
+        return spread * variance.double().clamp_min(1e-12) ** (1 / self.tau2)
+
+    def keep(self, layer: int, ballot: Ballot, shares: Shares) -> dict[int, Tensor]:
+        """Return what stays of the layer and of those before it, so that the budget and one whole layer are held.
+
+        The result is that of one decision at the end: a layer's share only falls as others come.
+        """
+        shares.open[layer] = ballot
+        last = len(shares.open) == len(shares.layers)
+        counts, caps = self._counts(list(shares.open.values()), len(shares.layers), ballot.due.device)
+        whole = (counts >= caps).all(0).tolist()
+        masks = {layer: ballot.valid}
+        for index, (other, mine) in enumerate(shares.open.items()):
+            share = counts[:, index].to(mine.score.device) + mine.fixed
+            if last:
+                shares.settle(other, mine, share)
+            if not whole[index]:
+                masks[other] = mine.keep(share)
+                shares.open[other] = mine.after(masks[other])
+        if last:
+            shares.open.clear()
+        return masks
+
+    def _counts(self, ballots: list[Ballot], layers: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the rivals ``[B, L]`` that each layer so far keeps, rounded up before the last one, and has."""
+        preference, fixed, caps = (  # layers may lie on several devices
+            torch.stack([x.to(device) for x in column], 1)
+            for column in zip(
+                *((b.preference, b.fixed, b.rivals) for b in ballots if b.preference is not None), strict=True
+            )
+        )
+        total = (ballots[0].capacity.to(device) - fixed[:, 0]).clamp_min(0) * layers
+        if self.official_int:
+            return official_shares(preference, total, caps), caps
+        shares = water_fill(preference, total, caps)
+        if len(ballots) == layers:
+            return largest_remainder(shares, total, caps), caps
+        return (shares - 1e-9).ceil().long().minimum(caps), caps
 
 
 def published_tau(model: str, tokens: int | float | None) -> tuple[float, float]:
@@ -83,13 +128,6 @@ def published_tau(model: str, tokens: int | float | None) -> tuple[float, float]
         ) from None
 
 
-def layer_preference(seen: Observation, allocator: Allocator) -> Tensor:
-    """Return CAKE's preference of a layer ``H^(1/tau1) V^(1/tau2)``, ``[B]`` float64 (section 4.1 of the paper)."""
-    entropy, variance = entropy_and_variance(seen, allocator.observers)
-    spread = entropy.double().clamp_min(1e-12) ** (1 / allocator.tau1)
-    return spread * variance.double().clamp_min(1e-12) ** (1 / allocator.tau2)
-
-
 def entropy_and_variance(seen: Observation, observers: int) -> tuple[Tensor, Tensor]:
     """Return H and V of a layer, ``[B]`` each.
 
@@ -102,55 +140,6 @@ def entropy_and_variance(seen: Observation, observers: int) -> tuple[Tensor, Ten
     a = rows.a * (rows.counted[:, None, :, None] & before[:, :, None])
     entropy = -(a + 1e-10).log_().mul_(a).sum((1, 2, 3))
     return entropy, (rows.moments()[1] * before).sum((1, 2))
-
-
-def largest_remainder(shares: Tensor, total: Tensor, caps: Tensor) -> Tensor:
-    """Round shares to integers with an exact total; of equal remainders the lower layer is rounded up first.
-
-    Args:
-        shares: ``[B, L]`` float64, not above ``caps``, summing to ``total`` (or to all caps, when those are less).
-        total: ``[B]`` long.
-        caps: ``[B, L]`` long.
-
-    Returns:
-        ``[B, L]`` long.
-    """
-    whole = shares.floor().long().minimum(caps)
-    missing = torch.minimum(total, caps.sum(1)) - whole.sum(1)
-    remainder = (shares - whole).round(decimals=9)  # equal ones stay equal, whatever their last bits
-    order = remainder.masked_fill(whole >= caps, -1.0).argsort(dim=1, descending=True, stable=True)
-    place = torch.empty_like(order).scatter_(
-        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-    )
-    return whole + (place < missing[:, None])
-
-
-def pyramid(mean: int, held: int, layers: int, beta: int = 20, official_int: bool = False) -> list[int]:
-    """Share ``mean * layers`` tokens along a line, lower layers getting more (PyramidKV, Cai et al. 2024).
-
-    Args:
-        mean: tokens per layer on average, protected ones not counted (T).
-        held: tokens that compete in each layer.
-        layers: number of layers L.
-        beta: steepness; the last layer gets ``mean // beta``. 1 is uniform.
-        official_int: descend by a whole step, as the code does; the total is then too large.
-
-    Returns:
-        Tokens of each layer, ``mean * layers`` in all (or all held).
-    """
-    if held < mean or layers == 1:
-        return [min(mean, held)] * layers
-    low = mean // beta
-    high = 2 * mean - low
-    if high > held:
-        high, low = held, 2 * mean - held
-    if official_int:
-        return [high - index * ((high - low) // (layers - 1)) for index in range(layers)]
-    step = (high - low) / (layers - 1)
-    shares = torch.tensor([[high - index * step for index in range(layers)]], dtype=torch.float64)
-    caps = torch.full((1, layers), held)
-    result: list[int] = largest_remainder(shares, torch.tensor([mean * layers]), caps)[0].tolist()
-    return result
 
 
 def official_shares(preference: Tensor, total: Tensor, caps: Tensor) -> Tensor:

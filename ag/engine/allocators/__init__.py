@@ -1,0 +1,14 @@
+"""The allocators by name: to add one, write its file and a line here."""
+
+from ag.engine.allocators.base import Allocator as Allocator
+from ag.engine.allocators.heads import Heads
+from ag.engine.allocators.preference import Preference
+from ag.engine.allocators.pyramid import Pyramid
+from ag.engine.allocators.uniform import Uniform
+
+ALLOCATORS: dict[str, type[Allocator]] = {
+    "uniform": Uniform,
+    "pyramid": Pyramid,
+    "preference": Preference,
+    "heads": Heads,
+}

@@ -1,0 +1,157 @@
+"""What every allocator offers, and what layers bring to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ag.engine.observe import Observation
+from ag.engine.select import best, closing_order, places
+
+
+@dataclass
+class Ballot:
+    """What one layer brings to a decision, laid out as its store is: ``[B, Hkv, N]`` each.
+
+    Attributes:
+        score: float32, higher is kept.
+        protected: bool, stays whatever the score.
+        valid: bool, the slots that hold a token.
+        capacity: ``[B]`` long, tokens per KV head on average over layers.
+        prompt: ``[B]`` long, own tokens of each prompt, of which less may be held.
+        due: ``[B]`` bool, sequences of which something may go; the others keep all.
+        preference: ``[B]`` float64, how much the layer wants, where the allocator asks.
+    """
+
+    score: Tensor
+    protected: Tensor
+    valid: Tensor
+    capacity: Tensor
+    prompt: Tensor
+    due: Tensor
+    preference: Tensor | None = None
+
+    @cached_property
+    def fixed(self) -> Tensor:
+        """Protected tokens of a KV head, ``[B]`` long, the most over heads."""
+        return (self.protected & self.valid).sum(-1).amax(1)
+
+    @cached_property
+    def rivals(self) -> Tensor:
+        """Tokens of a KV head that compete, ``[B]`` long, the most over heads."""
+        return (self.valid & ~self.protected).sum(-1).amax(1)
+
+    @cached_property
+    def place(self) -> Tensor:
+        """Where each rival stands in its head, 0 for the best."""
+        return places(self.score, self.valid & ~self.protected)
+
+    @property
+    def exempt(self) -> Tensor:
+        """Tokens of the sequences that are not due."""
+        return self.valid & ~self.due[:, None, None]
+
+    def keep(self, share: Tensor) -> Tensor:
+        """Return the mask of ``share`` ``[B]`` tokens in each head, and of all where nothing is due."""
+        share = share[:, None].expand(self.valid.shape[:2])
+        return best(self.place, self.protected, self.valid, share) | self.exempt
+
+    def after(self, keep: Tensor) -> Ballot:
+        """Return this ballot restricted to ``keep``, closed up as the store closes up."""
+        order = closing_order(keep)
+        score, protected, valid, place = (x.gather(-1, order) for x in (self.score, self.protected, keep, self.place))
+        left = Ballot(score, protected, valid, self.capacity, self.prompt, self.due, self.preference)
+        left.place = place  # the worst went, so that nobody moves up
+        return left
+
+
+@dataclass
+class Shares:
+    """What the layers of one batch of prompts brought and got.
+
+    Attributes:
+        layers: indices of the layers that share the budget, ascending.
+        open: by layer, ballots of which an allocator may yet take something.
+        settled: by layer, tokens per KV head ``[B]`` kept at the end of the prompt, which also bound it while decoding.
+    """
+
+    layers: list[int]
+    open: dict[int, Ballot] = field(default_factory=dict)
+    settled: dict[int, Tensor] = field(default_factory=dict)
+
+    def settle(self, layer: int, ballot: Ballot, share: Tensor) -> None:
+        """Fix a layer's share for decoding; a prompt that fitted leaves every layer the mean.
+
+        In blocks, a prompt that ended before the others of its batch is due no more, and settled.
+        """
+        fitted = ballot.prompt <= ballot.capacity
+        share = share.where(~fitted, ballot.capacity)
+        self.settled[layer] = share.where(ballot.due, self.settled.get(layer, share))
+
+    def select_sequences(self, indices: Tensor) -> None:
+        """Make the sequences those at ``indices``."""
+        self.settled = {layer: x[indices.to(x.device)] for layer, x in self.settled.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocator(ABC):
+    """Shares the budget among layers and heads; its fields are its options."""
+
+    #: Whether a layer's share depends on the other layers'.
+    compares_layers: ClassVar[bool] = False
+    #: Options beside the fields, which :meth:`completed` turns into fields.
+    shorthands: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def completed(cls, given: Mapping[str, Any], budget: int | float | None, window: int | None) -> dict[str, Any]:
+        """Return the fields that the given options mean, under a budget and a scorer with this window (or None)."""
+        return dict(given)
+
+    @property
+    def lookback(self) -> int:
+        """Earlier queries of the prompt that it has to be shown beside the new ones."""
+        return 0
+
+    def wish(self, seen: Observation) -> Tensor | None:
+        """Return how much a layer wants, ``[B]`` float64; None: nobody asks."""
+        return None
+
+    @abstractmethod
+    def keep(self, layer: int, ballot: Ballot, shares: Shares) -> dict[int, Tensor]:
+        """Return masks ``[B, Hkv, N]`` of what stays of the prompt, by layer: this one, and earlier ones that give way.
+
+        Args:
+            layer: index of the layer.
+            ballot: what it brings.
+            shares: what the layers got so far; this one's share is noted there.
+        """
+
+    def keep_later(self, layer: int, ballot: Ballot, shares: Shares) -> Tensor:
+        """Return the mask ``[B, Hkv, N]`` of what stays of a layer while decoding."""
+        return ballot.keep(shares.settled[layer])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAllocator(Allocator):
+    """An allocator that finds each layer's share by itself."""
+
+    @abstractmethod
+    def share(self, ballot: Ballot, place: int, layers: int) -> Tensor:
+        """Return the tokens per KV head ``[B]`` that a layer keeps at the end of the prompt, or of a block of it.
+
+        Args:
+            ballot: what the layer brings.
+            place: of the layer among those that share the budget.
+            layers: how many share it.
+        """
+
+    def keep(self, layer: int, ballot: Ballot, shares: Shares) -> dict[int, Tensor]:
+        """Return what stays of the layer."""
+        share = self.share(ballot, shares.layers.index(layer), len(shares.layers))
+        shares.settle(layer, ballot, share)
+        return {layer: ballot.keep(share)}

@@ -1,0 +1,38 @@
+"""Ada-KV: the heads of a layer compete for its budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ag.engine.allocators.base import Allocator, Ballot, Shares
+from ag.engine.select import select_over_heads
+from ag.errors import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads(Allocator):
+    """Uniform over layers, one top-k over the heads of each, also while decoding.
+
+    Source: Feng et al. 2024, "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
+    Inference".
+
+    Attributes:
+        floor: share of the budget that every head keeps at least.
+    """
+
+    floor: float = 0.2
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        require(self, "floor", 0 <= self.floor <= 1, "a share from 0 to 1")
+
+    def keep(self, layer: int, ballot: Ballot, shares: Shares) -> dict[int, Tensor]:
+        """Return what stays of the layer."""
+        return {layer: self.keep_later(layer, ballot, shares)}
+
+    def keep_later(self, layer: int, ballot: Ballot, shares: Shares) -> Tensor:
+        """Return what stays of the layer: how its budget is shared among heads is decided anew each time."""
+        keep = select_over_heads(ballot.score, ballot.protected, ballot.valid, ballot.capacity, self.floor)
+        return keep | ballot.exempt

@@ -1,0 +1,72 @@
+"""PyramidKV: the lower layers get more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ag.engine.allocators.base import Ballot, LayerAllocator
+from ag.engine.allocators.rounding import largest_remainder
+from ag.errors import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pyramid(LayerAllocator):
+    """Layers share along a line that descends from the first to the last.
+
+    Source: "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling", code KVCache-Factory.
+
+    Attributes:
+        beta: steepness.
+        official_int: round as the paper's code does; the total is then up to 5 % too large.
+    """
+
+    beta: int = 20
+    official_int: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        require(self, "beta", self.beta >= 1, "1 or more")
+
+    def share(self, ballot: Ballot, place: int, layers: int) -> Tensor:
+        """Return the tokens ``[B]`` that the layer at a place keeps."""
+        kept = []
+        for mean, fixed, prompt in zip(
+            *(x.tolist() for x in (ballot.capacity, ballot.fixed, ballot.prompt)), strict=True
+        ):
+            own = mean - fixed
+            # a prompt that fits stays; one that is not twice as long as the budget is shared evenly, as officially
+            even = prompt < 2 * own
+            line = [own] * layers if even else pyramid(own, prompt - fixed, layers, self.beta, self.official_int)
+            kept.append(fixed + line[place])
+        return torch.tensor(kept, device=ballot.capacity.device)
+
+
+def pyramid(mean: int, held: int, layers: int, beta: int = 20, official_int: bool = False) -> list[int]:
+    """Share ``mean * layers`` tokens along a line, lower layers getting more (PyramidKV, Cai et al. 2024).
+
+    Args:
+        mean: tokens per layer on average, protected ones not counted (T).
+        held: tokens that compete in each layer.
+        layers: number of layers L.
+        beta: steepness; the last layer gets ``mean // beta``. 1 is uniform.
+        official_int: descend by a whole step, as the code does; the total is then too large.
+
+    Returns:
+        Tokens of each layer, ``mean * layers`` in all (or all held).
+    """
+    if held < mean or layers == 1:
+        return [min(mean, held)] * layers
+    low = mean // beta
+    high = 2 * mean - low
+    if high > held:
+        high, low = held, 2 * mean - held
+    if official_int:
+        return [high - index * ((high - low) // (layers - 1)) for index in range(layers)]
+    step = (high - low) / (layers - 1)
+    shares = torch.tensor([[high - index * step for index in range(layers)]], dtype=torch.float64)
+    caps = torch.full((1, layers), held)
+    result: list[int] = largest_remainder(shares, torch.tensor([mean * layers]), caps)[0].tolist()
+    return result

@@ -1,0 +1,18 @@
+"""The same budget in every layer and head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ag.engine.allocators.base import Ballot, LayerAllocator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uniform(LayerAllocator):
+    """Every head of every layer keeps the budget."""
+
+    def share(self, ballot: Ballot, place: int, layers: int) -> Tensor:
+        """Return the budget."""
+        return ballot.capacity

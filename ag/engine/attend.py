@@ -1,0 +1,75 @@
+"""Attention from new queries to what a layer holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ag.engine.storage import RaggedStore, Rows
+from ag.kernels.ragged_decode import ragged_decode
+from ag.model.hooks import AttentionCall
+
+QUERY_BLOCK = 256  # queries that meet the stored keys at once
+
+
+def attend_one(call: AttentionCall, store: RaggedStore, ranks: Tensor, seen: int) -> Tensor:
+    """Attend from one query per sequence to the stored tokens where they lie, ``[B, H, 1, D]``.
+
+    Args:
+        call: the query's; its token is stored.
+        store: what the layer holds.
+        ranks: ``[B, 1]`` long, of the queries.
+        seen: columns of the input so far: a window that is no shorter hides nothing.
+    """
+    starts, lengths = store.rows
+    if call.window is not None and seen > call.window:
+        past = store.count_below(ranks[:, 0] - call.window + 1)
+        starts, lengths = starts + past, lengths - past
+    out = ragged_decode(call.q[:, :, 0], store.keys, store.values, starts, lengths, call.scaling)
+    return out[:, :, None]
+
+
+def attend_rows(
+    call: AttentionCall, held: Rows, ranks: Tensor, *, fleeting: int = 0, keep: Tensor | None = None
+) -> Tensor:
+    """Attend from queries of ranks ``[B, T]`` to everything held that is not newer, ``[B, H, T, D]``.
+
+    Args:
+        call: gives the queries, as they meet the keys that are held.
+        held: what the layer holds, the new tokens among it.
+        ranks: ``[B, T]`` long, of the queries.
+        fleeting: distance from which on fleeting tokens are invisible; 0: there are none.
+        keep: ``[B, Hkv, N]`` bool, what queries see beside their own tokens; None: everything.
+    """
+    blocks = zip(call.q.split(QUERY_BLOCK, 2), ranks.split(QUERY_BLOCK, 1), strict=True)
+    rows, batch = len(held.ranks), len(call.q)
+    free = call.q.shape[2] == 1 and call.window is None and not fleeting and keep is None
+    outs = []
+    for q, block in blocks:
+        visible = None if held.valid is None else held.valid[:, None]
+        if not free:
+            distance = block.repeat_interleave(rows // batch, 0)[:, :, None] - held.ranks[:, None]
+            near = distance >= 0
+            if call.window is not None:
+                near = near & (distance < call.window)
+            if fleeting:
+                near = near & (~held.fleeting[:, None] | (distance < fleeting))
+            if keep is not None:
+                near = near & (keep.flatten(0, 1)[:, None] | (distance == 0))
+            visible = near if visible is None else visible & near
+        outs.append(_attend_block(q, held, visible, call.scaling))
+    return torch.cat(outs, 2)
+
+
+def _attend_block(q: Tensor, held: Rows, visible: Tensor | None, scaling: float) -> Tensor:
+    """Attend from ``[B, H, T, D]`` to rows, each of which serves a group of query heads; ``visible`` ``[R, T, N]``."""
+    batch, heads, length, dim = q.shape
+    rows, tokens = held.ranks.shape
+    group = batch * heads // rows
+    if visible is not None:
+        visible = visible[:, None].expand(rows, group, length, tokens).reshape(rows, 1, group * length, tokens)
+    out = F.scaled_dot_product_attention(
+        q.reshape(rows, 1, group * length, dim), held.keys[:, None], held.values[:, None], visible, scale=scaling
+    )
+    return out.view(batch, heads, length, -1)

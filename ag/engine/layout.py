@@ -1,0 +1,89 @@
+"""Where the rows of a ragged store lie in its buffer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SLACK_TOKENS = 16  # free slots a row gets at least when the buffer is laid out
+SLACK_SHARE = 16  # and one more for each so many tokens that it holds
+LOOSE_SHARE = 32  # a buffer is loose when more than one slot for each so many held tokens is neither held nor slack
+
+
+class Layout:
+    """Starts, lengths and limits of R rows.
+
+    Row r owns the slots from ``starts[r]`` to before ``limits[r]``; rows follow one another and do not overlap. Its
+    tokens fill ``lengths[r]`` slots from ``starts[r]`` on without gaps, in the order of their ranks; the others are
+    free and hold anything.
+
+    All three lie on the CPU, where the host decides by them whether rows fit, without asking a device. Starts and
+    lengths lie on the device of the keys too (``rows``), for kernels and indices. Both copies always say the same:
+    :meth:`settle` sends what the host knows, and :meth:`grow` adds the same number on both sides, so that neither waits
+    for the other. On a CPU they are the same tensors.
+
+    A buffer that is laid out anew gives each row ``max(16, length // 16)`` free slots behind its tokens. That happens
+    when a row is full, or when tokens went and the buffer is loose: larger than what is held, its slack, and 1/32.
+
+    Args:
+        rows: number of rows R, all empty.
+        device: that of the keys.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.device = device
+        self.limits = torch.zeros(rows, dtype=torch.long)
+        self.settle(self.limits, self.limits)
+
+    def settle(self, starts: Tensor, lengths: Tensor, limits: Tensor | None = None) -> None:
+        """Take note of where the rows are now, ``[R]`` long on the CPU each; limits: None when they stay."""
+        self.starts, self.lengths = starts, lengths
+        self.limits = self.limits if limits is None else limits
+        #: Starts and lengths on the device of the keys, ``[R]`` long each.
+        self.rows = sent(starts, self.device), sent(lengths, self.device)
+        #: Tokens that every row can still take.
+        self.room = int((self.limits - starts - lengths).min())
+        steps = starts.diff()
+        even = bool((lengths == lengths[0]).all()) and bool((steps == steps[:1]).all())
+        #: Slots from one row to the next where rows are equally long and evenly spaced, else None.
+        self.step = None if not even else int(steps[0]) if len(steps) else int(self.limits[-1])
+
+    def grow(self, more: int) -> None:
+        """Take note that each row has ``more`` tokens more, which had room; nothing waits for the device."""
+        self.lengths = self.lengths + more
+        on_device = self.lengths if self.device.type == "cpu" else self.rows[1] + more
+        self.rows = self.rows[0], on_device
+        self.room -= more
+
+    def fits(self, lengths: Tensor) -> bool:
+        """Tell whether rows of these lengths fit where the rows start."""
+        return bool((self.starts + lengths <= self.limits).all())
+
+    def loose(self, lengths: Tensor) -> bool:
+        """Tell whether a buffer for rows of these lengths would be noticeably smaller."""
+        held = int(lengths.sum())
+        return int(self.limits[-1]) > held + int(slack(lengths).sum()) + held // LOOSE_SHARE
+
+    def index(self, longest: int) -> tuple[Tensor, Tensor]:
+        """Return the slots ``[R, N]`` of all tokens (clamped where a row is shorter) and their validity."""
+        offset = torch.arange(longest, device=self.device)
+        lengths = self.rows[1][:, None]
+        valid = offset < lengths
+        index = self.rows[0][:, None] + offset.where(valid, lengths.clamp_min(1) - 1)
+        return index.clamp_max(max(int(self.limits[-1]) - 1, 0)), valid
+
+    def tokens(self) -> Tensor:
+        """Return the slots of all tokens, row after row; nothing waits for the device."""
+        total, (starts, held) = int(self.lengths.sum()), self.rows
+        first = torch.repeat_interleave(starts - (held.cumsum(0) - held), held, output_size=total)
+        return first + torch.arange(total, device=self.device)
+
+
+def slack(lengths: Tensor) -> Tensor:
+    """Return the free slots that rows of these lengths get when they are laid out."""
+    return torch.clamp(lengths // SLACK_SHARE, min=SLACK_TOKENS)
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """Copy from the CPU to a device without waiting for it: pageable memory is staged before the call returns."""
+    return x.to(device, non_blocking=device.type == "cuda")

@@ -1,0 +1,101 @@
+"""What a forward pass brings to every layer, worked out once by the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ag.gates.gating import Gating
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Some tokens of a forward pass, w of each sequence.
+
+    Attributes:
+        ranks: ``[B, w]`` long, the place of each among its sequence's own tokens.
+        real: ``[B, w]`` bool, whether it exists.
+        columns: ``[B, w]`` long, where they are among the new tokens; None: they are all of them.
+    """
+
+    ranks: Tensor
+    real: Tensor
+    columns: Tensor | None = None
+
+    @property
+    def counts(self) -> Tensor:
+        """Own tokens of each sequence up to the last of these, ``[B]``; 0 where none exists."""
+        return torch.where(self.real, self.ranks + 1, 0).amax(1)
+
+    def split(self, at: int) -> tuple[Tokens, Tokens]:
+        """Cut all new tokens before one of their columns."""
+        columns = torch.arange(self.ranks.shape[1], device=self.ranks.device).expand_as(self.ranks)
+        first, second = (
+            Tokens(ranks=self.ranks[:, x], real=self.real[:, x], columns=columns[:, x])
+            for x in (slice(at), slice(at, None))
+        )
+        return first, second
+
+    def blocks(self, size: int | None) -> list[Tokens]:
+        """Cut into blocks of so many tokens, counted in each sequence's own ones; None: do not cut."""
+        if size is None:
+            return [self]
+        number = torch.where(self.real, self.ranks // size, -1)
+        present = number[self.real].unique().tolist()
+        if len(present) < 2:
+            return [self]
+        parts = []
+        for index in present:
+            inside = number == index
+            columns = (~inside).long().argsort(dim=1, stable=True)[:, : int(inside.sum(1).max())]
+            parts.append(Tokens(ranks=self.ranks.gather(1, columns), real=inside.gather(1, columns), columns=columns))
+        return parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass(Tokens):
+    """New tokens on their way through the layers: a whole forward pass, or a part of one.
+
+    Attributes:
+        number: counts passes, from 1.
+        reading: whether the tokens are of the prompt; else they follow it.
+        ends_prompt: whether the prompt is over after them.
+        padded: whether some of them do not exist.
+        left_padded: whether some of those come first.
+        seen: columns of the input that went by with the forward pass.
+        prompt_columns: columns of the prompt.
+        prompt_lengths: ``[B]`` long, own tokens of each prompt, as far as they are known.
+        due: ``[B]`` bool, sequences of which something may go after these tokens; None: of none.
+        places: ``[B, w]`` long, positions that the model rotates the tokens by, where slots decide; else None.
+        gating: what the gates say of the prompt, while they read it.
+        parts: blocks of these tokens that a layer takes one after the other; empty: it takes all at once.
+    """
+
+    number: int
+    reading: bool
+    ends_prompt: bool
+    padded: bool
+    left_padded: bool
+    seen: int
+    prompt_columns: int
+    prompt_lengths: Tensor
+    due: Tensor | None = None
+    places: Tensor | None = None
+    gating: Gating | None = None
+    parts: tuple[Pass, ...] = ()
+
+    def to(self, device: torch.device) -> Self:
+        """Return the same on another device."""
+        return self._each(lambda x: x.to(device))
+
+    def select_sequences(self, indices: Tensor) -> Self:
+        """Return the same for the sequences at ``indices``."""
+        return self._each(lambda x: x[indices.to(x.device)])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        changed: dict[str, Any] = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **changed, parts=tuple(part._each(change) for part in self.parts))

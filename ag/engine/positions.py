@@ -1,0 +1,91 @@
+"""What keys and queries are rotated by: their place in the text, or their slot among what a head holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ag.engine.passes import Pass, Tokens
+from ag.engine.storage import RaggedStore, Rows
+from ag.model.hooks import AttentionCall, check_rotations, rotate
+
+
+@dataclass(frozen=True)
+class Original:
+    """Keys and queries stay as the model rotated them."""
+
+    #: Whether stored keys can be attended to where they lie.
+    in_place: ClassVar[bool] = True
+
+    def places(self, tokens: Tokens, seen: int, stores: Sequence[RaggedStore]) -> Tensor | None:
+        """Return the positions ``[B, w]`` that the model is to rotate new tokens by; None: the usual ones.
+
+        Args:
+            tokens: the new tokens.
+            seen: columns of the input, these included.
+            stores: what the layers hold before them.
+        """
+        return None
+
+    def unrotated(self, call: AttentionCall, now: Pass) -> AttentionCall:
+        """Return a call with keys as they are stored, and queries that :meth:`queries` takes."""
+        return call
+
+    def keys(self, rows: Rows) -> Rows:
+        """Return stored rows with keys as queries meet them."""
+        return rows
+
+    def queries(self, q: Tensor, held: Rows, ranks: Tensor) -> Tensor:
+        """Return queries ``[B, H, T, D]`` of ranks ``[B, T]`` as they meet what is held."""
+        return q
+
+
+@dataclass(frozen=True)
+class Slots(Original):
+    """Keys are stored without rotation; they and the queries are turned to slots when they meet.
+
+    Args:
+        decoder: the model's stack of layers.
+
+    Raises:
+        UserError: when the model's keys cannot be rotated anew.
+    """
+
+    decoder: Any
+    in_place: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuse models whose keys cannot be rotated anew."""
+        check_rotations(self.decoder)
+
+    def places(self, tokens: Tokens, seen: int, stores: Sequence[RaggedStore]) -> Tensor | None:
+        """Return positions near the number of tokens held: any would do, as layers turn back and rotate again."""
+        first = torch.where(tokens.real, tokens.ranks, seen).amin(1, keepdim=True)
+        places = tokens.ranks - first
+        if stores:
+            held = torch.stack([store.lengths.view(store.batch, -1).amax(1) for store in stores]).amax(0)
+            places = places + held.to(places.device, non_blocking=places.is_cuda)[:, None]
+        return places.clamp_min(0)
+
+    def unrotated(self, call: AttentionCall, now: Pass) -> AttentionCall:
+        """Undo the model's rotation."""
+        assert now.places is not None
+        back = -now.places[:, None]
+        return replace(call, q=rotate(self.decoder, call.q, back), k=rotate(self.decoder, call.k, back))
+
+    def keys(self, rows: Rows) -> Rows:
+        """Rotate each key by its slot."""
+        slots = torch.arange(rows.keys.shape[1], device=rows.keys.device)
+        return rows._replace(keys=rotate(self.decoder, rows.keys[:, None], slots[None, None])[:, 0])
+
+    def queries(self, q: Tensor, held: Rows, ranks: Tensor) -> Tensor:
+        """Rotate queries to the slots of their tokens, counted from the last one held."""
+        batch, heads = q.shape[:2]
+        held_ranks = held.ranks if held.valid is None else held.ranks.masked_fill(~held.valid, -1)
+        count = torch.full_like(held_ranks[:, 0], held_ranks.shape[1]) if held.valid is None else held.valid.sum(1)
+        shift = (count - 1 - held_ranks.amax(1)).view(batch, -1).repeat_interleave(heads * batch // len(count), 1)
+        return rotate(self.decoder, q, (shift[:, :, None] + ranks[:, None]).clamp_min(0))
