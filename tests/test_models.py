@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ag.config import LoraConfig, ModelConfig
 from ag.model import base as models
 from ag.model import smollm2 as wheel
+from ag.models import main
 
 
 @pytest.fixture
@@ -257,12 +258,12 @@ class TestBaseRevision:
 
 class TestMain:
     def test_prints_the_folder(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert models.main([str(folder)]) == 0
+        assert main([str(folder)]) == 0
         assert capsys.readouterr().out == f"{folder}\n"
 
     def test_one_line_and_exit_code_2(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert models.main(["./none"]) == 2
-        assert models.main([str(folder), "--verify"]) == 2
+        assert main(["./none"]) == 2
+        assert main([str(folder), "--verify"]) == 2
         output = capsys.readouterr()
         assert output.out == ""
         first, second = output.err.splitlines()

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -44,15 +45,14 @@ def describe(mode: str, config: BenchConfig, context: int, batch: int, one: Cont
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Do a job in this process and return its row."""
-    from ag.bench import memory, train  # which import this module
-
-    config = BenchConfig(**job["config"])
+    """Do a job in this process, by ``measure_one`` of the module of its mode, and return its row."""
+    config, one = BenchConfig(**job["config"]), job["contestant"]
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    if job["mode"] == "train":
-        return train.measure_one(config, job["context"], job["batch"], job["contestant"])
-    return memory.measure_one(config, job["context"], job["batch"], Contestant(**job["contestant"]))
+    contestant = one if isinstance(one, str) else Contestant(**one)
+    module = import_module(f"ag.bench.{job['mode']}")
+    row: dict[str, Any] = module.measure_one(config, job["context"], job["batch"], contestant)
+    return row
 
 
 if __name__ == "__main__":
