@@ -20,7 +20,7 @@ from ag.config import Config
 from ag.config.command_line import parse
 from ag.config.recipes import dump
 from ag.errors import UserError
-from ag.gates import export
+from ag.gates import export, hub
 from ag.gates.gate import AttentionGates
 from ag.model import base as models
 from ag.model.hooks import decoder_of
@@ -103,7 +103,7 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
             print(f"{batches.truncated} prompts lost {batches.truncated_tokens} tokens on their left.")
         print(f"run folder: {run_dir}")
         if config.export.push_to_hub:
-            print(f"uploaded: {export.push(run_dir / 'export', config.export.push_to_hub)}")
+            print(f"uploaded: {hub.push(run_dir / 'export', config.export.push_to_hub)}")
     trainer.strategy.barrier()
     return run_dir
 

@@ -16,6 +16,7 @@ from ag.config import LoraConfig
 from ag.errors import UserError
 from ag.evaluate.comparison import cells
 from ag.gates import adapted, export
+from ag.gates.gate import AttentionGates
 from ag.gates.manifest import ADAPTER_FILES
 from ag.generate import GenerateConfig, generate
 from ag.model import base as models
@@ -56,7 +57,7 @@ def load(path, dtype=torch.float32, marked=True):
 
 
 def times(model, path):
-    return export.load(path).adapter.times_in(model)
+    return AttentionGates.from_pretrained(path).adapter.times_in(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -89,7 +90,7 @@ def test_both_mistakes_are_one_sentence(folder, tiny_llama):
     spec = f"gates:{folder / 'export'}"
     with pytest.raises(UserError, match=LACKS):
         ag.EvictionCache(load(folder / "base"), spec)
-    gates = export.load(folder / "export")
+    gates = AttentionGates.from_pretrained(folder / "export")
     plain = load(folder / "base")
     ag.attach(plain, gates)
     with pytest.raises(UserError, match=LACKS):
@@ -204,7 +205,7 @@ def test_an_export_from_before_still_loads():
         head_dim=8,
     )
     model = LlamaForCausalLM(config).eval()
-    gates = export.load(OLD, config)
+    gates = AttentionGates.from_pretrained(OLD, config)
     assert export.read_info(OLD)["schema_version"] == "1.0"
     assert gates.adapter.traces == () and gates.adapter.times_in(model) is None
     weight = copy.deepcopy(model.model.layers[0].self_attn.q_proj.weight)
@@ -237,4 +238,4 @@ def test_a_forged_record(tmp_path, tiny_llama, rows, message):
     info["checksum"] = export.checksum(info)
     (tmp_path / "gate_config.json").write_text(json.dumps(info))
     with pytest.raises(export.ExportError, match=message):
-        export.load(tmp_path)
+        AttentionGates.from_pretrained(tmp_path)

@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from ag.config.gate import GateConfig
-from ag.gates import export
+from ag.gates import export, hub
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
 
@@ -156,7 +156,7 @@ def rehash(folder: Path) -> None:
 def test_round_trip_is_bit_exact(tmp_path: Path, config: GateConfig) -> None:
     gates = make_gates(config=config)
     export.save(tmp_path / "e", gates)
-    loaded = export.load(tmp_path / "e", MODEL)
+    loaded = AttentionGates.from_pretrained(tmp_path / "e", MODEL)
     assert_same(loaded, gates)
     assert not loaded.training
     assert all(parameter.requires_grad for parameter in loaded.parameters())
@@ -168,7 +168,7 @@ def test_round_trip_is_bit_exact(tmp_path: Path, config: GateConfig) -> None:
 def test_bfloat16_gates_are_written_as_the_same_values_in_float32(tmp_path: Path) -> None:
     gates = make_gates().bfloat16()
     export.save(tmp_path / "e", gates)
-    assert_same(export.load(tmp_path / "e"), gates)
+    assert_same(AttentionGates.from_pretrained(tmp_path / "e"), gates)
 
 
 def test_methods_of_the_gates(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_alternating_windows_survive_without_the_model(tmp_path: Path) -> None:
     windowed = [index for index, kind in enumerate(model.layer_types) if kind == "sliding_attention"]
     assert 0 < len(windowed) < 5
     export.save(tmp_path / "e", make_gates(model=model))
-    loaded = export.load(tmp_path / "e", model)
+    loaded = AttentionGates.from_pretrained(tmp_path / "e", model)
     assert loaded.layer_indices == [index for index in range(5) if index not in windowed]
 
 
@@ -375,7 +375,7 @@ def test_replacing_an_export_leaves_nothing_of_it(tmp_path: Path) -> None:
     folder = make_export(tmp_path / "e")
     export.save(folder, make_gates(7))
     assert sorted(snapshot(folder)) == ["README.md", "gate_config.json", "gates.safetensors"]
-    assert_same(export.load(folder), make_gates(7))
+    assert_same(AttentionGates.from_pretrained(folder), make_gates(7))
     assert hidden(folder) == []
 
 
@@ -385,7 +385,7 @@ def test_an_empty_folder_and_a_link_to_an_export_are_filled(tmp_path: Path) -> N
     (tmp_path / "link").symlink_to("e")
     export.save(tmp_path / "link", make_gates(2))
     assert (tmp_path / "link").is_symlink()
-    assert_same(export.load(tmp_path / "e"), make_gates(2))
+    assert_same(AttentionGates.from_pretrained(tmp_path / "e"), make_gates(2))
 
 
 @pytest.mark.parametrize("extra", ["thesis.txt", "export/thesis.txt"], ids=["folder", "export"])
@@ -548,7 +548,7 @@ def test_damage_has_its_own_message(tmp_path: Path, damage: str) -> None:
     apply, message = DAMAGES[damage]
     apply(folder)
     with pytest.raises(ExportError, match=message) as caught:
-        export.load(folder)
+        AttentionGates.from_pretrained(folder)
     text = str(caught.value)
     assert text.startswith(str(folder)) and text.endswith(".") and "\n" not in text
     assert re.search("expected|choose", text)
@@ -580,13 +580,13 @@ def test_another_base_model_is_refused(tmp_path: Path, changes: dict[str, Any], 
     for name, value in changes.items():
         setattr(other, name, value)
     with pytest.raises(ExportError, match=f"made for org/base with .*{message}"):
-        export.load(folder, other)
+        AttentionGates.from_pretrained(folder, other)
 
 
 def test_minor_schema_with_known_keys_loads(tmp_path: Path) -> None:
     folder = make_export(tmp_path / "e")
     change("schema_version", value="1.7")(folder)
-    assert_same(export.load(folder), make_gates())
+    assert_same(AttentionGates.from_pretrained(folder), make_gates())
 
 
 def test_flipped_bits_never_load_as_something_else(tmp_path: Path) -> None:
@@ -601,7 +601,7 @@ def test_flipped_bits_never_load_as_something_else(tmp_path: Path) -> None:
             damaged[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
             file.write_bytes(damaged)
             try:
-                gates = export.load(folder)
+                gates = AttentionGates.from_pretrained(folder)
             except ExportError:
                 continue
             loaded += 1
@@ -618,7 +618,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
 
 def load_or_refuse(folder: Path) -> None:
     try:
-        gates = export.load(folder)
+        gates = AttentionGates.from_pretrained(folder)
     except ExportError:
         return
     for parameter, expected in zip(gates.parameters(), make_gates().parameters(), strict=True):
@@ -716,12 +716,12 @@ def test_every_failing_operation_leaves_the_earlier_export(tmp_path: Path, repla
         struck.append(trap.names[operation - 1])
         renamed = trap.names[: operation - 1].count("rename") == (2 if replaces else 1)
         if renamed:  # only the flush of the new name failed: the new export is whole
-            assert_same(export.load(folder), make_gates(2))
+            assert_same(AttentionGates.from_pretrained(folder), make_gates(2))
         else:
             assert snapshot(folder) == before and folder.exists() == replaces
             assert hidden(folder) == []
         make_export(folder, seed=3)
-        assert_same(export.load(folder), make_gates(3))
+        assert_same(AttentionGates.from_pretrained(folder), make_gates(3))
         assert hidden(folder) == []
     counts = {name: struck.count(name) for name in set(struck)}
     assert counts["write"] == 4 and counts["adapter"] == 1 and counts["mkdir"] >= 2
@@ -780,7 +780,7 @@ def version_of(folder: Path) -> int:
     info = export.read_info(folder)
     number = int(info["metrics"]["number"])
     assert info["base_model"]["name"] == f"org/{number}"
-    values = [*export.load(folder, MODEL).parameters()]
+    values = [*AttentionGates.from_pretrained(folder, MODEL).parameters()]
     assert export.adapter_path(folder) == folder / "adapter"
     values += load_file(folder / "adapter" / "adapter_model.safetensors").values()
     assert all((value == number).all() for value in values)
@@ -808,7 +808,7 @@ def look_after_a_kill(folder: Path) -> tuple[bool, bool]:
         version_of(folder)
         return under_way, False
     with pytest.raises(ExportError, match="a killed export left the earlier one in .*ag-old: rename it back"):
-        export.load(folder)
+        AttentionGates.from_pretrained(folder)
     version_of(old)
     return under_way, True
 
@@ -916,23 +916,23 @@ class Hub:
 
 
 def test_push_uploads_the_export_alone_and_keeps_it_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "HfApi", Hub)
+    monkeypatch.setattr(hub, "HfApi", Hub)
     monkeypatch.setattr(Hub, "calls", [])
     path = tmp_path / "export"
     export.save(path, make_gates())
     (path / "secret.txt").write_text("not part of the export")
-    assert export.push(path, "me/gates") == "https://hub/me/gates"
+    assert hub.push(path, "me/gates") == "https://hub/me/gates"
     [(_, made), (name, upload)] = Hub.calls
     assert made == {"private": True, "exist_ok": True} and name == "me/gates"
     assert upload["allow_patterns"] == ["gates.safetensors", "gate_config.json", "README.md", "figure.png"]
     monkeypatch.setattr(Hub, "refusal", OSError("no login"))
     with pytest.raises(ExportError, match=r"push_to_hub=me/gates: the hub refuses \(no login\): .*`hf auth login`"):
-        export.push(path, "me/gates")
+        hub.push(path, "me/gates")
 
 
 def test_push_of_a_damaged_export_uploads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "HfApi", lambda: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(hub, "HfApi", lambda: pytest.fail("the hub was asked"))
     export.save(tmp_path / "export", make_gates())
     (tmp_path / "export" / "gates.safetensors").write_bytes(b"")
     with pytest.raises(ExportError):
-        export.push(tmp_path / "export", "me/gates")
+        hub.push(tmp_path / "export", "me/gates")

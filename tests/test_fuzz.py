@@ -19,6 +19,7 @@ from ag.data import DataError, build
 from ag.engine.policy import Policy
 from ag.errors import UserError
 from ag.gates import export
+from ag.gates.gate import AttentionGates
 from ag.gates.manifest import checksum
 
 SECONDS = 10
@@ -64,7 +65,7 @@ def test_any_policy(spec, budget, given):
 def exported(tmp_path_factory, tiny_llama):
     folder = tmp_path_factory.mktemp("exported") / "export"
     gates_for(tiny_llama()).save_pretrained(folder)
-    return folder, (folder / "gates.safetensors").read_bytes(), export.load(folder).state_dict()
+    return folder, (folder / "gates.safetensors").read_bytes(), AttentionGates.from_pretrained(folder).state_dict()
 
 
 def load_with(folder, raw):
@@ -75,7 +76,7 @@ def load_with(folder, raw):
     info["checksum"] = checksum(info)
     (folder / "gate_config.json").write_text(json.dumps(info))
     try:
-        return export.load(folder).state_dict()
+        return AttentionGates.from_pretrained(folder).state_dict()
     except export.ExportError as error:
         assert "gates.safetensors" in str(error)
         return None

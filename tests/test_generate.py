@@ -8,6 +8,7 @@ import ag
 from ag.config import LoraConfig
 from ag.errors import UserError
 from ag.gates import export
+from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.generate import GenerateConfig, generate, main
 from ag.model import base as models
@@ -48,7 +49,7 @@ def greedy_under_masks(model, gates, ids):
 
 def test_text_and_numbers_are_those_of_masked_forward_passes(folder, tiny_llama, tiny_tokenizer):
     model = tiny_llama()
-    gates = export.load(folder / "export")
+    gates = AttentionGates.from_pretrained(folder / "export")
     ag.attach(model, gates)
     ids = tiny_tokenizer(PROMPT)["input_ids"]
     expected, evicted = greedy_under_masks(model, gates, ids)
@@ -87,7 +88,7 @@ def test_adapter_of_the_export_takes_part(folder, tiny_llama, tiny_tokenizer, tm
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.2)
-    gates = export.load(folder / "export")
+    gates = AttentionGates.from_pretrained(folder / "export")
     export.save(tmp_path / "export", gates, base_model=str(folder / "base"), adapter=adapted)
     ag.attach(adapted, gates)
     expected, _ = greedy_under_masks(adapted.eval(), gates, tiny_tokenizer(PROMPT)["input_ids"])
@@ -124,7 +125,7 @@ def test_chat_template(folder, tiny_llama, tiny_tokenizer, tmp_path):
     ("recorded", "asked"), [("abc123", "abc123"), (smollm2.REQUIREMENT, None)], ids=["commit", "wheel"]
 )
 def test_base_model_has_the_revision_of_the_export(folder, tmp_path, monkeypatch, recorded, asked):
-    gates = export.load(folder / "export")
+    gates = AttentionGates.from_pretrained(folder / "export")
     export.save(tmp_path / "export", gates, base_model="someone/model", base_revision=recorded)
     seen = []
 

@@ -13,19 +13,16 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import safetensors.torch
 import torch
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
-from peft import PeftModel
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ag.config.gate import GateConfig
@@ -33,7 +30,6 @@ from ag.files import fsync
 from ag.gates import adapted
 from ag.gates.adapted import Adapter
 from ag.gates.card import merged_card, model_card
-from ag.gates.gate import AttentionGates
 from ag.gates.manifest import (
     ADAPTER,
     ADAPTER_FILES,
@@ -48,13 +44,15 @@ from ag.model import base as models
 from ag.model.geometry import fingerprint
 from ag.versions import versions
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 __all__ = [
     "ExportError",
     "adapter_path",
     "is_merged",
     "load",
     "load_adapter",
-    "push",
     "read_info",
     "save",
     "save_adapter",
@@ -68,9 +66,20 @@ MEGABYTE = 1 << 20
 StrPath = str | os.PathLike[str]
 
 
+class Gates(nn.Module):
+    """What is exported: modules of the gates, their configuration and the geometry of their model."""
+
+    config: GateConfig
+    fingerprint: dict[str, Any]
+    adapter: Adapter | None
+
+
+G = TypeVar("G", bound=Gates)
+
+
 def save(
     path: StrPath,
-    gates: AttentionGates,
+    gates: Gates,
     *,
     base_model: str = "",
     base_revision: str | None = None,
@@ -126,11 +135,14 @@ def save(
         _write(folder / CONFIG, (json.dumps(info, indent=2) + "\n").encode())
 
 
-def load(path: StrPath, model_config: PretrainedConfig | None = None) -> AttentionGates:
+def load(
+    path: StrPath, make: Callable[[Mapping[str, Any], GateConfig], G], model_config: PretrainedConfig | None = None
+) -> G:
     """Read gates, strictly, in evaluation mode and on the CPU.
 
     Args:
         path: folder of an export.
+        make: from the geometry of a model and a configuration to gates, whose weights are then read.
         model_config: configuration of the model they are for; None skips that comparison.
 
     Raises:
@@ -142,7 +154,7 @@ def load(path: StrPath, model_config: PretrainedConfig | None = None) -> Attenti
         _check_base(folder, info, model_config)
     with torch.device("meta"):
         try:
-            gates = AttentionGates(info["base_model"]["fingerprint"], GateConfig(**info["gate"]))
+            gates = make(info["base_model"]["fingerprint"], GateConfig(**info["gate"]))
         except ValueError as error:
             raise ExportError(f"{folder / CONFIG}: {error}") from error
     expected = gates.state_dict()
@@ -246,6 +258,8 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
         ExportError: when the export has no adapter, is damaged, or belongs to another base model.
         UserError: when the model has the adapter already.
     """
+    import peft  # loads bitsandbytes, which only some models need
+
     folder = adapter_path(path)
     if folder is None:
         raise ExportError(f"{path}: the export has no {ADAPTER} folder: expected one trained with train=gates+lora.")
@@ -255,7 +269,7 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
         if adapter := _adapter(Path(path), info):
             adapter.check(model, times=0)
     try:
-        wrapped = PeftModel.from_pretrained(model, str(folder)).eval()
+        wrapped = peft.PeftModel.from_pretrained(model, str(folder)).eval()
     except (RuntimeError, ValueError) as error:  # other shapes, or none of the layers
         raise ExportError(
             f"{folder}: it does not fit this model ({str(error).splitlines()[0]}): expected the base model that the "
@@ -311,34 +325,6 @@ def is_merged(path: StrPath, model: str, revision: str | None = None) -> bool:
     except OSError:
         return False
     return bool(values.get(adapted.MERGED) == read_info(path)["sha256"][ADAPTER_FILES[1]])
-
-
-def push(path: StrPath, repository: str) -> str:
-    """Upload a finished export with its model card to the Hugging Face hub, with the user's own login.
-
-    Args:
-        path: folder of an export.
-        repository: hub id, such as ``name/gates``; a new one is private.
-
-    Returns:
-        The address of the upload.
-
-    Raises:
-        ExportError: the folder is no whole export, or the hub refuses.
-    """
-    load(path)
-    adapter = adapter_path(path)
-    files = [WEIGHTS, CONFIG, CARD, FIGURE, *(() if adapter is None else ADAPTER_FILES)]
-    try:
-        hub = HfApi()
-        hub.create_repo(repository, private=True, exist_ok=True)
-        done = hub.upload_folder(repo_id=repository, folder_path=str(path), allow_patterns=files)
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, LocalTokenNotFoundError, OSError) as error:
-        raise ExportError(
-            f"export.push_to_hub={repository}: the hub refuses ({str(error).splitlines()[0]}): expected a repository "
-            f"that you may write to; log in with `hf auth login`, then upload {path}."
-        ) from error
-    return str(done)
 
 
 def save_adapter(path: StrPath, adapter: PeftModel, *, base_model: str = "") -> None:

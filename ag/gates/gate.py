@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from ag.config.gate import GateConfig
 from ag.errors import UserError
+from ag.gates import export
 from ag.gates.adapted import Adapter
 from ag.kernels.gated_attention import gated_attention
 from ag.model.geometry import fingerprint
@@ -102,7 +103,7 @@ class LinearGate(AttentionGate):
 KINDS: dict[str, type[AttentionGate]] = {"attention": AttentionGate, "linear": LinearGate}
 
 
-class AttentionGates(nn.Module):
+class AttentionGates(export.Gates):
     """The gates of a whole model.
 
     Args:
@@ -166,13 +167,9 @@ class AttentionGates(nn.Module):
 
     def save_pretrained(self, path: str | PathLike[str]) -> None:
         """Write the gates to a folder; see :func:`ag.gates.export.save`."""
-        from ag.gates import export
-
         export.save(path, self)
 
     @classmethod
-    def from_pretrained(cls, path: str | PathLike[str]) -> AttentionGates:
+    def from_pretrained(cls, path: str | PathLike[str], model_config: PretrainedConfig | None = None) -> AttentionGates:
         """Read gates from a folder, strictly; see :func:`ag.gates.export.load`."""
-        from ag.gates import export
-
-        return export.load(path)
+        return export.load(path, cls, model_config)

@@ -31,7 +31,7 @@ def one_input(data: bytes) -> None:
         (FOLDER / other).write_bytes(content)
     (FOLDER / name).write_bytes(WHOLE[name][:start] + provider.ConsumeBytes(4096) + WHOLE[name][end:])
     try:
-        export.load(FOLDER)
+        AttentionGates.from_pretrained(FOLDER)
     except export.ExportError:
         return
 
