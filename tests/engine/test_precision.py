@@ -94,3 +94,15 @@ def test_scores_agree_with_float64(version, base, wrapper, name, offset, dim, dt
         got, want = got[:, : KEYS - 32], want[:, : KEYS - 32]
     scale = torch.maximum(want, 0.01 * want.amax(-1, keepdim=True))
     assert float(((got - want).abs() / scale).max()) < 1e-5
+
+
+@pytest.mark.parametrize("name", [*SCENES, "equal keys"])
+def test_cakes_variance_agrees_with_float64(name):
+    """A mean of squares less a squared mean would lose what the indicator of CAKE is about."""
+    q, k, v = scene(name if name in SCENES else "flat", 0.0, 64, torch.float32)
+    if name == "equal keys":
+        k = k[:, :, :1].expand_as(k)
+    rows = in_float64(q, k, v)[0][:, KEYS - 32 :]
+    want = (rows - rows.mean(1, keepdim=True)).square().sum(1) / 31
+    got = observed(q, k, v).rows(32).moments()[1][0].double()
+    assert ((got - want).abs() <= 1e-5 * torch.maximum(want, 0.01 * want.amax(-1, keepdim=True))).all()
