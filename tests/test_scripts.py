@@ -41,7 +41,7 @@ def test_keys_of_commands_exist(script):
 
 def test_quickstart_fetches_fits_generates_and_evaluates():
     programs = [program for program, *_ in commands(ROOT / "scripts" / "quickstart.sh")]
-    assert programs == ["ag.model.base", "ag.fit", "ag.generate", "ag.evaluate"]
+    assert programs == ["ag.models", "ag.fit", "ag.generate", "ag.evaluate"]
 
 
 @pytest.mark.slow
