@@ -266,6 +266,7 @@ class EvictionLayer(CacheLayerMixin):
                 gate=self._gate_probability(call.layer, now, slots, filled),
                 prompt_lengths=now.prompt_lengths,
                 decoding=not now.reading,
+                precise=self.policy.scorer is not None and self.policy.scorer.precise,
                 memory=self.memory,
                 memo=call.memo,
             ),

@@ -109,6 +109,7 @@ class Context:
         gate: probabilities ``[B, Hkv, N]`` of the layer's gate, or None.
         prompt_lengths: ``[B]`` long, own tokens of each prompt as far as they are known; None: all tokens seen.
         decoding: whether the prompt is over.
+        precise: whether the logits of a prompt's last queries, and of a short prompt, are products in float64.
         memory: what scorers recorded at earlier observations, tensors ``[..., N]`` whose last dimension is that of
             the keys (new tokens have 0); what they record now goes there too.
         memo: where measurements are remembered, so that each is made once.
@@ -120,6 +121,7 @@ class Context:
     gate: Tensor | None = None
     prompt_lengths: Tensor | None = None
     decoding: bool = False
+    precise: bool = False
     memory: dict[str, Tensor] = field(default_factory=dict)
     memo: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -138,6 +140,7 @@ class Observation:
         self.layer, self.gate, self.decoding, self.memory = (
             context.layer, context.gate, context.decoding, context.memory
         )  # fmt: skip
+        self._precise = context.precise and not context.decoding
         self.scaling, self.window, self._prompt_lengths = context.scaling, context.window, context.prompt_lengths
         self.q, self.query_ranks, self.query_valid = queries.q, queries.ranks, queries.valid
         self.k, self.key_ranks, self.key_valid = keys.k, keys.ranks, keys.valid
@@ -204,7 +207,7 @@ class Observation:
             last: how many.
             only_new: leave out those that were shown before.
         """
-        if ("rows", last, only_new) not in self._memo:
+        if ("rows", last, only_new, self._precise) not in self._memo:
             chosen = self.query_valid & (self.query_ranks >= (self.lengths - last)[:, None])
             if only_new:
                 chosen[:, : self.q.shape[2] - self.new] = False
@@ -213,20 +216,20 @@ class Observation:
             ranks = self.query_ranks.gather(1, order)
             (span,) = self._spans(ranks.amin(1, keepdim=True), ranks.amax(1, keepdim=True))
             everything = Span(0, 0 if self.window is not None else span.open_until, self.k.shape[2])
-            rows = self._rows(order, slice(None), everything, precise=not self.decoding)
+            rows = self._rows(order, slice(None), everything, precise=self._precise)
             rows.counted = chosen.gather(1, order)
-            self._memo["rows", last, only_new] = rows
-        found: AttentionRows = self._memo["rows", last, only_new]
+            self._memo["rows", last, only_new, self._precise] = rows
+        found: AttentionRows = self._memo["rows", last, only_new, self._precise]
         return found
 
     def total(self, statistic: Statistic = attention) -> Tensor:
         """Sum a statistic ``[B, H, w, N]`` over all new queries, ``[B, H, N]``."""
-        if ("total", statistic) not in self._memo:
+        if ("total", statistic, self._precise) not in self._memo:
             total = self.q.new_zeros(*self.q.shape[:2], self.k.shape[2], dtype=torch.float32)
             for heads, keys, rows in self._blocks():
                 total[:, heads, keys] += rows.total(statistic)
-            self._memo["total", statistic] = total
-        summed: Tensor = self._memo["total", statistic]
+            self._memo["total", statistic, self._precise] = total
+        summed: Tensor = self._memo["total", statistic, self._precise]
         return summed
 
     def accumulated(self, name: str, new: Tensor) -> Tensor:
@@ -275,7 +278,7 @@ class Observation:
         tile = TILE.get(self.q.device.type, TILE["cuda"]) // (batch * self.group * held)
         width = min(max(tile, 16), BLOCK if self.q.device.type == "cpu" else 2 * BLOCK)
         heads = max(1, min(kv_heads, tile // width))
-        precise = held <= PRECISE and self.q.device.type == "cpu" and not self.decoding
+        precise = self._precise and held <= PRECISE and self.q.device.type == "cpu"
         tokens = self.q.shape[2]
         blocks = [slice(at, min(at + width, tokens)) for at in range(tokens - self.new, tokens, width)]
         ranks = [self.query_ranks[:, block] for block in blocks]
@@ -290,7 +293,7 @@ class Observation:
         """Return the queries in ``columns`` (``[B, w]``, or a range) against the slots of a span, of some KV heads.
 
         With ``precise`` the products are those of float64: in float32 a logit of 40 is off by 1e-5, and so is its
-        weight. That shows where few rows decide, and costs little there.
+        weight. That shows where few rows decide and a score is made of differences.
         """
         held, queries, group = self._keys, self._queries, self.group  # what comes of it outlives this observation
         start, open_until, stop = span

@@ -36,7 +36,7 @@ def observed(q, k, v, outputs=None):
     return Observation(
         keys=Keys(k=k, v=v, ranks=ranks.expand(1, KV_HEADS, KEYS), valid=valid),
         queries=Queries(q=q, ranks=ranks[None], valid=valid[:, 0], outputs=outputs),
-        context=Context(scaling=q.shape[-1] ** -0.5),
+        context=Context(scaling=q.shape[-1] ** -0.5, precise=True),
     )
 
 

@@ -47,6 +47,8 @@ class Scorer(ABC):
     reads_gates: ClassVar[bool] = False
     #: Whether it has to see every query, also when nothing is evicted.
     follows: ClassVar[bool] = False
+    #: Whether its score is made of differences, which the rounding of float32 logits shows in.
+    precise: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""

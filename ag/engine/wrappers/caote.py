@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class Caote(Wrapper):
         greedy: evict tokens one by one and compute the changes anew after each; as published all at once. The cost
             grows with the number of evicted tokens.
     """
+
+    precise: ClassVar[bool] = True
 
     pool_stage: Literal["base", "final"] = "base"
     greedy: bool = False

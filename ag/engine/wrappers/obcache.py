@@ -59,6 +59,8 @@ class OBCache(Wrapper):
         obc_window: sum over so many of the last queries instead of the base's (the paper's needle setting: 16).
     """
 
+    precise: ClassVar[bool] = True
+
     inner: RowScorer
     group: Literal["sum", "mean", "max", "pre"] = "sum"
     obc_window: int | None = None
