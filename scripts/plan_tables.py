@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ag.config import Config
 from ag.config.recipes import resolve
-from ag.training.memory_plan import GIB, Plan, plan, steps
+from ag.training.memory_plan import GIB, MemoryPlan, plan, steps
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "planning.md"
@@ -20,7 +20,7 @@ def table(name: str) -> str:
     head = f"| {name} | " + " | ".join(f"{count} GPU{'s' if count > 1 else ''}" for count in GPUS) + " |"
     lines = [head, "|---" * (len(GPUS) + 1) + "|"]
     measured = steps(settings(name, "none", "ddp", 1))
-    plans: list[Plan] = []
+    plans: list[MemoryPlan] = []
     for base, (quantization, strategy) in BASES.items():
         plans = [plan(settings(name, quantization, strategy, count), measured) for count in GPUS]
         lines.append(f"| {base}: GiB | " + " | ".join(f"{found.total / GIB:.1f}" for found in plans) + " |")

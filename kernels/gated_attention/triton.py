@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from ag.kernels.gated_attention.masks import centred, sink_mask
+from ag.kernels.gated_attention.masks import sink_mask
 from ag.kernels.tiles import at, load_rows, mix, ranges, store_rows, turn, weights
 from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded, padding_bias, readable
 
@@ -308,7 +308,6 @@ class _TritonGatedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, gate, padding, listing, before, dense, floors, keep, key_valid = ctx.saved_tensors
         numbers, sizes, sinks = ctx.constants
-        v, out = centred(v, out)
         batch, heads, length, _ = q.shape
         d_out = readable(grads[0])
         delta, dq, dk, dv = torch.empty_like(lse), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
