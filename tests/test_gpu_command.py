@@ -116,15 +116,15 @@ def test_a_pack_is_made_and_used_where_little_is_installed(no_setup, tmp_path, s
     ran = gpu_sh("check", tmp_path / "out", "--cpu-rehearsal", cwd=no_setup, env=environment)
     rows = read(tmp_path / "out" / "check")
     assert ran.returncode == 0, ran.stdout + ran.stderr + str([row.get("tail") for row in rows.values()])
-    assert rows["gpu"]["status"] == "ok" and rows["gpu"]["result"]["tests"]["skipped"] > 100
-    assert rows["gpu"]["commit"] == "c0ffee1"
+    tested = [row for row in rows.values() if row["status"] == "ok"]
+    assert sum(row["result"]["tests"]["skipped"] for row in tested) > 100
+    assert {row["commit"] for row in tested} == {"c0ffee1"}
 
     site = {"PYTHONPATH": str(tmp_path / "work" / "site"), "HF_HUB_OFFLINE": "1"}
     code = "import sys, ag.bench.card.fit as fit, ag.fit, ag.evaluate.__main__, ag.bench.__main__, ag.compare\n"
-    code += "from ag.bench.card.small_model import restore; from pathlib import Path; from ag import models\n"
-    code += "from ag.config import ModelConfig\n"
+    code += "from ag.bench.card.small_model import restore; from pathlib import Path\n"
     code += f"folder = restore(Path({str(out / 'model')!r}), Path({str(tmp_path / 'model')!r}))\n"
-    code += "m, t = models.load_base(ModelConfig(name=str(folder)))\n"
+    code += "m, t = ag.load_base(str(folder))\n"
     code += "print(t.decode(m.generate(**t('The capital of France is', return_tensors='pt'), max_new_tokens=1)[0]))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=environment | site, cwd=no_setup)
     assert done.returncode == 0, done.stderr[-3000:]
