@@ -3,13 +3,11 @@
 PyTorch sums in another order on each, and so finds bounds that only held by chance.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from inner import passed
 
 HERE = Path(__file__).parent
 NUMERICAL = [
@@ -27,15 +25,9 @@ HIGHEST = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}.get(torch.backends.cpu.get_cpu_
     ("capability", "threads", "order"),
     [("default", 2, 1), ("default", 1, 2), ("avx2", 1, 1), ("avx2", 2, 2), ("avx512", 2, 1), ("avx512", 1, 2)],
 )
-def test_numbers_do_not_depend_on_the_machine(capability, threads, order, tmp_path):
+def test_numbers_do_not_depend_on_the_machine(capability, threads, order):
     if {"default": 0, "avx2": 1, "avx512": 2}[capability] > HIGHEST:
         pytest.skip(f"this processor has no {capability}")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    environment |= {"ATEN_CPU_CAPABILITY": capability, "AG_TEST_THREADS": str(threads)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
-    files = [str(HERE / file) for file in NUMERICAL]
-    done = subprocess.run(
-        [*command, f"--shuffle={order}", *files], env=environment, capture_output=True, text=True, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    files = [HERE / file for file in NUMERICAL]
+    options = ("-m", "not slow", f"--shuffle={order}")
+    passed(*options, *files, ATEN_CPU_CAPABILITY=capability, AG_TEST_THREADS=str(threads))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ag.kernels.gated_attention.masks import centred, pair_masks, sink_mask
+from ag.kernels.gated_attention.masks import pair_masks, sink_mask
 
 BLOCK = 64  # queries of a tile, where it does not grow too large
 TILE = {"cpu": 2**20, "cuda": 2**26}  # pairs of a tile that fits the caches, or that keeps a GPU busy
@@ -143,6 +143,18 @@ class _Problem:
         return ~visible[:, None], free, self.keep[tile.part, None, None, columns]
 
 
+def _centred(v: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Take the mean value from values ``[B, Hkv, T, D]`` and outputs ``[B, H, T, D]``, for a backward pass.
+
+    It needs ``dO . v_t - dO . o_j``, which does not change, but cancels where all values lie far from the origin. In
+    half precision the values would be rounded anew, so that they are returned as they are.
+    """
+    if v.dtype.itemsize < 4:
+        return v, out
+    centre = v.mean(2, keepdim=True)
+    return v - centre, out - centre.repeat_interleave(out.shape[1] // v.shape[1], 1)
+
+
 class _ChunkedGatedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, *options: Any) -> Tensor:
@@ -179,7 +191,7 @@ class _ChunkedGatedAttention(torch.autograd.Function):
         q, k, v, keep, out, lse, *rest = ctx.saved_tensors
         saved = iter(rest)
         options = [next(saved) if tensor else x for tensor, x in zip(ctx.tensors, ctx.options, strict=True)]
-        v, out = centred(v, out)
+        v, out = _centred(v, out)
         problem = _Problem(q, k, v, keep, *options)
         d_out = problem.by_pair(grads[0])
         delta = (d_out.to(problem.acc) * problem.by_pair(out).to(problem.acc)).sum(-1, keepdim=True)

@@ -58,15 +58,3 @@ def pair_masks(
     if dense_until is not None:
         protected = protected | (rows[None, :] < dense_until[:, None])[:, None, :, None]
     return visible, protected
-
-
-def centred(v: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Take the mean value from values ``[B, Hkv, T, D]`` and outputs ``[B, H, T, D]``, for a backward pass.
-
-    It needs ``dO . v_t - dO . o_j``, which does not change, but cancels where all values lie far from the origin. In
-    half precision the values would be rounded anew, so that they are returned as they are.
-    """
-    if v.dtype.itemsize < 4:
-        return v, out
-    centre = v.mean(2, keepdim=True)
-    return v - centre, out - centre.repeat_interleave(out.shape[1] // v.shape[1], 1)

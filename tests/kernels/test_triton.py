@@ -3,12 +3,10 @@
 The variable must be set before Triton is imported, hence a process of its own; in any other they skip.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from inner import passed
 
 HERE = Path(__file__).parent
 
@@ -18,8 +16,4 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("file", sorted(path.name for path in HERE.glob("test_*_triton.py")))
 def test_under_the_interpreter(file):
     pytest.importorskip("triton", reason="needs Triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE / file)]
-    environment = {name: value for name, value in os.environ.items() if name != "AG_KERNELS"}
-    done = subprocess.run(command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-2000:]
+    assert "skipped" not in passed(HERE / file, TRITON_INTERPRET="1")
