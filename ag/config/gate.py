@@ -24,7 +24,14 @@ class GateConfig:
     granularity: Literal["kv_head", "query_head"] = _key(
         "kv_head", "one logit per KV head, or one per query head (a KV entry goes when all its heads drop it)"
     )
-    kind: Literal["attention", "linear"] = _key("attention", "attention block, or a linear map of each token")
+    kind: Literal["attention", "linear", "mlp"] = _key(
+        "attention", "attention block; or a map of each token by itself: linear, or mlp of two layers"
+    )
+    hidden: int = _key(64, "units of the hidden layer of kind=mlp")
+    window: int = _key(0, "kind=attention: newest tokens that a token's gate looks at, its own included; 0: all")
+    covers: Literal["prompt", "all"] = _key(
+        "prompt", "which tokens may be evicted: those of the first prompt, or later turns and generated ones too"
+    )
     shortcut: bool = _key(False, "add a linear map of each token beside the attention block")
     estimator: Literal["ste", "soft"] = _key(
         "ste", "ste: hard flags, sigmoid's slope backward; soft: noisy sigmoids in training, hard flags after"
@@ -48,15 +55,25 @@ class GateConfig:
             "granularity": ("kv_head", "query_head"),
             "estimator": ("ste", "soft"),
             "prefill": ("sparse", "dense"),
+            "covers": ("prompt", "all"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"gate.{name}={getattr(self, name)!r}: expected {' or '.join(allowed)}.")
-        for name, least in {"num_heads": 1, "head_dim": 1, "recent_tokens": 1, "sink_tokens": 0}.items():
+        for name, least in {"num_heads": 1, "head_dim": 1, "hidden": 1, "window": 0, "recent_tokens": 1, "sink_tokens": 0}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"gate.{name}={getattr(self, name)}: expected at least {least}.")
         if not 0 < self.threshold < 1:
             raise ValueError(f"gate.threshold={self.threshold}: expected a probability between 0 and 1.")
+        if self.scope == "prompt":
+            for name, value in {"covers": "all", "window": self.window or None}.items():
+                if getattr(self, name) == value:
+                    raise ValueError(
+                        f"gate.{name}={value} with gate.scope=prompt: a gate that sees the whole prompt cannot follow "
+                        "a growing text; use gate.scope=causal."
+                    )
+        if self.window and self.kind in ("linear", "mlp"):
+            raise ValueError(f"gate.window={self.window} with gate.kind={self.kind}: it looks at one token; use 0.")
         if self.layer_offset not in (0, 1):
             raise ValueError(f"gate.layer_offset={self.layer_offset}: expected 0 (own layer) or 1 (the layer before).")
         if self.first_layer < self.layer_offset:

@@ -85,6 +85,7 @@ class LossConfig:
     )
     alpha: float = key(1.0, "weight of the eviction loss", low=0)
     beta: float = key(0.28, "target of the mean gate", low=0, high=1)
+    anneal_steps: int = key(0, "steps after the warm start in which beta falls linearly from 1 to its value", low=0)
     mean: Literal["soft", "hard"] = key("soft", "mean over sigmoids, or over flags")
     chunk_tokens: int = key(1024, "tokens whose logits exist at once in the loss", low=1)
 

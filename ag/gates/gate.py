@@ -78,8 +78,9 @@ class AttentionGate(nn.Module):
         if self.config.scope == "prompt":
             mask = None if valid is None else valid[:, None, None, :]
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        elif left_padded or first is not None:
-            mixed = gated_attention(q, k, v, None, key_valid=valid, scaling=self.config.head_dim**-0.5, first=first)
+        elif left_padded or first is not None or self.config.window:
+            scaling, window = self.config.head_dim**-0.5, self.config.window or None
+            mixed = gated_attention(q, k, v, None, key_valid=valid, scaling=scaling, window=window, first=first)
         else:  # a causal query never sees the padding to its right
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -99,8 +100,22 @@ class LinearGate(AttentionGate):
         return result
 
 
+class MLPGate(AttentionGate):
+    """Two layers on each token by itself (the surrogate of KVzap)."""
+
+    def build(self, hidden_size: int, heads: int) -> None:
+        """Make the parameters; the arguments are those of the class."""
+        self.inner = nn.Linear(hidden_size, self.config.hidden, bias=False)
+        self.outer = nn.Linear(self.config.hidden, heads, bias=False)
+
+    def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
+        """Return the logits ``[B, T, heads]``."""
+        result: Tensor = self.outer(F.gelu(self.inner(hidden)))
+        return result
+
+
 #: The classes of gates by the name that ``GateConfig.kind`` gives them.
-KINDS: dict[str, type[AttentionGate]] = {"attention": AttentionGate, "linear": LinearGate}
+KINDS: dict[str, type[AttentionGate]] = {"attention": AttentionGate, "linear": LinearGate, "mlp": MLPGate}
 
 
 class AttentionGates(export.Gates):
