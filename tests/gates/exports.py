@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def make_gates(seed: int = 0, config: GateConfig = SMALL, model: Any = MODEL) ->
 
 def make_adapter(seed: int = 0) -> PeftModel:
     torch.manual_seed(seed)
-    base = LlamaForCausalLM(MODEL).eval()
+    base = LlamaForCausalLM(copy.deepcopy(MODEL)).eval()  # tests change the configuration of theirs
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     return get_peft_model(base, lora)
 
