@@ -21,7 +21,7 @@ from ag.gates.manifest import ADAPTER_FILES
 from ag.generate import GenerateConfig, generate
 from ag.model import base as models
 
-OLD = Path(__file__).parent / "fixtures" / "export_1_0"
+OLD = Path(__file__).parents[1] / "fixtures" / "export_1_0"
 LACKS, TWICE = "which this model lacks: put it on with", "merged into its weights, and would have it twice: use the"
 PROMPT = "Rosa the potter has a ticket to Rome."
 

@@ -13,7 +13,7 @@ from ag.config import Config
 from ag.config.keys import ConfigError
 from ag.config.sweep import Share, _begun, share, sweep
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RUNS = [{"seed": str(seed)} for seed in range(6)]
 # stands for a program: writes its seed, and waits where it is told to
 PROGRAM = """
