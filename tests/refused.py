@@ -7,14 +7,10 @@ from contextlib import contextmanager
 import pytest
 
 
-def named(text: str, *parts: str) -> bool:
-    """Whether a message has every part, as whole words: keys, values, and names of fixes."""
-    return not unnamed(text, *parts)
-
-
-def unnamed(text: str, *parts: str) -> list[str]:
-    """The parts that a message lacks."""
-    return [part for part in parts if not re.search(rf"{edge(part[0])}{re.escape(part)}{edge(part[-1])}", text)]
+def names(text: str, *parts: str) -> None:
+    """Assert that a message has these parts, each as whole words: keys, values, and names of fixes."""
+    lacking = [part for part in parts if not re.search(rf"{edge(part[0])}{re.escape(part)}{edge(part[-1])}", text)]
+    assert lacking == [], text
 
 
 def edge(letter: str) -> str:
@@ -26,4 +22,4 @@ def refuses(kind: type[BaseException], *parts: str) -> Iterator[pytest.Exception
     """Expect an error whose message names these keys, values and fixes, each as whole words."""
     with pytest.raises(kind) as caught:
         yield caught
-    assert unnamed(str(caught.value), *parts) == [], str(caught.value)
+    names(str(caught.value), *parts)
