@@ -119,7 +119,8 @@ def smollm2() -> Path:
 def _factory(config_class: type, model_class: type, **defaults: Any) -> TinyModel:
     def make(seed: int = 0, **overrides: Any) -> PreTrainedModel:
         torch.manual_seed(seed)
-        return model_class(config_class(**GEOMETRY | defaults | overrides)).eval()
+        model: PreTrainedModel = model_class(config_class(**GEOMETRY | defaults | overrides)).eval()
+        return model
 
     return make
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 
-def passed(*words, **environment):
+def passed(*words: object, **environment: str) -> str:
     """Run pytest with these words and variables, expect success, and return what it printed."""
     outer = ("AG_KERNELS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID")
     kept = {name: value for name, value in os.environ.items() if name not in outer}

@@ -371,8 +371,9 @@ def _check_replaceable(target: Path, known: set[str], needed: str) -> None:
         return
     names = {entry.name for entry in target.iterdir()} if target.is_dir() else {target.name}
     if names and (needed not in names or names - known):
+        foreign = ", ".join(sorted(names - known or names)[:3])
         raise ExportError(
-            f"{target}: contains files that are not of an export ({', '.join(sorted(names)[:3])}): expected an "
+            f"{target}: contains files that are not of an export ({foreign}): expected an "
             "export to replace, an empty folder or none; choose another path."
         )
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from refused import names
 from schemas import KEYS, Inner, Other, fit, other
 
 from ag.config.keys import from_text
@@ -19,7 +20,7 @@ def misspellings() -> list[tuple[str, str]]:
 @pytest.mark.slow
 def test_every_misspelt_key_gets_the_right_suggestion(error: Any) -> None:
     pairs = misspellings()
-    missed = {(name, wrong) for name, wrong in pairs if f"did you mean {name}?" not in error(f"{wrong}=1")}
+    missed = {(name, wrong) for name, wrong in pairs if not error(f"{wrong}=1").endswith(f" {name}?")}
     assert len(pairs) > 20 * len(KEYS)
     # Without its digit one of beta1 and beta2 has to be the other.
     assert missed <= {("optim.beta1", "optim.beta"), ("optim.beta2", "optim.beta")}
@@ -37,79 +38,79 @@ def test_every_default_fits_its_own_key() -> None:
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("alpha=1", "unknown key 'alpha'; did you mean loss.alpha?"),
-        ("train.loss.beta=1", "unknown key 'train.loss.beta'; did you mean loss.beta?"),
-        ("loss=1", "'loss' is a section, not a key: set one of loss.objective, loss.alpha"),
-        ("qqqqqq=1", "unknown key 'qqqqqq'; --help lists the keys"),
-        ("=1", "unknown key ''"),
-        ("base=piqa_sft", "unknown key 'base'"),
-        ("loss.alpha", "'loss.alpha': expected key=value; write loss.alpha=..."),
-        ("quickstart", "'quickstart': expected key=value"),
-        ("--loss.alpha=1", "unknown option '--loss.alpha=1'; write loss.alpha=..."),
-        ("--dryrun", "unknown option '--dryrun'; did you mean --dry-run?"),
-        ("-x", "unknown option '-x'"),
+        ("alpha=1", "'alpha' loss.alpha?"),
+        ("train.loss.beta=1", "'train.loss.beta' loss.beta?"),
+        ("loss=1", "'loss' loss.objective loss.alpha"),
+        ("qqqqqq=1", "'qqqqqq' --help"),
+        ("=1", "'' --help"),
+        ("base=piqa_sft", "'base'"),
+        ("loss.alpha", "'loss.alpha' key=value loss.alpha=..."),
+        ("quickstart", "'quickstart' key=value"),
+        ("--loss.alpha=1", "'--loss.alpha=1' loss.alpha=..."),
+        ("--dryrun", "'--dryrun' --dry-run?"),
+        ("-x", "'-x' --help"),
     ],
 )
 def test_wrong_keys_and_options(error: Any, argument: str, expected: str) -> None:
-    assert expected in error(argument)
+    names(error(argument), *expected.split())
 
 
 def test_nothing_at_all(error: Any) -> None:
-    assert "nothing to do: give recipe=NAME, key=value or --help" in error()
+    names(error(), "recipe=NAME", "key=value", "--help")
     assert "recipe" not in error(schema=Other)
 
 
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("loss.alpha=abc", "loss.alpha='abc': expected number, at least 0"),
-        ("loss.alpha=-1", "loss.alpha=-1: expected number, at least 0"),
-        ("loss.alpha=nan", "loss.alpha='nan': expected number"),
-        ("loss.alpha=.nan", "loss.alpha=nan: expected number"),
-        ("loss.alpha=.inf", "loss.alpha=inf: expected number"),
-        ("loss.alpha=true", "loss.alpha=True: expected number"),
+        ("loss.alpha=abc", "loss.alpha='abc' 0"),
+        ("loss.alpha=-1", "loss.alpha=-1 0"),
+        ("loss.alpha=nan", "loss.alpha='nan'"),
+        ("loss.alpha=.nan", "loss.alpha=nan"),
+        ("loss.alpha=.inf", "loss.alpha=inf"),
+        ("loss.alpha=true", "loss.alpha=True"),
         (
             "loss.alpha=0.5,1",
-            "loss.alpha='0.5,1': expected number, at least 0; several values to try need -m",
+            "loss.alpha='0.5,1' -m",
         ),
-        ("loss.alpha=", "loss.alpha= has no value: expected number"),
-        ("loss.mean=sof", "loss.mean='sof': expected soft | hard; did you mean soft?"),
-        ("train=gates+lor", "expected gates | gates+lora | lora; did you mean gates+lora?"),
-        ("model.dtype=bf16", "expected float32 | bfloat16 | float16; did you mean bfloat16?"),
-        ("trainer.devices=0", "trainer.devices=0: expected whole number, at least 1"),
-        ("trainer.devices=2.0", "trainer.devices=2.0: expected whole number"),
-        ("trainer.devices=null", "trainer.devices=None: expected whole number"),
-        ("trainer.devices=[1]", "trainer.devices=[1]: expected whole number"),
-        ("trainer.progress=1", "trainer.progress=1: expected true | false"),
-        ("trainer.progress=maybe", "trainer.progress='maybe': expected true | false"),
-        ("seed=-1", "seed=-1: expected whole number, at least 0, at most 4294967295"),
-        ("seed=4294967296", "seed=4294967296: expected whole number"),
-        ("model.name=null", "model.name=None: expected text"),
-        ("logger=[csv,wand]", "expected list of csv | tensorboard | wandb"),
-        ("logger=csv,wandb", "expected list of csv | tensorboard | wandb; write [csv,wandb]"),
-        ("logger=wandbb", "logger='wandbb': expected list of csv | tensorboard | wandb; did you mean wandb?"),
-        ("output=${oc.env:HOME}", "${...} and ??? are not supported"),
-        ("output=???", "${...} and ??? are not supported"),
-        ("lora.targets=['${oc.env:HOME}']", "${...} and ??? are not supported"),
-        ("gate.threshold=1.5", "gate.threshold=1.5: expected"),
-        ("gate.layer_offset=1", "gate.first_layer=0: expected at least 1"),
-        ("gate.num_heads=0", "gate.num_heads=0: expected at least 1"),
-        ("recipe=piqa_sf", "no recipe 'piqa_sf'; did you mean piqa_sft?"),
-        ("recipe=zzzzzzzz", "no recipe 'zzzzzzzz'; --recipes lists them"),
-        ("recipe=./none.yaml", "none.yaml: there is no such file"),
-        ("recipe=../recipes", "recipes: there is no such file"),
-        ("recipe=a\0b.yaml", "there is no such file"),
-        ("data.val_samples=" + "9" * 5000, "expected whole number | null"),
-        ("loss.alpha=" + "[" * 100_000, "expected number"),
-        ("loss.alpha=1" + "0" * 400, "expected number"),
-        ("data.val_samples=0x" + "f" * 16, "expected whole number | null"),
-        ("data.val_samples=0x" + "f" * 5000, "integer"),
-        ("data.name=two\x85lines", "data.name=two lines with data.kind=facts"),
+        ("loss.alpha=", "loss.alpha= number"),
+        ("loss.mean=sof", "loss.mean='sof' hard soft?"),
+        ("train=gates+lor", "train='gates+lor' gates lora gates+lora?"),
+        ("model.dtype=bf16", "model.dtype='bf16' float32 float16 bfloat16?"),
+        ("trainer.devices=0", "trainer.devices=0 1"),
+        ("trainer.devices=2.0", "trainer.devices=2.0"),
+        ("trainer.devices=null", "trainer.devices=None"),
+        ("trainer.devices=[1]", "trainer.devices=[1]"),
+        ("trainer.progress=1", "trainer.progress=1 true false"),
+        ("trainer.progress=maybe", "trainer.progress='maybe' true false"),
+        ("seed=-1", "seed=-1 0 4294967295"),
+        ("seed=4294967296", "seed=4294967296 4294967295"),
+        ("model.name=null", "model.name=None text"),
+        ("logger=[csv,wand]", "'wand' csv tensorboard wandb"),
+        ("logger=csv,wandb", "logger='csv,wandb' tensorboard [csv,wandb]"),
+        ("logger=wandbb", "logger='wandbb' csv tensorboard wandb?"),
+        ("output=${oc.env:HOME}", "output='${oc.env:HOME}'"),
+        ("output=???", "output='???'"),
+        ("lora.targets=['${oc.env:HOME}']", "lora.targets=['${oc.env:HOME}']"),
+        ("gate.threshold=1.5", "gate.threshold=1.5"),
+        ("gate.layer_offset=1", "gate.first_layer=0 gate.layer_offset=1 1"),
+        ("gate.num_heads=0", "gate.num_heads=0 1"),
+        ("recipe=piqa_sf", "'piqa_sf' piqa_sft?"),
+        ("recipe=zzzzzzzz", "'zzzzzzzz' --recipes"),
+        ("recipe=./none.yaml", "none.yaml"),
+        ("recipe=../recipes", "recipes:"),
+        ("recipe=a\0b.yaml", "b.yaml"),
+        ("data.val_samples=" + "9" * 5000, "data.val_samples= null"),
+        ("loss.alpha=" + "[" * 100_000, "loss.alpha= number"),
+        ("loss.alpha=1" + "0" * 400, "loss.alpha= number"),
+        ("data.val_samples=0x" + "f" * 16, "data.val_samples=18446744073709551615 null"),
+        ("data.val_samples=0x" + "f" * 5000, "4300"),
+        ("data.name=two\x85lines", "data.name=two lines data.kind=facts"),
     ],
 )
 def test_wrong_values(error: Any, argument: str, expected: str) -> None:
     line = error(argument)
-    assert expected in line
+    names(line, *expected.split())
     assert len(line) < 400
 
 
@@ -149,10 +150,10 @@ def test_another_schema() -> None:
 
 
 def test_another_schema_and_its_errors(error: Any) -> None:
-    assert "prompt has no value: give prompt=..." in error("inner.budget=1", schema=Other)
-    assert "prompt=forbidden: expected another one" in error("prompt=forbidden", schema=Other)
-    assert "unknown key 'recipe'" in error("recipe=quickstart", "prompt=a", schema=Other)
-    assert "inner.budget='half': expected whole number | number | null" in error("inner.budget=half", schema=Other)
+    names(error("inner.budget=1", schema=Other), "prompt=...")
+    names(error("prompt=forbidden", schema=Other), "prompt=forbidden")
+    names(error("recipe=quickstart", "prompt=a", schema=Other), "'recipe'")
+    names(error("inner.budget=half", schema=Other), "inner.budget='half'", "null")
 
 
 def test_of_a_key_given_twice_the_last_one_counts() -> None:

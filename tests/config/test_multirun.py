@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refused import names
 from schemas import fit
 
 from ag.config.keys import parse_yaml
@@ -82,7 +83,8 @@ def test_sweep_starts_nothing_when_one_combination_is_bad(sweeper: Any) -> None:
     process = start("-m", "a=0,2,-1")
     _, err = process.communicate(timeout=300)
     assert process.returncode == 2
-    assert err == "sweeper: error: a=-1: expected whole number, at least 0\n"
+    assert err.count("\n") == 1
+    names(err, "sweeper: error:", "a=-1", "0")
     assert runs() == []
 
 
@@ -101,11 +103,11 @@ def test_sigterm_ends_the_run_at_work_and_the_sweep(sweeper: Any) -> None:
 
 
 def test_sweep_validates_every_recipe_first(error: Any) -> None:
-    assert "no recipe 'nope'" in error("-m", "recipe=quickstart,nope")
-    assert "loss.alpha= has no value" in error("-m", "loss.alpha=1,")
-    assert "several values to try need -m" in error("loss.alpha=1,2")
+    names(error("-m", "recipe=quickstart,nope"), "'nope'")
+    names(error("-m", "loss.alpha=1,"), "loss.alpha= ")
+    names(error("loss.alpha=1,2"), "loss.alpha='1,2'", "-m")
     many = ",".join(map(str, range(40)))
-    assert "1600 combinations; expected at most 1000" in error("-m", f"seed={many}", f"loss.alpha={many}")
+    names(error("-m", f"seed={many}", f"loss.alpha={many}"), "1600", "1000")
 
 
 def test_print_of_a_sweep_shows_each_configuration(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refused import names
 from schemas import fit
 
 from ag.config import Config
@@ -40,48 +41,48 @@ def test_a_recipe_path_is_relative_to_the_working_directory(
 def test_cycles(error: Any, write: Any) -> None:
     write("a.yaml", "base: b.yaml\n")
     b = write("b.yaml", "base: ./a.yaml\n")
-    assert "circle (b.yaml -> a.yaml -> b.yaml)" in error(f"recipe={b}")
+    names(error(f"recipe={b}"), "b.yaml -> a.yaml -> b.yaml")
     own = write("own.yaml", "base: own.yaml\n")
-    assert "circle (own.yaml -> own.yaml)" in error(f"recipe={own}")
+    names(error(f"recipe={own}"), "own.yaml -> own.yaml")
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("loss:\n  alhpa: 1\n", "mine.yaml: unknown key 'loss.alhpa'; did you mean loss.alpha?"),
-        ("los:\n  alpha: 1\n", "unknown key 'los.alpha'; did you mean loss.alpha?"),
-        ("los: {}\n", "unknown key 'los'; did you mean loss?"),
-        ("loss: 3\n", "'loss' is a section"),
-        ("loss: [alpha]\n", "'loss' is a section"),
-        ("1: 2\n", "unknown key '1'"),
-        ("seed: [1\n", "not valid YAML"),
-        ("seed: 1\n\tx: 1\n", "not valid YAML in line 2"),
-        ("seed: 1\nseed: 2\n", "duplicate key seed"),
-        ("seed: 1\n---\nseed: 2\n", "not valid YAML"),
-        ("- seed\n", "expected keys with values, got ['seed']"),
-        ("seed\n", "expected keys with values, got 'seed'"),
-        ("7\n", "expected keys with values, got 7"),
-        ("seed: '1'\n", "seed='1': expected whole number"),
-        ("seed: 1.5\n", "seed=1.5: expected whole number"),
-        ("loss:\n  mean: sof\n", "did you mean soft?"),
-        ("data:\n  revision: 12345\n", "data.revision=12345: expected text | null; put it in quotes"),
-        ("model:\n  name: no\n", "model.name=False: expected text; put it in quotes"),
-        ("output: ${oc.env:HOME}\n", "${...} and ??? are not supported"),
-        ('output: "\\x24{oc.env:HOME}"\n', "${...} and ??? are not supported"),
-        ("output: ${seed}\n", "${...} and ??? are not supported"),
-        ("output: ???\n", "${...} and ??? are not supported"),
-        ("output: !!python/object/apply:os.system [echo]\n", "not valid YAML"),
-        ("output: !!python/name:os.system\n", "not valid YAML"),
-        ("base: 3\n", "base=3: expected the name of a recipe"),
-        ("base: piqa_sf\n", "mine.yaml: no recipe 'piqa_sf'; did you mean piqa_sft?"),
-        ("base: nowhere.yaml\n", "nowhere.yaml: there is no such file"),
-        ("trainer:\n  devices: 0\n", "mine.yaml: trainer.devices=0: expected whole number, at least 1"),
-        (b"\xff\xfe\x00", "mine.yaml: is not UTF-8 text"),
-        ("x" * 1_000_001, "1000001 bytes are too many; expected at most 1000000"),
-        ("[" * 999_999, "too long or too deeply nested"),
-        ("- " * 400_000, "too long or too deeply nested"),
-        ("a: {" * 200_000, "too long or too deeply nested"),
-        ("seed: [" + "1," * 400_000 + "]", "too long or too deeply nested"),
+        ("loss:\n  alhpa: 1\n", "'loss.alhpa' loss.alpha?"),
+        ("los:\n  alpha: 1\n", "'los.alpha' loss.alpha?"),
+        ("los: {}\n", "'los' loss?"),
+        ("loss: 3\n", "'loss' loss.objective"),
+        ("loss: [alpha]\n", "'loss' loss.objective"),
+        ("1: 2\n", "'1'"),
+        ("seed: [1\n", "YAML line 2"),
+        ("seed: 1\n\tx: 1\n", "YAML line 2"),
+        ("seed: 1\nseed: 2\n", "YAML line 2 seed"),
+        ("seed: 1\n---\nseed: 2\n", "YAML line 2"),
+        ("- seed\n", "['seed']"),
+        ("seed\n", "'seed'"),
+        ("7\n", "7"),
+        ("seed: '1'\n", "seed='1'"),
+        ("seed: 1.5\n", "seed=1.5"),
+        ("loss:\n  mean: sof\n", "loss.mean='sof' soft?"),
+        ("data:\n  revision: 12345\n", "data.revision=12345 null quotes"),
+        ("model:\n  name: no\n", "model.name=False quotes"),
+        ("output: ${oc.env:HOME}\n", "output='${oc.env:HOME}'"),
+        ('output: "\\x24{oc.env:HOME}"\n', "output='${oc.env:HOME}'"),
+        ("output: ${seed}\n", "output='${seed}'"),
+        ("output: ???\n", "output='???'"),
+        ("output: !!python/object/apply:os.system [echo]\n", "YAML line 1 python/object/apply:os.system"),
+        ("output: !!python/name:os.system\n", "YAML line 1 python/name:os.system"),
+        ("base: 3\n", "base=3"),
+        ("base: piqa_sf\n", "'piqa_sf' piqa_sft?"),
+        ("base: nowhere.yaml\n", "nowhere.yaml"),
+        ("trainer:\n  devices: 0\n", "trainer.devices=0 1"),
+        (b"\xff\xfe\x00", "UTF-8"),
+        ("x" * 1_000_001, "1000001 1000000"),
+        ("[" * 999_999, "nested"),
+        ("- " * 400_000, "nested"),
+        ("a: {" * 200_000, "nested"),
+        ("seed: [" + "1," * 400_000 + "]", "nested"),
     ],
 )
 def test_wrong_files(error: Any, write: Any, text: str | bytes, expected: str) -> None:
@@ -89,8 +90,8 @@ def test_wrong_files(error: Any, write: Any, text: str | bytes, expected: str) -
     start = time.monotonic()
     line = error(f"recipe={path}")
     assert time.monotonic() - start < 5
-    assert expected in line
-    assert "nowhere" in expected or "mine.yaml: " in line
+    names(line, *expected.split())
+    names(line, "nowhere.yaml:" if "nowhere" in expected else "mine.yaml:")
 
 
 def test_an_alias_bomb_is_refused_at_once(error: Any, write: Any) -> None:
@@ -98,7 +99,7 @@ def test_an_alias_bomb_is_refused_at_once(error: Any, write: Any) -> None:
     lines += [f"l{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
     path = write("bomb.yaml", "\n".join(lines))
     start = time.monotonic()
-    assert "bomb.yaml: not valid YAML" in error(f"recipe={path}")
+    names(error(f"recipe={path}"), "bomb.yaml", "YAML")
     assert time.monotonic() - start < 5
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from refused import names
 from schemas import fit
 
 from ag.config import Config
@@ -13,49 +14,82 @@ DOCUMENTS = "data.kind=text data.name=c data.packing=packed data.cross_documents
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ("train=lora loss.objective=regress", "there are no gates to train; use loss.objective=lm"),
-        ("train=lora loss.objective=kl", "there are no gates to train; use loss.objective=lm"),
-        ("train=lora warmup.regress_steps=5", "there are no gates to warm up"),
-        ("loss.objective=regress", "use train=gates"),
-        ("train=gates loss.objective=regress warmup.regress_steps=1", "every step is one"),
-        ("trainer.max_steps=0", "nothing is trained"),
-        ("warmup.regress_steps=11 trainer.max_steps=10", "raise trainer.max_steps"),
-        ("optim.warmup_steps=11 trainer.max_steps=10", "lower optim.warmup_steps"),
-        ("lora.targets=[]", "name linear layers, or use train=gates"),
-        ("export.merge=true train=gates", "there is no adapter to merge"),
-        ("export.merge=true model.quantization=nf4", "too coarse"),
-        ("trainer.strategy=fsdp2 model.quantization=nf4", "silently corrupted"),
-        ("export.push_to_hub=me/gates train=lora", "only gates are uploaded"),
-        ("data.cache=kept", "only plain text that is read before training is kept"),
-        ("data.name=piqa", "use data.kind=sft"),
-        ("data.kind=sft", "name a dataset with data.name"),
-        ("data.kind=sft data.name=bolq", "did you mean boolq?"),
-        ("data.root=x", "that data is generated"),
-        ("data.packing=packed", "only plain text is packed"),
-        ("data.kind=text data.name=c data.packing=packed gate.scope=prompt", "use gate.scope=causal"),
-        ("data.kind=text data.name=c data.packing=packed gate.prefill=dense", "use gate.prefill=sparse"),
-        ("data.cross_documents=false", "only packed rows hold several documents"),
-        ("data.kind=text data.name=c data.cross_documents=false", "use data.packing=packed"),
-        (f"{DOCUMENTS} train=gates loss.objective=regress", "use data.cross_documents=true"),
-        (f"{DOCUMENTS} warmup.regress_steps=5", "regression does not know where documents end"),
-        ("data.streaming=true", "only plain text streams"),
-        ("data.kind=text data.name=c data.streaming=true", "give trainer.max_steps"),
-        ("data.prompt_min=600", "swap them"),
-        ("data.max_length=511", "less than the longest row of 512 tokens"),
-        ("data.kind=text data.name=c data.max_length=575", "less than the longest row of 576 tokens"),
-        ("model.dtype=bfloat16 trainer.precision=16-mixed", "use trainer.precision=bf16-mixed"),
-        ("model.dtype=float16 trainer.precision=bf16-mixed", "use trainer.precision=16-mixed"),
-        ("model.quantization=nf4 trainer.precision=bf16-mixed", "use model.dtype=bfloat16"),
-        ("trainer.accelerator=cpu trainer.precision=16-mixed", "float16 needs a GPU"),
+        ("train=lora loss.objective=regress", "train=lora loss.objective=lm"),
+        ("train=lora loss.objective=kl", "train=lora loss.objective=lm"),
+        ("train=lora warmup.regress_steps=5", "train=lora warmup.regress_steps=5"),
+        ("loss.objective=regress", "loss.objective=regress train=gates+lora"),
+        ("train=gates loss.objective=regress warmup.regress_steps=1", "warmup.regress_steps=1 loss.objective=regress"),
+        ("trainer.max_steps=0", "trainer.max_steps=0 -1"),
+        ("warmup.regress_steps=11 trainer.max_steps=10", "warmup.regress_steps=11 trainer.max_steps=10"),
+        ("optim.warmup_steps=11 trainer.max_steps=10", "optim.warmup_steps=11 trainer.max_steps=10"),
+        ("lora.targets=[]", "lora.targets=[] train=gates"),
+        ("export.merge=true train=gates", "export.merge=true train=gates export.merge=false"),
+        ("export.merge=true model.quantization=nf4", "export.merge=true model.quantization=nf4 export.merge=false"),
+        (
+            "trainer.strategy=fsdp2 model.quantization=nf4",
+            "model.quantization=nf4 trainer.strategy=fsdp2 trainer.strategy=ddp",
+        ),
+        ("export.push_to_hub=me/gates train=lora", "export.push_to_hub train=lora"),
+        ("data.cache=kept", "data.cache=kept data.kind=facts data.streaming=false"),
+        ("data.name=piqa", "data.name=piqa data.kind=facts data.kind=sft"),
+        ("data.kind=sft", "data.name=facts data.kind=sft data.kind=facts"),
+        ("data.kind=sft data.name=bolq", "data.name=bolq boolq?"),
+        ("data.root=x", "data.root=x data.kind=facts data.kind=sft"),
+        ("data.packing=packed", "data.packing=packed data.kind=facts data.packing=split"),
+        (
+            "data.kind=text data.name=c data.packing=packed gate.scope=prompt",
+            "gate.scope=prompt data.packing=packed gate.scope=causal",
+        ),
+        (
+            "data.kind=text data.name=c data.packing=packed gate.prefill=dense",
+            "gate.prefill=dense data.packing=packed gate.prefill=sparse",
+        ),
+        ("data.cross_documents=false", "data.cross_documents=false data.packing=split data.packing=packed"),
+        (
+            "data.kind=text data.name=c data.cross_documents=false",
+            "data.cross_documents=false data.packing=split data.packing=packed",
+        ),
+        (
+            f"{DOCUMENTS} train=gates loss.objective=regress",
+            "data.cross_documents=false loss.objective=regress data.cross_documents=true",
+        ),
+        (
+            f"{DOCUMENTS} warmup.regress_steps=5",
+            "data.cross_documents=false warmup.regress_steps=5 data.cross_documents=true",
+        ),
+        ("data.streaming=true", "data.streaming=true data.kind=facts data.streaming=false"),
+        ("data.kind=text data.name=c data.streaming=true", "data.streaming=true trainer.max_steps=-1"),
+        ("data.prompt_min=600", "data.prompt_min=600 data.prompt_max=512"),
+        ("data.max_length=511", "data.max_length=511 512 data.prompt_max"),
+        ("data.kind=text data.name=c data.max_length=575", "data.max_length=575 576 data.prompt_max"),
+        (
+            "model.dtype=bfloat16 trainer.precision=16-mixed",
+            "model.dtype=bfloat16 trainer.precision=16-mixed trainer.precision=bf16-mixed",
+        ),
+        (
+            "model.dtype=float16 trainer.precision=bf16-mixed",
+            "model.dtype=float16 trainer.precision=bf16-mixed trainer.precision=16-mixed",
+        ),
+        (
+            "model.quantization=nf4 trainer.precision=bf16-mixed",
+            "model.quantization=nf4 model.dtype=float32 trainer.precision=bf16-mixed model.dtype=bfloat16",
+        ),
+        (
+            "trainer.accelerator=cpu trainer.precision=16-mixed",
+            "trainer.precision=16-mixed trainer.accelerator=cpu bf16-mixed",
+        ),
         (
             "trainer.accelerator=cpu model.attn_implementation=flash_attention_2 model.dtype=bfloat16",
-            "use sdpa",
+            "model.attn_implementation=flash_attention_2 trainer.accelerator=cpu sdpa",
         ),
-        ("model.attn_implementation=flash_attention_2", "use model.dtype=bfloat16"),
+        (
+            "model.attn_implementation=flash_attention_2",
+            "model.attn_implementation=flash_attention_2 model.dtype=float32 model.dtype=bfloat16",
+        ),
     ],
 )
 def test_combinations_that_make_no_sense(error: Any, argv: str, expected: str) -> None:
-    assert expected in error(*argv.split())
+    names(error(*argv.split()), *expected.split())
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from exports import MODEL, SMALL, assert_same, hidden, make_adapter, make_export, make_gates, snapshot
+from refused import refuses
 from safetensors.torch import load_file
 from transformers import Gemma2Config
 
@@ -158,9 +159,9 @@ def test_foreign_content_is_left_alone(tmp_path: Path, extra: str) -> None:
     file.parent.mkdir(exist_ok=True, parents=True)
     file.write_text("years of work")
     before = snapshot(tmp_path)
-    with pytest.raises(ExportError, match=f"{file.parent}: .*not of an export"):
+    with refuses(ExportError, str(file.parent), file.name):
         export.save(file.parent, make_gates(3))
-    with pytest.raises(ExportError, match=f"{file}: "):
+    with refuses(ExportError, str(file)):
         export.save(file, make_gates(3))
     assert snapshot(tmp_path) == before
 
@@ -176,6 +177,6 @@ def test_a_figure_that_is_missing_costs_nothing(tmp_path: Path) -> None:
 def test_gates_with_nan_are_not_written(tmp_path: Path) -> None:
     gates = make_gates()
     gates.layers["1"].o_proj.weight.data[0, 0] = float("inf")
-    with pytest.raises(ExportError, match="layers.1.o_proj.weight has NaN or infinite values"):
+    with refuses(ExportError, "layers.1.o_proj.weight"):
         export.save(tmp_path / "e", gates)
     assert list(tmp_path.iterdir()) == []

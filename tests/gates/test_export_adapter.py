@@ -6,10 +6,10 @@ import copy
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from exports import MODEL, hidden, make_adapter, make_export, make_gates
 from peft import LoraConfig, PeftModel, get_peft_model
+from refused import refuses
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -50,36 +50,36 @@ def test_an_adapter_without_gates(tmp_path: Path) -> None:
     assert export.adapter_checksum(tmp_path / "same") == before != export.adapter_checksum(tmp_path / "other")
     assert export.adapter_checksum(tmp_path / "whole") == export.read_info(tmp_path / "whole")["checksum"]
     wide = LlamaConfig(**{**MODEL.to_dict(), "hidden_size": 128, "head_dim": 32})
-    with pytest.raises(ExportError, match="it does not fit this model"):
+    with refuses(ExportError, str(tmp_path / "e" / "adapter")):
         export.load_adapter(LlamaForCausalLM(wide), tmp_path / "e")
 
 
 def test_adapter_errors(tmp_path: Path) -> None:
     export.save(tmp_path / "none", make_gates())
-    with pytest.raises(ExportError, match=r"no adapter folder: expected one trained with train=gates\+lora"):
+    with refuses(ExportError, str(tmp_path / "none"), "train=gates+lora"):
         export.load_adapter(LlamaForCausalLM(MODEL), tmp_path / "none")
 
     folder = make_export(tmp_path / "e")
     wide = LlamaConfig(**{**MODEL.to_dict(), "hidden_size": 128, "head_dim": 32})
-    with pytest.raises(ExportError, match="'hidden_size': 64.*this model has.*'hidden_size': 128"):
+    with refuses(ExportError, "'hidden_size': 64", "'hidden_size': 128"):
         export.load_adapter(LlamaForCausalLM(wide), folder)
 
     weights = folder / "adapter" / "adapter_model.safetensors"
     raw = bytearray(weights.read_bytes())
     raw[-3] ^= 1
     weights.write_bytes(raw)
-    with pytest.raises(ExportError, match="adapter_model.safetensors: sha256 .* was damaged"):
+    with refuses(ExportError, "adapter_model.safetensors", "sha256"):
         export.load_adapter(LlamaForCausalLM(MODEL), folder)
     weights.unlink()
-    with pytest.raises(ExportError, match="adapter_model.safetensors: no such file"):
+    with refuses(ExportError, "adapter_model.safetensors"):
         export.adapter_path(folder)
 
     named = get_peft_model(LlamaForCausalLM(MODEL), LoraConfig(target_modules=["q_proj"]), adapter_name="mine")
-    with pytest.raises(ExportError, match=r"adapters \['mine'\]: expected one named 'default'"):
+    with refuses(ExportError, "['mine']", "'default'"):
         export.save(tmp_path / "named", make_gates(), adapter=named)
     broken = make_adapter()
     next(p for name, p in broken.named_parameters() if "lora_A" in name).data[0, 0] = float("nan")
-    with pytest.raises(ExportError, match="lora_A.weight has NaN"):
+    with refuses(ExportError, "lora_A.weight"):
         export.save(tmp_path / "nan", make_gates(), adapter=broken)
     assert not (tmp_path / "named").exists() and not (tmp_path / "nan").exists() and hidden(folder) == []
 
@@ -97,12 +97,12 @@ def test_merged_model_stands_alone(tmp_path: Path) -> None:
         torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=0)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").get_vocab() == {"a": 0, "b": 1}
     assert not any("lora" in name or "base_layer" in name for name in model.state_dict())
-    with pytest.raises(ExportError, match=f"{tmp_path / 'merged'}: "):
+    with refuses(ExportError, str(tmp_path / "merged")):
         export.save_merged(make_adapter(), tmp_path / "merged", tokenizer, tmp_path / "adapter")
 
     quantised = make_adapter()
     quantised.get_base_model().config.quantization_config = {"load_in_4bit": True}
-    with pytest.raises(ExportError, match="is quantised.*set export.merge=false"):
+    with refuses(ExportError, "export.merge=false"):
         export.save_merged(quantised, tmp_path / "nf4", tokenizer, tmp_path / "adapter")
     assert not (tmp_path / "nf4").exists() and hidden(tmp_path / "merged") == []
 
@@ -115,5 +115,5 @@ def link_folder_outside(folder: Path) -> None:
 def test_adapter_folder_must_be_inside(tmp_path: Path) -> None:
     folder = make_export(tmp_path / "e")
     link_folder_outside(folder)
-    with pytest.raises(ExportError, match="adapter_config.json: a link to .*expected a file inside"):
+    with refuses(ExportError, "adapter_config.json", str(tmp_path / "adapter")):
         export.adapter_path(folder)

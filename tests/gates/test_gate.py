@@ -1,5 +1,6 @@
 import pytest
 import torch
+from refused import refuses
 from transformers import Gemma3TextConfig, LlamaConfig
 
 import ag
@@ -95,7 +96,7 @@ def test_previous_layer_variants_leave_the_first_layers_open():
     config = LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=4)
     assert ag.AttentionGates(config, small(layer_offset=1, first_layer=1)).layer_indices == [1, 2, 3]
     assert ag.AttentionGates(config, small(layer_offset=1, first_layer=2)).layer_indices == [2, 3]
-    with pytest.raises(ValueError, match="first_layer=4: the model has 4 layers"):
+    with refuses(ValueError, "first_layer=4", "4 layers"):
         ag.AttentionGates(config, small(first_layer=4))
 
 
@@ -106,17 +107,17 @@ def test_windowed_layers_of_a_mixed_model_have_no_gate():
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "parts"),
     [
-        ({"threshold": 1.0}, r"gate.threshold=1.0: expected a probability"),
-        ({"recent_tokens": 0}, r"gate.recent_tokens=0: expected at least 1"),
-        ({"scope": "global"}, r"gate.scope='global': expected causal or prompt"),
-        ({"layer_offset": 1}, r"gate.first_layer=0: expected at least 1 with gate.layer_offset=1"),
-        ({"layer_offset": 2, "first_layer": 2}, r"gate.layer_offset=2: expected 0"),
+        ({"threshold": 1.0}, ("gate.threshold=1.0",)),
+        ({"recent_tokens": 0}, ("gate.recent_tokens=0", "1")),
+        ({"scope": "global"}, ("gate.scope='global'", "causal", "prompt")),
+        ({"layer_offset": 1}, ("gate.first_layer=0", "1", "gate.layer_offset=1")),
+        ({"layer_offset": 2, "first_layer": 2}, ("gate.layer_offset=2", "0")),
     ],
 )
-def test_wrong_values_are_named(values, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_values_are_named(values, parts):
+    with refuses(ValueError, *parts):
         ag.GateConfig(**values)
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from gates_for import gates_for
+from refused import refuses
 
 import ag
 from ag.data.collate import Collator, Row
@@ -126,7 +127,7 @@ def test_soft_flags_are_noisy_in_training_only(tiny_llama):
 def test_the_gating_of_responses_needs_prompts(tiny_llama):
     model = tiny_llama()
     for changes in ({"scope": "prompt"}, {"prefill": "dense"}):
-        with pytest.raises(UserError, match="use scope=causal with prefill=sparse"):
+        with refuses(UserError, "scope=causal", "prefill=sparse"):
             ag.Gating(gates_for(model, **changes), torch.ones(1, 4))
     ag.Gating(gates_for(model), torch.ones(1, 4))
 
@@ -167,5 +168,5 @@ def test_a_packed_document_is_what_it_is_alone(family, variant, hard, request):
 
 def test_documents_have_no_prompt(tiny_llama):
     ids = torch.ones(1, 4, dtype=torch.long)
-    with pytest.raises(UserError, match="give Gating first or prompt_length, not both"):
+    with refuses(UserError, "first", "prompt_length"):
         ag.Gating(gates_for(tiny_llama()), ids, torch.tensor([2]), first=ids)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from exports import make_gates
+from refused import refuses
 
 from ag.gates import export, hub
 from ag.gates.export import ExportError
@@ -39,7 +40,7 @@ def test_push_uploads_the_export_alone_and_keeps_it_private(tmp_path: Path, monk
     assert made == {"private": True, "exist_ok": True} and name == "me/gates"
     assert upload["allow_patterns"] == ["gates.safetensors", "gate_config.json", "README.md", "figure.png"]
     monkeypatch.setattr(Hub, "refusal", OSError("no login"))
-    with pytest.raises(ExportError, match=r"push_to_hub=me/gates: the hub refuses \(no login\): .*`hf auth login`"):
+    with refuses(ExportError, "push_to_hub=me/gates", "no login", "hf auth login"):
         hub.push(path, "me/gates")
 
 

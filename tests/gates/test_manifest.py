@@ -16,6 +16,7 @@ import torch
 from exports import MODEL, assert_same, change, make_export, make_gates, rehash, reseal, reweigh
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refused import refuses
 
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
@@ -74,74 +75,74 @@ def rename_weight(tensors: dict[str, torch.Tensor]) -> None:
 NAN, INF = float("nan"), float("inf")
 JSON_FILE, WEIGHTS_FILE = "gate_config.json", "gates.safetensors"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no folder": (shutil.rmtree, "no such folder: expected an export"),
-    "no weights": (lambda folder: (folder / WEIGHTS_FILE).unlink(), "gates.safetensors: no such file"),
-    "no config": (lambda folder: (folder / JSON_FILE).unlink(), "gate_config.json: no such file"),
-    "empty config": (put(JSON_FILE, b""), "gate_config.json: not JSON"),
-    "not JSON": (put(JSON_FILE, b"{'a': 1}"), "gate_config.json: not JSON"),
-    "not UTF-8": (put(JSON_FILE, b'{"a": "\xff\xfe"}'), "gate_config.json: not JSON"),
-    "nested": (put(JSON_FILE, b"[" * 100_000), "gate_config.json: not JSON"),
-    "a list": (put(JSON_FILE, b"[1]"), r"content=\[1\]: expected a JSON object"),
-    "huge config": (put(JSON_FILE, b" " * (1 << 20) + b"{}"), "1048578 bytes: expected at most 1048576"),
-    "schema 2": (change("schema_version", value="2.0"), "schema_version='2.0': expected 1.x; update ag"),
-    "no schema": (change("schema_version", delete=True), "schema_version=None: expected 1.x"),
-    "schema number": (change("schema_version", value=1.0), "schema_version=1.0: expected 1.x"),
-    "missing key": (change("metrics", delete=True), r"missing keys \['metrics'\]"),
-    "extra key": (change("colour", value="red"), r"unknown keys \['colour'\]"),
-    "missing gate key": (change("gate", "bias", delete=True), r"gate: missing keys \['bias'\]"),
-    "extra gate key": (change("gate", "beta", value=1), r"gate: missing keys \[\], unknown keys \['beta'\]"),
-    "gate list": (change("gate", value=[]), r"gate=\[\]: expected a JSON object"),
-    "gate range": (change("gate", "threshold", value=1.5), "gate.threshold=1.5: expected a probability"),
-    "gate infinite": (change("gate", "bias", value=INF), "gate.bias=inf: expected a finite number"),
-    "gate huge": (change("gate", "bias", value=10**400), "gate.bias=1000+: expected a finite number"),
-    "gate choice": (change("gate", "scope", value="all"), "gate.scope='all': expected causal or prompt"),
-    "gate type": (change("gate", "shortcut", value=1), "gate.shortcut=1: expected a bool"),
-    "gate bool": (change("gate", "num_heads", value=True), "gate.num_heads=True: expected an integer"),
+    "no folder": (shutil.rmtree, "gates.safetensors gate_config.json"),
+    "no weights": (lambda folder: (folder / WEIGHTS_FILE).unlink(), "gates.safetensors:"),
+    "no config": (lambda folder: (folder / JSON_FILE).unlink(), "gate_config.json:"),
+    "empty config": (put(JSON_FILE, b""), "gate_config.json: JSON"),
+    "not JSON": (put(JSON_FILE, b"{'a': 1}"), "gate_config.json: JSON"),
+    "not UTF-8": (put(JSON_FILE, b'{"a": "\xff\xfe"}'), "gate_config.json: JSON"),
+    "nested": (put(JSON_FILE, b"[" * 100_000), "gate_config.json: JSON"),
+    "a list": (put(JSON_FILE, b"[1]"), "content=[1]: JSON"),
+    "huge config": (put(JSON_FILE, b" " * (1 << 20) + b"{}"), "1048578 1048576"),
+    "schema 2": (change("schema_version", value="2.0"), "schema_version='2.0' 1.x"),
+    "no schema": (change("schema_version", delete=True), "schema_version=None 1.x"),
+    "schema number": (change("schema_version", value=1.0), "schema_version=1.0 1.x"),
+    "missing key": (change("metrics", delete=True), "missing ['metrics'] []"),
+    "extra key": (change("colour", value="red"), "unknown [] ['colour']"),
+    "missing gate key": (change("gate", "bias", delete=True), "gate: missing ['bias'] []"),
+    "extra gate key": (change("gate", "beta", value=1), "gate: unknown [] ['beta']"),
+    "gate list": (change("gate", value=[]), "gate=[]: JSON"),
+    "gate range": (change("gate", "threshold", value=1.5), "gate.threshold=1.5: 0 1"),
+    "gate infinite": (change("gate", "bias", value=INF), "gate.bias=inf: finite"),
+    "gate huge": (change("gate", "bias", value=10**400), f"gate.bias=1{'0' * 79}: finite"),
+    "gate choice": (change("gate", "scope", value="all"), "gate.scope='all': causal prompt"),
+    "gate type": (change("gate", "shortcut", value=1), "gate.shortcut=1: bool"),
+    "gate bool": (change("gate", "num_heads", value=True), "gate.num_heads=True: integer"),
     "gate forged": (
         change("gate", "head_dim", value=1 << 40),
-        "gate.head_dim=1099511627776: expected an int",
+        "gate.head_dim=1099511627776: 1048576",
     ),
-    "gate zero": (change("gate", "num_heads", value=0), "gate.num_heads=0: expected at least 1"),
-    "first layer": (change("gate", "first_layer", value=3), "gate.first_layer=3: the model has 3 layers"),
-    "layers": (geometry("num_layers", 10**6), "num_layers=1000000: expected an integer from 1 to 4096"),
-    "kv heads": (geometry("num_kv_heads", 3), "num_kv_heads=3: expected a divisor of num_heads=4"),
-    "windows": (geometry("windowed_layers", ["a"]), "windowed_layers='a': expected an integer"),
-    "all windowed": (geometry("windowed_layers", [0, 1, 2]), "no layer gets a gate"),
-    "base name": (change("base_model", "name", value=None), "base_model.name=None: expected text"),
-    "keep rate": (change("keep_rate", value=1.5), "keep_rate=1.5: expected a number from 0 to 1"),
-    "metric": (change("metrics", "loss", value=NAN), "metrics.loss=nan: expected a finite number or null"),
-    "versions": (change("versions", "torch", value=2), "versions.torch=2: expected text"),
-    "no hash": (change("sha256", value={}), r"sha256: missing keys \['gates.safetensors'\]"),
+    "gate zero": (change("gate", "num_heads", value=0), "gate.num_heads=0: 1"),
+    "first layer": (change("gate", "first_layer", value=3), "gate.first_layer=3: 3"),
+    "layers": (geometry("num_layers", 10**6), "num_layers=1000000: 1 4096"),
+    "kv heads": (geometry("num_kv_heads", 3), "num_kv_heads=3: num_heads=4"),
+    "windows": (geometry("windowed_layers", ["a"]), "windowed_layers='a': integer"),
+    "all windowed": (geometry("windowed_layers", [0, 1, 2]), "gate.first_layer=0: 3"),
+    "base name": (change("base_model", "name", value=None), "base_model.name=None: text"),
+    "keep rate": (change("keep_rate", value=1.5), "keep_rate=1.5: 0 1"),
+    "metric": (change("metrics", "loss", value=NAN), "metrics.loss=nan: finite null"),
+    "versions": (change("versions", "torch", value=2), "versions.torch=2: text"),
+    "no hash": (change("sha256", value={}), "sha256: missing ['gates.safetensors']"),
     "path in hash": (
         change("sha256", "../x", value=""),
-        r"sha256: missing keys \[\], unknown keys \['../x'\]",
+        "sha256: unknown ['../x']",
     ),
-    "hash": (change("sha256", WEIGHTS_FILE, value="0" * 64), "gates.safetensors: sha256 .*expected 0000"),
-    "edited": (edit_threshold, "checksum=.*a value was changed or damaged"),
-    "bit flip": (flip, "gates.safetensors: sha256 .*the file was damaged"),
-    "truncated": (truncate, "bytes: expected .*it was truncated"),
-    "too long": (grow, "10485760 bytes: expected at most"),
-    "corrupt": (corrupt_header, "gates.safetensors: not safetensors"),
+    "hash": (change("sha256", WEIGHTS_FILE, value="0" * 64), f"gates.safetensors: sha256 {'0' * 64}"),
+    "edited": (edit_threshold, "gate_config.json: checksum="),
+    "bit flip": (flip, "gates.safetensors: sha256"),
+    "truncated": (truncate, "gates.safetensors: 19540 19640"),
+    "too long": (grow, "gates.safetensors: 10485760"),
+    "corrupt": (corrupt_header, "gates.safetensors: safetensors header"),
     "renamed weight": (
         reweigh(rename_weight),
-        r"missing keys \['layers.2.q_proj.weight'\], unknown keys \['layers.3.q_proj.weight'\]",
+        "missing ['layers.2.q_proj.weight'] unknown ['layers.3.q_proj.weight']",
     ),
-    "extra weight": (reweigh(lambda t: t.update(extra=torch.ones(1))), r"unknown keys \['extra'\]"),
-    "shape": (o_proj(torch.ones(2, 9)), r"o_proj.weight is .*\(2, 9\)\): expected .*\(2, 8\)\)"),
-    "transposed": (o_proj(torch.ones(8, 2)), r"\(8, 2\)\): expected .*\(2, 8\)\)"),
-    "dtype": (o_proj(torch.ones(2, 8).double()), "o_proj.weight is .*float64.*expected .*float32"),
-    "NaN": (o_proj(torch.full((2, 8), NAN)), "o_proj.weight has NaN or infinite"),
-    "infinite": (o_proj(torch.full((2, 8), INF)), "o_proj.weight has NaN or infinite"),
-    "link": (link_outside, "a link to .*outside: expected a file inside the export"),
+    "extra weight": (reweigh(lambda t: t.update(extra=torch.ones(1))), "gates.safetensors: unknown ['extra']"),
+    "shape": (o_proj(torch.ones(2, 9)), "layers.0.o_proj.weight 9)) 8))"),
+    "transposed": (o_proj(torch.ones(8, 2)), "layers.0.o_proj.weight 2)) 8))"),
+    "dtype": (o_proj(torch.ones(2, 8).double()), "layers.0.o_proj.weight float64 float32"),
+    "NaN": (o_proj(torch.full((2, 8), NAN)), "layers.0.o_proj.weight finite"),
+    "infinite": (o_proj(torch.full((2, 8), INF)), "layers.0.o_proj.weight finite"),
+    "link": (link_outside, "gates.safetensors: outside:"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_has_its_own_message(tmp_path: Path, damage: str) -> None:
     folder = make_export(tmp_path / "e")
-    apply, message = DAMAGES[damage]
+    apply, parts = DAMAGES[damage]
     apply(folder)
-    with pytest.raises(ExportError, match=message) as caught:
+    with refuses(ExportError, *parts.split()) as caught:
         AttentionGates.from_pretrained(folder)
     text = str(caught.value)
     assert text.startswith(str(folder)) and text.endswith(".") and "\n" not in text
@@ -149,24 +150,24 @@ def test_damage_has_its_own_message(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "parts"),
     [
-        ({"num_hidden_layers": 4}, "'num_layers': 3}, this model has {'num_layers': 4}"),
-        ({"hidden_size": 32, "head_dim": 16}, "'hidden_size': 64}, this model has {'hidden_size': 32}"),
-        ({"num_key_value_heads": 4}, "'num_kv_heads': 2}, this model has {'num_kv_heads': 4}"),
-        ({"head_dim": 32}, "'head_dim': 16}, this model has {'head_dim': 32}"),
+        ({"num_hidden_layers": 4}, ("'num_layers': 3", "'num_layers': 4")),
+        ({"hidden_size": 32, "head_dim": 16}, ("'hidden_size': 64", "'hidden_size': 32")),
+        ({"num_key_value_heads": 4}, ("'num_kv_heads': 2", "'num_kv_heads': 4")),
+        ({"head_dim": 32}, ("'head_dim': 16", "'head_dim': 32")),
         (
             {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
-            "'windowed_layers': \\[0\\]",
+            ("'windowed_layers': []", "'windowed_layers': [0]"),
         ),
     ],
 )
-def test_another_base_model_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_another_base_model_is_refused(tmp_path: Path, changes: dict[str, Any], parts: tuple[str, ...]) -> None:
     folder = make_export(tmp_path / "e")
     other = copy.deepcopy(MODEL)
     for name, value in changes.items():
         setattr(other, name, value)
-    with pytest.raises(ExportError, match=f"made for org/base with .*{message}"):
+    with refuses(ExportError, "org/base", *parts):
         AttentionGates.from_pretrained(folder, other)
 
 

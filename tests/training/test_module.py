@@ -11,6 +11,7 @@ import pytest
 import torch
 from gates_for import gates_for
 from lightning.pytorch.loggers.logger import Logger
+from refused import refuses
 
 from ag.config import Config, LoraConfig, LossConfig, OptimConfig, WarmupConfig
 from ag.config.validate import ConfigWarning
@@ -366,11 +367,9 @@ def test_a_checkpoint_holds_what_is_trained(tiny_llama):
     data = batch()
     assert float(other.training_step(data, 0)) == float(module.training_step(data, 0))
     for odd in (build(tiny_llama), build(tiny_llama, train="gates+lora", gate={"kind": "linear"})):
-        with pytest.raises(
-            UserError, match=r"tensors are missing or unknown, the first being (gates|model)\.[a-z0-9_.A-Z]+;"
-        ):
+        with refuses(UserError, "tensors"):
             odd.on_load_checkpoint(saved)
-    with pytest.raises(UserError, match="24 tensors are missing or unknown, the first being model.base_model.*lora_A"):
+    with refuses(UserError, "24 tensors", "model.base_model", "lora_A"):
         build(tiny_llama).on_load_checkpoint(saved)
 
 
