@@ -37,8 +37,11 @@ class Lists:
         valid = draw(batch, length) > (0.3 if padded else -1)
         keep = valid[:, None] & (draw(batch, 1 if shared else self.heads, length) > 0.4)
         fleeting = draw(batch, self.heads, length) > 0.7
+        unmarked = draw() < 0.4
         if everything:
             valid, keep = torch.ones_like(valid), None
+        if unmarked:  # their slots may be those of tokens that were marked
+            fleeting = torch.zeros_like(fleeting)
         k = torch.zeros(batch, self.heads, length, DIM)
         ranks = valid.cumsum(1) - 1 + torch.tensor(self.seen)[:, None]
         for b in range(batch):
@@ -50,7 +53,7 @@ class Lists:
                         token = (self.identity, int(ranks[b, t]), bool(fleeting[b, h, t]))
                         self.rows[b * self.heads + h].append(token)
             self.seen[b] += int(valid[b].sum())
-        store.append(k, k + 0.5, ranks, keep, fleeting)
+        store.append(k, k + 0.5, ranks, keep, None if unmarked else fleeting)
 
     def retain(self, store, generator):
         longest = max(map(len, self.rows))
