@@ -1,9 +1,11 @@
 """Break the code on purpose and see that the tests notice: python scripts/mutants.py [NAME ...] [--tree PATH].
 
-Each mutant of mutants.toml is made in a copy of the tree, never in the tree itself.
+Each mutant of mutants.toml is made in a copy of the tree, never in the tree itself, and tested in a process of its own.
 """
 
 import argparse
+import importlib
+import multiprocessing
 import os
 import re
 import shutil
@@ -18,9 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TABLE = Path(__file__).with_suffix(".toml")
 SECONDS = 300  # for the tests of one mutant
-PYTEST = ("-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider")
+OPTIONS = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider")
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",  # a file may change twice in a second
+}
+#: Imported once, so that the process of each mutant has them from the start.
+PRELOADED = ("torch", "transformers", "transformers.models.llama.modeling_llama", "peft", "lightning", "hypothesis")
 
 
 @dataclass(frozen=True)
@@ -73,30 +85,41 @@ def copied(tree: Path, target: Path) -> None:
 
 def tested(tree: Path, words: Sequence[str], seconds: int = SECONDS) -> tuple[str, str]:
     """Run tests of a tree; returns ``passed``, ``failed``, ``timed out`` or ``broken``, and the test or last lines."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    if any("_triton.py" in word for word in words):
-        environment["TRITON_INTERPRET"] = "1"
-    process = subprocess.Popen(
-        [sys.executable, *PYTEST, *words],
-        cwd=tree,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
+    with tempfile.TemporaryFile("w+") as output:
+        process = multiprocessing.get_context("fork").Process(target=_test, args=(tree, words, output.fileno()))
+        process.start()
+        try:
+            process.join(seconds)
+        finally:
+            code = process.exitcode
+            if code is None and process.pid is not None:
+                os.killpg(process.pid, signal.SIGKILL)  # the tests' own processes too
+                process.join()
+        output.seek(0)
+        said = output.read()
+    if code is None:
         return "timed out", f"after {seconds} s"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # the tests' own processes too
-            process.wait()
     failed = re.search(r"^(?:FAILED|ERROR) (\S+(?:\[[^\n]*?\])?)(?= - |$)", said, re.MULTILINE)
-    if process.returncode == 1 and failed:
+    if code == 1 and failed:
         return "failed", failed[1]
-    return ("passed", "") if process.returncode == 0 else ("broken", "\n".join(said.splitlines()[-8:]))
+    return ("passed", "") if code == 0 else ("broken", "\n".join(said.splitlines()[-8:]))
+
+
+def _test(tree: Path, words: Sequence[str], output: int) -> None:
+    """Run pytest in this process, which ends."""
+    os.setsid()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = sys.path[0] = str(tree)  # before an editable installation
+    if interpreted(words):
+        os.environ["TRITON_INTERPRET"] = "1"
+    sys.exit(pytest.main([*OPTIONS, *words]))
+
+
+def interpreted(words: Sequence[str]) -> bool:
+    """Tell whether these are tests of Triton kernels, which must be told so before Triton is imported."""
+    return any("_triton.py" in word for word in words)
 
 
 def tried(mutant: Mutant, tree: Path) -> tuple[str, str]:
@@ -125,22 +148,27 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
     chosen = [known[name] for name in given.names or known]
     outcomes: dict[str, str] = {}
-    killers: set[str] = set()
+    innocent = True
     start = time.monotonic()
+    os.environ |= ENVIRONMENT
+    sys.dont_write_bytecode = True
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = Path(folder).resolve()
         copied(given.tree.resolve(), tree)
         for mutant in chosen:
             mutant.applied((tree / mutant.file).read_text())  # before the first run
-        for mutant in chosen:
-            began = time.monotonic()
-            outcomes[mutant.name], what = tried(mutant, tree)
-            print(f"{mutant.name:36} {outcomes[mutant.name]:9} {time.monotonic() - began:4.0f} s  {what}", flush=True)
-            if outcomes[mutant.name] == "killed":
-                killers.add(what.removesuffix(" (wider)"))
-        innocent = True  # what kills must pass without a fault
-        for group in [x for x in killers if "_triton.py" in x], [x for x in killers if "_triton.py" not in x]:
-            outcome, what = tested(tree, sorted(group), 4 * SECONDS) if group else ("passed", "")
+        for first in True, False:
+            killers: set[str] = set()
+            if not first:
+                for name in PRELOADED:
+                    importlib.import_module(name)
+            for mutant in (x for x in chosen if interpreted(x.tests) == first):
+                began = time.monotonic()
+                outcome, what = tried(mutant, tree)
+                print(f"{mutant.name:42} {outcome:9} {time.monotonic() - began:4.0f} s  {what}", flush=True)
+                outcomes[mutant.name] = outcome
+                killers |= {what.removesuffix(" (wider)")} if outcome == "killed" else set()
+            outcome, what = tested(tree, sorted(killers), 4 * SECONDS) if killers else ("passed", "")
             if outcome != "passed":
                 innocent = False
                 print(f"Without a fault {outcome}: {what}")

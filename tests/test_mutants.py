@@ -25,7 +25,11 @@ def test_mutant_fits_the_code(mutant):
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
     else:
         assert changed.split() != text.split()
-    assert mutant.tests and all((ROOT / path).exists() for path in (*mutant.tests, *mutant.wider))
+    assert mutant.tests
+    for place in (*mutant.tests, *mutant.wider):
+        path, _, test = place.partition("::")
+        assert (ROOT / path).is_file() or ((ROOT / path).is_dir() and not test), place
+        assert not test or f"\ndef {test}(" in (ROOT / path).read_text(), place
 
 
 def test_mutants_are_of_every_room_that_computes():
@@ -69,7 +73,8 @@ def test_a_toy_tree(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    done = subprocess.run([sys.executable, tmp_path / "scripts" / "mutants.py"], capture_output=True, text=True)
+    run = "import sys, mutants; mutants.PRELOADED = (); sys.exit(mutants.main())"
+    done = subprocess.run([sys.executable, "-c", run], cwd=tmp_path / "scripts", capture_output=True, text=True)
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[:2] for line in lines[:2]] == [["minus", "killed"], ["third", "SURVIVED"]], done.stdout + done.stderr
     assert lines[0][-1] == "test_toy.py::test_add"
