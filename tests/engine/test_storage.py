@@ -182,6 +182,18 @@ def test_memory_is_at_most_a_tenth_more_than_what_is_kept_whatever_happens(even,
             assert store.nbytes <= 1.1 * kept
 
 
+@pytest.mark.parametrize("length", [1, 5, 9])
+def test_passes_of_several_tokens_stay_in_their_rows(length):
+    store = RaggedStore(1, 2, torch.empty(1, 2), torch.empty(1, 2))
+    k = torch.arange(240.0).view(1, 2, 60, 2)
+    for start in range(0, 60 - length, length):
+        passed = k[:, :, start : start + length]
+        store.append(passed, -passed, torch.arange(start, start + length)[None], None)
+        stored = store.padded()
+        assert torch.equal(stored.keys, k[0, :, : start + length])
+        assert torch.equal(stored.values, -k[0, :, : start + length])
+
+
 def test_a_fifth_of_8k_tokens_takes_less_than_022_of_all():
     """Heads as uneven as can be, and equal ones."""
     ranks = torch.arange(8192)[None]
