@@ -408,6 +408,22 @@ def test_crop_takes_back_the_newest_tokens(tiny_llama, spec, recent, sign):
     assert (got[0] - want[23:]).abs().max() < 1e-4
 
 
+@torch.no_grad()
+def test_crop_of_a_padded_batch(tiny_llama):
+    """Sequences of different lengths lose the same columns."""
+    model, rows = tiny_llama(), [row(30), row(24, 3)]
+    batch = left_padded(rows)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    cache = ag.EvictionCache(model, "full")
+    step(model, cache, torch.cat([ids[:, :25], torch.full((2, 4), 7)], 1), mask[:, :29])
+    cache.crop(4)
+    own = [list(range(25)), list(range(6, 25))]
+    assert lists(cache.kept_positions(0)) == [[columns] * 2 for columns in own]
+    got = step(model, cache, ids[:, 25:], mask)
+    for tokens, logits in zip(rows, got, strict=True):
+        assert (logits - model(tokens[None]).logits[0, -5:]).abs().max() < 1e-4
+
+
 def test_crop_refuses_what_cannot_come_back(tiny_llama):
     model = tiny_llama()
     ag.attach(model, gates_for(model, recent_tokens=6))

@@ -212,6 +212,22 @@ def test_what_is_held_is_what_the_policy_says(family, name, reading, writing, re
         assert [held[layer][0] for held in result.held] == wanted
 
 
+@torch.no_grad()
+def test_gates_with_a_budget_put_answers_before_the_prompt(llama):
+    """What follows the prompt has the probability 1; of equal ones the first stay."""
+    length, budget, row = 29, 6, ROWS[0]
+    gating = ag.Gating(gates_for(llama, prefill="dense"), torch.ones(1, length), torch.tensor([length]))
+    llama(row[None, :length], gating=gating, use_cache=False)
+    held = feed(EvictionCache(llama, make("gates", "every", budget)), llama, [row], [[length], *[[1]] * STEPS]).held
+    for layer, logits in gating.logits.items():
+        for head, scores in enumerate(logits[0].sigmoid().tolist()):
+            worth, mine = scores + [1.0] * STEPS, list(range(length))
+            for step, now in enumerate(held):
+                mine += [length + step - 1] * (step > 0)
+                mine = sorted(sorted(mine, key=worth.__getitem__, reverse=True)[:budget])
+                assert now[layer][0][head] == mine
+
+
 @pytest.mark.parametrize(
     ("name", "schedule", "side"),
     covering(

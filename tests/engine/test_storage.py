@@ -37,8 +37,11 @@ class Lists:
         valid = draw(batch, length) > (0.3 if padded else -1)
         keep = valid[:, None] & (draw(batch, 1 if shared else self.heads, length) > 0.4)
         fleeting = draw(batch, self.heads, length) > 0.7
+        unmarked = draw() < 0.4
         if everything:
             valid, keep = torch.ones_like(valid), None
+        if unmarked:  # their slots may be those of tokens that were marked
+            fleeting = torch.zeros_like(fleeting)
         k = torch.zeros(batch, self.heads, length, DIM)
         ranks = valid.cumsum(1) - 1 + torch.tensor(self.seen)[:, None]
         for b in range(batch):
@@ -50,7 +53,7 @@ class Lists:
                         token = (self.identity, int(ranks[b, t]), bool(fleeting[b, h, t]))
                         self.rows[b * self.heads + h].append(token)
             self.seen[b] += int(valid[b].sum())
-        store.append(k, k + 0.5, ranks, keep, fleeting)
+        store.append(k, k + 0.5, ranks, keep, None if unmarked else fleeting)
 
     def retain(self, store, generator):
         longest = max(map(len, self.rows))
@@ -177,6 +180,18 @@ def test_memory_is_at_most_a_tenth_more_than_what_is_kept_whatever_happens(even,
         assert kept <= store.nbytes
         if int(store.lengths.min()) >= 256:
             assert store.nbytes <= 1.1 * kept
+
+
+@pytest.mark.parametrize("length", [1, 5, 9])
+def test_passes_of_several_tokens_stay_in_their_rows(length):
+    store = RaggedStore(1, 2, torch.empty(1, 2), torch.empty(1, 2))
+    k = torch.arange(240.0).view(1, 2, 60, 2)
+    for start in range(0, 60 - length, length):
+        passed = k[:, :, start : start + length]
+        store.append(passed, -passed, torch.arange(start, start + length)[None], None)
+        stored = store.padded()
+        assert torch.equal(stored.keys, k[0, :, : start + length])
+        assert torch.equal(stored.values, -k[0, :, : start + length])
 
 
 def test_a_fifth_of_8k_tokens_takes_less_than_022_of_all():
