@@ -36,7 +36,8 @@ socket.send_fds(server, [len(told).to_bytes(8, "big")], [0, 1, 2])
 server.sendall(told)
 code = int.from_bytes(server.recv(4), "big", signed=True)
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
