@@ -165,7 +165,7 @@ def test_truncated_checkpoint(whole: Path, tmp_path: Path) -> None:
     newest, before = checkpoints(run)
     assert (newest.name, before.name) == ("step=000018.ckpt", "step=000016.ckpt")
     newest.write_bytes(newest.read_bytes()[:1000])
-    with pytest.warns(UserWarning, match=r"step=000018.ckpt is damaged .*; trying the one before it"):
+    with pytest.warns(UserWarning, match=r"step=000018.ckpt .*damaged"):
         resume(run)
     equal(run, whole)
 

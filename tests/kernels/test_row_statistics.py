@@ -221,7 +221,7 @@ def test_without_a_compiler_pytorch_takes_over_and_says_so_once(fresh, caplog):
     assert torch.equal(found, reference_row_statistics("attention", logits.float(), counted))
     assert caplog.messages == ["row_statistics: reference (cpp: there is no C++ compiler (install g++))"]
     fresh.setenv("AG_KERNELS", "cpp")
-    with pytest.raises(UserError, match=r"AG_KERNELS=cpp: row_statistics cannot run so: there is no C\+\+ compiler"):
+    with pytest.raises(UserError, match=r"AG_KERNELS=cpp: row_statistics .*C\+\+"):
         row_statistics("attention", logits.float(), counted)
 
 
