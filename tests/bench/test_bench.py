@@ -82,6 +82,7 @@ def test_memory_falls_with_what_is_kept(one_process):
     assert 0.25 <= few["KV of full"] <= 0.3
 
 
+@pytest.mark.slow
 def test_a_worker_is_a_process_of_its_own():
     config = BenchConfig(mode="memory", **SMALL)
     row = worker.call("memory", config, 64, 1, contestants.PLAIN)

@@ -156,6 +156,7 @@ def test_resuming_with_another_order_is_an_error(tmp_path, change, parts):
         run(tmp_path, data_module(**change), resume=saver.best_model_path)
 
 
+@pytest.mark.slow
 def test_two_processes_see_the_batches_of_one_and_resume(tmp_path):
     """Two gloo processes with batch 4 see what one sees with batch 8, and continue from a checkpoint."""
     script = tmp_path / "script.py"

@@ -146,6 +146,7 @@ print("sum", sum(int(row.tokens.sum()) for row in rows))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_make_it_once(tmp_path):
     processes = [
         subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path)], stdout=subprocess.PIPE, text=True)

@@ -87,19 +87,18 @@ def llama(tiny_llama):
     return model
 
 
-@pytest.mark.parametrize(("name", "schedule"), cases(["uniform", *UNEVEN]))
-def test_physical_drop_equals_masking_alone_and_in_padded_batches(llama, name, schedule):
+@pytest.mark.parametrize(("name", "schedule", "side"), cases(["uniform", *UNEVEN], side=["left", "right"]))
+def test_physical_drop_equals_masking_alone_and_in_padded_batches(llama, name, schedule, side):
     """Also: each sequence of a padded batch holds, after every pass, the tokens that it holds alone."""
     policy = make(name, schedule)
     alone = [run(llama, policy, [row], [p]) for row, p in zip(ROWS, PROMPTS, strict=True)]
     for row, result in zip(ROWS, alone, strict=True):
         check(llama, [row], result)
-    for side in ("left", "right"):
-        batch = run(llama, policy, ROWS, PROMPTS, side)
-        check(llama, ROWS, batch)
-        for b, result in enumerate(alone):
-            for together, single in zip(batch.held, result.held, strict=True):
-                assert [layer[b] for layer in together] == [layer[0] for layer in single]
+    batch = run(llama, policy, ROWS, PROMPTS, side)
+    check(llama, ROWS, batch)
+    for b, result in enumerate(alone):
+        for together, single in zip(batch.held, result.held, strict=True):
+            assert [layer[b] for layer in together] == [layer[0] for layer in single]
     last = [n for layer in alone[0].held[-1] for n in map(len, layer[0])]
     assert min(last) < PROMPTS[0] - 3, "nothing was evicted"
 
@@ -358,14 +357,16 @@ def test_a_prompt_that_fits_is_cut_to_the_mean_later(llama, name, schedule):
             assert per_layer(held) == wanted
 
 
-LONG = [
-    pytest.param(600, 64, 32, id="600"),
-    pytest.param(8192, 512, 128, id="8k", marks=pytest.mark.slow),
-]
+SHORT, LONG = (600, 64, 32), (8192, 512, 128)
 
 
-@pytest.mark.parametrize(("prompt", "budget", "block"), LONG)
-@pytest.mark.parametrize("name", ["h2o", "snapkv+caote", "tova", "streaming_llm", "h2o@pyramid", "tova@heads"])
+@pytest.mark.parametrize(
+    ("name", "prompt", "budget", "block"),
+    [
+        *((name, *SHORT) for name in ("h2o", "snapkv+caote", "tova", "streaming_llm", "h2o@pyramid", "tova@heads")),
+        *(pytest.param(name, *LONG, marks=pytest.mark.slow) for name in ("h2o@pyramid", "tova@heads")),
+    ],
+)
 def test_a_long_prompt_in_blocks_never_holds_more_than_budget_and_block(tiny_llama, name, prompt, budget, block):
     """Measured at every arrival: in the store of a layer by head, and in the bytes of all layers."""
     model, sizes, append = tiny_llama(max_position_embeddings=prompt), [], RaggedStore.append
@@ -398,7 +399,7 @@ def test_a_long_prompt_in_blocks_never_holds_more_than_budget_and_block(tiny_lla
         assert nbytes <= max(1.2 * held, held + 2 * 17 * 2 * 16 * 4)
 
 
-@pytest.mark.parametrize("steps", [pytest.param(300, id="300"), pytest.param(2000, id="2000", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [pytest.param(150, id="150"), pytest.param(2000, id="2000", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "scissorhands@heads"])
 def test_decoding_with_every_holds_flat_memory(tiny_llama, name, steps):
     model = tiny_llama(max_position_embeddings=steps + 64)
@@ -458,34 +459,39 @@ def plain_text(tiny_llama):
 # ---- sequences that move, tokens that are taken back
 
 
-@pytest.mark.parametrize("schedule", ["prefill", "every", "steps:3", "blocks:7+every"])
-@pytest.mark.parametrize("name", ["h2o", "scissorhands@heads", "snapkv", "gates", "h2o@pyramid", "cake@preference"])
-def test_sequences_move_with_what_was_recorded(llama, name, schedule):
+@pytest.mark.parametrize(
+    ("name", "schedule", "how"),
+    covering(
+        name=["h2o", "scissorhands@heads", "snapkv", "gates", "h2o@pyramid", "cake@preference"],
+        schedule=["prefill", "every", "steps:3", "blocks:7+every"],
+        how=["reorder_cache", "batch_select_indices", "batch_repeat_interleave"],
+    ),
+)
+def test_sequences_move_with_what_was_recorded(llama, name, schedule, how):
     """Reordered, repeated and dropped sequences go on as they would have alone."""
     policy, order = make(name, schedule), [1, 1, 0]
     alone = [run(llama, policy, [row], [p]) for row, p in zip(ROWS, PROMPTS, strict=True)]
-    for how in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
-        cache = EvictionCache(llama, policy)
-        half = [row[: p + 4] for row, p in zip(ROWS, PROMPTS, strict=True)]
-        feed(cache, llama, half, [PROMPTS, *[[1, 1]] * 4])
-        if how == "batch_repeat_interleave":
-            chosen = [0, 0, 1, 1]
-            cache.batch_repeat_interleave(2)
-        else:
-            chosen = order
-            getattr(cache, how)(torch.tensor(order))
-        mask = cache.valid.long()
-        for step in range(4, STEPS):
-            mask = torch.cat([mask, torch.ones(len(chosen), 1, dtype=torch.long)], 1)
-            new = torch.stack([ROWS[b][PROMPTS[b] + step] for b in chosen])[:, None]
-            with torch.no_grad():
-                logits = llama(
-                    new, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1, past_key_values=cache
-                ).logits
-            for place, b in enumerate(chosen):
-                assert (logits[place, 0] - alone[b].logits[0][PROMPTS[b] + step]).abs().max() < 1e-4
-                for layer in range(3):
-                    assert contents(cache.evicting_layers[layer].store)[place] == alone[b].held[step + 1][layer][0]
+    cache = EvictionCache(llama, policy)
+    half = [row[: p + 4] for row, p in zip(ROWS, PROMPTS, strict=True)]
+    feed(cache, llama, half, [PROMPTS, *[[1, 1]] * 4])
+    if how == "batch_repeat_interleave":
+        chosen = [0, 0, 1, 1]
+        cache.batch_repeat_interleave(2)
+    else:
+        chosen = order
+        getattr(cache, how)(torch.tensor(order))
+    mask = cache.valid.long()
+    for step in range(4, STEPS):
+        mask = torch.cat([mask, torch.ones(len(chosen), 1, dtype=torch.long)], 1)
+        new = torch.stack([ROWS[b][PROMPTS[b] + step] for b in chosen])[:, None]
+        with torch.no_grad():
+            logits = llama(
+                new, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1, past_key_values=cache
+            ).logits
+        for place, b in enumerate(chosen):
+            assert (logits[place, 0] - alone[b].logits[0][PROMPTS[b] + step]).abs().max() < 1e-4
+            for layer in range(3):
+                assert contents(cache.evicting_layers[layer].store)[place] == alone[b].held[step + 1][layer][0]
 
 
 @pytest.mark.parametrize("schedule", ["every", "steps:3", "blocks:7+every"])
@@ -556,12 +562,12 @@ def test_crop_where_nothing_was_evicted_since(llama, name, schedule, budget, fed
 @pytest.mark.parametrize(
     ("name", "schedule", "fed", "back", "message"),
     [
-        ("tova", "every", 3, 1, r"crop\(-1\): ag.policy\('tova'.* has evicted something since"),
-        ("tova", "steps:3", 5, 3, r"crop\(-3\): .* has evicted something since"),
-        ("h2o", "every", 3, 1, r"crop\(-1\): .* has recorded the queries"),
-        ("snapkv", "steps:3", 2, 1, r"crop\(-1\): .* has recorded the queries"),
-        ("tova", "prefill", 3, 4, r"crop\(-4\): only tokens after the prompt can go"),
-        ("h2o", "blocks:7", 3, 4, r"crop\(-4\): only tokens after the prompt can go"),
+        ("tova", "every", 3, 1, r"crop\(-1\): ag.policy\('tova'.* evicted"),
+        ("tova", "steps:3", 5, 3, r"crop\(-3\): ag.policy\('tova'.* evicted"),
+        ("h2o", "every", 3, 1, r"crop\(-1\): ag.policy\('h2o'.* recorded"),
+        ("snapkv", "steps:3", 2, 1, r"crop\(-1\): ag.policy\('snapkv'.* recorded"),
+        ("tova", "prefill", 3, 4, r"crop\(-4\): .* prompt"),
+        ("h2o", "blocks:7", 3, 4, r"crop\(-4\): .* prompt"),
     ],
 )
 def test_crop_where_something_was(llama, name, schedule, fed, back, message):
@@ -591,7 +597,7 @@ def test_drafts_that_are_taken_back(llama, plain_text, name, schedule):
 
 def test_drafts_are_refused_where_they_could_make_something_go(llama, plain_text):
     cache = EvictionCache(llama, make("tova", "every", 12))
-    with pytest.raises(UserError, match="'tova'.* evicts while drafts come"):
+    with pytest.raises(UserError, match=r"'tova', budget=12, schedule='every'.* drafts"):
         llama.generate(plain_text[0]["input_ids"][:1], past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
 
 
@@ -628,17 +634,17 @@ def test_scores_that_are_not_finite(tiny_llama, name, schedule):
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
     spec = name.replace("+", r"\+")
-    with pytest.raises(FloatingPointError, match=rf"layer 1: ag.policy\('{spec}', budget=12.* not finite"):
+    with pytest.raises(FloatingPointError, match=rf"layer 1: ag.policy\('{spec}', budget=12.* finite"):
         run(model, make(name, schedule, 12), [ROWS[0]], [29])
 
 
 def test_a_budget_below_what_is_protected_matters_when_something_has_to_go(llama):
-    message = r"ag.policy\('snapkv', budget=20.*: 20 tokens per KV head are fewer than the {} that it protects"
+    message = r"'snapkv', budget=20.*: 20 tokens .* {} "
     for schedule in ("prefill", "every", "steps:30", "blocks:7"):
         policy = ag.policy("snapkv", budget=20, schedule=schedule, window=32)
         with pytest.raises(UserError, match=message.format(21 if "blocks" in schedule else 29)):
             run(llama, policy, [ROWS[0]], [29])
-        with pytest.raises(UserError, match="protects"):  # the other sequence's prompt fits
+        with pytest.raises(UserError, match="'snapkv', budget=20"):  # the other sequence's prompt fits
             run(llama, policy, [ROWS[0], ROWS[1]], [29, 15], steps=[1])
         if schedule == "every":
             run(llama, policy, [ROWS[0]], [15], steps=[1] * 5)
@@ -649,7 +655,7 @@ def test_a_budget_below_what_is_protected_matters_when_something_has_to_go(llama
 
 
 def test_gates_with_preference_in_blocks_are_refused():
-    with pytest.raises(UserError, match="schedule='blocks:7': gates see a prompt whole"):
+    with pytest.raises(UserError, match="schedule='blocks:7'.*gates"):
         ag.policy("gates@preference", budget=12, schedule="blocks:7")
 
 

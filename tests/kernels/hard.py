@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Attention = Callable[..., Tensor]
 SCALING = 0.125
 #: What is hard, and the largest error of the output, or of a gradient, relative to its largest entry.
 HARD = {
@@ -17,7 +16,9 @@ HARD = {
 }
 
 
-def hard(name: str, length: int, heads: int = 4, kv_heads: int = 2, dim: int = 64) -> tuple[Tensor, ...]:
+def hard(
+    name: str, length: int, heads: int = 4, kv_heads: int = 2, dim: int = 64
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return q, k, v ``[1, H or Hkv, T, D]``, flags ``[1, Hkv, T]`` and the gradient of the output, in float32."""
     make = torch.Generator().manual_seed(length)
     q, d_out = (torch.randn(1, heads, length, dim, generator=make) for _ in range(2))
@@ -38,14 +39,18 @@ def hard(name: str, length: int, heads: int = 4, kv_heads: int = 2, dim: int = 6
     return q, k, v, keep, d_out
 
 
-def with_gradients(attention: Attention, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, d_out: Tensor) -> list[Tensor]:
+def with_gradients(
+    attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, keep: Tensor, d_out: Tensor
+) -> list[Tensor]:
     """Return the output of gated attention, and its gradients by all arguments."""
     made = [x.clone().requires_grad_() for x in (q, k, v, keep)]
     out = attention(*made, None, SCALING, recent=4, sinks=1)
     return [out.detach(), *torch.autograd.grad(out, made, d_out)]
 
 
-def check_gated_attention(attention: Attention, reference: Attention, name: str, length: int) -> None:
+def check_gated_attention(
+    attention: Callable[..., Tensor], reference: Callable[..., Tensor], name: str, length: int
+) -> None:
     """Hold the output and the gradients of gated attention to float64."""
     made = hard(name, length)
     wanted = with_gradients(reference, *(x.double() for x in made))
@@ -55,7 +60,9 @@ def check_gated_attention(attention: Attention, reference: Attention, name: str,
         assert (got.double() - want).abs().max() <= HARD[name][index > 0] * scale, (name, index)
 
 
-def check_column_sums(sums: Attention, reference: Attention, name: str, length: int, power: int) -> None:
+def check_column_sums(
+    sums: Callable[..., Tensor], reference: Callable[..., Tensor], name: str, length: int, power: int
+) -> None:
     """Hold column sums to float64, relative to the value or to a hundredth of the largest."""
     q, k, *_ = hard(name, length)
     queries = torch.ones(1, length, dtype=torch.bool)

@@ -213,11 +213,11 @@ def test_memory_is_linear_in_length():
 
 def test_wrong_shapes_are_named():
     q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 3, 8, 16)
-    with pytest.raises(ValueError, match="multiple of Hkv"):
+    with pytest.raises(ValueError, match="Hkv"):
         gated_attention(q, k, k)
-    with pytest.raises(ValueError, match=r"keep \(1, 4, 8\): expected \(1, 2, 8\)"):
+    with pytest.raises(ValueError, match=r"keep \(1, 4, 8\): .*\(1, 2, 8\)"):
         gated_attention(q, q[:, :2], q[:, :2], keep=torch.ones(1, 4, 8))
     with pytest.raises(ValueError, match="recent=0"):
         gated_attention(q, q, q, recent=0)
-    with pytest.raises(ValueError, match=r"first \(8,\): expected \(1, 8\)"):
+    with pytest.raises(ValueError, match=r"first \(8,\): .*\(1, 8\)"):
         gated_attention(q, q, q, first=torch.zeros(8, dtype=torch.long))

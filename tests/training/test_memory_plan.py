@@ -97,6 +97,7 @@ def test_activations_are_those_that_the_step_saves(folder, train, precision):
     assert kept < plain / 3
 
 
+@pytest.mark.slow
 def test_checkpointing_chooses_what_is_summed_and_costs_a_second_forward_pass(folder):
     plain, kept = (plan(config_of(folder, gradient_checkpointing=on)) for on in (False, True))
     assert (plain.memory["activations"], kept.memory["activations"]) == plain.activations
@@ -115,6 +116,7 @@ def test_operations_of_the_layers(folder):
     assert found.flops == pytest.approx(work + attention, rel=0.1)
 
 
+@pytest.mark.slow
 def test_ddp_copies_and_fsdp2_divides(folder):
     one, ddp, fsdp = (
         plan(config_of(folder, strategy=strategy, devices=devices, dtype="bfloat16"))
@@ -145,12 +147,14 @@ def test_nf4_bytes(tmp_path, tiny_llama, tiny_tokenizer):
     assert found.parameters["base"] == plan(replace(config, model=ModelConfig(name=str(tmp_path)))).parameters["base"]
 
 
+@pytest.mark.slow
 def test_a_json_file_is_enough_and_no_weights_are_read(folder, tmp_path):
     settings = json.loads((folder / "config.json").read_text())
     (tmp_path / "other.json").write_text(json.dumps(settings))
     assert plan(config_of(tmp_path / "other.json")) == plan(config_of(folder))
 
 
+@pytest.mark.slow
 def test_report(folder, monkeypatch):
     config = config_of(folder)
     text = report(config)
