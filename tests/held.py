@@ -4,10 +4,15 @@ Nothing here is shared with the library's attention: the logits of a run are rec
 """
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import ag
@@ -32,7 +37,7 @@ class Run:
     held: list[list[list[list[list[int]]]]] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)  # [own tokens, V] by sequence
 
-    def visible(self, layer, row, length):
+    def visible(self, layer: int, row: int, length: int) -> Tensor:
         """``[Hkv, length, length]`` bool: what each query saw of the tokens that its head held when it attended.
 
         Under ``evict_before_attend`` it saw what was kept, and itself.
@@ -48,7 +53,7 @@ class Run:
         return seen
 
 
-def contents(store):
+def contents(store: RaggedStore) -> list[list[list[int]]]:
     """Ranks that a store holds, by sequence and head."""
     ranks, lengths = store.padded().ranks, store.lengths.tolist()
     rows = [ranks[i, :n].tolist() for i, n in enumerate(lengths)]
@@ -56,32 +61,42 @@ def contents(store):
 
 
 @contextmanager
-def watched(cache):
+def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
     """Record every arrival of tokens at the stores of a cache."""
+    arrivals: list[list[Arrival]]
     arrivals, append, retain = [[] for _ in cache.layers], RaggedStore.append, RaggedStore.retain
 
-    def retaining(store, keep):
+    def retaining(store: RaggedStore, keep: Tensor) -> bool:
         gone = retain(store, keep)
         layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
         last = arrivals[layer][-1]
         last.kept = contents(store) if last.kept is None else last.kept
         return gone
 
-    def recording(store, k, v, ranks, keep, fleeting=None):
+    def recording(
+        store: RaggedStore, k: Tensor, v: Tensor, ranks: Tensor, keep: Tensor | None, fleeting: Tensor | None = None
+    ) -> None:
         append(store, k, v, ranks, keep, fleeting)
         layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
         real = torch.ones_like(ranks, dtype=torch.bool) if keep is None else keep[:, 0]
         new = [r[flags].tolist() for r, flags in zip(ranks, real, strict=True)]
         arrivals[layer].append(Arrival(new, contents(store)))
 
-    RaggedStore.append, RaggedStore.retain = recording, retaining
+    RaggedStore.append, RaggedStore.retain = recording, retaining  # type: ignore[assignment, method-assign]
     try:
         yield arrivals
     finally:
-        RaggedStore.append, RaggedStore.retain = append, retain
+        RaggedStore.append, RaggedStore.retain = append, retain  # type: ignore[method-assign]
 
 
-def run(model, policy, rows, prompts, side="left", steps=None):
+def run(
+    model: PreTrainedModel,
+    policy: ag.Policy,
+    rows: Sequence[Tensor],
+    prompts: Sequence[int],
+    side: str = "left",
+    steps: Sequence[int] | None = None,
+) -> Run:
     """Prefill the first ``prompts[b]`` tokens of each row in one padded batch and feed the others in ``steps`` passes.
 
     ``steps`` are numbers of tokens a pass, by default one each.
@@ -91,7 +106,13 @@ def run(model, policy, rows, prompts, side="left", steps=None):
 
 
 @torch.no_grad()
-def feed(cache, model, rows, passes, side="left"):
+def feed(
+    cache: ag.EvictionCache,
+    model: PreTrainedModel,
+    rows: Sequence[Tensor],
+    passes: Sequence[Sequence[int]],
+    side: str = "left",
+) -> Run:
     """Feed rows in passes, each of which takes so many tokens of each row, padded on a side."""
     done = [0] * len(rows)
     mask = torch.zeros(len(rows), 0, dtype=torch.long)
@@ -106,13 +127,13 @@ def feed(cache, model, rows, passes, side="left"):
             mask, done = torch.cat([mask, flags], 1), [d + n for d, n in zip(done, lengths, strict=True)]
             positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -longest:]
             outs.append(model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits)
-            result.held.append([contents(layer.store) for layer in cache.evicting_layers])
+            result.held.append([contents(layer.store) for layer in cache.evicting_layers])  # type: ignore[arg-type]
     result.logits = [row[flags] for row, flags in zip(torch.cat(outs, 1), mask.bool(), strict=True)]
     return result
 
 
 @torch.no_grad()
-def masked_logits(model, ids, visible):
+def masked_logits(model: PreTrainedModel, ids: Tensor, visible: Sequence[Tensor]) -> Tensor:
     """Logits ``[T, V]`` of one row when queries see the keys of ``visible``, ``[Hkv, T, T]`` bool for each layer."""
     config, decoder, length = model.config, model.get_decoder(), len(ids)
     kv_heads = config.num_key_value_heads
@@ -135,17 +156,17 @@ def masked_logits(model, ids, visible):
         scores = (q @ k.mT * attention.head_dim**-0.5).masked_fill(~seen.repeat_interleave(group, 0), float("-inf"))
         x = x + attention.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return model.lm_head(decoder.norm(x))[0]
+    return model.lm_head(decoder.norm(x))[0]  # type: ignore[no-any-return]
 
 
-def windows(config):
+def windows(config: PreTrainedConfig) -> list[int | None]:
     """The sliding window of each layer, or None."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def check(model, rows, result, tolerance=1e-4):
+def check(model: PreTrainedModel, rows: Sequence[Tensor], result: Run, tolerance: float = 1e-4) -> None:
     """Assert that the logits of a run are those of its record under masks."""
     for b, row in enumerate(rows):
         visible = [result.visible(layer, b, len(row)) for layer in range(len(result.arrivals))]
@@ -153,15 +174,17 @@ def check(model, rows, result, tolerance=1e-4):
         assert (result.logits[b] - wanted).abs().max() <= tolerance
 
 
-def observed_calls(monkeypatch):
+def observed_calls(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[Any, Tensor]]]:
     """By layer, the q, k, v of all that comes from now on, and which of them are tokens."""
     calls, attend = defaultdict(list), ag.EvictionCache.attend
     monkeypatch.setattr(
-        ag.EvictionCache, "attend", lambda self, call: calls[call.layer].append((call, self.real)) or attend(self, call)
+        ag.EvictionCache,
+        "attend",
+        lambda self, call: calls[call.layer].append((call, self.real)) or attend(self, call),  # type: ignore[func-returns-value]
     )
     return calls
 
 
-def seen_by(calls, name, row):
+def seen_by(calls: Sequence[tuple[Any, Tensor]], name: str, row: int) -> Tensor:
     """The queries or keys ``[H, T, D]`` of a sequence's own tokens."""
     return torch.cat([getattr(call, name)[row][:, real[row]] for call, real in calls], 1)

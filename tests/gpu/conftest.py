@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gpu.cases import REHEARSAL
 
@@ -51,7 +53,11 @@ checkpoint: {{every_steps: 2}}
 
 
 @pytest.fixture(scope="session")
-def recipe(tmp_path_factory, tiny_llama, tiny_tokenizer) -> Path:
+def recipe(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_llama: Callable[..., PreTrainedModel],
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> Path:
     """Gates and LoRA on a tiny Llama and words, 4 steps, a checkpoint after 2: in bfloat16 on a card."""
     folder = tmp_path_factory.mktemp("tiny")
     tiny_llama(num_hidden_layers=2).save_pretrained(folder / "base")
