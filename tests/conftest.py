@@ -70,6 +70,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # the longest first, so that at the end no worker waits for another's
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     if config.getoption("--shuffle") is not None:
         random.Random(config.getoption("--shuffle")).shuffle(items)
 

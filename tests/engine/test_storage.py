@@ -235,6 +235,7 @@ for keep in map(float, sys.argv[1:]):
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux to tell the memory of the process")
+@pytest.mark.slow
 def test_the_process_gives_memory_back():
     """Layer after layer of 17 MB is stored and cut to a fifth: the peak is far below that of all of them."""
 

@@ -67,7 +67,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, step: str, number: int, *argume
         pytest.param("training", 12, 7, marks=pytest.mark.slow),
         pytest.param("training", 35, 18, marks=pytest.mark.slow),
         pytest.param("validation", 2, 8, marks=pytest.mark.slow),
-        ("validation", 5, 12),
+        pytest.param("validation", 5, 12, marks=pytest.mark.slow),
     ],
 )
 def test_terminated_anywhere(
@@ -81,6 +81,7 @@ def test_terminated_anywhere(
     equal(run, whole)
 
 
+@pytest.mark.slow
 def test_resumed_twice_from_the_end_of_an_epoch(
     recipe: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,13 +102,10 @@ def epochs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(recipe, tmp_path_factory.mktemp("epochs"), *EPOCHS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "number", "step"),
-    [
-        ("training", 8, 9),
-        pytest.param("training", 5, 6, marks=pytest.mark.slow),
-        pytest.param("validation", 3, 12, marks=pytest.mark.slow),
-    ],
+    [("training", 8, 9), ("training", 5, 6), ("validation", 3, 12)],
 )
 def test_terminated_anywhere_with_workers(
     where: str, number: int, step: int, recipe: Path, epochs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
