@@ -4,7 +4,7 @@ Nothing here is shared with the library's attention: the logits of a run are rec
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import ag
+from ag.engine.policy import Policy
 from ag.engine.storage import RaggedStore
+from ag.model.hooks import AttentionCall
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Run:
         return seen
 
 
-def contents(store: RaggedStore) -> list[list[list[int]]]:
+def contents(store: Any) -> list[list[list[int]]]:
     """Ranks that a store holds, by sequence and head."""
     ranks, lengths = store.padded().ranks, store.lengths.tolist()
     rows = [ranks[i, :n].tolist() for i, n in enumerate(lengths)]
@@ -63,8 +64,8 @@ def contents(store: RaggedStore) -> list[list[list[int]]]:
 @contextmanager
 def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
     """Record every arrival of tokens at the stores of a cache."""
-    arrivals: list[list[Arrival]]
-    arrivals, append, retain = [[] for _ in cache.layers], RaggedStore.append, RaggedStore.retain
+    arrivals: list[list[Arrival]] = [[] for _ in cache.layers]
+    append, retain = RaggedStore.append, RaggedStore.retain
 
     def retaining(store: RaggedStore, keep: Tensor) -> bool:
         gone = retain(store, keep)
@@ -82,7 +83,7 @@ def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
         new = [r[flags].tolist() for r, flags in zip(ranks, real, strict=True)]
         arrivals[layer].append(Arrival(new, contents(store)))
 
-    RaggedStore.append, RaggedStore.retain = recording, retaining  # type: ignore[assignment, method-assign]
+    RaggedStore.append, RaggedStore.retain = recording, retaining  # type: ignore[method-assign, assignment]
     try:
         yield arrivals
     finally:
@@ -90,8 +91,8 @@ def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
 
 
 def run(
-    model: PreTrainedModel,
-    policy: ag.Policy,
+    model: Any,
+    policy: Policy,
     rows: Sequence[Tensor],
     prompts: Sequence[int],
     side: str = "left",
@@ -108,7 +109,7 @@ def run(
 @torch.no_grad()
 def feed(
     cache: ag.EvictionCache,
-    model: PreTrainedModel,
+    model: Any,
     rows: Sequence[Tensor],
     passes: Sequence[Sequence[int]],
     side: str = "left",
@@ -127,13 +128,13 @@ def feed(
             mask, done = torch.cat([mask, flags], 1), [d + n for d, n in zip(done, lengths, strict=True)]
             positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -longest:]
             outs.append(model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits)
-            result.held.append([contents(layer.store) for layer in cache.evicting_layers])  # type: ignore[arg-type]
+            result.held.append([contents(layer.store) for layer in cache.evicting_layers])
     result.logits = [row[flags] for row, flags in zip(torch.cat(outs, 1), mask.bool(), strict=True)]
     return result
 
 
 @torch.no_grad()
-def masked_logits(model: PreTrainedModel, ids: Tensor, visible: Sequence[Tensor]) -> Tensor:
+def masked_logits(model: Any, ids: Tensor, visible: Sequence[Tensor]) -> Tensor:
     """Logits ``[T, V]`` of one row when queries see the keys of ``visible``, ``[Hkv, T, T]`` bool for each layer."""
     config, decoder, length = model.config, model.get_decoder(), len(ids)
     kv_heads = config.num_key_value_heads
@@ -156,17 +157,18 @@ def masked_logits(model: PreTrainedModel, ids: Tensor, visible: Sequence[Tensor]
         scores = (q @ k.mT * attention.head_dim**-0.5).masked_fill(~seen.repeat_interleave(group, 0), float("-inf"))
         x = x + attention.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return model.lm_head(decoder.norm(x))[0]  # type: ignore[no-any-return]
+    logits: Tensor = model.lm_head(decoder.norm(x))[0]
+    return logits
 
 
-def windows(config: PreTrainedConfig) -> list[int | None]:
+def windows(config: Any) -> list[int | None]:
     """The sliding window of each layer, or None."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def check(model: PreTrainedModel, rows: Sequence[Tensor], result: Run, tolerance: float = 1e-4) -> None:
+def check(model: Any, rows: Sequence[Tensor], result: Run, tolerance: float = 1e-4) -> None:
     """Assert that the logits of a run are those of its record under masks."""
     for b, row in enumerate(rows):
         visible = [result.visible(layer, b, len(row)) for layer in range(len(result.arrivals))]
@@ -174,17 +176,19 @@ def check(model: PreTrainedModel, rows: Sequence[Tensor], result: Run, tolerance
         assert (result.logits[b] - wanted).abs().max() <= tolerance
 
 
-def observed_calls(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[Any, Tensor]]]:
+def observed_calls(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[AttentionCall, Tensor]]]:
     """By layer, the q, k, v of all that comes from now on, and which of them are tokens."""
-    calls, attend = defaultdict(list), ag.EvictionCache.attend
-    monkeypatch.setattr(
-        ag.EvictionCache,
-        "attend",
-        lambda self, call: calls[call.layer].append((call, self.real)) or attend(self, call),  # type: ignore[func-returns-value]
-    )
+    calls: dict[int, list[tuple[AttentionCall, Tensor]]] = defaultdict(list)
+    attend: Callable[[ag.EvictionCache, AttentionCall], Tensor] = ag.EvictionCache.attend
+
+    def recorded(self: ag.EvictionCache, call: AttentionCall) -> Tensor:
+        calls[call.layer].append((call, self.real))
+        return attend(self, call)
+
+    monkeypatch.setattr(ag.EvictionCache, "attend", recorded)
     return calls
 
 
-def seen_by(calls: Sequence[tuple[Any, Tensor]], name: str, row: int) -> Tensor:
+def seen_by(calls: list[tuple[AttentionCall, Tensor]], name: str, row: int) -> Tensor:
     """The queries or keys ``[H, T, D]`` of a sequence's own tokens."""
     return torch.cat([getattr(call, name)[row][:, real[row]] for call, real in calls], 1)

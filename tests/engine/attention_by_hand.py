@@ -1,7 +1,7 @@
 """The oracle of the engine's parts: tiny layers with ragged keys, and their attention written out pair by pair."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ def pool(values: Sequence[float], kernel: int, kind: str) -> list[float]:
 def agree(
     scene: Scene,
     got: Tensor,
-    expected: Mapping[tuple[int, int], Sequence[float]],
+    expected: dict[tuple[int, int], Sequence[float]],
     skip: Callable[[int, int, int], bool] = lambda b, g, p: False,
     rtol: float = 2e-5,
 ) -> int:

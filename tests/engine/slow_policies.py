@@ -4,19 +4,17 @@ Written from the specification, for one unpadded sequence and a layer's own q, k
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Weights = dict[int, float]  # by token
+Row = dict[int, float]  # a number for each token
 
 
-def attention_row(
-    q: Tensor, k: Tensor, i: int, held: Collection[int], scaling: float, window: int | None = None
-) -> Weights:
+def attention_row(q: Tensor, k: Tensor, i: int, held: Iterable[int], scaling: float, window: int | None = None) -> Row:
     """Weights that query ``i`` of one head pays the tokens ``held``, a dict; ``q [T, D]``, ``k [T, D]`` float64."""
     seen = [t for t in held if t <= i and (window is None or i - t < window)]
     logits = torch.stack([q[i] @ k[t] for t in seen]) * scaling
@@ -35,6 +33,9 @@ def pooled(values: Sequence[float], kernel: int, kind: str) -> list[float]:
 class Layer:
     """One layer under a policy: feed it events, ask what each KV head holds."""
 
+    prompt: int
+    newest: int
+
     def __init__(
         self,
         name: str,
@@ -42,22 +43,19 @@ class Layer:
         k: Tensor,
         scaling: float,
         capacity: int,
-        options: Mapping[str, Any],
+        options: dict[str, Any],
         window: int | None = None,
     ) -> None:
         self.name, self.q, self.k, self.scaling = name, q.double(), k.double(), scaling
         self.capacity, self.options, self.window = capacity, options, window
         self.heads, self.kv_heads = len(q), len(k)
         self.group = self.heads // self.kv_heads
-        self.prompt: int
         self.held: list[list[int]] = [[] for _ in range(self.kv_heads)]
-        self.rows: list[list[Weights]] = [
-            [] for _ in range(self.heads)
-        ]  # every query's weights as they were when it attended
+        # every query's weights as they were when it attended
+        self.rows: list[list[Row]] = [[] for _ in range(self.heads)]
         self.decoding = False
-        self.order: list[list[int]] = [
-            [] for _ in range(self.kv_heads)
-        ]  # what each held after its last eviction, as CAKE's code has it
+        # what each held after its last eviction, as CAKE's code has it
+        self.order: list[list[int]] = [[] for _ in range(self.kv_heads)]
 
     def arrive(self, tokens: list[int]) -> None:
         """New tokens come, attend, and are remembered."""
@@ -83,18 +81,18 @@ class Layer:
 
     def protected(self, t: int) -> bool:
         age, options = self.newest - t, self.options
-        recent = {
+        recent: int = {
             "h2o": options.get("recent", self.capacity // 2),
             "tova": options.get("recent", 1),
             "scissorhands": options.get("recent", 10),
             "streaming_llm": 0,
         }.get(self.name, options.get("window", 32))
-        sinks = options.get("sinks", 4 if self.name == "streaming_llm" else 0)
-        return t < sinks or age < recent  # type: ignore[no-any-return]
+        sinks: int = options.get("sinks", 4 if self.name == "streaming_llm" else 0)
+        return t < sinks or age < recent
 
-    def sums(self, head: int, first: int = 0) -> Weights:
+    def sums(self, head: int, first: int = 0) -> Row:
         """Remembered attention by token, of the queries from the ``first`` on."""
-        total: Weights = defaultdict(float)
+        total: Row = defaultdict(float)
         for row in self.rows[head][first:]:
             for t, weight in row.items():
                 total[t] += weight
@@ -103,19 +101,19 @@ class Layer:
     def members(self, kv_head: int) -> range:
         return range(kv_head * self.group, (kv_head + 1) * self.group)
 
-    def mean(self, kv_head: int, by_head: Mapping[int, Weights]) -> Weights:
+    def mean(self, kv_head: int, by_head: dict[int, Row]) -> Row:
         """Combine dicts over the query heads of a KV head, for the tokens held."""
-        how: Callable[[list[float]], float] = {"mean": fmean, "sum": sum, "max": max}[self.options.get("group", "mean")]  # type: ignore[assignment]
+        how: Any = {"mean": fmean, "sum": sum, "max": max}[self.options.get("group", "mean")]
         return {t: how([by_head[h].get(t, 0.0) for h in self.members(kv_head)]) for t in self.held[kv_head]}
 
-    def scores(self) -> list[Weights]:
+    def scores(self) -> list[Row]:
         """One dict by token a KV head."""
         return [getattr(self, self.name)(head) for head in range(self.kv_heads)]
 
-    def streaming_llm(self, head: int) -> Weights:
+    def streaming_llm(self, head: int) -> Row:
         return {t: float(t) for t in self.held[head]}
 
-    def h2o(self, head: int) -> Weights:
+    def h2o(self, head: int) -> Row:
         window, first = self.options.get("window"), 0
         if window is not None:
             first = max(0, (self.prompt if self.decoding else len(self.rows[0])) - window)
@@ -126,11 +124,11 @@ class Layer:
                     total[t] /= sum(t in row for row in self.rows[h][first:])
         return self.mean(head, sums)
 
-    def scissorhands(self, head: int) -> Weights:
+    def scissorhands(self, head: int) -> Row:
         last = self.options.get("window", 400)
         if self.options.get("vatp_code"):
             read = self.prompt if self.decoding else len(self.rows[0])
-            total: dict[int, Weights] = {h: defaultdict(float) for h in self.members(head)}
+            total: dict[int, Row] = {h: defaultdict(float) for h in self.members(head)}
             for h in total:
                 for i, row in enumerate(self.rows[h]):
                     for t, weight in row.items():
@@ -138,14 +136,14 @@ class Layer:
             return self.mean(head, total)
         if not self.options.get("count"):
             return self.mean(head, {h: self.sums(h, max(0, len(self.rows[h]) - last)) for h in self.members(head)})
-        counts: dict[int, Weights] = {h: defaultdict(float) for h in self.members(head)}
+        counts: dict[int, Row] = {h: defaultdict(float) for h in self.members(head)}
         for h in counts:
             for row in self.rows[h][-last:]:
                 for t, weight in row.items():
                     counts[h][t] += weight >= 1 / len(row)
         return self.mean(head, counts)
 
-    def tova(self, head: int) -> Weights:
+    def tova(self, head: int) -> Row:
         newest = {h: self.rows[h][-1] for h in range(self.heads)}
         if self.options.get("scope") == "kv_head":
             return self.mean(head, newest)
@@ -154,7 +152,7 @@ class Layer:
             for t in self.held[head]
         }
 
-    def observed(self, head: int, last: int) -> dict[int, list[Weights]]:
+    def observed(self, head: int, last: int) -> dict[int, list[Row]]:
         """Rows of the last queries on the keys that are held today, by query head."""
         mine, first = self.held[head], max(0, self.newest + 1 - last)
         return {
@@ -165,7 +163,7 @@ class Layer:
             for h in self.members(head)
         }
 
-    def pool(self, head: int, score: Weights, kernel: int, kind: str) -> Weights:
+    def pool(self, head: int, score: Row, kernel: int, kind: str) -> Row:
         """Pool over the held tokens before the window; the window's own score does not matter."""
         window = self.options.get("window", 32)
         cache = [t for t in self.order[head] if t in self.held[head]] if self.decoding else []
@@ -175,7 +173,7 @@ class Layer:
             zip(before, pooled([score[t] for t in before], kernel, kind), strict=True)
         )
 
-    def snapkv(self, head: int) -> Weights:
+    def snapkv(self, head: int) -> Row:
         rows = self.observed(head, self.options.get("window", 32))
         sums = {h: {t: sum(row.get(t, 0.0) for row in rows[h]) for t in self.held[head]} for h in rows}
         how = self.options.get("kernel", 7), self.options.get("pooling", "max")
@@ -183,7 +181,7 @@ class Layer:
             return self.mean(head, {h: self.pool(head, sums[h], *how) for h in sums})
         return self.pool(head, self.mean(head, sums), *how)
 
-    def cake(self, head: int) -> Weights:
+    def cake(self, head: int) -> Row:
         score = {}
         for h, rows in self.observed(head, 1 if self.decoding else self.options.get("window", 32)).items():
             for t in self.held[head]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 RECIPE = """\
 train: gates
@@ -48,7 +48,7 @@ def one_thread() -> Iterator[None]:
 def tiny_base(
     tmp_path_factory: pytest.TempPathFactory,
     tiny_llama: Callable[..., PreTrainedModel],
-    tiny_tokenizer: PreTrainedTokenizerBase,
+    tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> Path:
     """Folder of a Llama of 2 layers, 4 query and 2 KV heads of 8, and of its tokenizer (one token a character)."""
     folder = tmp_path_factory.mktemp("base")
