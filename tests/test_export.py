@@ -150,8 +150,10 @@ def rehash(folder: Path) -> None:
         GateConfig(kind="linear", bias=0.0, threshold=0.3),
         GateConfig(num_heads=3, head_dim=5, shortcut=True, granularity="query_head", recent_tokens=7, sink_tokens=2),
         GateConfig(num_heads=1, head_dim=8, layer_offset=1, first_layer=2, scope="prompt", prefill="dense"),
+        GateConfig(kind="mlp", hidden=9, covers="all", granularity="query_head"),
+        GateConfig(num_heads=2, head_dim=4, window=3, covers="all", shortcut=True),
     ],
-    ids=["attention", "linear", "query_head-shortcut", "offset-first_layer"],
+    ids=["attention", "linear", "query_head-shortcut", "offset-first_layer", "mlp-all", "window-all"],
 )
 def test_round_trip_is_bit_exact(tmp_path: Path, config: GateConfig) -> None:
     gates = make_gates(config=config)
@@ -212,7 +214,7 @@ def test_content_of_the_folder(tmp_path: Path) -> None:
     ]
     assert hidden(folder) == []
     info = export.read_info(folder)
-    assert info["schema_version"] == "1.1"
+    assert info["schema_version"] == "1.2"
     assert info["versions"]["torch"] == torch.__version__
     assert info["base_model"]["name"] == "org/base"
     assert info["base_model"]["revision"] == "abc"
@@ -226,6 +228,7 @@ def test_content_of_the_folder(tmp_path: Path) -> None:
         "windowed_layers": [],
     }
     assert info["gate"]["head_dim"] == 4
+    assert (info["gate"]["covers"], info["gate"]["window"], info["gate"]["hidden"]) == ("prompt", 0, 64)
     assert info["keep_rate"] == 0.4375
     assert info["metrics"] == {"val/loss": 2.5, "val/perplexity": None}
     for name, digest in info["sha256"].items():
@@ -507,6 +510,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         change("gate", "head_dim", value=1 << 40),
         "gate.head_dim=1099511627776: expected an int",
     ),
+    "gate covers": (change("gate", "covers", value="some"), "gate.covers='some': expected prompt or all"),
+    "gate without covers": (change("gate", "covers", delete=True), r"gate: missing keys \['covers'\]"),
     "gate zero": (change("gate", "num_heads", value=0), "gate.num_heads=0: expected at least 1"),
     "first layer": (change("gate", "first_layer", value=3), "gate.first_layer=3: the model has 3 layers"),
     "layers": (geometry("num_layers", 10**6), "num_layers=1000000: expected an integer from 1 to 4096"),
@@ -587,6 +592,35 @@ def test_minor_schema_with_known_keys_loads(tmp_path: Path) -> None:
     folder = make_export(tmp_path / "e")
     change("schema_version", value="1.7")(folder)
     assert_same(AttentionGates.from_pretrained(folder), make_gates())
+
+
+@pytest.mark.parametrize("place", [("gate",), ()], ids=["gate", "content"])
+def test_keys_of_a_newer_schema_are_named(tmp_path: Path, place: tuple[str, ...]) -> None:
+    folder = make_export(tmp_path / "e")
+    change(*place, "warp", value=3)(folder)
+    change("schema_version", value="1.7")(folder)
+    message = "schema_version='1.7': expected at most 1.2, which knows no warp; a newer ag wrote it: update ag"
+    with pytest.raises(ExportError, match=message):
+        AttentionGates.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("schema", ["1.0", "1.1"])
+def test_gates_from_before_cover_the_prompt_and_look_at_all_of_it(tmp_path: Path, schema: str) -> None:
+    """Schemas before 1.2 lacked three keys; a file of theirs that has one of them is no such file."""
+    folder = make_export(tmp_path / "e")
+    info = read_json(folder)
+    for name in ("hidden", "window", "covers"):
+        del info["gate"][name]
+    if schema == "1.0":
+        del info["adapter"]
+    reseal(folder, info | {"schema_version": schema})
+    loaded = AttentionGates.from_pretrained(folder)
+    assert_same(loaded, make_gates())
+    assert (loaded.config.covers, loaded.config.window) == ("prompt", 0)
+    assert export.read_info(folder)["gate"]["covers"] == "prompt"
+    change("gate", "covers", value="all")(folder)
+    with pytest.raises(ExportError, match=r"gate: missing keys \[\], unknown keys \['covers'\]"):
+        AttentionGates.from_pretrained(folder)
 
 
 def test_flipped_bits_never_load_as_something_else(tmp_path: Path) -> None:

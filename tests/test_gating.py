@@ -18,6 +18,8 @@ VARIANTS = {
     "dense": {"prefill": "dense", "recent_tokens": 3},
     "previous-layer": {"layer_offset": 1, "first_layer": 1},
     "linear": {"kind": "linear", "granularity": "query_head"},
+    "mlp": {"kind": "mlp", "hidden": 16, "sink_tokens": 1},
+    "window": {"window": 5, "shortcut": True, "recent_tokens": 3},
 }
 
 
@@ -143,7 +145,7 @@ def packed(documents):
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["training", "hard"])
-@pytest.mark.parametrize("variant", ["causal", "recent-sinks", "previous-layer", "linear"])
+@pytest.mark.parametrize("variant", ["causal", "recent-sinks", "previous-layer", "linear", "mlp", "window"])
 @pytest.mark.parametrize("family", ["tiny_llama", "tiny_mistral"])
 def test_a_packed_document_is_what_it_is_alone(family, variant, hard, request):
     model = request.getfixturevalue(family)()
