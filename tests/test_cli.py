@@ -260,6 +260,10 @@ DOCUMENTS = "data.kind=text data.name=c data.packing=packed data.cross_documents
         ("data.kind=sft", "name a dataset with data.name"),
         ("data.kind=sft data.name=bolq", "did you mean boolq?"),
         ("data.root=x", "that data is generated"),
+        ("data.kind=worked", "data.name=facts with data.kind=worked: expected worked or one of addition"),
+        ("data.kind=worked data.name=worked data.root=x", "that data is generated"),
+        ("data.kind=worked data.name=worked data.solution_min=500", "swap them"),
+        ("data.kind=worked data.name=sorting data.solution_max=1024", "lower data.solution_max"),
         ("data.packing=packed", "only plain text is packed"),
         ("data.kind=text data.name=c data.packing=packed gate.scope=prompt", "use gate.scope=causal"),
         ("data.kind=text data.name=c data.packing=packed gate.prefill=dense", "use gate.prefill=sparse"),
@@ -298,6 +302,7 @@ def test_combinations_that_make_no_sense(error: Any, argv: str, expected: str) -
         "warmup.regress_steps=10 optim.warmup_steps=10 trainer.max_steps=10",
         "model.quantization=nf4 trainer.precision=bf16-mixed model.dtype=bfloat16",
         "train=gates lora.targets=[]",
+        "data.kind=worked data.name=sorting data.solution_min=400 data.solution_max=400",
         "gate.layer_offset=1 gate.first_layer=1",
     ],
 )
