@@ -50,10 +50,12 @@ class Problem(NamedTuple):
     """A problem and its solution.
 
     Attributes:
+        kind: one of :data:`KINDS`.
         prompt: ends in ``Solution:``.
         solution: follows it after a space; its last line is ``Answer: `` and the answer.
     """
 
+    kind: str
     prompt: str
     solution: str
 
@@ -83,13 +85,13 @@ def generate(seed: int, split: str, index: int, shortest: int, longest: int, kin
     rng = random.Random(f"{seed}/{split}/{index}/{kind}")
     while True:
         name = rng.choice(list(KINDS)) if kind == ANY else kind
-        problem = KINDS[name](rng, rng.randint(shortest, longest))
+        problem = Problem(name, *KINDS[name](rng, rng.randint(shortest, longest)))
         digest = hashlib.sha256(problem.prompt.encode()).digest()
         if digest[0] % 8 in _SPLITS[split]:
             return problem
 
 
-def addition(rng: random.Random, tokens: int) -> Problem:
+def addition(rng: random.Random, tokens: int) -> tuple[str, str]:
     """Add two or more numbers; the highest place is empty, so that the last carry has room."""
     numbers = 2
     while numbers < MOST_NUMBERS and tokens > _places_tokens(len(ascii_lowercase), numbers):
@@ -106,29 +108,28 @@ def addition(rng: random.Random, tokens: int) -> Problem:
         digits.append(f"{letter.upper()}{total % 10}")
         steps.append(f"{columns[-1]}+{carry}={total:02d} {digits[-1]}")
         carry = total // 10
-    return Problem(f"Add: {' '.join(columns)}\nSolution:", f"{' '.join(steps)}\n{ANSWER}{' '.join(digits[::-1])}")
+    return f"Add: {' '.join(columns)}\nSolution:", f"{' '.join(steps)}\n{ANSWER}{' '.join(digits[::-1])}"
 
 
 def _places_tokens(places: int, numbers: int) -> int:
     return places * (9 + 2 * numbers) + 4
 
 
-def sorting(rng: random.Random, tokens: int) -> Problem:
+def sorting(rng: random.Random, tokens: int) -> tuple[str, str]:
     """Sort different numbers of two digits by insertion."""
     count = 2
     while count < 90 and 4 + 7 * (count + 1) + 3 * (count + 1) * (count + 2) // 2 <= tokens:
         count += 1
     items = rng.sample(range(10, 100), count)
     lines = [f"{item}: {_listed(sorted(items[: done + 1]))}" for done, item in enumerate(items)]
-    answer = _listed(sorted(items))
-    return Problem(f"Sort: {_listed(items)}\nSolution:", "\n".join(lines) + f"\n{ANSWER}{answer}")
+    return f"Sort: {_listed(items)}\nSolution:", "\n".join([*lines, f"{ANSWER}{_listed(sorted(items))}"])
 
 
 def _listed(items: list[int]) -> str:
     return " ".join(map(str, items))
 
 
-def variables(rng: random.Random, tokens: int) -> Problem:
+def variables(rng: random.Random, tokens: int) -> tuple[str, str]:
     """Follow variables through a program; the first lines give each its first value."""
     names = VARIABLES[: max(2, min(len(VARIABLES), tokens // 30))]
     lines = max(len(names) + 1, min(90, (tokens - 4 + 4 * len(names)) // 15))  # 15 tokens each, the first ones 9
@@ -142,11 +143,11 @@ def variables(rng: random.Random, tokens: int) -> Problem:
         program.append(f"{number} {target}={'+'.join(reads) or holds[target]}")
         trace.append(f"{program[-1]}: {' '.join([*seen, f'{target.upper()}{holds[target]}'])}")
     answer = " ".join(f"{name.upper()}{holds[name]}" for name in names)
-    return Problem("Run:\n{}\nSolution:".format("\n".join(program)), "\n".join(trace) + f"\n{ANSWER}{answer}")
+    return "\n".join(["Run:", *program, "Solution:"]), "\n".join([*trace, f"{ANSWER}{answer}"])
 
 
-#: The kinds of problems, by the name that ``data.name`` gives them.
-KINDS: dict[str, Callable[[random.Random, int], Problem]] = {
+#: The kinds of problems by the name that ``data.name`` gives them: prompt and solution of about so many tokens.
+KINDS: dict[str, Callable[[random.Random, int], tuple[str, str]]] = {
     "addition": addition,
     "sorting": sorting,
     "variables": variables,

@@ -151,9 +151,7 @@ def test_a_problem_that_does_not_fit(make_config, tokenizer):
 
 
 def test_kinds_of_the_table_make_their_own_prompts():
-    assert {kind: problems[0].prompt.split()[0] for kind, problems in PROBLEMS.items()} == {
-        "addition": "Add:",
-        "sorting": "Sort:",
-        "variables": "Run:",
-    }
+    heads = {kind: {(p.kind, p.prompt.split()[0]) for p in problems} for kind, problems in PROBLEMS.items()}
+    wanted = {"addition": "Add:", "sorting": "Sort:", "variables": "Run:"}
+    assert heads == {kind: {(kind, head)} for kind, head in wanted.items()}
     assert worked.ANY not in KINDS
