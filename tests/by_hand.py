@@ -8,11 +8,13 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 def forward(model, gates, ids, prompt, probabilities=None):
     """Return the logits ``[T, V]`` and, by layer, the flags ``[Hkv, prompt]`` of the row ``ids [T]``.
 
-    The gates' probabilities are added to the list ``probabilities``.
+    With ``covers="all"`` the flags are those of the whole row. The gates' probabilities are added to the list
+    ``probabilities``.
     """
     config, decoder, length = gates.config, model.get_decoder(), len(ids)
     kv_heads = model.config.num_key_value_heads
     group = model.config.num_attention_heads // kv_heads
+    gated = length if config.covers == "all" else prompt
     window = getattr(model.config, "sliding_window", None) or length
     x = decoder.embed_tokens(ids)[None]
     turn = decoder.rotary_emb(x, torch.arange(length)[None])
@@ -20,7 +22,7 @@ def forward(model, gates, ids, prompt, probabilities=None):
     inputs, flags = [], {}
     for index, layer in enumerate(decoder.layers):
         hidden = layer.input_layernorm(x)
-        inputs.append(hidden[:, :prompt])
+        inputs.append(hidden[:, :gated])
         visible = ((distance >= 0) & (distance < window)).expand(kv_heads, -1, -1).clone()
         if str(index) in gates.layers:
             logits = gates.layers[str(index)](inputs[index - config.layer_offset])[0]
@@ -29,7 +31,7 @@ def forward(model, gates, ids, prompt, probabilities=None):
             if probabilities is not None:
                 probabilities.append(probability.flatten())
             for head in range(kv_heads):
-                for t in range(config.sink_tokens, prompt):
+                for t in range(config.sink_tokens, gated):
                     if not flags[index][head, t]:
                         first = max(prompt, t + 1) if config.prefill == "dense" else t + 1
                         visible[head, max(first, t + config.recent_tokens) :, t] = False

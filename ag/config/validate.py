@@ -85,6 +85,17 @@ def _objective(config: Run) -> None:
         "the main objective never starts; raise trainer.max_steps",
     )
     _refuse(
+        objective == "regress" and config.loss.anneal_steps > 0,
+        f"loss.anneal_steps={config.loss.anneal_steps} with loss.objective=regress: regression has no target of the "
+        "mean gate; set it to 0",
+    )
+    _refuse(
+        0 < max_steps - regress_steps < config.loss.anneal_steps,
+        f"loss.anneal_steps={config.loss.anneal_steps} is more than the {max_steps - regress_steps} steps of "
+        f"trainer.max_steps={max_steps} after warmup.regress_steps={regress_steps}: the mean gate never gets to "
+        "loss.beta; lower loss.anneal_steps, or raise trainer.max_steps",
+    )
+    _refuse(
         0 < max_steps < config.optim.warmup_steps,
         f"optim.warmup_steps={config.optim.warmup_steps} is more than trainer.max_steps={max_steps}: "
         "the learning rate never reaches its peak; lower optim.warmup_steps",
