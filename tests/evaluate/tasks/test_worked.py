@@ -10,6 +10,8 @@ from rich.console import Console
 
 import ag
 from ag.compare import CompareConfig, compare
+from ag.config import Config, DataConfig
+from ag.config.recipes import dump
 from ag.data.worked import encode, generate
 from ag.errors import UserError
 from ag.evaluate.tasks import make
@@ -158,3 +160,14 @@ def test_every_policy_runs_with_the_adapter_of_the_gates(tiny_llama, tiny_tokeni
 def test_bad_options(options, message):
     with pytest.raises(UserError, match=message):
         make("worked", **options)
+
+
+def test_a_run_on_worked_problems_is_evaluated_on_its_responses(tiny_tokenizer, tmp_path):
+    data = DataConfig(kind="worked", name="sorting", solution_min=30, solution_max=60, val_samples=3, max_length=400)
+    (tmp_path / "config.yaml").write_text(dump(Config(data=data)))
+    loaded = make("responses", run_folder=str(tmp_path)).load(tiny_tokenizer, None, 512)
+    for i, sample in enumerate(loaded.samples):
+        problem = generate(0, "validation", i, 30, 60, "sorting")
+        assert tiny_tokenizer.decode(sample.prompt) == problem.prompt
+        assert [tiny_tokenizer.decode(answer) for answer in sample.answers] == [f" {problem.solution}</s>"]
+    assert len(loaded.samples) == 3
