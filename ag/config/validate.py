@@ -131,7 +131,7 @@ def _data(config: Run) -> None:
 
         find_task(data.name)
     if data.kind == "worked":
-        from ag.data.worked import ANY, KINDS
+        from ag.data.problems import ANY, KINDS
 
         _refuse(
             data.name not in (ANY, *KINDS),

@@ -8,8 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 import ag.data
-from ag.data import DataError, worked
-from ag.data.worked import KINDS, answer_of, encode, generate
+from ag.data import DataError
+from ag.data.problems import ANY, KINDS, answer_of, generate
+from ag.data.worked import encode
 
 PROBLEMS = {kind: [generate(0, "train", i, 120, 400, kind) for i in range(60)] for kind in KINDS}
 
@@ -154,4 +155,4 @@ def test_kinds_of_the_table_make_their_own_prompts():
     heads = {kind: {(p.kind, p.prompt.split()[0]) for p in problems} for kind, problems in PROBLEMS.items()}
     wanted = {"addition": "Add:", "sorting": "Sort:", "variables": "Run:"}
     assert heads == {kind: {(kind, head)} for kind, head in wanted.items()}
-    assert worked.ANY not in KINDS
+    assert ANY not in KINDS

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ag.data.worked import ANY, KINDS, answer_of, encode, generate
+from ag.data.problems import ANY, KINDS, answer_of, generate
+from ag.data.worked import encode
 from ag.engine import EvictionCache, Policy, prefill
 from ag.errors import require
 from ag.evaluate.tasks.base import LeftOut, Outcome, Sample, Task
@@ -59,7 +60,7 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class Worked(Task):
-    """Problems of :mod:`ag.data.worked`, from a split that training never sees, whatever its seed.
+    """Problems of :mod:`ag.data.problems`, from a split that training never sees, whatever its seed.
 
     In an outcome ``tokens`` counts prompt and solution, and ``kept`` is the share of both that was held at the end.
 

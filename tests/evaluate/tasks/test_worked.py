@@ -12,7 +12,8 @@ import ag
 from ag.compare import CompareConfig, compare
 from ag.config import Config, DataConfig
 from ag.config.recipes import dump
-from ag.data.worked import encode, generate
+from ag.data.problems import generate
+from ag.data.worked import encode
 from ag.errors import UserError
 from ag.evaluate.tasks import make
 from ag.gates import export
