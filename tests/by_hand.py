@@ -15,11 +15,13 @@ def forward(
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Return the logits ``[T, V]`` and, by layer, the flags ``[Hkv, prompt]`` of the row ``ids [T]``.
 
-    The gates' probabilities are added to the list ``probabilities``.
+    With ``covers="all"`` the flags are those of the whole row. The gates' probabilities are added to the list
+    ``probabilities``.
     """
     config, decoder, length = gates.config, model.get_decoder(), len(ids)
     kv_heads = model.config.num_key_value_heads
     group = model.config.num_attention_heads // kv_heads
+    gated = length if config.covers == "all" else prompt
     window = getattr(model.config, "sliding_window", None) or length
     x = decoder.embed_tokens(ids)[None]
     turn = decoder.rotary_emb(x, torch.arange(length)[None])
@@ -28,7 +30,7 @@ def forward(
     flags: dict[int, Tensor] = {}
     for index, layer in enumerate(decoder.layers):
         hidden = layer.input_layernorm(x)
-        inputs.append(hidden[:, :prompt])
+        inputs.append(hidden[:, :gated])
         visible = ((distance >= 0) & (distance < window)).expand(kv_heads, -1, -1).clone()
         if str(index) in gates.layers:
             logits = gates.layers[str(index)](inputs[index - config.layer_offset])[0]
@@ -37,7 +39,7 @@ def forward(
             if probabilities is not None:
                 probabilities.append(probability.flatten())
             for head in range(kv_heads):
-                for t in range(config.sink_tokens, prompt):
+                for t in range(config.sink_tokens, gated):
                     if not flags[index][head, t]:
                         first = max(prompt, t + 1) if config.prefill == "dense" else t + 1
                         visible[head, max(first, t + config.recent_tokens) :, t] = False

@@ -49,10 +49,14 @@ class LoraConfig:
 class DataConfig:
     """What the model is trained and validated on."""
 
-    kind: Literal["sft", "text", "facts"] = key(
-        "facts", "sft: prompt and response; text: plain documents; facts: the generated quickstart data"
+    kind: Literal["sft", "text", "facts", "worked"] = key(
+        "facts",
+        "sft: prompt and response; text: plain documents; generated: facts of the quickstart, worked problems",
     )
-    name: str = key("facts", "task of the sft table (piqa, boolq, ...), or hub id of a text dataset")
+    name: str = key(
+        "facts",
+        "task of the sft table (piqa, boolq, ...); hub id (text); worked, or one of its kinds, as addition",
+    )
     subset: str | None = key(None, "configuration name of a hub dataset (text)")
     revision: str | None = key(None, "git revision of a hub dataset (text)")
     root: str | None = key(None, "local folder of JSON lines (SPLIT.jsonl or shards SPLIT-*.jsonl), instead of the hub")
@@ -67,6 +71,8 @@ class DataConfig:
     prompt_min: int = key(192, "shortest prompt in tokens (text, split; facts: roughly)", low=1)
     prompt_max: int = key(512, "longest prompt in tokens (text, split; facts: roughly)", low=1)
     continuation: int = key(64, "tokens after the prompt that carry the loss (text, split)", low=1)
+    solution_min: int = key(200, "shortest solution in tokens (worked; roughly)", low=20)
+    solution_max: int = key(400, "longest solution in tokens (worked)", low=60)
     streaming: bool = key(False, "read the dataset while training instead of before (text)")
     cache: str | None = key(None, "folder that keeps tokenised rows for the next run and for all processes (text)")
     train_samples: int | None = key(None, "use the first N training rows only", low=1)

@@ -33,6 +33,7 @@ from ag.gates.card import merged_card, model_card
 from ag.gates.manifest import (
     ADAPTER,
     ADAPTER_FILES,
+    BEFORE_1_2,
     SCHEMA_VERSION,
     WEIGHTS,
     ExportError,
@@ -208,7 +209,7 @@ def read_info(path: StrPath) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ExportError(f"{file}: not JSON ({error}): expected the file as exported; copy it again.") from error
     validate(file, info)
-    return dict(info)
+    return {**info, "gate": BEFORE_1_2 | info["gate"]}
 
 
 def is_adapter(path: StrPath) -> bool:

@@ -57,7 +57,8 @@ class Gating(Dense):
     Args:
         gates: gates of the model.
         valid: ``[B, T]``, nonzero on real tokens; padding on either side.
-        prompt_length: ``[B]`` long, tokens of each prompt; gates may evict only these. None: every token.
+        prompt_length: ``[B]`` long, tokens of each prompt; with ``covers="prompt"`` gates may evict only these. None:
+            every token.
         hard: use the flags as they are, without an estimator's gradient or noise.
         first: ``[B, T]`` long, the column where the document of each token begins; None: a row is one document.
 
@@ -85,16 +86,17 @@ class Gating(Dense):
         valid = valid.bool()
         self.gates, self.hard = gates, hard
         rank = valid.cumsum(1) - 1
+        #: ``[B, T]`` bool: the tokens of the prompts.
+        self.read = valid if prompt_length is None else valid & (rank < prompt_length[:, None])
         #: ``[B, T]`` bool: the tokens that gates may evict, which are also those that losses and metrics count.
-        self.prompt = valid if prompt_length is None else valid & (rank < prompt_length[:, None])
+        self.prompt = valid if config.covers == "all" else self.read
         columns = torch.arange(1, valid.shape[1] + 1, device=valid.device)
-        ends = (self.prompt * columns).amax(1)
-        self._end = int(ends.max())
+        self._end = int((self.prompt * columns).amax())
         seen = self.prompt if config.scope == "prompt" else valid
         seen = seen[:, : self._end]
         self._seen = None if bool(seen.all()) else seen
-        self._dense_until = ends if config.prefill == "dense" else None
-        #: Gate logits ``[B, Hkv, T']`` of each gated layer, T' being the columns up to the longest prompt's end.
+        self._dense_until = (self.read * columns).amax(1) if config.prefill == "dense" else None
+        #: Gate logits ``[B, Hkv, T']`` of each gated layer, T' being the columns up to the last that gates may evict.
         self.logits: dict[int, Tensor] = {}
         self._keep: dict[int, Tensor] = {}
 
@@ -157,7 +159,7 @@ class Observing(Gating):
     """A dense forward pass that runs the gates and records the targets of their regression.
 
     Meant to run under ``torch.no_grad()``: only the gates build a graph, so a step costs no backward through the model.
-    ``targets`` holds, by gated layer, the log of the attention from later queries on each prompt key,
+    ``targets`` holds, by gated layer, the log of the attention from later queries on each key that gates may evict,
     ``[B, Hkv, T']`` float32. Later queries are those that eviction would affect: the response's with
     ``prefill="dense"``, else all.
 
@@ -181,7 +183,7 @@ class Observing(Gating):
         self.window: int | None = None
         self.targets: dict[int, Tensor] = {}
         only_responses = prompt_length is not None and gates.config.prefill == "dense"
-        self._queries = valid.bool() & ~self.prompt if only_responses else valid.bool()
+        self._queries = valid.bool() & ~self.read if only_responses else valid.bool()
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Run the gate with a graph of its own."""
@@ -191,7 +193,7 @@ class Observing(Gating):
             self.logits[layer + self.gates.config.layer_offset] = logits
 
     def payable(self, window: int | None = None) -> Tensor:
-        """Return ``[B, T']`` bool: the prompt tokens that some counting query could see."""
+        """Return ``[B, T']`` bool: the tokens that gates may evict and some counting query could see."""
         columns = torch.arange(self.prompt.shape[1], device=self.prompt.device)
         first = torch.where(self._queries, columns, columns.numel()).amin(1, keepdim=True)
         last = torch.where(self._queries, columns, -1).amax(1, keepdim=True)

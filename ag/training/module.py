@@ -81,9 +81,12 @@ class GatedLM(L.LightningModule):
         self._log(f"train/{name}", loss, prog_bar=True, sync_dist=True)
         if gating is not None and self.gates is not None:
             means = losses.gate_means(self.gates, gating)
-            eviction = losses.eviction_loss(means[self.config.loss.mean], self.beta(self.global_step))
+            beta = self.beta(self.global_step)
+            eviction = losses.eviction_loss(means[self.config.loss.mean], beta)
             loss = loss + self.config.loss.alpha * eviction
             self._log("train/eviction_loss", eviction)
+            if self.config.loss.anneal_steps:
+                self._log("train/beta", torch.tensor(beta))
             self._log_gates("train", means, self._evicted_flags(gating), gating.counted())
         self._log("train/loss", loss, sync_dist=True)
         return loss
@@ -180,10 +183,13 @@ class GatedLM(L.LightningModule):
         return peak * 0.5 * (1 + math.cos(math.pi * min(step / max(total, 1), 1.0)))
 
     def beta(self, step: int) -> float:
-        """Return the target of the mean gate at an optimiser step of the run: from 1 down to ``loss.beta``."""
+        """Return the target of the mean gate at an optimiser step of the run.
+
+        It falls linearly from 1, at the first step after the warm start, to ``loss.beta``, ``loss.anneal_steps`` later.
+        """
         loss, step = self.config.loss, step - self.config.warmup.regress_steps
-        progress = min(max(step, 0) / loss.anneal_steps, 1.0) if loss.anneal_steps else 1.0
-        return 1.0 + (loss.beta - 1.0) * progress
+        progress = min(step / loss.anneal_steps, 1.0) if loss.anneal_steps else 1.0
+        return loss.beta + (1.0 - loss.beta) * (1.0 - progress)
 
     def trainable(self) -> dict[str, list[nn.Parameter]]:
         """Return the trained parameters of the groups ``gates`` and ``lora``."""

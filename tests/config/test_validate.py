@@ -22,6 +22,15 @@ DOCUMENTS = "data.kind=text data.name=c data.packing=packed data.cross_documents
         ("trainer.max_steps=0", "trainer.max_steps=0 -1"),
         ("warmup.regress_steps=11 trainer.max_steps=10", "warmup.regress_steps=11 trainer.max_steps=10"),
         ("optim.warmup_steps=11 trainer.max_steps=10", "optim.warmup_steps=11 trainer.max_steps=10"),
+        (
+            "loss.anneal_steps=11 trainer.max_steps=10",
+            "loss.anneal_steps=11 trainer.max_steps=10 warmup.regress_steps=0",
+        ),
+        (
+            "loss.anneal_steps=8 warmup.regress_steps=3 trainer.max_steps=10",
+            "loss.anneal_steps=8 warmup.regress_steps=3",
+        ),
+        ("train=gates loss.objective=regress loss.anneal_steps=5", "loss.anneal_steps=5 loss.objective=regress"),
         ("lora.targets=[]", "lora.targets=[] train=gates"),
         ("export.merge=true train=gates", "export.merge=true train=gates export.merge=false"),
         ("export.merge=true model.quantization=nf4", "export.merge=true model.quantization=nf4 export.merge=false"),
@@ -35,6 +44,10 @@ DOCUMENTS = "data.kind=text data.name=c data.packing=packed data.cross_documents
         ("data.kind=sft", "data.name=facts data.kind=sft data.kind=facts"),
         ("data.kind=sft data.name=bolq", "data.name=bolq boolq?"),
         ("data.root=x", "data.root=x data.kind=facts data.kind=sft"),
+        ("data.kind=worked", "data.name=facts data.kind=worked worked addition"),
+        ("data.kind=worked data.name=worked data.root=x", "data.root=x data.kind=worked"),
+        ("data.kind=worked data.name=worked data.solution_min=500", "data.solution_min=500 data.solution_max"),
+        ("data.kind=worked data.name=sorting data.solution_max=1024", "data.solution_max data.max_length"),
         ("data.packing=packed", "data.packing=packed data.kind=facts data.packing=split"),
         (
             "data.kind=text data.name=c data.packing=packed gate.scope=prompt",
@@ -103,6 +116,9 @@ def test_combinations_that_make_no_sense(error: Any, argv: str, expected: str) -
         "warmup.regress_steps=10 optim.warmup_steps=10 trainer.max_steps=10",
         "model.quantization=nf4 trainer.precision=bf16-mixed model.dtype=bfloat16",
         "train=gates lora.targets=[]",
+        "loss.anneal_steps=7 warmup.regress_steps=3 trainer.max_steps=10",
+        "loss.anneal_steps=7",
+        "data.kind=worked data.name=sorting data.solution_min=400 data.solution_max=400",
         "gate.layer_offset=1 gate.first_layer=1",
     ],
 )

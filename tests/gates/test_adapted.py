@@ -208,6 +208,7 @@ def test_an_export_from_before_still_loads():
     model = LlamaForCausalLM(config).eval()
     gates = AttentionGates.from_pretrained(OLD, config)
     assert export.read_info(OLD)["schema_version"] == "1.0"
+    assert (gates.config.covers, gates.config.window, gates.config.kind) == ("prompt", 0, "linear")
     assert gates.adapter.traces == () and gates.adapter.times_in(model) is None
     weight = copy.deepcopy(model.model.layers[0].self_attn.q_proj.weight)
     ag.EvictionCache(model, f"gates:{OLD}")

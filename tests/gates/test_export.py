@@ -29,8 +29,10 @@ PNG = b"\x89PNG\r\n\x1a\n picture"
         GateConfig(kind="linear", bias=0.0, threshold=0.3),
         GateConfig(num_heads=3, head_dim=5, shortcut=True, granularity="query_head", recent_tokens=7, sink_tokens=2),
         GateConfig(num_heads=1, head_dim=8, layer_offset=1, first_layer=2, scope="prompt", prefill="dense"),
+        GateConfig(kind="mlp", hidden=9, covers="all", granularity="query_head"),
+        GateConfig(num_heads=2, head_dim=4, window=3, covers="all", shortcut=True),
     ],
-    ids=["attention", "linear", "query_head-shortcut", "offset-first_layer"],
+    ids=["attention", "linear", "query_head-shortcut", "offset-first_layer", "mlp-all", "window-all"],
 )
 def test_round_trip_is_bit_exact(tmp_path: Path, config: GateConfig) -> None:
     gates = make_gates(config=config)
@@ -91,7 +93,7 @@ def test_content_of_the_folder(tmp_path: Path) -> None:
     ]
     assert hidden(folder) == []
     info = export.read_info(folder)
-    assert info["schema_version"] == "1.1"
+    assert info["schema_version"] == "1.2"
     assert info["versions"]["torch"] == torch.__version__
     assert info["base_model"]["name"] == "org/base"
     assert info["base_model"]["revision"] == "abc"
@@ -105,6 +107,7 @@ def test_content_of_the_folder(tmp_path: Path) -> None:
         "windowed_layers": [],
     }
     assert info["gate"]["head_dim"] == 4
+    assert (info["gate"]["covers"], info["gate"]["window"], info["gate"]["hidden"]) == ("prompt", 0, 64)
     assert info["keep_rate"] == 0.4375
     assert info["metrics"] == {"val/loss": 2.5, "val/perplexity": None}
     for name, digest in info["sha256"].items():

@@ -18,7 +18,11 @@ VARIANTS = {
     "recent-sinks": {"recent_tokens": 4, "sink_tokens": 2},
     "dense": {"prefill": "dense", "recent_tokens": 3},
     "previous-layer": {"layer_offset": 1, "first_layer": 1},
+    "all": {"covers": "all", "recent_tokens": 4, "sink_tokens": 2},
+    "all-dense": {"covers": "all", "prefill": "dense", "recent_tokens": 3, "window": 6},
     "linear": {"kind": "linear", "granularity": "query_head"},
+    "mlp": {"kind": "mlp", "hidden": 16, "sink_tokens": 1},
+    "window": {"window": 5, "shortcut": True, "recent_tokens": 3},
 }
 
 
@@ -53,7 +57,8 @@ def test_logits_and_flags_of_a_padded_batch(family, variant, side, request):
             want, flags = by_hand.forward(model, gates, row, prompt)
             assert (logits[b, place] - want).abs().max() < 1e-4
             gated = gating.counted()[b].nonzero().flatten()
-            assert gated.tolist() == list(range(place.start, place.start + prompt))
+            length = len(row) if gates.config.covers == "all" else prompt
+            assert gated.tolist() == list(range(place.start, place.start + length))
             for layer, said in gating.logits.items():
                 assert torch.equal(gates.flags(said)[b][:, gated], flags[layer])
 
@@ -144,7 +149,7 @@ def packed(documents):
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["training", "hard"])
-@pytest.mark.parametrize("variant", ["causal", "recent-sinks", "previous-layer", "linear"])
+@pytest.mark.parametrize("variant", ["causal", "recent-sinks", "previous-layer", "linear", "mlp", "window"])
 @pytest.mark.parametrize("family", ["tiny_llama", "tiny_mistral"])
 def test_a_packed_document_is_what_it_is_alone(family, variant, hard, request):
     model = request.getfixturevalue(family)()

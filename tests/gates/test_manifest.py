@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from exports import MODEL, assert_same, change, make_export, make_gates, rehash, reseal, reweigh
+from exports import MODEL, assert_same, change, make_export, make_gates, read_json, rehash, reseal, reweigh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import refuses
 
-from ag.gates.export import ExportError
+from ag.gates.export import ExportError, read_info
 from ag.gates.gate import AttentionGates
 
 
@@ -102,6 +102,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         change("gate", "head_dim", value=1 << 40),
         "gate.head_dim=1099511627776: 1048576",
     ),
+    "gate covers": (change("gate", "covers", value="some"), "gate.covers='some': prompt all"),
+    "gate without covers": (change("gate", "covers", delete=True), "covers"),
     "gate zero": (change("gate", "num_heads", value=0), "gate.num_heads=0: 1"),
     "first layer": (change("gate", "first_layer", value=3), "gate.first_layer=3: 3"),
     "layers": (geometry("num_layers", 10**6), "num_layers=1000000: 1 4096"),
@@ -175,6 +177,34 @@ def test_minor_schema_with_known_keys_loads(tmp_path: Path) -> None:
     folder = make_export(tmp_path / "e")
     change("schema_version", value="1.7")(folder)
     assert_same(AttentionGates.from_pretrained(folder), make_gates())
+
+
+@pytest.mark.parametrize("place", [("gate",), ()], ids=["gate", "content"])
+def test_keys_of_a_newer_schema_are_named(tmp_path: Path, place: tuple[str, ...]) -> None:
+    folder = make_export(tmp_path / "e")
+    change(*place, "warp", value=3)(folder)
+    change("schema_version", value="1.7")(folder)
+    with refuses(ExportError, "schema_version='1.7'", "1.2", "warp", "update ag"):
+        AttentionGates.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("schema", ["1.0", "1.1"])
+def test_gates_from_before_cover_the_prompt_and_look_at_all_of_it(tmp_path: Path, schema: str) -> None:
+    """Schemas before 1.2 lacked three keys; a file of theirs that has one of them is no such file."""
+    folder = make_export(tmp_path / "e")
+    info = read_json(folder)
+    for name in ("hidden", "window", "covers"):
+        del info["gate"][name]
+    if schema == "1.0":
+        del info["adapter"]
+    reseal(folder, info | {"schema_version": schema})
+    loaded = AttentionGates.from_pretrained(folder)
+    assert_same(loaded, make_gates())
+    assert (loaded.config.covers, loaded.config.window) == ("prompt", 0)
+    assert read_info(folder)["gate"]["covers"] == "prompt"
+    change("gate", "covers", value="all")(folder)
+    with refuses(ExportError, "unknown", "covers"):
+        AttentionGates.from_pretrained(folder)
 
 
 def test_flipped_bits_never_load_as_something_else(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.training.module import GatedLM
 
-# noise in the gates and the adapters, optimiser steps of two batches, epochs of 12 batches
+# noise in the gates and the adapters, a target that falls, optimiser steps of two batches, epochs of 12 batches
 RUN = [
     "train=gates+lora",
     "gate.estimator=soft",
+    "loss.anneal_steps=12",
     "lora.dropout=0.1",
     "trainer.accumulate=2",
     "trainer.max_epochs=3",

@@ -73,6 +73,18 @@ def saved_bytes(module):
     return sum(t.untyped_storage().nbytes() for at, t in storages.items() if at not in owned)
 
 
+@pytest.mark.parametrize(
+    "gate", [{"kind": "mlp", "hidden": 24}, {"window": 32, "shortcut": True}], ids=["mlp", "window"]
+)
+def test_gates_for_streams(folder, gate):
+    """Their sizes, and the activations that they keep."""
+    config = config_of(folder, "gates")
+    config.gate = GateConfig(num_heads=2, head_dim=8, covers="all", **gate)
+    module, found = real(config), plan(config)
+    assert found.parameters["gates"] == sum(p.numel() for p in module.gates.parameters())
+    assert found.activations[0] == pytest.approx(saved_bytes(module), rel=0.02)
+
+
 @pytest.mark.parametrize("train", ["gates", "gates+lora", "lora"])
 def test_parameters_are_exact(folder, train):
     config = config_of(folder, train)
