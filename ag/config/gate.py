@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -44,6 +45,11 @@ class GateConfig:
     layer_offset: int = _key(0, "1: a layer's gate reads the input of the layer before")
     first_layer: int = _key(0, "index of the first layer with a gate")
 
+    @property
+    def boundary(self) -> float:
+        """The logit above which a token is kept."""
+        return math.log(self.threshold / (1 - self.threshold)) - self.bias
+
     def __post_init__(self) -> None:
         """Check the ranges.
 
@@ -60,7 +66,14 @@ class GateConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"gate.{name}={getattr(self, name)!r}: expected {' or '.join(allowed)}.")
-        for name, least in {"num_heads": 1, "head_dim": 1, "hidden": 1, "window": 0, "recent_tokens": 1, "sink_tokens": 0}.items():
+        for name, least in {
+            "num_heads": 1,
+            "head_dim": 1,
+            "hidden": 1,
+            "window": 0,
+            "recent_tokens": 1,
+            "sink_tokens": 0,
+        }.items():
             if getattr(self, name) < least:
                 raise ValueError(f"gate.{name}={getattr(self, name)}: expected at least {least}.")
         if not 0 < self.threshold < 1:
