@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,6 +44,11 @@ class GateConfig:
     sink_tokens: int = _key(0, "every query sees this many first tokens")
     layer_offset: int = _key(0, "1: a layer's gate reads the input of the layer before")
     first_layer: int = _key(0, "index of the first layer with a gate")
+
+    @property
+    def boundary(self) -> float:
+        """The logit above which a token is kept."""
+        return math.log(self.threshold / (1 - self.threshold)) - self.bias
 
     def __post_init__(self) -> None:
         """Check the ranges.

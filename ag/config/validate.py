@@ -116,7 +116,7 @@ def _objective(config: Run) -> None:
 
 def _data(config: Run) -> None:
     data, gate = config.data, config.gate
-    packed = data.kind == "text" and data.packing == "packed"
+    packed = data.kind == "text" and data.packing != "split"
     _refuse(
         data.kind == "facts" and data.name != "facts",
         f"data.name={data.name} with data.kind=facts: use data.kind=sft for a task, text for documents, worked "
@@ -188,7 +188,7 @@ def _data(config: Run) -> None:
         data.streaming and config.trainer.max_steps < 0,
         "data.streaming=true with trainer.max_steps=-1: a stream has no end; give trainer.max_steps",
     )
-    if data.kind == "facts" or (data.kind == "text" and not packed):
+    if data.kind == "facts" or (data.kind == "text" and data.packing == "split"):
         longest = data.prompt_max + (data.continuation if data.kind == "text" else 0)
         _refuse(
             data.prompt_min > data.prompt_max,
