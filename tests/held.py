@@ -56,8 +56,7 @@ class Run:
 
 def contents(store: Any) -> list[list[list[int]]]:
     """Ranks that a store holds, by sequence and head."""
-    ranks, lengths = store.padded().ranks, store.lengths.tolist()
-    rows = [ranks[i, :n].tolist() for i, n in enumerate(lengths)]
+    rows = [ranks.tolist() for ranks in store.kept()]
     return [rows[i : i + store.kv_heads] for i in range(0, len(rows), store.kv_heads)]
 
 
@@ -75,9 +74,9 @@ def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
         return gone
 
     def recording(
-        store: RaggedStore, k: Tensor, v: Tensor, ranks: Tensor, keep: Tensor | None, fleeting: Tensor | None = None
+        store: RaggedStore, k: Tensor, v: Tensor, ranks: Tensor, keep: Tensor | None, gate: Tensor | None = None
     ) -> None:
-        append(store, k, v, ranks, keep, fleeting)
+        append(store, k, v, ranks, keep, gate)
         layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
         real = torch.ones_like(ranks, dtype=torch.bool) if keep is None else keep[:, 0]
         new = [r[flags].tolist() for r, flags in zip(ranks, real, strict=True)]

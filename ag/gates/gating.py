@@ -245,11 +245,11 @@ class Observing(Gating):
         shape = (*call.k.shape[:2], -1, call.k.shape[2])
         sizes = call.v.float().norm(dim=-1).clamp_min(1e-12).log()
         if self.target == "kvzip":
-            largest = column_max(call.q, call.k, call.scaling, **shared).view(shape).amax(2)
+            largest: Tensor = column_max(call.q, call.k, call.scaling, **shared).view(shape).amax(2)
             return largest.clamp_min(1e-12).log() + sizes
         power, skip = (1 if self.target == "attention" else 2), self.gates.config.recent_tokens
         sums = column_sums(call.q, call.k, call.scaling, **shared, power=power, skip=skip, mean=True)
-        log = sums.view(shape).mean(2).clamp_min(1e-12).log()
+        log: Tensor = sums.view(shape).mean(2).clamp_min(1e-12).log()
         return log if power == 1 else 0.5 * log + sizes
 
 

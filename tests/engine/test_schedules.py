@@ -52,9 +52,8 @@ UNEVEN = ["pyramid", "preference", "heads"]
 
 
 def possible(base: str, wrapper: str | None, allocator: str, schedule: str, **others: object) -> bool:
-    """Whether the parts combine, as far as this file tries; ``gates@preference`` reads no prompt in blocks."""
-    refused = base.startswith("gates") and allocator == "preference" and "blocks" in schedule
-    return not refused and (wrapper is None or wrapper in WRAPPED.get(base, []))
+    """Whether the parts combine, as far as this file tries."""
+    return wrapper is None or wrapper in WRAPPED.get(base, [])
 
 
 def cases(
@@ -652,11 +651,6 @@ def test_a_budget_below_what_is_protected_matters_when_something_has_to_go(llama
                 run(llama, policy, [ROWS[0]], [15], steps=[1] * 6)
         else:
             assert per_layer(run(llama, policy, [ROWS[0]], [15], steps=[1] * 20).held[-1]) == [[35, 35]] * 3
-
-
-def test_gates_with_preference_in_blocks_are_refused():
-    with pytest.raises(UserError, match="schedule='blocks:7'.*gates"):
-        ag.policy("gates@preference", budget=12, schedule="blocks:7")
 
 
 # ---- the report
