@@ -60,7 +60,14 @@ class GateConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"gate.{name}={getattr(self, name)!r}: expected {' or '.join(allowed)}.")
-        for name, least in {"num_heads": 1, "head_dim": 1, "hidden": 1, "window": 0, "recent_tokens": 1, "sink_tokens": 0}.items():
+        for name, least in {
+            "num_heads": 1,
+            "head_dim": 1,
+            "hidden": 1,
+            "window": 0,
+            "recent_tokens": 1,
+            "sink_tokens": 0,
+        }.items():
             if getattr(self, name) < least:
                 raise ValueError(f"gate.{name}={getattr(self, name)}: expected at least {least}.")
         if not 0 < self.threshold < 1:

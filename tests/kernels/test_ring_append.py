@@ -1,0 +1,84 @@
+"""The ring: every version against lists."""
+
+import pytest
+import torch
+
+from ag.kernels.ring_append import reference_ring_append, ring_append
+
+VERSIONS = [pytest.param(reference_ring_append, id="reference"), pytest.param(ring_append, id="picked")]
+CASES = {
+    "one_slot": {"ring": 1},
+    "one_head": {"ring": 4, "batch": 1, "heads": 1},
+    "gaps": {"ring": 3, "absent": 0.3},
+    "window": {"ring": 5, "window": 9},
+    "window_is_ring": {"ring": 6, "window": 6, "absent": 0.2},
+    "wide_values": {"ring": 2, "width": 7, "dtype": torch.bfloat16},
+    "all_flagged": {"ring": 4, "share": 1.0},
+    "none_flagged": {"ring": 4, "share": 0.0},
+}
+
+
+def expected(row, slots, rank, flag, window):
+    """Push (rank, flag) onto a list whose first ``slots`` places are the ring."""
+    place = rank % slots
+    if place < len(row):
+        row += [row[place]] if row[place][1] else []
+        row[place] = (rank, flag)
+    else:
+        row.append((rank, flag))
+    for at, (old, _) in enumerate(row):
+        if window is not None and old == rank - window:
+            row[at] = row[-1]
+            del row[-1]
+            break
+
+
+@pytest.mark.parametrize("append", VERSIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_steps_equal_lists(append, case):
+    """Forty steps; values follow keys, free slots of other rows stay, and rows without a new token too."""
+    wanted = {"batch": 2, "heads": 3, "absent": 0.0, "share": 0.5, "width": 4, "window": None, "dtype": torch.float32}
+    c = wanted | CASES[case]
+    batch, heads, steps = c["batch"], c["heads"], 40
+    generator = torch.Generator().manual_seed(len(case))
+    count, room = batch * heads, steps + 1
+    starts = torch.arange(count) * (room + 2) + 1
+    lengths = torch.zeros(count, dtype=torch.long)
+    size = count * (room + 2) + 1
+    keys = torch.full((size, 4), -7.0, dtype=c["dtype"])
+    values = torch.full((size, c["width"]), -7.0, dtype=c["dtype"])
+    ranks, flags = torch.full((size,), -7, dtype=torch.int32), torch.zeros(size, dtype=torch.bool)
+    rows, seen = [[] for _ in range(count)], [0] * batch
+    for _ in range(steps):
+        present = torch.rand(batch, generator=generator) >= c["absent"]
+        flag = torch.rand(batch, heads, generator=generator) < c["share"]
+        rank = torch.where(present, torch.tensor(seen), -1)
+        head = torch.arange(heads)[None, :, None] / 8
+        new_keys = (rank[:, None, None] + head).expand(batch, heads, 4).to(c["dtype"])
+        append(
+            keys=keys,
+            values=values,
+            ranks=ranks,
+            flags=flags,
+            starts=starts,
+            lengths=lengths,
+            new_keys=new_keys,
+            new_values=(new_keys[..., :1] + 0.5).expand(batch, heads, c["width"]),
+            new_flags=flag,
+            new_ranks=rank,
+            ring=c["ring"],
+            window=c["window"],
+        )
+        for r, row in enumerate(rows):
+            if present[r // heads]:
+                expected(row, c["ring"], seen[r // heads], bool(flag[r // heads, r % heads]), c["window"])
+        seen = [n + bool(here) for n, here in zip(seen, present, strict=True)]
+        assert lengths.tolist() == [len(row) for row in rows]
+        for r, row in enumerate(rows):
+            here = slice(int(starts[r]), int(starts[r]) + len(row))
+            assert list(zip(ranks[here].tolist(), flags[here].tolist(), strict=True)) == row
+            stored = torch.tensor([rank + (r % heads) / 8 for rank, _ in row]).to(c["dtype"])
+            assert torch.equal(keys[here], stored[:, None].expand(-1, 4))
+            assert torch.equal(values[here], (stored + 0.5)[:, None].expand(-1, c["width"]))
+    for r in range(count):  # what lies between the rows
+        assert (keys[starts[r] - 1] == -7).all()
