@@ -47,7 +47,7 @@ def test_steps_equal_lists(append, case):
 
 
 def check(append, case, seed=0):
-    """Forty steps, unless the case says otherwise; values follow keys, free slots of other rows stay, and rows without a new token too."""
+    """Run the steps of a case; values follow keys, and free slots stay, as do rows without a new token."""
     wanted = {
         "batch": 2,
         "heads": 3,
