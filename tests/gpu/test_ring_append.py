@@ -53,7 +53,7 @@ def test_steps(dim, width, dtype, window):
         reference_ring_append(**theirs, **new, ring=ring, window=window)
         seen += present
     assert torch.equal(mine["lengths"], theirs["lengths"])
-    assert bool((mine["lengths"] > ring).any()) == (window != ring)  # with a window of the ring's size nothing survives it
+    assert bool((mine["lengths"] > ring).any()) == (window != ring)  # else nothing survives the ring
     for start, length in zip(mine["starts"].tolist(), mine["lengths"].tolist(), strict=True):
         for name in ("keys", "values", "ranks", "flags"):
             assert torch.equal(mine[name][start : start + length], theirs[name][start : start + length]), name
