@@ -12,6 +12,7 @@ import ag
 from ag.errors import UserError
 from ag.evaluate.tasks import make
 from ag.evaluate.tasks.perplexity import first_tokens
+from ag.gates.gating import Gating
 
 rng = random.Random(1)
 TEXTS = ["".join(rng.choices(string.ascii_letters + " ", k=n)) for n in (300, 40, 120, 59, 60)]
@@ -168,3 +169,25 @@ def test_policies_that_cannot_stream(tiny_llama, tiny_tokenizer, write):
         next(task.run(model, tiny_tokenizer, [ag.policy("gates")], samples))
     ag.detach(model)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.xfail(strict=True, reason="the engine keeps generated tokens")
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+def test_gates_that_act_on_every_token(tiny_llama, tiny_tokenizer, write, kind):
+    """Fed in passes of any size they score a book as one forward pass under their flags does, and hold few tokens."""
+    root, model = write("pg19_style/test", ROWS), tiny_llama()
+    window = 16 if kind == "attention" else 0
+    gates = gates_for(model, kind=kind, window=window, covers="all", recent_tokens=8, sink_tokens=2)
+    ag.attach(model, gates)
+    ids = torch.tensor([tiny_tokenizer(TEXTS[0])["input_ids"][:210]])
+    with torch.no_grad():
+        logits = model(ids, gating=Gating(gates, torch.ones_like(ids), hard=True), use_cache=False).logits[0].float()
+    nats = torch.nn.functional.cross_entropy(logits[49:-1], ids[0, 50:])
+    held = []
+    for step in (1, 7, 64):
+        task = make("ppl_stream", root, block=50, tokens=210, step=step)
+        samples = task.load(tiny_tokenizer, 1, 512).samples
+        [(_, outcome)] = task.run(model, tiny_tokenizer, [ag.policy("gates")], samples)
+        assert outcome.score == pytest.approx(float(nats), abs=1e-4)
+        held.append(outcome.kept)
+    assert held[0] <= held[1] <= held[2] < 0.9  # a pass of several tokens holds them until the next one
