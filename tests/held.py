@@ -50,8 +50,7 @@ class Run:
 
 def contents(store):
     """Ranks that a store holds, by sequence and head."""
-    ranks, lengths = store.padded().ranks, store.lengths.tolist()
-    rows = [ranks[i, :n].tolist() for i, n in enumerate(lengths)]
+    rows = [ranks.tolist() for ranks in store.kept()]
     return [rows[i : i + store.kv_heads] for i in range(0, len(rows), store.kv_heads)]
 
 
@@ -67,8 +66,8 @@ def watched(cache):
         last.kept = contents(store) if last.kept is None else last.kept
         return gone
 
-    def recording(store, k, v, ranks, keep, fleeting=None):
-        append(store, k, v, ranks, keep, fleeting)
+    def recording(store, k, v, ranks, keep, gate=None):
+        append(store, k, v, ranks, keep, gate)
         layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
         real = torch.ones_like(ranks, dtype=torch.bool) if keep is None else keep[:, 0]
         new = [r[flags].tolist() for r, flags in zip(ranks, real, strict=True)]

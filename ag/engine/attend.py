@@ -31,7 +31,7 @@ def attend_one(call: AttentionCall, store: RaggedStore, ranks: Tensor, seen: int
 
 
 def attend_rows(
-    call: AttentionCall, held: Rows, ranks: Tensor, *, fleeting: int = 0, keep: Tensor | None = None
+    call: AttentionCall, held: Rows, ranks: Tensor, *, recent: int = 0, keep: Tensor | None = None
 ) -> Tensor:
     """Attend from queries of ranks ``[B, T]`` to everything held that is not newer, ``[B, H, T, D]``.
 
@@ -39,12 +39,12 @@ def attend_rows(
         call: gives the queries, as they meet the keys that are held.
         held: what the layer holds, the new tokens among it.
         ranks: ``[B, T]`` long, of the queries.
-        fleeting: distance from which on fleeting tokens are invisible; 0: there are none.
+        recent: distance from which on only tokens whose gate is open are visible; 0: all are.
         keep: ``[B, Hkv, N]`` bool, what queries see beside their own tokens; None: everything.
     """
     blocks = zip(call.q.split(QUERY_BLOCK, 2), ranks.split(QUERY_BLOCK, 1), strict=True)
     rows, batch = len(held.ranks), len(call.q)
-    free = call.q.shape[2] == 1 and call.window is None and not fleeting and keep is None
+    free = call.q.shape[2] == 1 and call.window is None and not recent and keep is None
     outs = []
     for q, block in blocks:
         visible = None if held.valid is None else held.valid[:, None]
@@ -53,8 +53,8 @@ def attend_rows(
             near = distance >= 0
             if call.window is not None:
                 near = near & (distance < call.window)
-            if fleeting:
-                near = near & (~held.fleeting[:, None] | (distance < fleeting))
+            if recent and held.gate is not None:
+                near = near & (held.gate[:, None] | (distance < recent))
             if keep is not None:
                 near = near & (keep.flatten(0, 1)[:, None] | (distance == 0))
             visible = near if visible is None else visible & near

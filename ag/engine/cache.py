@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ag.engine.decide import Decision
+from ag.engine.gated import GatedLayer
 from ag.engine.layer import EvictionLayer
 from ag.engine.passes import Pass, Tokens
 from ag.engine.policy import Option, Policy, policy
 from ag.engine.positions import Original, Slots
 from ag.engine.report import Report
+from ag.engine.ring import RingStore
 from ag.engine.spec import PolicySpec
 from ag.errors import UserError
 from ag.gates.attach import attached_gates, check_geometry, place
-from ag.gates.gating import Gating
+from ag.gates.gate import AttentionGate
 from ag.model.geometry import fingerprint
 from ag.model.hooks import AttentionCall, Plan, decoder_of, device_of, instrument
 
@@ -55,6 +55,10 @@ class EvictionCache(Cache, Plan):
     _expected: Tensor | None
     #: Own tokens ``[B]`` of each sequence when something could last go.
     _decided: Tensor
+    #: Columns seen when something could last be evicted by flags: before the last forward pass, or after the prompt.
+    _settled: int
+    #: The most own tokens ``[B]`` of each sequence in such columns when :meth:`crop` was called; None: it was not.
+    _taken: Tensor | None
     #: What ``model.generate`` said of the text so far, ``[B, T]``; None where it said nothing.
     _text: Tensor | None
     #: Final hidden states ``[B, d]`` of the last own tokens so far, while parts of a prompt come.
@@ -84,14 +88,25 @@ class EvictionCache(Cache, Plan):
             if self.gates.adapter is not None:
                 self.gates.adapter.check(model, times=1)
             place(model, self.gates)
+            if self.gates.config.scope == "prompt" and self.policy.block is not None:
+                raise UserError(
+                    f"{self.policy!r}: gates of gate.scope=prompt read a prompt in one forward pass; use the schedule "
+                    "prefill, or gates of gate.scope=causal."
+                )
         instrument(model)
         self.rotation = Slots(self.decoder) if self.policy.positions == "slot" else Original()
         #: The layers, with their own type.
-        self.evicting_layers = [EvictionLayer(self.policy, self.rotation) for _ in self.decoder.layers]
+        self.evicting_layers = [self._layer(index) for index in range(len(self.decoder.layers))]
         super().__init__(layers=[*self.evicting_layers])
         windowed = fingerprint(self.decoder.config)["windowed_layers"]
         self._sharing = [index for index in range(len(self.layers)) if index not in windowed]
         self.reset()
+
+    def _layer(self, index: int) -> EvictionLayer:
+        if self.gates is None or index not in self.gates.layer_indices:
+            return EvictionLayer(self.policy, self.rotation)
+        kind = GatedLayer if self.policy.budget is None else EvictionLayer
+        return kind(self.policy, self.rotation, self.gates)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictionCache:
         """Copy what is held, for another continuation of the same prompt; the model stays the same one."""
@@ -115,8 +130,8 @@ class EvictionCache(Cache, Plan):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys and values."""
-        return sum(layer.store.nbytes for layer in self.evicting_layers if layer.store is not None)
+        """Bytes allocated for keys and values, and for what gates look back at."""
+        return sum(layer.nbytes for layer in self.evicting_layers)
 
     @property
     def prefill(self) -> Literal["dense", "sparse", "blocks"]:
@@ -139,18 +154,16 @@ class EvictionCache(Cache, Plan):
         store = self.evicting_layers[layer].store
         if store is None:
             return []
-        ranks = store.padded().ranks
-        columns = [row.nonzero().flatten().to(ranks.device) for row in self.valid]
-        return [
-            [columns[b][ranks[row, : int(store.lengths[row])].long()] for row in range(first, first + store.kv_heads)]
-            for b, first in enumerate(range(0, len(ranks), store.kv_heads))
-        ]
+        kept = store.kept()
+        columns = [row.nonzero().flatten().to(kept[0].device) for row in self.valid for _ in range(store.kv_heads)]
+        heads = [own[ranks.long()] for own, ranks in zip(columns, kept, strict=True)]
+        return [heads[first : first + store.kv_heads] for first in range(0, len(heads), store.kv_heads)]
 
     def kept_share(self) -> float:
         """Return the share of the (token, KV head) pairs seen so far that is still held, over all layers."""
         stores = [layer.store for layer in self.evicting_layers if layer.store is not None]
         seen = sum(int(self.valid.sum()) * store.kv_heads for store in stores)
-        return sum(int(store.lengths.sum()) for store in stores) / seen if seen else 1.0
+        return sum(int(store.counts().sum()) for store in stores) / seen if seen else 1.0
 
     def report(self) -> Report:
         """Return what each layer and head holds, what it costs, and the time that scoring took."""
@@ -158,8 +171,8 @@ class EvictionCache(Cache, Plan):
         return Report(
             policy=repr(self.policy),
             tokens=int(self.valid.sum()),
-            kept=[[] if s is None else s.lengths.view(-1, s.kv_heads).sum(0).tolist() for s in stores],
-            nbytes=[0 if s is None else s.nbytes for s in stores],
+            kept=[[] if s is None else s.counts().view(-1, s.kv_heads).sum(0).tolist() for s in stores],
+            nbytes=[layer.nbytes for layer in self.evicting_layers],
             seconds=[layer.scoring_seconds for layer in self.evicting_layers],
         )
 
@@ -235,10 +248,11 @@ class EvictionCache(Cache, Plan):
                 f"attention_mask {tuple(attention_mask.shape)}: expected {(batch, seen + length)}, one entry for each "
                 "token seen and coming; for another text call cache.reset() first."
             )
-        if not seen and self.gates is not None and self._expected is not None and length < self._expected.shape[1]:
+        coming = self._expected.shape[1] if self._expected is not None and not seen else length
+        if self.gates is not None and self.gates.config.scope == "prompt" and length < coming:
             raise UserError(
-                f"{self.policy!r}: gates read the prompt in one forward pass, and {length} of "
-                f"{self._expected.shape[1]} tokens came; leave prefill_chunk_size out."
+                f"{self.policy!r}: gates of gate.scope=prompt read the prompt in one forward pass, and {length} of "
+                f"{coming} tokens came; leave prefill_chunk_size out, or use gates of gate.scope=causal."
             )
         self.valid = torch.cat([self.valid.to(device), new], 1) if seen else new
         self.prompt_lengths = self.prompt_lengths.to(device)
@@ -247,15 +261,11 @@ class EvictionCache(Cache, Plan):
             self._begin_prompt(new)
         if seen + length >= self.prompt_columns > seen:
             self.prompt_lengths = self.valid[:, : self.prompt_columns].sum(1)
-        gating = None
-        if not seen and self.gates is not None:
-            prompt = self.valid[:, : self.prompt_columns]
-            gating = Gating(self.gates, prompt, prompt.sum(1), hard=True)
         padded = attention_mask is not None and not bool(new.all())
         self._right_padded = padded and not bool(new[:, -1].all())
         self._gaps |= self._right_padded
         tokens = Tokens(ranks=(self.valid.cumsum(1) - 1)[:, seen:], real=new)
-        self._turn(tokens, padded=padded, reading=seen < self.prompt_columns, gating=gating)
+        self._turn(tokens, padded=padded, reading=seen < self.prompt_columns)
 
     def _begin_prompt(self, new: Tensor) -> None:
         whole = new if self._expected is None else self._expected.to(new.device)
@@ -266,25 +276,24 @@ class EvictionCache(Cache, Plan):
         if self.policy.budget is not None:
             self.decision = Decision(self.policy, self._sharing)
 
-    def _turn(
-        self, tokens: Tokens, *, padded: bool, reading: bool, gating: Gating | None = None, last: bool = True
-    ) -> None:
+    def _turn(self, tokens: Tokens, *, padded: bool, reading: bool, last: bool = True) -> None:
         """Make the pass of the next tokens.
 
         Args:
             tokens: which these are.
             padded: whether some of them are not real.
             reading: whether they are of the prompt.
-            gating: what the gates say of the prompt.
             last: whether they are the last ones of the forward pass, or of its part of the prompt.
         """
         stores = [layer.store for layer in self.evicting_layers if layer.store is not None]
         seen = self.valid.shape[1]
-        now = Pass(
+        ends = last and seen >= self.prompt_columns
+        later = self._judges_later
+        self.now = Pass(
             **vars(tokens),
             number=1 if self.now is None else self.now.number + 1,
             reading=reading,
-            ends_prompt=last and seen >= self.prompt_columns,
+            ends_prompt=ends,
             padded=padded,
             left_padded=padded and not bool(tokens.real[:, 0].all()),
             seen=seen,
@@ -292,11 +301,16 @@ class EvictionCache(Cache, Plan):
             prompt_lengths=self.prompt_lengths,
             due=self._due(tokens, reading),
             places=self.rotation.places(tokens, seen, stores),
-            gating=gating,
+            judged=self.gates is not None and (reading or later),
+            remember=self.gates is not None and (later or (reading and not ends)),
         )
-        if gating is not None and self.decision is not None:  # the gates read the prompt whole, layers take its blocks
-            now = replace(now, parts=self._parts(now))
-        self.now = now
+        self._settled = min(seen, self.prompt_columns) if reading else seen - tokens.ranks.shape[1]
+
+    @property
+    def _judges_later(self) -> bool:
+        """Whether gates are asked about the tokens that follow the prompt."""
+        wanted = self.policy.budget is None or self.policy.steps is not None
+        return self.gates is not None and self.gates.config.covers == "all" and wanted
 
     def _due(self, tokens: Tokens, reading: bool) -> Tensor | None:
         """Return ``[B]`` bool, the sequences of which something may go after these tokens; None: of none.
@@ -317,38 +331,19 @@ class EvictionCache(Cache, Plan):
             self._decided = seen.where(due, self._decided.to(seen.device))
         return due if bool(due.any()) else None
 
-    def _parts(self, now: Pass) -> tuple[Pass, ...]:
-        """Cut a pass into the blocks of the schedule; empty when there is one."""
-        blocks = now.blocks(self.policy.block)
-        return tuple(
-            replace(
-                now,
-                **vars(block),
-                padded=not bool(block.real.all()),
-                left_padded=not bool(block.real[:, 0].all()),
-                ends_prompt=now.ends_prompt and block is blocks[-1],
-                due=self._due(block, reading=True),
-                places=None if now.places is None else now.places.gather(1, block.columns),
-            )
-            for block in blocks
-            if block.columns is not None and len(blocks) > 1
-        )
-
     def blocks(self) -> Iterator[Tensor] | None:
         """Let the model read the prompt in the blocks of the schedule, and what comes with it (a draft) after it."""
         whole = self._pass
         if not whole.reading:
             return None
         prompt, rest = whole.split(self.prompt_columns - self._before)
-        cut = whole.gating is None and self.decision is not None
-        parts = prompt.blocks(self.policy.block if cut else None)
+        parts = prompt.blocks(self.policy.block)
         return self._one_by_one(parts, rest) if len(parts) > 1 or rest.ranks.shape[1] else None
 
     def _one_by_one(self, parts: list[Tokens], rest: Tokens) -> Iterator[Tensor]:
-        gating = self._pass.gating
         for number, part in enumerate(parts, 1):
             padded = not bool(part.real.all())
-            self._turn(part, padded=padded, reading=True, gating=gating, last=number == len(parts))
+            self._turn(part, padded=padded, reading=True, last=number == len(parts))
             assert part.columns is not None
             yield part.columns.where(part.real, -1)
         if rest.columns is not None and rest.columns.shape[1]:
@@ -370,10 +365,14 @@ class EvictionCache(Cache, Plan):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Let the layer's gate look at the prompt."""
-        if self._pass.gating is not None:
+        """Let the gate that reads this layer's input look at the new tokens."""
+        if not self._pass.judged or self.gates is None:
+            return
+        target = str(layer + self.gates.config.layer_offset)
+        if target in self.gates.layers:
+            gate = cast("AttentionGate", self.gates.layers[target])
             with torch.no_grad():
-                self._pass.gating.enter_layer(layer, hidden)
+                self.evicting_layers[int(target)].judge(gate, hidden, self._near(hidden.device))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
@@ -384,22 +383,17 @@ class EvictionCache(Cache, Plan):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, call: AttentionCall) -> Tensor:
-        """Hand the pass to a layer, block by block where the schedule says so."""
-        layer, now = self.evicting_layers[call.layer], self._pass
-        if call.q.device != now.ranks.device:  # a model whose next layers are on another device
-            now = self.now = now.to(call.q.device)
+        """Hand the pass to a layer."""
+        now = self._near(call.q.device)
         deciding = call.layer in self._sharing and (now.reading or self.policy.steps is not None)
         decision = self.decision if deciding else None
-        if decision is None or not now.parts:
-            return layer.run(call, now, decision, self.evicting_layers)
-        length = call.q.shape[2]
-        out = F.pad(torch.zeros_like(call.q), (0, 0, 0, 1))  # the last column: of no token
-        for part in now.parts:
-            assert part.columns is not None
-            mixed = layer.run(call.at(part.columns), part, decision, self.evicting_layers)
-            target = part.columns.where(part.real, length)[:, None, :, None]
-            out.scatter_(2, target.expand_as(mixed), mixed)
-        return out[:, :, :length]
+        return self.evicting_layers[call.layer].run(call, now, decision, self.evicting_layers)
+
+    def _near(self, device: torch.device) -> Pass:
+        """Return the pass on a device: that of the layers to come, where a model lies on several."""
+        if device != self._pass.ranks.device:
+            self.now = self._pass.to(device)
+        return self._pass
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish(self, states: Tensor) -> Tensor:
@@ -430,6 +424,7 @@ class EvictionCache(Cache, Plan):
         if remove == 0:
             return
         self._check_crop(remove)
+        self._taken, self._settled = self._settled_tokens(), min(self._settled, self.valid.shape[1] - remove)
         self.valid = self.valid[:, :-remove]
         self.prompt_columns = min(self.prompt_columns, self.valid.shape[1])
         if len(self._decided):
@@ -462,6 +457,8 @@ class EvictionCache(Cache, Plan):
         self.valid, self.prompt_lengths = (x[indices.to(x.device)] for x in (self.valid, self.prompt_lengths))
         if len(self._decided):
             self._decided = self._decided[indices.to(self._decided.device)]
+        if self._taken is not None:
+            self._taken = self._taken[indices.to(self._taken.device)]
         if self.now is not None:
             self.now = self.now.select_sequences(indices)
         for layer in self.evicting_layers:
@@ -479,7 +476,8 @@ class EvictionCache(Cache, Plan):
         self._decided = torch.empty(0, dtype=torch.long)
         self.prompt_columns = 0
         self._gaps = False  # whether some sequence was padded on its right
-        self._expected = self._text = self._ends = self.decision = self.now = None
+        self._settled = 0
+        self._expected = self._text = self._ends = self._taken = self.decision = self.now = None
         for layer in self.evicting_layers:
             layer.reset()
 
@@ -491,9 +489,10 @@ class EvictionCache(Cache, Plan):
         columns = self.prompt_columns
         if left < columns:
             raise UserError(f"crop({-remove}): only tokens after the prompt can go; prefill a shorter prompt.")
+        self._check_recent(remove)
         if self.decision is None:
-            self._check_crop_by_flags(remove, columns)
-        elif self.policy.steps is not None and (scorer.follows or scorer.lookback):
+            return
+        if self.policy.steps is not None and (scorer.follows or scorer.lookback):
             raise UserError(
                 f"crop({-remove}): {self.policy!r} has recorded the queries of the tokens that would go; use the "
                 "schedule prefill, or make a new cache."
@@ -504,13 +503,36 @@ class EvictionCache(Cache, Plan):
                 "schedule prefill, or make a new cache."
             )
 
-    def _check_crop_by_flags(self, remove: int, columns: int) -> None:
-        """Refuse where prompt tokens that are evicted would be recent again."""
-        assert self.gates is not None
-        prompt, left = self.valid[:, :columns].sum(1), self.valid[:, :-remove].sum(1)
-        recent = self.gates.config.recent_tokens
-        if bool(((left < prompt + recent - 1) & (left < self._pass.ranks[:, 0])).any()):
-            raise UserError(
-                f"crop({-remove}): some of the prompt's {recent} recent tokens are evicted; crop no more than the last "
-                "forward pass, or make a new cache."
-            )
+    def _check_recent(self, remove: int) -> None:
+        """Refuse where tokens that are evicted would be recent again.
+
+        The next query of a text of n tokens sees all ranks from n + 1 - r on. Below that what had settled for n tokens
+        has only those that stay for another reason.
+        """
+        left, settled = self.valid[:, :-remove].sum(1), self._settled_tokens()
+        for name, recent, last in self._recents():
+            first = settled + 1 - recent if last is None else (settled + 1 - recent).minimum(last)
+            if bool(((first > 0) & (left + 1 - recent < first)).any()):
+                raise UserError(
+                    f"crop({-remove}): some of the {recent} recent tokens ({name}) are evicted; crop no more than the "
+                    "last forward pass, or make a new cache."
+                )
+
+    def _recents(self) -> Iterator[tuple[str, int, Tensor | None]]:
+        """Yield the numbers of newest tokens that are held whatever gates say, and below which rank others went."""
+        if self.gates is None:
+            return
+        config = self.gates.config
+        if self.policy.budget is None:
+            prompt = None if self._judges_later else self.valid[:, : self.prompt_columns].sum(1)
+            yield "gate.recent_tokens", config.recent_tokens, prompt
+        if config.window and self._judges_later:
+            yield "gate.window", config.window, None
+        windows = {x.store.window for x in self.evicting_layers if isinstance(x.store, RingStore)} - {None}
+        for window in windows:
+            yield "the model's sliding window", int(window or 0), None
+
+    def _settled_tokens(self) -> Tensor:
+        """Return ``[B]``, the most own tokens of each sequence that something was evicted for."""
+        settled = self.valid[:, : self._settled].sum(1)
+        return settled if self._taken is None else settled.maximum(self._taken.to(settled.device))

@@ -1,7 +1,8 @@
 """One layer of the cache: what it holds, what its scorer remembers, and what it does with a pass.
 
 A pass goes through five stages: *store* the new keys and values, *attend* to what is held, *observe* the attention,
-*decide* what stays, *retain* it. Prompts, blocks of them, later turns and single tokens take the same way.
+*decide* what stays, *retain* it. Prompts, blocks of them, later turns and single tokens take the same way. Where the
+flags of a gate decide, :class:`ag.engine.gated.GatedLayer` stores, attends and retains instead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ag.engine.positions import Original
 from ag.engine.select import closing_order
 from ag.engine.storage import RaggedStore, Rows
 from ag.errors import UserError
-from ag.gates.gating import Gating
+from ag.gates.gate import AttentionGate, AttentionGates
+from ag.gates.memory import GateMemory
 from ag.model.hooks import AttentionCall
 
 
@@ -39,8 +41,9 @@ class Step:
         decision: decides for this layer in this pass; None: nobody does.
         layers: all layers of the cache; a decision may concern earlier ones.
         fresh: whether nothing was held before.
-        flags: gates whose flags say what is stored; None: all is.
         unrotated: the call with keys as they are stored.
+        logits: of the layer's gate, ``[B, Hkv, T]``; None: it was not asked.
+        flags: what the gate decided of the new tokens, ``[B, Hkv, T]``; None until a stage asks.
         held: what is held, keys as queries meet them; None until a stage asks.
         seen: what the scorer is shown; None: nothing.
         masks: what stays ``[B, Hkv, N]``, by layer.
@@ -52,8 +55,9 @@ class Step:
     decision: Decision | None
     layers: Sequence[EvictionLayer]
     fresh: bool
-    flags: Gating | None
     unrotated: AttentionCall
+    logits: Tensor | None
+    flags: Tensor | None = None
     held: Rows | None = None
     seen: Observation | None = None
     masks: dict[int, Tensor] = field(default_factory=dict)
@@ -66,6 +70,7 @@ class EvictionLayer(CacheLayerMixin):
     Args:
         policy: of the cache.
         rotation: what keys are rotated by.
+        gates: of the model, where this layer has a gate; else None.
     """
 
     is_sliding = False
@@ -73,9 +78,11 @@ class EvictionLayer(CacheLayerMixin):
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, policy: Policy, rotation: Original) -> None:
+    def __init__(self, policy: Policy, rotation: Original, gates: AttentionGates | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.policy, self.rotation = policy, rotation
+        self.policy, self.rotation, self.gates = policy, rotation, gates
+        #: What the layer's gate looks back at.
+        self.gate_memory = GateMemory(0 if gates is None else gates.config.window)
         self.reset()
 
     def reset(self) -> None:
@@ -90,8 +97,13 @@ class EvictionLayer(CacheLayerMixin):
         #: What the scorer recorded, ``[..., N]`` by slot of the store.
         self.memory: dict[str, Tensor] = {}
         self._lookback: tuple[Tensor, Tensor, Tensor] | None = None  # last queries, their ranks and validity
-        self._probability: Tensor | None = None  # of the gate, by rank
-        self._fleeting = 0  # distance from which on the store's fleeting tokens are invisible; 0: it has none
+        self.gate_memory.clear()
+        self._logits: Tensor | None = None  # of the gate, for the tokens that come next
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values, the gate's too."""
+        return self.gate_memory.nbytes + (0 if self.store is None else self.store.nbytes)
 
     # ---- what transformers asks
 
@@ -126,6 +138,24 @@ class EvictionLayer(CacheLayerMixin):
 
     # ---- a pass
 
+    def judge(self, gate: AttentionGate, hidden: Tensor, now: Pass) -> None:
+        """Ask the layer's gate about the tokens of a pass, before :meth:`run`.
+
+        Args:
+            gate: of the layer.
+            hidden: hidden states ``[B, T, d]`` that the gate reads.
+            now: the pass.
+        """
+        real = now.real if now.padded else None
+        if now.remember or self.gate_memory:
+            self._logits = gate.step(hidden, now.ranks, real, self.gate_memory)
+        else:
+            self._logits = gate(hidden, real, now.left_padded)
+        if now.reading:  # no token of a prompt is taken back
+            self.gate_memory.settle()
+        if not now.remember:
+            self.gate_memory.clear()
+
     def run(self, call: AttentionCall, now: Pass, decision: Decision | None, layers: Sequence[EvictionLayer]) -> Tensor:
         """Take a pass through all stages; returns the attention output ``[B, H, T, D]``, 0 on padding.
 
@@ -135,10 +165,10 @@ class EvictionLayer(CacheLayerMixin):
             decision: decides what stays of this layer; None: nothing goes, or the gates' flags say what.
             layers: all layers of the cache.
         """
-        gating = now.gating if decision is None else None
-        flags = gating if gating is not None and call.layer in gating.logits else None
         fresh = self.store is None or (now.reading and not bool(self.store.lengths.any()))
-        step = Step(call, now, decision, layers, fresh, flags, self.rotation.unrotated(call, now))
+        logits = None if self._logits is None else self._logits.to(call.q.device)
+        self._logits = None
+        step = Step(call, now, decision, layers, fresh, self.rotation.unrotated(call, now), logits)
         if self.policy.evict_before_attend and decision is not None and now.due is not None:
             stages = self._store, self._observe, self._decide, self._attend, self._retain
         else:
@@ -146,40 +176,29 @@ class EvictionLayer(CacheLayerMixin):
         for stage in stages:
             stage(step)
         if now.ends_prompt and self.policy.steps is None:  # no later decision needs these
-            self.memory, self._lookback, self._probability = {}, None, None
+            self.memory, self._lookback = {}, None
         assert step.out is not None
         return step.out.masked_fill(~now.real[:, None, :, None], 0.0) if now.padded else step.out
 
     def _store(self, step: Step) -> None:
-        """Store the new tokens: all real ones, or what the gates' flags leave of a prompt."""
+        """Store the new tokens, beside the probability that a gate gave them."""
         call, now = step.unrotated, step.now
-        keep, fleeting = (now.real[:, None] if now.padded else None), None
-        if step.flags is not None:
-            keep, fleeting = self._flagged(step.flags, call, now)
         if self.store is None:
-            self.store = RaggedStore(call.k.shape[0], call.k.shape[1], call.k, call.v)
-        self.store.append(call.k, call.v, now.ranks, keep, fleeting)
-        # what the first query sees stays, so that EvictionCache.crop can take this pass back
-        if self._fleeting and step.flags is None:
-            left = self.store.drop_fleeting(now.ranks[:, 0] - self._fleeting + 1)
-            self._fleeting = self._fleeting if left else 0
+            probability = torch.float32 if self.gates is not None else None
+            self.store = RaggedStore(call.k.shape[0], call.k.shape[1], call.k, call.v, probability)
+        said = None if self.gates is None or step.logits is None else self.gates.probability(step.logits)
+        self.store.append(call.k, call.v, now.ranks, now.real[:, None] if now.padded else None, said)
 
     def _attend(self, step: Step) -> None:
         """Attend to what is held, or to what stays of it where that is decided."""
         call, now, keep = step.unrotated, step.now, step.masks.get(step.call.layer)
         assert self.store is not None
-        if step.flags is not None:
-            sparse = step.flags.gates.config.prefill == "sparse"
-            step.out = step.flags.attend(step.call) if sparse else self._dense(step)
-            step.flags.forget(call.layer)
-        elif step.fresh and keep is None:
+        if step.fresh and keep is None:
             step.out = self._dense(step)
         elif self._one_by_one(step) and keep is None:
-            step.out = self._decode(call, now)
+            step.out = attend_one(call, self.store, now.ranks, now.seen)
         else:
-            held = self._held(step)
-            placed = replace(call, q=self.rotation.queries(call.q, held, now.ranks))
-            step.out = attend_rows(placed, held, now.ranks, fleeting=self._fleeting, keep=keep)
+            step.out = self._attend_held(step, keep=keep)
 
     def _observe(self, step: Step) -> None:
         """Make what the scorer is shown, where something may go or the scorer follows every query."""
@@ -215,18 +234,6 @@ class EvictionLayer(CacheLayerMixin):
 
     # ---- what the stages need
 
-    def _flagged(self, gating: Gating, call: AttentionCall, now: Pass) -> tuple[Tensor, Tensor]:
-        """Return what is stored of a prompt, ``[B, Hkv, T]``, and what of it goes once it is no longer recent."""
-        config = gating.gates.config
-        flagged = gating.gates.flags(gating.logits[call.layer])
-        flagged = F.pad(flagged, (0, call.k.shape[2] - flagged.shape[2])) & now.real[:, None]
-        flagged = flagged | (now.real & (now.ranks < config.sink_tokens))[:, None]
-        # the next query stands one further on, so that it sees recent - 1 tokens of the prompt
-        recent = now.real & (now.real.sum(1, keepdim=True) - now.ranks < config.recent_tokens)
-        self._fleeting = config.recent_tokens if config.recent_tokens > 1 else 0
-        keep = flagged | recent[:, None]
-        return keep, keep & ~flagged
-
     def _dense(self, step: Step) -> Tensor:
         """Attend among the new tokens alone, as the model does."""
         return step.call.dense(step.now.real if step.now.padded else None, step.now.left_padded)
@@ -236,10 +243,11 @@ class EvictionLayer(CacheLayerMixin):
         q = step.call.q
         return q.shape[2] == 1 and not step.now.reading and self.rotation.in_place and not q.requires_grad
 
-    def _decode(self, call: AttentionCall, now: Pass) -> Tensor:
-        """Attend from one query per sequence."""
-        assert self.store is not None
-        return attend_one(call, self.store, now.ranks, now.seen)
+    def _attend_held(self, step: Step, *, keep: Tensor | None = None, recent: int = 0) -> Tensor:
+        """Attend from all queries to the padded rows of what is held; see :func:`ag.engine.attend.attend_rows`."""
+        held = self._held(step)
+        placed = replace(step.unrotated, q=self.rotation.queries(step.unrotated.q, held, step.now.ranks))
+        return attend_rows(placed, held, step.now.ranks, recent=recent, keep=keep)
 
     def _held(self, step: Step) -> Rows:
         """Return what is held, rows padded."""
@@ -263,7 +271,7 @@ class EvictionLayer(CacheLayerMixin):
                 scaling=call.scaling,
                 layer=call.layer,
                 window=call.window,
-                gate=self._gate_probability(call.layer, now, slots, filled),
+                gate=None if held.gate is None else held.gate.unflatten(0, shape).masked_fill(~filled, 0.0),
                 prompt_lengths=now.prompt_lengths,
                 decoding=not now.reading,
                 precise=self.policy.scorer is not None and self.policy.scorer.precise,
@@ -290,22 +298,6 @@ class EvictionLayer(CacheLayerMixin):
             index = newest[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1])
             self._lookback = q.gather(2, index), ranks.gather(1, newest), valid.gather(1, newest)
         return replace(new, q=q, ranks=ranks, valid=valid)
-
-    def _gate_probability(self, layer: int, now: Pass, slots: Tensor, filled: Tensor) -> Tensor | None:
-        """Return the gate's probabilities ``[B, Hkv, N]`` of the held tokens, 1 for those that follow the prompt."""
-        if self._probability is None and now.gating is not None and layer in now.gating.logits:
-            logits = now.gating.logits[layer]
-            prompt = now.gating.prompt.to(logits.device)
-            columns = prompt.long().argsort(dim=1, descending=True, stable=True)  # the logits are in columns
-            index = columns[:, None, : logits.shape[2]].clamp_max(logits.shape[2] - 1).expand_as(logits)
-            own = torch.arange(logits.shape[2], device=logits.device) < prompt.sum(1)[:, None]
-            self._probability = now.gating.gates.probability(logits.gather(2, index)).where(own[:, None], 1.0)
-            now.gating.forget(layer)
-        if self._probability is None:
-            return None
-        known = self._probability.shape[2]
-        values = self._probability.gather(2, slots.clamp_max(known - 1))
-        return values.masked_fill(slots >= known, 1.0).masked_fill(~filled, 0.0)
 
     # ---- what goes
 
@@ -336,11 +328,13 @@ class EvictionLayer(CacheLayerMixin):
         if self._lookback is not None:
             q, ranks, valid = (x[indices.to(x.device)] for x in self._lookback)
             self._lookback = q, ranks, valid
-        if self._probability is not None:
-            self._probability = self._probability[indices.to(self._probability.device)]
+        self.gate_memory.select_sequences(indices)
 
     def crop_to(self, valid: Tensor) -> None:
         """Forget the tokens after those in ``valid`` ``[B, seen]``."""
         self.seen = valid.shape[1]
+        counts = valid.sum(1)
         if self.store is not None:
-            self.store.crop(valid.sum(1))
+            self.store.crop(counts)
+        if self.gate_memory:
+            self.gate_memory.crop(counts)

@@ -37,12 +37,12 @@ class Layout:
 
     def settle(self, starts: Tensor, lengths: Tensor, limits: Tensor | None = None) -> None:
         """Take note of where the rows are now, ``[R]`` long on the CPU each; limits: None when they stay."""
-        self.starts, self.lengths = starts, lengths
+        self.starts, self._lengths, self._behind = starts, lengths, False
         self.limits = self.limits if limits is None else limits
         #: Starts and lengths on the device of the keys, ``[R]`` long each.
         self.rows = sent(starts, self.device), sent(lengths, self.device)
-        #: Tokens that every row can still take.
-        self.room = int((self.limits - starts - lengths).min())
+        #: Tokens that every row can still take; it may take more after a :meth:`push`.
+        self.count_room()
         steps = starts.diff()
         even = bool((lengths == lengths[0]).all()) and bool((steps == steps[:1]).all())
         #: Slots from one row to the next where rows are equally long and evenly spaced, else None.
@@ -50,10 +50,31 @@ class Layout:
 
     def grow(self, more: int) -> None:
         """Take note that each row has ``more`` tokens more, which had room; nothing waits for the device."""
-        self.lengths = self.lengths + more
-        on_device = self.lengths if self.device.type == "cpu" else self.rows[1] + more
+        self._lengths = self.lengths + more
+        on_device = self._lengths if self.device.type == "cpu" else self.rows[1] + more
         self.rows = self.rows[0], on_device
         self.room -= more
+
+    def push(self) -> None:
+        """Take note that a kernel wrote one token to each row and changed the lengths in ``rows``; nothing waits.
+
+        A row may have grown by one token. On another device than the CPU only that one knows, until somebody asks.
+        """
+        self.room -= 1
+        self.step = None
+        self._behind = self.rows[1] is not self._lengths
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each row, ``[R]`` long on the CPU; after a :meth:`push` the host waits for them."""
+        if self._behind:
+            self._lengths, self._behind = self.rows[1].cpu(), False
+        return self._lengths
+
+    def count_room(self) -> int:
+        """Return how many tokens every row can still take, which :attr:`room` may be below."""
+        self.room = int((self.limits - self.starts - self.lengths).min())
+        return self.room
 
     def fits(self, lengths: Tensor) -> bool:
         """Tell whether rows of these lengths fit where the rows start."""

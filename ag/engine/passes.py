@@ -9,8 +9,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ag.gates.gating import Gating
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
@@ -71,8 +69,8 @@ class Pass(Tokens):
         prompt_lengths: ``[B]`` long, own tokens of each prompt, as far as they are known.
         due: ``[B]`` bool, sequences of which something may go after these tokens; None: of none.
         places: ``[B, w]`` long, positions that the model rotates the tokens by, where slots decide; else None.
-        gating: what the gates say of the prompt, while they read it.
-        parts: blocks of these tokens that a layer takes one after the other; empty: it takes all at once.
+        judged: whether gates are asked about these tokens.
+        remember: whether they will be asked about later ones.
     """
 
     number: int
@@ -85,8 +83,8 @@ class Pass(Tokens):
     prompt_lengths: Tensor
     due: Tensor | None = None
     places: Tensor | None = None
-    gating: Gating | None = None
-    parts: tuple[Pass, ...] = ()
+    judged: bool = False
+    remember: bool = False
 
     def to(self, device: torch.device) -> Self:
         """Return the same on another device."""
@@ -98,4 +96,4 @@ class Pass(Tokens):
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
         changed: dict[str, Any] = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return replace(self, **changed, parts=tuple(part._each(change) for part in self.parts))
+        return replace(self, **changed)

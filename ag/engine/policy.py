@@ -135,9 +135,10 @@ def policy(
     budget = None if budget is None else parse_budget(budget)
     parts, rest = spec.resolved(), dict(options)
     _check_full(spec, budget, schedule)
-    if budget is None and (not spec.bare or schedule != "prefill"):
+    later = {part.partition(":")[0] for part in schedule.split("+")} - {"prefill", "blocks"}
+    if budget is None and (not spec.bare or later):
         raise UserError(f"Policy '{spec}' needs a budget: tokens per KV head (256), or a share of the prompt (0.25).")
-    _check_schedule(parts, schedule)
+    _check_schedule(schedule)
     engine = _engine_options(spec, budget, rest)
     _check_growth(spec, budget, schedule, engine)
     gates = AttentionGates.from_pretrained(Path(spec.path)) if spec.path else None
@@ -244,14 +245,9 @@ def _check_type(what: str, value: Option, hint: Any) -> None:
         raise UserError(f"{what}: expected {expected}.")
 
 
-def _check_schedule(spec: PolicySpec, schedule: str) -> None:
+def _check_schedule(schedule: str) -> None:
     kinds = [part.partition(":")[0] for part in schedule.split("+")]
     if not re.fullmatch(r"(prefill|every|(blocks|steps):[1-9]\d*)(\+(every|(blocks|steps):[1-9]\d*))*", schedule):
         raise UserError(f"schedule={schedule!r}: expected prefill, blocks:m, every, steps:n, or some joined by +.")
     if len(set(kinds)) < len(kinds) or {"every", "steps"} <= set(kinds) or {"prefill", "blocks"} <= set(kinds):
         raise UserError(f"schedule={schedule!r}: expected at most one part for the prompt and one for what follows.")
-    if spec.reads_gates and "blocks" in kinds and ALLOCATORS[str(spec.allocator)].compares_layers:
-        raise UserError(
-            f"Policy '{spec}' with schedule={schedule!r}: gates see a prompt whole, layer by layer, and "
-            f"{spec.allocator} compares all layers after each block; use the schedule prefill, or another allocator."
-        )

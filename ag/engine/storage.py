@@ -21,8 +21,8 @@ class Rows(NamedTuple):
     keys: Tensor  # [R, N, D]
     values: Tensor  # [R, N, D]
     ranks: Tensor  # [R, N], rank of each token among its sequence's own tokens
-    fleeting: Tensor  # [R, N] bool, tokens that go once they are no longer recent
     valid: Tensor | None  # [R, N] bool; None when every row has N tokens
+    gate: Tensor | None = None  # [R, N], what the gate said of each token; None: nothing
 
 
 class RaggedStore:
@@ -33,16 +33,16 @@ class RaggedStore:
         kv_heads: KV heads Hkv.
         key: any tensor ``[..., D]`` with the keys' size, type and device.
         value: the same for the values.
+        gate: type of what a gate says of each token, which is stored beside it; None: there is no gate.
     """
 
-    def __init__(self, batch: int, kv_heads: int, key: Tensor, value: Tensor) -> None:
+    def __init__(self, batch: int, kv_heads: int, key: Tensor, value: Tensor, gate: torch.dtype | None = None) -> None:
         self.batch, self.kv_heads = batch, kv_heads
         self.keys = key.new_empty(0, key.shape[-1])
         self.values = value.new_empty(0, value.shape[-1])
         self.ranks = torch.empty(0, dtype=torch.int32, device=key.device)
-        self.fleeting = torch.empty(0, dtype=torch.bool, device=key.device)
+        self.gate = None if gate is None else torch.empty(0, dtype=gate, device=key.device)
         self.layout = Layout(batch * kv_heads, key.device)
-        self._marks = False  # whether some token was ever fleeting
 
     @property
     def lengths(self) -> Tensor:
@@ -59,7 +59,12 @@ class RaggedStore:
         """Bytes allocated for keys and values, slack included."""
         return self.keys.nbytes + self.values.nbytes
 
-    def append(self, k: Tensor, v: Tensor, ranks: Tensor, keep: Tensor | None, fleeting: Tensor | None = None) -> None:
+    @property
+    def columns(self) -> list[Tensor]:
+        """What is stored of each token: key, value, rank, and what the gate said."""
+        return [self.keys, self.values, self.ranks, *([] if self.gate is None else [self.gate])]
+
+    def append(self, k: Tensor, v: Tensor, ranks: Tensor, keep: Tensor | None, gate: Tensor | None = None) -> None:
         """Add new tokens at the ends of the rows.
 
         Args:
@@ -67,13 +72,14 @@ class RaggedStore:
             v: values ``[B, Hkv, T, D]``.
             ranks: ``[B, T]`` rank of each token in its sequence.
             keep: ``[B, Hkv or 1, T]`` bool, which of them to store; None stores all.
-            fleeting: ``[B, Hkv, T]`` bool, stored tokens that :meth:`retain` will drop later; None: none.
+            gate: ``[B, Hkv, T]``, what the gate says of them; None: 1 of each.
         """
         shape = k.shape[:3]
         length = shape[2]
-        ranks = ranks[:, None].expand(shape).flatten().int()
-        k, v = k.flatten(0, 2), v.flatten(0, 2)
-        marks = None if fleeting is None else fleeting.flatten()
+        new = [k.flatten(0, 2), v.flatten(0, 2), ranks[:, None].expand(shape).flatten().int()]
+        if self.gate is not None:
+            said = self.gate.new_ones(shape) if gate is None else gate.to(self.gate.dtype)
+            new.append(said.flatten())
         if keep is None:
             if length > self.layout.room:
                 self._lay_out(self.lengths + length)
@@ -87,14 +93,9 @@ class RaggedStore:
                 self._lay_out(lengths)
             chosen = keep.flatten()
             slots = ((self.rows[0] + self.rows[1])[:, None] + keep.cumsum(1) - 1).flatten()[chosen]
-            k, v, ranks = k[chosen], v[chosen], ranks[chosen]
-            marks = None if marks is None else marks[chosen]
-        self.keys.index_copy_(0, slots, k)
-        self.values.index_copy_(0, slots, v)
-        self.ranks.index_copy_(0, slots, ranks)
-        if marks is not None or self._marks:
-            self._marks = True
-            self.fleeting[slots] = False if marks is None else marks
+            new = [x[chosen] for x in new]
+        for column, x in zip(self.columns, new, strict=True):
+            column.index_copy_(0, slots, x)
         if keep is None:
             self.layout.grow(length)
         else:
@@ -106,19 +107,28 @@ class RaggedStore:
         Rows of equal length are a view of the storage; others are gathered, so that the memory of one layer is needed
         for a moment.
         """
-        parts = (self.keys, self.values, self.ranks, self.fleeting)
         longest = int(self.lengths.max())
         step, count = self.layout.step, len(self.lengths)
         if step is not None:
-            first = int(self.layout.starts[0])
-            keys, values, ranks, fleeting = (
+            first, valid = int(self.layout.starts[0]), None
+            parts = [
                 x.as_strided((count, longest, *x.shape[1:]), (step * x.stride(0), *x.stride()), first * x.stride(0))
-                for x in parts
-            )
-            return Rows(keys, values, ranks, fleeting, None)
-        index, valid = self.layout.index(longest)
-        keys, values, ranks, fleeting = (x[index] for x in parts)
-        return Rows(keys, values, ranks, fleeting, valid)
+                for x in self.columns
+            ]
+        else:
+            index, valid = self.layout.index(longest)
+            parts = [x[index] for x in self.columns]
+        keys, values, ranks, *gate = parts
+        return Rows(keys, values, ranks, valid, *gate)
+
+    def kept(self) -> list[Tensor]:
+        """Return the ranks of what each row holds for later queries, ascending."""
+        ranks = self.padded().ranks
+        return [row[:length] for row, length in zip(ranks, self.lengths.tolist(), strict=True)]
+
+    def counts(self) -> Tensor:
+        """Return how many tokens each row holds for later queries, ``[R]`` long on the CPU."""
+        return self.lengths
 
     def count_below(self, ranks: Tensor) -> Tensor:
         """Return how many tokens at the start of each row have a rank below ``ranks[b]`` ``[B]``, ``[R]`` long."""
@@ -142,15 +152,6 @@ class RaggedStore:
         else:
             self._close(index, keep, lengths)
         return True
-
-    def drop_fleeting(self, ranks: Tensor) -> bool:
-        """Free the fleeting tokens whose rank is below ``ranks[b]`` ``[B]``; returns whether others are left."""
-        index, valid = self.layout.index(int(self.lengths.max()))
-        fleeting = self.fleeting[index] & valid
-        gone = fleeting & (self.ranks[index] < ranks.repeat_interleave(self.kv_heads).to(index.device)[:, None])
-        if bool(gone.any()):
-            self.retain(~gone)
-        return bool((fleeting & ~gone).any())
 
     def select_sequences(self, chosen: Tensor) -> None:
         """Replace the sequences by those at the indices ``chosen`` (beam search, repeated inputs)."""
@@ -182,10 +183,9 @@ class RaggedStore:
         first = torch.repeat_interleave(shift, held, output_size=len(slots))
         source = torch.zeros(total, dtype=torch.long, device=device)  # free slots: of any token
         source[first + torch.arange(len(slots), device=device)] = slots
-        for name in ("keys", "values", "ranks", "fleeting"):
-            old: Tensor = getattr(self, name)
-            new = old.index_select(0, source) if len(old) else old.new_zeros(total, *old.shape[1:])
-            setattr(self, name, new)
+        moved = [x.index_select(0, source) if len(x) else x.new_zeros(total, *x.shape[1:]) for x in self.columns]
+        self.keys, self.values, self.ranks, *gate = moved
+        self.gate = gate[0] if gate else None
         self.layout.settle(starts, lengths, limits)
 
     def _close(self, index: Tensor, keep: Tensor, lengths: Tensor) -> None:
@@ -196,7 +196,7 @@ class RaggedStore:
         to_end = int(up.sum()) < int(down.sum())
         moving, target = (up, later) if to_end else (down, place)
         source, target = index[moving], target[moving]
-        for x in (self.keys, self.values, self.ranks, *([self.fleeting] if self._marks else [])):
+        for x in self.columns:
             x.index_copy_(0, target, x.index_select(0, source))
         starts = self.layout.starts
         self.layout.settle(starts + (self.lengths - lengths) if to_end else starts, lengths)

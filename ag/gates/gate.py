@@ -18,6 +18,7 @@ from ag.config.gate import GateConfig
 from ag.errors import UserError
 from ag.gates import export
 from ag.gates.adapted import Adapter
+from ag.gates.memory import GateMemory
 from ag.kernels.gated_attention import gated_attention
 from ag.model.geometry import fingerprint
 
@@ -66,28 +67,79 @@ class AttentionGate(nn.Module):
             ``[B, Hkv, T]`` float32. With ``granularity="query_head"`` the largest logit of a group stands for its
             KV head, so that the entry is dropped only when every query head of the group drops it.
         """
-        hidden = hidden.to(next(self.parameters()).dtype)  # a 16-bit model may have float32 gates
-        logits = self.mix(hidden, valid, left_padded, first)
-        batch, length, _ = logits.shape
-        return logits.float().view(batch, length, self.kv_heads, -1).amax(-1).transpose(1, 2)
+        return self._by_kv_head(self.mix(self._typed(hidden), valid, left_padded, first))
 
     def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
         """Return the logits ``[B, T, heads]`` of hidden states in the type of the parameters; see :meth:`forward`."""
+        return self._out(self._attend(*self._projected(hidden), valid, left_padded, first), hidden)
+
+    def step(self, hidden: Tensor, ranks: Tensor, real: Tensor | None, memory: GateMemory) -> Tensor:
+        """Compute the logits of the next tokens of a text, causally, and remember what later ones look back at.
+
+        Args:
+            hidden: hidden states ``[B, T, d]`` of the new tokens.
+            ranks: ``[B, T]`` long, the place of each among its sequence's own tokens.
+            real: ``[B, T]`` bool, False on padding; None: there is none.
+            memory: what is remembered of the tokens before, and of these afterwards.
+
+        Returns:
+            ``[B, Hkv, T]`` float32, as :meth:`forward` gives for the whole text; anything on padding.
+
+        Raises:
+            UserError: when the gate is of a kind with its own ``mix`` that does not say how it goes on.
+        """
+        if type(self).mix is not AttentionGate.mix:
+            raise UserError(
+                f"{type(self).__name__} says how it reads a whole prompt (mix), not how it goes on: derive it from "
+                "TokenGate if it looks at each token by itself, else define step, or use gate.covers=prompt and whole "
+                "prompts."
+            )
+        hidden = self._typed(hidden)
+        q, k, v = self._projected(hidden)
+        before = bool(memory)
+        ranks = ranks if real is None else ranks.masked_fill(~real, -1)
+        memory.add(k, v, ranks)
+        mixed = memory.attend(q, ranks) if before else self._attend(q, k, v, real, real is not None, None)
+        return self._by_kv_head(self._out(mixed, hidden))
+
+    def _typed(self, hidden: Tensor) -> Tensor:
+        return hidden.to(next(self.parameters()).dtype)  # a 16-bit model may have float32 gates
+
+    def _by_kv_head(self, logits: Tensor) -> Tensor:
+        batch, length, _ = logits.shape
+        return logits.float().view(batch, length, self.kv_heads, -1).amax(-1).transpose(1, 2)
+
+    def _projected(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = (*hidden.shape[:2], self.config.num_heads, self.config.head_dim)
         q, k, v = (proj(hidden).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        return q, k, v
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None
+    ) -> Tensor:
+        """Attend among the tokens of a text from its beginning, ``[B, h', T, d']``."""
         if self.config.scope == "prompt":
             mask = None if valid is None else valid[:, None, None, :]
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        elif left_padded or first is not None or self.config.window:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        if left_padded or first is not None or self.config.window:
             scaling, window = self.config.head_dim**-0.5, self.config.window or None
-            mixed = gated_attention(q, k, v, None, key_valid=valid, scaling=scaling, window=window, first=first)
-        else:  # a causal query never sees the padding to its right
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return gated_attention(q, k, v, None, key_valid=valid, scaling=scaling, window=window, first=first)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # a query never sees the padding to its right
+
+    def _out(self, mixed: Tensor, hidden: Tensor) -> Tensor:
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out + self.linear(hidden) if self.config.shortcut else out
 
 
-class LinearGate(AttentionGate):
+class TokenGate(AttentionGate):
+    """A gate that looks at each token by itself, and so has nothing to remember; base of kinds that define ``mix``."""
+
+    def step(self, hidden: Tensor, ranks: Tensor, real: Tensor | None, memory: GateMemory) -> Tensor:
+        """Compute the logits ``[B, Hkv, T]`` of the next tokens of a text; the arguments are those of the base."""
+        return self.forward(hidden)
+
+
+class LinearGate(TokenGate):
     """A linear map of each token by itself."""
 
     def build(self, hidden_size: int, heads: int) -> None:
@@ -100,7 +152,7 @@ class LinearGate(AttentionGate):
         return result
 
 
-class MLPGate(AttentionGate):
+class MLPGate(TokenGate):
     """Two layers on each token by itself (the surrogate of KVzap)."""
 
     def build(self, hidden_size: int, heads: int) -> None:

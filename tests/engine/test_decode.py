@@ -5,8 +5,8 @@ import torch
 from gates_for import gates_for
 
 import ag
+from ag.engine import gated, layer
 from ag.engine.attend import attend_rows
-from ag.engine.layer import EvictionLayer
 from ag.engine.storage import RaggedStore
 from ag.errors import UserError
 
@@ -50,15 +50,16 @@ def test_no_choice_of_kernel_changes_logits(tiny_mistral, monkeypatch, version):
             found, held = logits(model, model, *policy)
         except UserError as error:
             pytest.skip(str(error))
-        monkeypatch.setattr(EvictionLayer, "_decode", by_mask)
+        for place in (layer, gated):
+            monkeypatch.setattr(place, "attend_one", by_mask)
         expected, held_by_mask = logits(model, model, *policy)
         monkeypatch.undo()
         assert held == held_by_mask
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def by_mask(layer, call, now):
-    return attend_rows(call, layer.store.padded(), now.ranks, fleeting=layer._fleeting)
+def by_mask(call, store, ranks, seen):
+    return attend_rows(call, store.padded(), ranks)
 
 
 def test_gradients_flow_through_a_decoded_token(tiny_llama):

@@ -40,8 +40,7 @@ def cases(draw):
         "num_hidden_layers": draw(st.integers(1, 3)),
     }
     body, allocator = draw(st.sampled_from(BODIES)), draw(st.sampled_from(sorted(ALLOCATORS)))
-    schedules = ["prefill", "every", "steps:2"]
-    schedules += [] if body.startswith("gates") and allocator == "preference" else ["blocks:4", "blocks:5+every"]
+    schedules = ["prefill", "every", "steps:2", "blocks:4", "blocks:5+every"]
     sinks, recent = draw(st.integers(0, 2)), draw(st.integers(0, 2))
     options = {"sinks": sinks, "recent": recent}
     if body.startswith(("snapkv", "cake", "h2o", "scissorhands")):

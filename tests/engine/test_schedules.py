@@ -48,18 +48,12 @@ POLICIES = SCORERS | {
     for wrapper in WRAPPERS
 }
 POLICIES |= {f"{base}+{wrapper}": {} for base in ("knorm", "gates") for wrapper in ("caote", "fastcaote")}
-
-
-def refused(name, schedule):
-    return name == "gates@preference" and "blocks" in schedule
-
-
 POLICIES |= {
     f"{base}@{allocator}": options | ({"observers": 4} if allocator == "preference" else {})
     for base, options in (BASES | {"scissorhands": SCORERS["scissorhands"], "gates": {}, "h2o+caote": {}}).items()
     for allocator in ("pyramid", "preference", "heads")
 }
-CASES = [(name, schedule) for name in POLICIES for schedule in SCHEDULES if not refused(name, schedule)]
+CASES = [(name, schedule) for name in POLICIES for schedule in SCHEDULES]
 
 
 def make(name, schedule, budget=0.5, **options):
@@ -118,8 +112,7 @@ def test_every_policy_on_other_models(family, name, request):
     model = request.getfixturevalue(family)()
     ag.attach(model, gates_for(model))
     for schedule in ("prefill", "blocks:7", "every"):
-        if not refused(name, schedule):
-            check(model, ROWS, run(model, make(name, schedule), ROWS, PROMPTS, steps=[1, 4, 1, 2]))
+        check(model, ROWS, run(model, make(name, schedule), ROWS, PROMPTS, steps=[1, 4, 1, 2]))
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +130,6 @@ def test_smollm2(small_model, name):
     model, rows = small_model
     prompts = [len(row) - STEPS for row in rows]
     schedule = ("prefill", "blocks:16", "every")[list(POLICIES).index(name) % 3]
-    schedule = "prefill" if refused(name, schedule) else schedule
     policy = make(name, schedule, **{"sinks": max(1, POLICIES[name].get("sinks", 0))})
     result = run(model, policy, rows, prompts, steps=[1, 4, 1, 2])
     check(model, rows, result)
@@ -379,12 +371,7 @@ def all_bytes():
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [
-        (name, schedule)
-        for name in POLICIES
-        for schedule in ("prefill", "blocks:7", "every", "blocks:7+steps:3")
-        if not refused(name, schedule)
-    ],
+    [(name, schedule) for name in POLICIES for schedule in ("prefill", "blocks:7", "every", "blocks:7+steps:3")],
 )
 def test_a_budget_that_suffices_changes_no_word(llama, tiny_llama, name, schedule, plain_text):
     batch, wanted = plain_text
@@ -594,11 +581,6 @@ def test_a_budget_below_what_is_protected_matters_when_something_has_to_go(llama
                 run(llama, policy, [ROWS[0]], [15], steps=[1] * 6)
         else:
             assert per_layer(run(llama, policy, [ROWS[0]], [15], steps=[1] * 20).held[-1]) == [[35, 35]] * 3
-
-
-def test_gates_with_preference_in_blocks_are_refused():
-    with pytest.raises(UserError, match="schedule='blocks:7': gates see a prompt whole"):
-        ag.policy("gates@preference", budget=12, schedule="blocks:7")
 
 
 # ---- the report

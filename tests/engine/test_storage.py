@@ -15,7 +15,7 @@ from ag.engine.storage import RaggedStore
 DIM = 3
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["append", "append", "retain", "evict", "evict", "expire", "crop", "select"]),
+        st.sampled_from(["append", "append", "retain", "evict", "evict", "crop", "select"]),
         st.integers(0, 2**16),
     ),
     max_size=12,
@@ -23,7 +23,7 @@ OPERATIONS = st.lists(
 
 
 class Lists:
-    """The oracle: for each row a list of (identity, rank, fleeting); for each sequence how many tokens it has seen."""
+    """The oracle: for each row a list of (identity, rank, gate); for each sequence how many tokens it has seen."""
 
     def __init__(self, batch, heads):
         self.heads, self.seen = heads, [0] * batch
@@ -36,7 +36,7 @@ class Lists:
         padded, shared, everything = (draw() < 0.3 for _ in range(3))
         valid = draw(batch, length) > (0.3 if padded else -1)
         keep = valid[:, None] & (draw(batch, 1 if shared else self.heads, length) > 0.4)
-        fleeting = draw(batch, self.heads, length) > 0.7
+        gate = draw(batch, self.heads, length)
         if everything:
             valid, keep = torch.ones_like(valid), None
         k = torch.zeros(batch, self.heads, length, DIM)
@@ -47,10 +47,10 @@ class Lists:
                     self.identity += 1
                     k[b, h, t] = self.identity
                     if keep is None or keep[b, h if keep.shape[1] > 1 else 0, t]:
-                        token = (self.identity, int(ranks[b, t]), bool(fleeting[b, h, t]))
+                        token = (self.identity, int(ranks[b, t]), float(gate[b, h, t]))
                         self.rows[b * self.heads + h].append(token)
             self.seen[b] += int(valid[b].sum())
-        store.append(k, k + 0.5, ranks, keep, fleeting)
+        store.append(k, k + 0.5, ranks, keep, gate)
 
     def retain(self, store, generator):
         longest = max(map(len, self.rows))
@@ -69,14 +69,6 @@ class Lists:
                 keep[i, at] = False
                 del row[at]
         assert store.retain(keep) == (not bool(keep.all()))
-
-    def expire(self, store, generator):
-        limits = torch.tensor([int(torch.randint(0, seen + 1, (), generator=generator)) for seen in self.seen])
-        rows = [limit for limit in limits.tolist() for _ in range(self.heads)]
-        self.rows = [
-            [x for x in row if not (x[2] and x[1] < limit)] for row, limit in zip(self.rows, rows, strict=True)
-        ]
-        assert store.drop_fleeting(limits) == any(fleeting for row in self.rows for _, _, fleeting in row)
 
     def crop(self, store, generator):
         self.seen = [int(torch.randint(0, seen + 1, (), generator=generator)) for seen in self.seen]
@@ -107,7 +99,7 @@ class Lists:
             assert stored.keys[i, mine].tolist() == [[float(x)] * DIM for x, _, _ in row]
             assert stored.values[i, mine].tolist() == [[x + 0.5] * DIM for x, _, _ in row]
             assert stored.ranks[i, mine].tolist() == [rank for _, rank, _ in row]
-            assert stored.fleeting[i, mine].tolist() == [fleeting for _, _, fleeting in row]
+            assert stored.gate[i, mine].tolist() == [gate for _, _, gate in row]
             assert stored.ranks[i, mine].tolist() == sorted({rank for _, rank, _ in row})
 
 
@@ -115,7 +107,7 @@ class Lists:
 @given(batch=st.integers(1, 3), heads=st.integers(1, 3), operations=OPERATIONS)
 def test_any_sequence_of_operations_equals_lists(batch, heads, operations):
     oracle = Lists(batch, heads)
-    store = RaggedStore(batch, heads, torch.empty(1, DIM), torch.empty(1, DIM))
+    store = RaggedStore(batch, heads, torch.empty(1, DIM), torch.empty(1, DIM), torch.float32)
     for name, seed in [("append", 0), *operations]:
         getattr(oracle, name)(store, torch.Generator().manual_seed(seed))
         oracle.check(store)

@@ -1,0 +1,120 @@
+"""What an attention gate remembers of a growing text."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+QUERY_BLOCK = 256  # queries that meet the remembered tokens at once
+
+
+class GateMemory:
+    """Keys and values that the gate of one layer looks back at.
+
+    The token of rank r lies in slot ``r % window``, so that the newest ``window`` tokens of each sequence are there and
+    none has to move. Tokens of the last pass stay apart until :meth:`settle`, which the next pass calls, so that
+    :meth:`crop` can take them back; a pass of one token settles at once, because no later token needs what it replaces.
+
+    Args:
+        window: newest tokens that a token's gate looks at, its own included; 0: all.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        #: Keys and values ``[B, N, 2, h', d']``, and the rank ``[B, N]`` of each slot's token, -1 where there is none.
+        self.stored: tuple[Tensor, Tensor] | None = None
+        #: The same of the last pass.
+        self.new: tuple[Tensor, Tensor] | None = None
+        self._seen = 0  # a sequence has at most so many tokens
+
+    def __bool__(self) -> bool:
+        return self.stored is not None or self.new is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return sum(part[0].nbytes for part in (self.stored, self.new) if part is not None)
+
+    def add(self, k: Tensor, v: Tensor, ranks: Tensor) -> None:
+        """Take in the tokens of a pass.
+
+        Args:
+            k: keys ``[B, h', T, d']``.
+            v: values ``[B, h', T, d']``.
+            ranks: ``[B, T]`` long, the place of each token among its sequence's own ones; -1: there is none.
+        """
+        self.settle()
+        self.new = torch.stack([k, v], 1).permute(0, 3, 1, 2, 4), ranks
+        self._seen += ranks.shape[1]
+        if ranks.shape[1] == 1:
+            self.settle()
+
+    def attend(self, q: Tensor, ranks: Tensor) -> Tensor:
+        """Attend from the tokens taken in last, ``[B, h', T, d']``, to what they may look at; the same shape."""
+        parts = [part for part in (self.stored, self.new) if part is not None]
+        both = torch.cat([part[0] for part in parts], 1) if len(parts) > 1 else parts[0][0]
+        held = torch.cat([part[1] for part in parts], 1) if len(parts) > 1 else parts[0][1]
+        k, v = both.permute(2, 0, 3, 1, 4)
+        if self.new is None:  # one query, to which nothing stored is too far
+            return F.scaled_dot_product_attention(q, k, v, (held >= 0)[:, None, None])
+        outs = []
+        for block, rank in zip(q.split(QUERY_BLOCK, 2), ranks.split(QUERY_BLOCK, 1), strict=True):
+            distance = rank[:, :, None] - held[:, None]
+            near = (held >= 0)[:, None] & (distance >= 0)
+            if self.window:
+                near = near & (distance < self.window)
+            outs.append(F.scaled_dot_product_attention(block, k, v, near[:, None]))
+        return torch.cat(outs, 2)
+
+    def settle(self) -> None:
+        """Put the tokens of the last pass where they stay."""
+        if self.new is None:
+            return
+        (both, ranks), self.new = self.new, None
+        stored, held = self._room(both)
+        if ranks.shape[1] == 1:
+            rows = torch.arange(len(ranks), device=ranks.device)
+            slots = (ranks % held.shape[1])[:, 0]
+            real = ranks >= 0
+            stored[rows, slots] = torch.where(real[:, :, None, None], both[:, 0], stored[rows, slots])
+            held[rows, slots] = torch.where(real, ranks, held.gather(1, slots[:, None]))[:, 0]
+        else:
+            wanted = (ranks >= 0) & (ranks > ranks.amax(1, keepdim=True) - held.shape[1])
+            rows, columns = wanted.nonzero(as_tuple=True)
+            slots = ranks[rows, columns] % held.shape[1]
+            stored[rows, slots], held[rows, slots] = both[rows, columns], ranks[rows, columns]
+
+    def crop(self, counts: Tensor) -> None:
+        """Forget the tokens whose rank is not below ``counts[b]`` ``[B]``."""
+        for part in (self.stored, self.new):
+            if part is not None:
+                part[1].masked_fill_(part[1] >= counts.to(part[1].device)[:, None], -1)
+        self._seen = int(counts.max())
+
+    def select_sequences(self, indices: Tensor) -> None:
+        """Make the sequences those at ``indices``."""
+
+        def picked(part: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+            return None if part is None else (part[0][indices.to(part[0].device)], part[1][indices.to(part[1].device)])
+
+        self.stored, self.new = picked(self.stored), picked(self.new)
+
+    def _room(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is stored, with a slot for every token that is to come into it."""
+        needed = min(self._seen, self.window or self._seen)
+        if self.stored is not None and self.stored[1].shape[1] >= needed:
+            return self.stored
+        size = needed + max(16, needed // 16)
+        size = min(size, self.window or size)
+        grown = like.new_zeros(like.shape[0], size, *like.shape[2:])
+        ranks = torch.full((like.shape[0], size), -1, device=like.device)
+        if self.stored is not None:  # it was as long as the text, so that every token keeps its slot
+            before = self.stored[1].shape[1]
+            grown[:, :before], ranks[:, :before] = self.stored
+        self.stored = grown, ranks
+        return self.stored

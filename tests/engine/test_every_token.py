@@ -1,0 +1,404 @@
+"""Gates that act on every token (``gate.covers=all``): inference against the training forward and an oracle."""
+
+import copy
+
+import pytest
+import torch
+from gates_for import gates_for
+from held import feed, masked_logits
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+import ag
+from ag.config import ModelConfig
+from ag.errors import UserError
+from ag.model import base as models
+
+LENGTHS = (300, 241)
+KINDS = {
+    "attention": {},
+    "window": {"window": 20, "shortcut": True, "granularity": "query_head"},
+    "linear": {"kind": "linear"},
+    "mlp": {"kind": "mlp", "hidden": 16},
+}
+ONES = [[1, 1]] * 200
+PASSES = {
+    "decode": [[100, 41], *ONES],
+    "chunks-1": [[1, n >= 59] for n in range(300)],
+    "chunks-7": [[7, 7 if n >= 9 else 0] for n in range(42)] + [[6, 10]],
+    "blocks:9": [[300, 241]],
+    "chunks-64": [[64, 49], *[[64, 64]] * 3, [44, 0]],
+    "turns": [[120, 90], *[[1, 1]] * 30, [64, 31], *[[1, 1]] * 40, [5, 5], *[[1, 1]] * 41, [0, 1], [0, 3]],
+}
+
+
+def tiny_gemma3():
+    torch.manual_seed(0)
+    types = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=12, layer_types=types, initializer_range=0.15,
+        query_pre_attn_scalar=16, eos_token_id=2, bos_token_id=1, pad_token_id=0, attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    )  # fmt: skip
+    return Gemma3ForCausalLM(config).eval()
+
+
+def everywhere(model, **changes):
+    """Gates on every token, attached."""
+    gates = gates_for(model, covers="all", **{"recent_tokens": 9, "sink_tokens": 2} | changes)
+    ag.attach(model, gates)
+    return gates
+
+
+def rows_of(lengths=LENGTHS, seed=0):
+    return [torch.randint(3, 128, (n,), generator=torch.Generator().manual_seed(n + seed)) for n in lengths]
+
+
+@torch.no_grad()
+def trained(model, gates, row):
+    """Logits ``[T, V]`` of a packed row through the training forward, and the flags by layer ``[Hkv, T]``."""
+    gating = ag.Gating(gates, torch.ones(1, len(row)))
+    logits = model(row[None], gating=gating, use_cache=False).logits[0]
+    return logits, {layer: gates.flags(found)[0] for layer, found in gating.logits.items()}
+
+
+def oracle(gates, flags, tokens, first, window=None):
+    """Ranks that each head holds of so many tokens when the rank of the last pass's first query was ``first``."""
+    config, limit = gates.config, window or tokens + 1
+    return [
+        [
+            t
+            for t in range(tokens)
+            if first - t < limit and (head[t] or t < config.sink_tokens or first - t < config.recent_tokens)
+        ]
+        for head in flags.tolist()
+    ]
+
+
+def expecting(model, lengths, side, schedule="prefill"):
+    """A cache that was told the whole prompt, padded on a side."""
+    cache, longest = ag.EvictionCache(model, ag.policy("gates", schedule=schedule)), max(lengths)
+    places = torch.arange(longest)
+    n = torch.tensor(lengths)[:, None]
+    cache.expect(places >= longest - n if side == "left" else places < n)
+    return cache
+
+
+CASES = [
+    ("tiny_llama", "attention", "decode", "left"),
+    ("tiny_llama", "window", "turns", "right"),
+    ("tiny_llama", "linear", "chunks-7", "left"),
+    ("tiny_mistral", "window", "chunks-64", "left"),
+    ("tiny_mistral", "mlp", "turns", "left"),
+    ("tiny_qwen3", "window", "blocks:9", "right"),
+    ("tiny_qwen3", "mlp", "chunks-1", "left"),
+    ("tiny_qwen3", "attention", "turns", "left"),
+    ("gemma3", "window", "decode", "right"),
+    ("gemma3", "attention", "chunks-7", "left"),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "passes", "side"), CASES, ids=lambda value: value)
+def test_logits_are_those_of_the_training_forward(family, kind, passes, side, request):
+    model = tiny_gemma3() if family == "gemma3" else request.getfixturevalue(family)()
+    gates, rows = everywhere(model, **KINDS[kind]), rows_of()
+    whole, blocks = passes.startswith(("chunks", "blocks")), passes.startswith("blocks")
+    cache = ag.EvictionCache(model, "gates")
+    if whole:
+        cache = expecting(model, LENGTHS, side, passes if blocks else "prefill")
+    result = feed(cache, model, rows, PASSES[passes], side)
+    for b, row in enumerate(rows):
+        assert len(result.logits[b]) == len(row)
+        want, flags = trained(model, gates, row)
+        assert (result.logits[b] - want).abs().max() < 1e-4
+        share = torch.stack([*flags.values()]).float().mean()
+        assert 0.2 < share < 0.8, "the flags are not mixed: the test shows nothing"
+
+
+def test_smollm2(smollm2):
+    model, tokenizer = models.load_base(ModelConfig(name=str(smollm2)))
+    text = "A gate looks at every token of the text and says whether later tokens will want to see it again. "
+    row = torch.tensor(tokenizer(text * 20).input_ids[:300])
+    for kind in ("window", "mlp"):
+        gates = everywhere(model, **{"num_heads": 4, "head_dim": 16} | KINDS[kind], recent_tokens=16)
+        want, _ = trained(model, gates, row)
+        cache = ag.EvictionCache(model, "gates")
+        with torch.no_grad():
+            parts = row.split([234, *[1] * 18, 30, *[1] * 18])
+            got = torch.cat([model(part[None], past_key_values=cache).logits[0] for part in parts])
+        assert (got - want).abs().max() < 1e-4 * want.abs().max()
+        assert 0.1 < cache.kept_share() < 0.95
+        ag.detach(model)
+
+
+@st.composite
+def cases(draw):
+    """Gates, and passes of a padded batch whose first ones may be parts of the prompt."""
+    kind = draw(st.sampled_from(["attention", "linear", "mlp"]))
+    changes = {"kind": kind, "recent_tokens": draw(st.integers(1, 9)), "sink_tokens": draw(st.integers(0, 3))}
+    changes["window"] = draw(st.integers(0, 9)) if kind == "attention" else 0
+    lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
+    later = draw(st.lists(st.lists(st.integers(0, 6), min_size=len(lengths), max_size=len(lengths)), max_size=8))
+    return changes, lengths, draw(st.sampled_from([None, 1, 4, 7])), [n for n in later if any(n)]
+
+
+@given(cases(), st.sampled_from(["left", "right"]), st.integers(0, 2))
+@settings(max_examples=40, database=None, suppress_health_check=list(HealthCheck))
+def test_any_gates_chunks_and_turns(tiny_llama, case, side, seed):
+    changes, lengths, chunk, later = case
+    model = tiny_llama(seed=seed, num_hidden_layers=2)
+    gates = everywhere(model, seed=seed, **changes)
+    schedule = "prefill" if chunk is None else f"blocks:{chunk}"
+    rows = rows_of([sum(n) for n in zip(lengths, *later, strict=True)], seed)
+    result = feed(expecting(model, lengths, side, schedule), model, rows, [lengths, *later], side)
+    for b, row in enumerate(rows):
+        want, flags = trained(model, gates, row)
+        assert (result.logits[b] - want).abs().max() < 1e-4
+        last = later[-1][b] if later else 0
+        for layer, flag in flags.items():
+            if last or not later:
+                assert result.held[-1][layer][b] == oracle(gates, flag, len(row), len(row) - last)
+
+
+@torch.no_grad()
+def test_nothing_depends_on_a_later_token(tiny_llama):
+    """Neither logits, nor what is held, nor what the gates look back at."""
+    model, (row,) = tiny_llama(), rows_of([80])
+    everywhere(model, window=6)
+    changed, runs = row.clone(), []
+    changed[60] = (row[60] - 3 + 1) % 125 + 3
+    for tokens in (row, changed):
+        cache, found = ag.EvictionCache(model, "gates"), []
+        for part in tokens.split([40, *[1] * 10, 7, *[1] * 10, 13]):
+            logits = model(part[None], past_key_values=cache).logits
+            for layer in cache.evicting_layers:
+                assert layer.gate_memory.stored is not None
+                if len(part) == 1:
+                    assert layer.gate_memory.stored[1].shape[1] <= 6
+                    assert layer.gate_memory.new is None
+            found.append(
+                (logits, cache.kept_positions(1), [x.gate_memory.stored[0].clone() for x in cache.evicting_layers])
+            )
+        runs.append(found)
+    equal = [
+        torch.equal(a[0], b[0]) and all(map(torch.equal, a[1][0], b[1][0])) and all(map(torch.equal, a[2], b[2]))
+        for a, b in zip(*runs, strict=True)
+    ]
+    assert equal == [True] * 15 + [False] * 8  # token 60 is the fourth one after the turn
+
+
+def test_chunks_hold_survivors_recents_and_one_chunk(tiny_llama):
+    model, (row,) = tiny_llama(), rows_of([120])
+    gates = everywhere(model)
+    result = feed(expecting(model, [120], "left"), model, [row], [[16]] * 7 + [[8]])
+    flags = trained(model, gates, row)[1]
+    for layer in range(3):
+        for number, arrival in enumerate(result.arrivals[layer][1:], 1):
+            before = oracle(gates, flags[layer], 16 * number, 16 * number)
+            assert arrival.held[0] == [head + arrival.new[0] for head in before]
+        assert result.held[-1][layer][0] == oracle(gates, flags[layer], 120, 120)
+
+
+def test_what_gates_cannot_do_is_refused_and_loses_nothing(tiny_llama):
+    model, (row,) = tiny_llama(), rows_of([40])
+    gates = gates_for(model, scope="prompt")
+    ag.attach(model, gates)
+    with pytest.raises(UserError, match="gate.scope=prompt read a prompt in one forward pass; use the schedule"):
+        ag.EvictionCache(model, "gates", budget=9, schedule="blocks:8")
+    with pytest.raises(UserError, match="needs a budget"):
+        ag.policy("gates", schedule="every")
+    ag.detach(model)
+    with pytest.raises(ValueError, match="gate.covers=all with gate.scope=prompt"):
+        everywhere(model, scope="prompt")
+    gates = everywhere(model)
+    cache = ag.EvictionCache(model, "gates")
+    with torch.no_grad():
+        model(row[None, :30], past_key_values=cache)
+        ag.detach(model)
+        with pytest.raises(UserError, match="ag.detach"):
+            model(row[None, 30:31], past_key_values=cache)
+        ag.attach(model, gates)
+        got = model(row[None, 30:], past_key_values=cache).logits[0]
+    assert (got - trained(model, gates, row)[0][30:]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "recent", "sinks", "prefill"),
+    [("tiny_llama", 1, 0, "dense"), ("tiny_llama", 9, 2, "sparse"), ("tiny_mistral", 24, 1, "sparse")],
+)
+def test_kept_positions_at_every_step(family, recent, sinks, prefill, request):
+    """Beside them the bytes: one token more a row than is held, slack, and what a layout may be too large."""
+    model = request.getfixturevalue(family)()
+    gates = everywhere(model, recent_tokens=recent, sink_tokens=sinks, window=6, prefill=prefill)
+    (row,), window = rows_of([240]), getattr(model.config, "sliding_window", None)
+    passes, judged = [40, *[1] * 150, 12, *[1] * 38], []
+    judge = ag.AttentionGates.flags
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ag.AttentionGates, "flags", lambda self, x: judged.append(judge(self, x)[0]) or judge(self, x))
+        result = feed(ag.EvictionCache(model, "gates"), model, [row], [[n] for n in passes])
+    assert len(judged) == 3 * len(passes)
+    flags = [torch.cat(judged[layer::3], 1) for layer in range(3)]
+    tokens = 0
+    for number, (size, held) in enumerate(zip(passes, result.held, strict=True)):
+        tokens += size
+        first = tokens - size if number else tokens
+        for layer in range(3):
+            assert held[layer][0] == oracle(gates, flags[layer][:, :tokens], tokens, first, window)
+    cache = result.cache
+    held = sum(len(head) for layer in result.held[-1] for head in layer[0])
+    slots = sum(n + 1 + max(16, n // 16) for layer in result.held[-1] for n in map(len, layer[0]))
+    memory = 3 * 6 * 2 * 2 * 8 * 4
+    assert held * 2 * 16 * 4 + memory <= cache.nbytes <= slots * 34 / 32 * 2 * 16 * 4 + memory
+    assert cache.kept_share() == held / (3 * 2 * 240)
+    assert sum(map(sum, cache.report().kept)) == held
+
+
+@torch.no_grad()
+def test_copies_crops_and_beams(tiny_llama):
+    """Copies of one cache go on as the text of each demands: cut, with others' questions, in another order."""
+    model = tiny_llama()
+    gates = everywhere(model, window=6)
+    context, other = rows_of([60, 60])[0], rows_of([60], 1)[0]
+    questions = rows_of([23], 2)[0], rows_of([23], 3)[0]
+    cache = ag.EvictionCache(model, "gates")
+    model(torch.stack([context, other]), past_key_values=cache)
+    for new in (7, 8, 9):
+        model(torch.full((2, 1), new), past_key_values=cache)
+    start = [torch.cat([x, torch.tensor([7, 8, 9])]) for x in (context, other)]
+    want = {(i, j): trained(model, gates, torch.cat([start[i], questions[j]]))[0][63:] for i in (0, 1) for j in (0, 1)}
+
+    def ask(cache, order, asked, sizes):
+        ids = torch.stack([questions[j] for j in asked])
+        out = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(sizes, 1)], 1)
+        for got, i, j in zip(out, order, asked, strict=True):
+            assert (got - want[i, j]).abs().max() < 1e-4
+
+    def draft(cache, size):
+        model(torch.full((len(cache.valid), size), 5), past_key_values=cache)
+        cache.crop(size)
+
+    for asked, sizes in (((0, 1), [23]), ((1, 0), [1] * 23)):
+        ask(copy.deepcopy(cache), (0, 1), asked, sizes)
+    for size in (1, 4, 9, 17):
+        drafted = copy.deepcopy(cache)
+        draft(drafted, size)
+        draft(drafted, 5)
+        ask(drafted, (0, 1), (0, 1), [1, 1, 1, 20])
+    waiting = copy.deepcopy(cache)  # with a pass that is not settled
+    model(torch.full((2, 6), 5), past_key_values=waiting)
+    waiting.crop(-6)
+    ask(copy.deepcopy(waiting), (0, 1), (1, 1), [3, 20])
+    beams = copy.deepcopy(cache)
+    beams.reorder_cache(torch.tensor([1, 1]))
+    ask(beams, (1, 1), (0, 1), [1, 22])
+    picked = copy.deepcopy(cache)
+    draft(picked, 3)
+    picked.batch_repeat_interleave(2)
+    picked.batch_select_indices(torch.tensor([3, 0, 1]))
+    ask(picked, (1, 0, 0), (0, 0, 1), [1, 1, 21])
+    ask(cache, (0, 1), (0, 0), [23])
+
+
+def test_crop_refuses_what_is_gone_and_loses_nothing(tiny_llama):
+    model = tiny_llama()
+    gates = everywhere(model, window=3)
+    (row,) = rows_of([60])
+    cache = ag.EvictionCache(model, "gates")
+    with torch.no_grad():
+        for part in (row[:30], row[30:31], row[31:32]):
+            model(part[None], past_key_values=cache)
+        with pytest.raises(UserError, match=r"crop\(-2\): some of the 9 recent tokens \(gate.recent_tokens\) are evic"):
+            cache.crop(-2)
+        cache.crop(1)
+        with pytest.raises(UserError, match=r"crop\(-1\): some of the 9 recent tokens"):
+            cache.crop(1)
+        got = model(row[None, 31:], past_key_values=cache).logits[0]
+    assert (got - trained(model, gates, row)[0][31:]).abs().max() < 1e-4
+    short = ag.EvictionCache(model, "gates")
+    with torch.no_grad():
+        for token in row[:8]:
+            model(token[None, None], past_key_values=short)
+        with pytest.raises(UserError, match=r"crop\(-2\): some of the 3 recent tokens \(gate.window\)"):
+            short.crop(2)
+
+
+@pytest.mark.parametrize("draft", ["prompt lookup", "assistant", "beams", "chunks"])
+def test_generation(tiny_llama, draft):
+    model = tiny_llama()
+    everywhere(model, window=6)
+    ids = rows_of([12])[0].repeat(3)[None]
+    greedy = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
+    if draft == "beams":
+        greedy |= {"num_beams": 3}
+    wanted = ids
+    if draft != "beams":
+        wanted = model.generate(ids, past_key_values=ag.EvictionCache(model, "gates"), **greedy)
+    options = {
+        "prompt lookup": {"prompt_lookup_num_tokens": 5},
+        "assistant": {"assistant_model": tiny_llama(seed=1)},
+        "chunks": {"prefill_chunk_size": 7},
+        "beams": {},
+    }[draft]
+    cache, crops = ag.EvictionCache(model, "gates"), []
+    crop = cache.crop
+    cache.crop = lambda n: (crops.append(n), crop(n))
+    text = model.generate(ids, past_key_values=cache, **options, **greedy)
+    if draft == "beams":  # the sum of the words' log probabilities is that of the text read through the cache
+        out = model.generate(
+            ids,
+            past_key_values=ag.EvictionCache(model, "gates"),
+            output_scores=True,
+            return_dict_in_generate=True,
+            **greedy,
+        )
+        again = feed(ag.EvictionCache(model, "gates"), model, [text[0]], [[36], *[[1]] * 30]).logits[0][35:-1]
+        nats = again.log_softmax(-1).gather(1, text[0, 36:, None]).mean()
+        assert float(out.sequences_scores[0]) == pytest.approx(float(nats), abs=1e-3)
+        return
+    assert torch.equal(text, wanted)
+    assert any(crops) == (draft != "chunks")
+    assert cache.kept_share() < 0.95
+
+
+@pytest.mark.parametrize("covers", ["all", "prompt"])
+@pytest.mark.parametrize(("name", "steps"), [("gates", 3), ("gates@heads", 1)])
+def test_budgets_rank_generated_tokens_by_their_own_probability(tiny_llama, name, steps, covers):
+    """What stays is recomputed from the probabilities that the gates gave, token by token."""
+    model, capacity, prompts = tiny_llama(), 14, [30, 21]
+    ag.attach(model, gates_for(model, window=5, covers=covers))
+    said, probability = [], ag.AttentionGates.probability
+    rows = [row[: p + 40] for row, p in zip(rows_of(), prompts, strict=True)]
+    policy = ag.policy(name, capacity, f"steps:{steps}")
+    with pytest.MonkeyPatch.context() as patch:
+        recorded = lambda self, x: said.append(probability(self, x)) or said[-1]  # noqa: E731
+        patch.setattr(ag.AttentionGates, "probability", recorded)
+        result = feed(ag.EvictionCache(model, policy), model, rows, [prompts, *[[1, 1]] * 40])
+    visible = [result.visible(layer, 0, len(rows[0])) for layer in range(3)]
+    assert (result.logits[0] - masked_logits(model, rows[0], visible)).abs().max() < 1e-4
+    assert len(said) == 3 * (41 if covers == "all" else 1)
+    for layer in range(3):
+        for b, prompt in enumerate(prompts):
+            own = torch.ones(2, prompt + 40)
+            own[:, :prompt] = said[layer][b, :, -prompt:]
+            if covers == "all":
+                own[:, prompt:] = torch.cat([x[b] for x in said[layer + 3 :: 3]], 1)
+            held = [set(head) for head in result.held[0][layer][b]]
+            for step, after in enumerate(result.held[1:], 1):
+                held = [head | {prompt + step - 1} for head in held]
+                held = held if step % steps else best(held, own, capacity, name.endswith("heads"))
+                assert [set(head) for head in after[layer][b]] == held
+
+
+def best(rivals, own, capacity, heads):
+    """The sets of ranks that stay; of equal ones the earlier."""
+    ranked = [sorted(head, key=lambda t: (-float(own[g, t]), t)) for g, head in enumerate(rivals)]
+    if not heads:
+        return [set(head[:capacity]) for head in ranked]
+    least = int(0.2 * capacity)
+    kept = [set(head[:least]) for head in ranked]
+    others = [(-float(own[g, t]), g, t) for g, head in enumerate(ranked) for t in head[least:]]
+    for _, g, t in sorted(others)[: capacity * len(rivals) - least * len(rivals)]:
+        kept[g].add(t)
+    return kept
