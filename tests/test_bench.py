@@ -185,7 +185,6 @@ def test_bad_input_is_one_line(words, says, capsys, tmp_path):
     assert any(part in error for part in says.split("|")), error
 
 
-@pytest.mark.xfail(strict=True, reason="the engine keeps generated tokens")
 def test_a_stream_holds_its_size_beside_a_full_cache_that_is_cropped_to_it():
     rows = rows_of("stream", kinds=["attention", "mlp"], recent=32, steps=90, rounds=2)
     assert [row["contestant"] for row in rows] == ["full", "gates, attention", "gates, mlp"]
