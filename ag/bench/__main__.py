@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ag.bench import decode, memory, prefill, train
+from ag.bench import decode, memory, prefill, stream, train
 from ag.bench.card import summary
 from ag.bench.config import MODES, BenchConfig
 from ag.bench.measure import machine
@@ -22,7 +22,7 @@ from ag.bench.write import markdown, write
 from ag.config.command_line import parse
 from ag.errors import UserError
 
-MEASURES = {"decode": decode.measure, "prefill": prefill.measure, "train": train.measure, "memory": memory.measure}
+MODULES = {"decode": decode, "stream": stream, "prefill": prefill, "train": train, "memory": memory}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def bench(config: BenchConfig, command: str) -> dict[str, Any]:
         "date": date.today().isoformat(),
         "machine": described,
         "config": asdict(config),
-        "rows": MEASURES[config.mode](config),
+        "rows": MODULES[config.mode].measure(config),
     }
 
 

@@ -7,21 +7,21 @@ from typing import Literal
 
 from ag.config import key
 
-MODES = ("decode", "prefill", "train", "memory")
+MODES = ("decode", "stream", "prefill", "train", "memory")
 
 
 @dataclass
 class BenchConfig:
     """What ``python -m ag.bench`` can be told."""
 
-    mode: Literal["decode", "prefill", "train", "memory"] = key(
+    mode: Literal["decode", "stream", "prefill", "train", "memory"] = key(
         "decode", "what is measured; may also stand as the first word"
     )
     model: str = key("smollm2", "hub id, local folder, alias, or random:GEOMETRY for random weights (random:llama-8b)")
     device: str = key("cpu", "cpu, cuda, cuda:1, ...")
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
     threads: int | None = key(None, "CPU threads; null: torch's default", low=1)
-    context: list[int] = key([2048], "tokens of the prompt, or of a training row")
+    context: list[int] = key([2048], "tokens of the prompt, or of a training row; stream: tokens held")
     keep: list[float] = key([0.2], "shares of the prompt that policies keep")
     batch: list[int] = key([1], "sequences at once")
     policy: list[str] = key(
@@ -32,7 +32,9 @@ class BenchConfig:
     fill: bool | None = key(
         None, "decode, memory: put random keys and values into the cache, in place of reading a prompt; null: in decode"
     )
-    steps: int = key(16, "decode, memory: tokens generated in a round", low=1)
+    kinds: list[str] = key(["attention", "mlp"], "stream: kinds of gates that decide on every generated token")
+    recent: int = key(128, "stream: newest tokens that no gate evicts, and the window of attention gates", low=1)
+    steps: int = key(16, "decode, stream, memory: tokens generated in a round", low=1)
     rounds: int = key(5, "times that every contestant is measured, in turn", low=1)
     warmup: int = key(1, "rounds before those that count", low=0)
     seed: int = key(0, "seed of weights, tokens and uneven heads", low=0, high=2**32 - 1)

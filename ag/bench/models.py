@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -94,12 +96,19 @@ def token_bytes(model: PreTrainedModel) -> int:
     return entries * next(model.parameters()).element_size()
 
 
-def gates_for(model: PreTrainedModel, share: float = 0.03) -> AttentionGates:
-    """Make causal gates, the widest (4 heads of a power of 2) within a share of the model's parameters."""
+def gates_for(model: PreTrainedModel, share: float = 0.03, **settings: Any) -> AttentionGates:
+    """Make causal gates, the widest (4 heads of a power of 2) within a share of the model's parameters.
+
+    Args:
+        model: they are made for it.
+        share: of its parameters, were they attention gates.
+        settings: what else their configuration says.
+    """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = fingerprint(decoder_of(model).config)
     head_dim = 128
     while head_dim > 8 and size["num_layers"] * 4 * head_dim * 3 * size["hidden_size"] > share * parameters:
         head_dim //= 2
-    config = GateConfig(num_heads=4, head_dim=head_dim, threshold=0.5, bias=0.0, scope="causal", prefill="sparse")
+    own: dict[str, Any] = {"threshold": 0.5, "bias": 0.0, "scope": "causal", "prefill": "sparse"} | settings
+    config = GateConfig(num_heads=4, head_dim=head_dim, **own)
     return AttentionGates(model.config, config).to(next(model.parameters()).dtype)

@@ -10,7 +10,13 @@ from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 #: What the picture shows of each mode.
-SHOWN = {"decode": "x full", "prefill": "over full", "train": "time over lora", "memory": "KV of full"}
+SHOWN = {
+    "decode": "x full",
+    "stream": "over full",
+    "prefill": "over full",
+    "train": "time over lora",
+    "memory": "KV of full",
+}
 
 
 def write(folder: Path, mode: str, results: dict[str, Any]) -> list[Path]:

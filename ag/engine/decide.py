@@ -42,13 +42,16 @@ class Decision:
     def _ballot(self, seen: Observation, due: Tensor) -> Ballot:
         scorer, allocator = self.policy.scorer, self.policy.allocator
         assert scorer is not None
-        seen.due, seen.capacity = due, self.policy.capacity(seen.prompt_lengths)
+        grows = self.policy.budget_of == "seen"
+        seen.due, seen.capacity = due, self.policy.capacity(seen.lengths if grows else seen.prompt_lengths)
         capacity = seen.capacity
         wish = None if seen.decoding else allocator.wish(seen)
         score, protected, valid = scorer.score(seen), scorer.protected(seen, capacity), seen.key_valid
         if not bool(torch.isfinite(score).logical_or(~valid | protected | ~due[:, None, None]).all()):
             raise FloatingPointError(f"layer {seen.layer}: {self.policy!r} gave a score that is not finite.")
         ballot = Ballot(score, protected, valid, capacity, seen.prompt_lengths, due, wish)
+        if grows:
+            ballot.first = self.policy.capacity(seen.prompt_lengths)
         tight = due & (ballot.fixed > capacity) & (valid.sum(-1).amax(1) > capacity)
         if not self.policy.strict:
             ballot.capacity = ballot.fixed.where(tight, capacity)

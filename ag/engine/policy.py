@@ -21,7 +21,12 @@ from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 
-ENGINE = ("positions", "evict_before_attend", "strict")  # options of every policy; the latter two where a budget is
+ENGINE = (
+    "positions",
+    "evict_before_attend",
+    "strict",
+    "budget_of",
+)  # of every policy; but the first, where a budget is
 
 Option = str | int | float | bool | None
 Part = TypeVar("Part", bound=Scorer | Allocator)
@@ -33,13 +38,14 @@ class Policy:
 
     Attributes:
         spec: its parts; the str of it is the text.
-        budget: tokens per KV head (int) or share of the prompt (float); None: nothing is evicted, or what flags say.
+        budget: tokens per KV head (int) or share (float) of ``budget_of``; None: nothing is evicted, or what flags say.
         schedule: when something is evicted; see :func:`policy`.
         options: what else was given: ``positions``, ``evict_before_attend`` and hyper-parameters of the parts.
         positions: what keys are rotated by: their place in the text, or their slot among what a head holds.
         evict_before_attend: whether queries attend to what is kept (and to themselves) instead of to all that is held
             when they come.
         strict: whether a budget below what is protected is an error; else what is protected stays.
+        budget_of: what a share is taken of: the prompt, or all tokens seen so far, so that the budget grows.
         scorer: says what a token is worth; None for ``full``.
         allocator: shares the budget among layers and heads.
         gates: gates read from a folder; None for ``gates`` alone (those attached to the model) and other scorers.
@@ -52,6 +58,7 @@ class Policy:
     positions: Literal["original", "slot"] = field(default="original", compare=False)
     evict_before_attend: bool = field(default=False, compare=False)
     strict: bool = field(default=True, compare=False)
+    budget_of: Literal["prompt", "seen"] = field(default="prompt", compare=False)
     scorer: Scorer | None = field(default=None, compare=False)
     allocator: Allocator = field(default_factory=Uniform, compare=False)
     gates: AttentionGates | None = field(default=None, compare=False)
@@ -78,7 +85,11 @@ class Policy:
         return max(self.allocator.lookback, 0 if self.scorer is None else self.scorer.lookback)
 
     def capacity(self, lengths: Tensor) -> Tensor:
-        """Return the tokens per KV head ``[B]`` that prompts of these lengths may keep, the mean over layers."""
+        """Return the tokens per KV head ``[B]`` that the budget allows of ``lengths``, the mean over layers.
+
+        Args:
+            lengths: ``[B]``, tokens of each prompt, or of what was seen, as ``budget_of`` says.
+        """
         assert self.budget is not None
         if isinstance(self.budget, int):
             return torch.full_like(lengths, self.budget)
@@ -113,7 +124,8 @@ def policy(
             ``positions="slot"`` rotates keys and queries by their slots in the cache instead of their places in the
             text (StreamingLLM), so that a stream may run past the model's context; ``evict_before_attend=True`` lets
             queries attend to what is kept, and to themselves, instead of to all that is held when they come (CAOTE,
-            Eq. 7); ``strict=False`` keeps what is protected where the budget is smaller, instead of raising.
+            Eq. 7); ``strict=False`` keeps what is protected where the budget is smaller, instead of raising;
+            ``budget_of="seen"`` makes a share one of all tokens seen so far, instead of the prompt's.
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
@@ -128,13 +140,14 @@ def policy(
         raise UserError(f"Policy '{spec}' needs a budget: tokens per KV head (256), or a share of the prompt (0.25).")
     _check_schedule(schedule)
     engine = _engine_options(spec, budget, rest)
+    _check_growth(spec, budget, schedule, engine)
     gates = AttentionGates.from_pretrained(Path(spec.path)) if spec.path else None
     scorer = _scorer(parts, rest) if spec.evicts else None
     allocator = _allocator(parts, scorer, budget, rest)
     if rest:
         made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
         own = {f.name for part in made for f in fields(part)} - {"inner"} | set(_options(type(allocator)))
-        check_known(next(iter(rest)), sorted(own | set(ENGINE[: 3 if made else 1])), "option", str(spec))
+        check_known(next(iter(rest)), sorted(own | set(ENGINE if made else ENGINE[:1])), "option", str(spec))
     return Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
 
 
@@ -162,6 +175,19 @@ def _engine_options(spec: PolicySpec, budget: int | float | None, options: dict[
     for name, value in engine.items():
         _check_type(f"Policy '{spec}': {name}={value!r}", value, get_type_hints(Policy)[name])
     return engine
+
+
+def _check_growth(spec: PolicySpec, budget: int | float | None, schedule: str, engine: dict[str, Any]) -> None:
+    """Refuse a budget that grows with the text where it is no share, or where nothing goes after the prompt."""
+    if engine.get("budget_of") != "seen":
+        return
+    if not isinstance(budget, float):
+        raise UserError(f"Policy '{spec}': budget_of='seen' needs a share such as 0.25, not budget={budget} tokens.")
+    if schedule == "prefill":
+        raise UserError(
+            f"Policy '{spec}': budget_of='seen' has no meaning with schedule='prefill', which evicts once; give every, "
+            "steps:n or blocks:m."
+        )
 
 
 def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:

@@ -243,7 +243,7 @@ class Observing(Gating):
         """Return the target of each key ``[B, Hkv, T]``."""
         shared: dict[str, Any] = {"queries": self._queries, "key_valid": self.valid, "window": call.window}
         shape = (*call.k.shape[:2], -1, call.k.shape[2])
-        sizes = call.v.float().norm(dim=-1).clamp_min(1e-12).log()
+        sizes: Tensor = call.v.float().norm(dim=-1).clamp_min(1e-12).log()
         if self.target == "kvzip":
             largest: Tensor = column_max(call.q, call.k, call.scaling, **shared).view(shape).amax(2)
             return largest.clamp_min(1e-12).log() + sizes

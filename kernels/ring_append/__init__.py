@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ag.kernels.dispatch import pick
+from ag.kernels.dispatch import no_triton, pick
+from ag.kernels.ring_append import cpu
 from ag.kernels.ring_append.reference import reference_ring_append
 
 
@@ -48,8 +49,14 @@ def ring_append(
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
-    version = pick("ring_append", {"reference": None})
-    append = {"reference": reference_ring_append}[version]
+    buffers = keys, values, ranks, flags, starts, lengths
+    version = pick(
+        "ring_append",
+        {"triton": no_triton(keys, values), "cpp": cpu.unavailable(*buffers), "reference": None},
+    )
+    append = {"cpp": cpu.ring_append}.get(version, reference_ring_append)
+    if version == "triton":
+        from ag.kernels.ring_append.triton import triton_ring_append as append
     append(
         keys=keys,
         values=values,

@@ -9,7 +9,7 @@ from refused import names
 from transformers import DynamicCache
 
 import ag
-from ag.bench import contestants, measure, models, worker
+from ag.bench import contestants, measure, models, stream, worker
 from ag.bench.__main__ import bench, main, named
 from ag.bench.config import MODES, BenchConfig
 from ag.bench.contestants import Arena, Contestant
@@ -18,6 +18,15 @@ from ag.engine import EvictionCache
 SMALL = {"model": "random:tiny", "context": [192], "rounds": 1, "warmup": 0, "steps": 3, "keep": [0.25]}
 COLUMNS = {
     "decode": {"kept", "ms/token", "x full", "x transformers", "roofline", "of roofline", "last/first", "KV bytes"},
+    "stream": {
+        "held",
+        "ms/token",
+        "over full",
+        "last/first",
+        "last/first over full",
+        "KV bytes",
+        "KV bytes at the end",
+    },
     "prefill": {"kept", "seconds", "over full", "over transformers"},
     "train": {"trained of base", "seconds", "time over lora", "peak bytes", "peak over lora", "peak over held"},
     "memory": {"kept", "KV bytes", "KV of full", "peak over model", "peak of full"},
@@ -159,6 +168,8 @@ def test_the_first_word_names_the_mode():
         "geometry": (["prefill", "model=random:huge"], ("random:huge", "random:tiny")),
         "device": (["train", "device=cuda"], ("CUDA",)),
         "gates": (["decode", "policy=[gates]"], ("gates",)),
+        "kind": (["stream", "kinds=[mpl]"], ("mpl", "attention", "linear", "mlp")),
+        "room": (["stream", "context=[64]"], ("64", "128")),
     }.values(),
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )
@@ -174,3 +185,17 @@ def test_bad_input_is_one_line(words, parts, capsys, tmp_path):
     assert len(error.splitlines()) == 1
     assert error.startswith("ag.bench: error: ")
     names(error, *parts)
+
+
+def test_a_stream_holds_its_size_beside_a_full_cache_that_is_cropped_to_it():
+    rows = rows_of("stream", kinds=["attention", "mlp"], recent=32, steps=90, rounds=2)
+    assert [row["contestant"] for row in rows] == ["full", "gates, attention", "gates, mlp"]
+    for row in rows:
+        assert {"context", "batch", "contestant", "quartile 1", "quartile 3"} | COLUMNS["stream"] == set(row)
+        assert row["held"] == 192
+        assert row["KV bytes"] == row["KV bytes at the end"] > 0
+    assert rows[0]["over full"] == rows[0]["last/first over full"] == 1
+
+
+def test_drift_is_last_over_first():
+    assert stream.drift([2.0] * 5 + [1.0] * 90 + [3.0] * 5) == 1.5

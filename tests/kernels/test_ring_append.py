@@ -3,9 +3,16 @@
 import pytest
 import torch
 
-from ag.kernels.ring_append import reference_ring_append, ring_append
+from ag.kernels import native
+from ag.kernels.ring_append import cpu, reference_ring_append, ring_append
 
-VERSIONS = [pytest.param(reference_ring_append, id="reference"), pytest.param(ring_append, id="picked")]
+COMPILED = native.function(cpu.SOURCE, *cpu.ARGUMENTS)
+NEEDS_COMPILER = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"C++: {COMPILED}")
+VERSIONS = [
+    pytest.param(reference_ring_append, id="reference"),
+    pytest.param(cpu.ring_append, id="cpp", marks=NEEDS_COMPILER),
+    pytest.param(ring_append, id="picked"),
+]
 CASES = {
     "one_slot": {"ring": 1},
     "one_head": {"ring": 4, "batch": 1, "heads": 1},
@@ -36,11 +43,24 @@ def expected(row, slots, rank, flag, window):
 @pytest.mark.parametrize("append", VERSIONS)
 @pytest.mark.parametrize("case", CASES)
 def test_steps_equal_lists(append, case):
-    """Forty steps; values follow keys, free slots of other rows stay, and rows without a new token too."""
-    wanted = {"batch": 2, "heads": 3, "absent": 0.0, "share": 0.5, "width": 4, "window": None, "dtype": torch.float32}
-    c = wanted | CASES[case]
-    batch, heads, steps = c["batch"], c["heads"], 40
-    generator = torch.Generator().manual_seed(len(case))
+    check(append, CASES[case], len(case))
+
+
+def check(append, case, seed=0):
+    """Run the steps of a case; values follow keys, and free slots stay, as do rows without a new token."""
+    wanted = {
+        "batch": 2,
+        "heads": 3,
+        "absent": 0.0,
+        "share": 0.5,
+        "width": 4,
+        "window": None,
+        "dtype": torch.float32,
+        "steps": 40,
+    }
+    c = wanted | case
+    batch, heads, steps = c["batch"], c["heads"], c["steps"]
+    generator = torch.Generator().manual_seed(seed)
     count, room = batch * heads, steps + 1
     starts = torch.arange(count) * (room + 2) + 1
     lengths = torch.zeros(count, dtype=torch.long)
@@ -82,3 +102,13 @@ def test_steps_equal_lists(append, case):
             assert torch.equal(values[here], (stored + 0.5)[:, None].expand(-1, c["width"]))
     for r in range(count):  # what lies between the rows
         assert (keys[starts[r] - 1] == -7).all()
+
+
+def test_c_plus_plus_takes_any_type_and_buffers_without_gaps():
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        check(
+            cpu.ring_append if not isinstance(COMPILED, str) else ring_append, {"ring": 3, "window": 7, "dtype": dtype}
+        )
+    buffer = torch.zeros(4, 8)
+    assert cpu.unavailable(buffer, buffer[:, ::2]) == "a buffer is not contiguous"
+    assert cpu.unavailable(buffer.to("meta")) == "the tensors are on meta"

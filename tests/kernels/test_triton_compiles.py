@@ -20,6 +20,7 @@ from ag.kernels.column_sums.triton import triton_column_sums  # noqa: E402
 from ag.kernels.gated_attention.triton import triton_gated_attention  # noqa: E402
 from ag.kernels.gated_prefill.triton import triton_gated_prefill  # noqa: E402
 from ag.kernels.ragged_decode import triton as decode  # noqa: E402
+from ag.kernels.ring_append.triton import triton_ring_append  # noqa: E402
 from ag.kernels.tuned import Tuned  # noqa: E402
 
 LARGEST = {89: 99, 90: 227}  # KB of shared memory that a block may take
@@ -122,3 +123,25 @@ def test_ragged_decode_compiles(compiled, dim, dtype):
     starts, lengths = torch.tensor([0, 100, 250, 300]), torch.tensor([90, 7, 0, 200])
     decode.triton_ragged_decode(q, keys, values, starts, lengths, 0.1)
     assert set(compiled) == {"_split", "_combine"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "dtype", "window"), [(60, torch.bfloat16, 200), (256, torch.float32, None)])
+def test_ring_append_compiles(compiled, dim, dtype, window):
+    keys, values = torch.randn(500, dim).to(dtype), torch.randn(500, dim).to(dtype)
+    new = {"keys": torch.randn(2, 2, dim).to(dtype), "values": torch.randn(2, 2, dim).to(dtype)}
+    triton_ring_append(
+        keys=keys,
+        values=values,
+        ranks=torch.zeros(500, dtype=torch.int32),
+        flags=torch.zeros(500, dtype=torch.bool),
+        starts=torch.tensor([0, 100, 250, 300]),
+        lengths=torch.tensor([90, 7, 0, 200]),
+        new_keys=new["keys"],
+        new_values=new["values"],
+        new_flags=torch.zeros(2, 2, dtype=torch.bool),
+        new_ranks=torch.tensor([7, -1]),
+        ring=128,
+        window=window,
+    )
+    assert set(compiled) == {"_append"}

@@ -26,6 +26,7 @@ class Ballot:
         prompt: ``[B]`` long, own tokens of each prompt, of which less may be held.
         due: ``[B]`` bool, sequences of which something may go; the others keep all.
         preference: ``[B]`` float64, how much the layer wants, where the allocator asks.
+        first: ``[B]`` long, the capacity at the end of the prompt, where it grows with the text; None: it does not.
     """
 
     score: Tensor
@@ -35,6 +36,7 @@ class Ballot:
     prompt: Tensor
     due: Tensor
     preference: Tensor | None = None
+    first: Tensor | None = None
 
     @cached_property
     def fixed(self) -> Tensor:
@@ -133,7 +135,8 @@ class Allocator(ABC):
 
     def keep_later(self, layer: int, ballot: Ballot, shares: Shares) -> Tensor:
         """Return the mask ``[B, Hkv, N]`` of what stays of a layer while decoding."""
-        return ballot.keep(shares.settled[layer])
+        share = shares.settled[layer]
+        return ballot.keep(share if ballot.first is None else share * ballot.capacity // ballot.first)
 
 
 @dataclass(frozen=True, kw_only=True)

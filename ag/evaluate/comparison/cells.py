@@ -115,11 +115,14 @@ def _policies(label: str, budgets: Sequence[int | float], config: CompareConfig)
     spec, options = PolicySpec.parse(label), config.policy_options.get(label, {})
     if spec.reads_gates:
         _check_gates(label, spec.path, config)
+    places = {} if config.positions == "original" else {"positions": config.positions}
     if spec.bare:
-        return [policy(spec, **options)]
+        return [policy(spec, **places | options)]
     if not budgets:
         raise UserError(f"policy {label!r} needs budgets=[...]: shares of the prompt such as 0.25, or tokens.")
-    return [policy(spec, budget, config.schedule, **{"strict": False} | options) for budget in budgets]
+    shared: dict[str, Any] = {"strict": False}
+    shared |= {} if config.budget_of == "prompt" else {"budget_of": config.budget_of}
+    return [policy(spec, budget, config.schedule, **shared | places | options) for budget in budgets]
 
 
 def _check_gates(label: str, path: str | None, config: CompareConfig) -> None:

@@ -44,8 +44,8 @@ def mark(number: int) -> Markup:
     return Markup('<path class="mark c{}" d="{}"/>').format(number % 8, SHAPES[number % len(SHAPES)])
 
 
-def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> Markup:
-    """Draw lines over shares; the title says in words what there is to see."""
+def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], *, shares: bool = True) -> Markup:
+    """Draw lines over shares, or over numbers from 0 on; the title says in words what there is to see."""
     points = [point for line in lines for point in line.points]
     low = min(point.y - point.error for point in points)
     high = max(point.y + point.error for point in points)
@@ -67,8 +67,8 @@ def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> Mark
     for tick in MaxNLocator(5).tick_values(0, right):
         if 0 <= tick <= right:
             across, _ = at(tick, low)
-            text = Markup('<text class="middle" x="{}" y="{}">{:.0f} %</text>')
-            parts.append(text.format(across, HEIGHT - BOTTOM + 16, 100 * tick))
+            text = Markup('<text class="middle" x="{}" y="{}">{}</text>')
+            parts.append(text.format(across, HEIGHT - BOTTOM + 16, f"{100 * tick:.0f} %" if shares else f"{tick:,.0f}"))
     middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
     parts.append(Markup('<text class="middle" x="{}" y="{}">{}</text>').format(middle, HEIGHT - 6, x_label))
     parts.append(

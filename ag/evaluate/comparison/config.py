@@ -24,6 +24,12 @@ class CompareConfig:
     policies: list[str] = key(["full", "h2o", "snapkv"], "what to compare, such as snapkv+caote or gates:EXPORT")
     budgets: list[Any] = key([], "what policies that need a budget keep", words=f"list of {BUDGET}")
     schedule: str = key("prefill", "when something is evicted, for policies with a budget")
+    budget_of: Literal["prompt", "seen"] = key(
+        "prompt", "what a budget is a share of: the prompt, or all tokens seen so far, so that it grows with a text"
+    )
+    positions: Literal["original", "slot"] = key(
+        "original", "what every policy rotates keys by: places in the text, or slots in the cache"
+    )
     tasks: list[str] = key(["ppl"], "what to compare on")
     root: str | None = key(None, "local folder of the data, with a folder for each task; null: the hub")
     roots: dict[str, str] = mapping("folders of single tasks, as roots.TASK=FOLDER")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +130,10 @@ class Comparison:
         """Return the entries of a task."""
         return [entry for entry in self.entries if entry.row.task == task]
 
+    def baseline_of(self, entry: Entry) -> Entry | None:
+        """Return what an entry was tested against; None for the baseline itself and where either has no result."""
+        return _baseline(entry, self.baseline, self.entries)
+
     def counted(self, task: str) -> str:
         """Say how many samples of a task were run, in its unit, and how many were left out and why."""
         rows = [entry.row for entry in self.of_task(task)]
@@ -185,15 +189,37 @@ class Comparison:
         return names, np.array(shares)
 
 
-def _tested(entry: Entry, baseline: str, entries: Sequence[Entry]) -> Entry:
-    """Compare an entry with the baseline: the one at its budget, else the one without a budget."""
+def _baseline(entry: Entry, baseline: str, entries: Sequence[Entry]) -> Entry | None:
+    """Return what an entry is tested against: the baseline at its budget, else the one without a budget."""
     same = [other for other in entries if other.row.task == entry.row.task and other.row.label == baseline]
     for budget in (entry.budget, ""):
         other = next((other for other in same if other.budget == budget), None)
-        if other is not None and other.outcomes and entry.outcomes and other is not entry:
-            mine, theirs = _matched(entry, other)
-            return Entry(entry.row, entry.outcomes, entry.views, compare(mine, theirs))
-    return entry
+        if other is not None and other.outcomes and entry.outcomes and other.row.key != entry.row.key:
+            return other
+    return None
+
+
+def _tested(entry: Entry, baseline: str, entries: Sequence[Entry]) -> Entry:
+    """Compare an entry with the baseline."""
+    other = _baseline(entry, baseline, entries)
+    if other is None:
+        return entry
+    mine, theirs = _matched(entry, other)
+    return replace(entry, paired=compare(mine, theirs, _parts(entry, other)))
+
+
+def _parts(one: Entry, other: Entry) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:
+    """Return for each sample that both have the differences of its blocks and their tokens; None without blocks."""
+    theirs = {outcome.sample: outcome for outcome in other.outcomes}
+    found = []
+    for outcome in one.outcomes:
+        if outcome.sample in theirs:
+            mine, same = outcome.blocks, theirs[outcome.sample].blocks
+            if not mine or mine.keys() != same.keys():
+                return None
+            differences = np.array([nats - same[start] for start, nats in mine.items()])
+            found.append((differences, np.diff([*mine, outcome.tokens]).astype(np.float64)))
+    return found
 
 
 def _matched(one: Entry, other: Entry) -> tuple[list[float], list[float]]:

@@ -11,13 +11,15 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from ag.evaluate.comparison import positions
 from ag.evaluate.comparison.charts import Line, Point, chart, mark
 from ag.evaluate.comparison.findings import Comparison, Entry
+from ag.evaluate.comparison.statistics import mean_and_error
 
 FILES = Path(__file__).parent / "page_files"
 HEADS = ("policy", "budget", "kept", "score", "difference", "p", "n", "left out", "prefill", "KV MB", "seconds")
 NOTES = {
-    "kept": "share of the prompts' (token, layer, KV head) entries that was held, measured in the cache",
+    "kept": "share of the prompt's (token, layer, KV head) entries that was held; in a stream of all tokens so far",
     "score": "mean over samples, with its standard error",
     "difference": "to the baseline on the same samples, with a 95 % bootstrap interval",
     "p": "sign-flip test of that difference",
@@ -51,6 +53,9 @@ def render(comparison: Comparison) -> str:
         notes=NOTES,
         tables={task: [line(entry) for entry in comparison.of_task(task)] for task in comparison.tasks},
         charts={task: curve(comparison, task) for task in comparison.tasks},
+        along={task: along(comparison, task) for task in comparison.tasks if positions.table(comparison, task)},
+        along_tables={task: positions.table(comparison, task) for task in comparison.tasks},
+        along_note=positions.NOTE.format(comparison.baseline),
         legend=[(mark(number), label) for number, label in enumerate(comparison.labels)],
         wins=[(budget, comparison.wins(budget)) for budget in comparison.budgets],
         layers=list(zip(*comparison.layers(), strict=True)),
@@ -102,6 +107,39 @@ def curve(comparison: Comparison, task: str) -> Markup:
     texts = "; ".join(point.text for one in lines for point in one.points)
     row = comparison.of_task(task)[0].row
     return chart(f"{row.metric} of {task} by kept share. {texts}", "kept share of the prompt", row.metric, lines)
+
+
+def along(comparison: Comparison, task: str) -> list[tuple[str, Markup]]:
+    """Draw a task by position, a chart for each budget: differences to the baseline, or nats where it has no result.
+
+    Policies without a budget are in each chart.
+    """
+    found = []
+    for budget in comparison.budgets or [""]:
+        entries = [entry for entry in comparison.of_task(task) if entry.budget in ("", budget)]
+        bases = [(entry, comparison.baseline_of(entry)) for entry in entries if entry.outcomes]
+        compared = any(base is not None for _, base in bases)
+        lines = []
+        for entry, base in bases:
+            if compared and base is None:
+                continue
+            nats = positions.curve(entry.outcomes)
+            points = positions.difference(entry, base) if base else {x: mean_and_error(y) for x, y in nats.items()}
+            number, form = comparison.labels.index(entry.row.label), "+.3f" if base else ".3f"
+            lines.append(
+                Line(
+                    number,
+                    entry.name,
+                    [Point(x, y, e or 0.0, f"{entry.name}: {y:{form}} from {x:,}") for x, (y, e) in points.items()],
+                )
+            )
+        if not lines:
+            continue
+        what = f"nats a token over {comparison.baseline}" if compared else "nats a token"
+        name = f"{task} at budget {budget}" if budget else task
+        texts = "; ".join(point.text for one in lines for point in one.points)
+        found.append((name, chart(f"{name}: {what} by position. {texts}", "position", what, lines, shares=False)))
+    return found
 
 
 def viewer(comparison: Comparison) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from ag.evaluate.comparison.findings import Comparison, Entry, Wins
+from ag.evaluate.comparison.positions import curve
 from ag.gates.figures import DPI
 
 # Okabe and Ito's palette without black, which is the text's
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C", "#A89B00")
 MARKERS = "osD^vP*X"
-CURVE = "nats@"
 LONGEST = 36  # characters of a name
 
 
@@ -26,7 +26,7 @@ def draw(comparison: Comparison) -> Iterator[tuple[str, Figure]]:
             yield f"quality_{task}", quality(task, entries, comparison.labels)
         if any("depth" in outcome.tags for entry in entries for outcome in entry.outcomes):
             yield f"depths_{task}", depths(task, entries)
-        if any(name.startswith(CURVE) for entry in entries for outcome in entry.outcomes for name in outcome.tags):
+        if any(outcome.blocks for entry in entries for outcome in entry.outcomes):
             yield f"positions_{task}", positions(task, entries)
     wins = [(budget, comparison.wins(budget)) for budget in comparison.budgets]
     if any(len(matrix.names) > 1 for _, matrix in wins):
@@ -137,14 +137,14 @@ def positions(task: str, entries: Sequence[Entry]) -> Figure:
     figure = Figure(figsize=(8, 4), dpi=DPI, layout="constrained")
     axes = figure.subplots()
     for number, entry in enumerate(entries):
-        bins: dict[int, list[float]] = {}
-        for outcome in entry.outcomes:
-            for name, value in outcome.tags.items():
-                if name.startswith(CURVE):
-                    bins.setdefault(int(name.removeprefix(CURVE)), []).append(float(value))
-        starts = sorted(bins)
-        means = [np.mean(bins[start]) for start in starts]
-        axes.plot(starts, means, color=COLOURS[number % len(COLOURS)], label=short(entry.name), linewidth=1.4)
+        bins = curve(entry.outcomes)
+        axes.plot(
+            list(bins),
+            [np.mean(nats) for nats in bins.values()],
+            color=COLOURS[number % len(COLOURS)],
+            label=short(entry.name),
+            linewidth=1.4,
+        )
     axes.set_xlabel("position in the text (tokens)")
     axes.set_ylabel(entries[0].row.metric)
     axes.set_title(task, fontsize=11)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from ag.evaluate.comparison import plots
+from ag.evaluate.comparison import plots, positions
 from ag.evaluate.comparison.findings import COLUMNS, Comparison
 from ag.evaluate.comparison.page import render
 
@@ -36,6 +36,9 @@ def markdown(comparison: Comparison) -> str:
         head = [{"score": row.metric, "difference": f"against {comparison.baseline}"}.get(c, c) for c in COLUMNS]
         parts.append(f"## {task}\n\n{row.metric}, {which} is better; {comparison.counted(task)}\n")
         parts.append(_markdown_table(head, [entry.cells() for entry in entries], 1))
+        if along := positions.table(comparison, task):
+            parts.append(f"### {task} by position\n\n{positions.NOTE.format(comparison.baseline)}\n")
+            parts.append(_markdown_table(*along, 1))
     return "\n".join(parts)
 
 

@@ -46,8 +46,16 @@ def mean_and_error(scores: Sequence[float] | Vector) -> tuple[float, float | Non
     return float(values.mean()), error
 
 
-def compare(mine: Sequence[float], theirs: Sequence[float]) -> Paired:
+def compare(
+    mine: Sequence[float], theirs: Sequence[float], parts: Sequence[tuple[Vector, Vector]] | None = None
+) -> Paired:
     """Compare scores of the same samples, in the same order.
+
+    Args:
+        mine: scores of one policy.
+        theirs: those of the other.
+        parts: of each sample the differences of its parts, such as blocks of a book, and their weights; the interval is
+            then that of :func:`bootstrap_parts`. None: a sample has no parts.
 
     Raises:
         ValueError: when the numbers of scores differ, or there are none.
@@ -55,7 +63,7 @@ def compare(mine: Sequence[float], theirs: Sequence[float]) -> Paired:
     differences = np.subtract(np.asarray(mine, np.float64), np.asarray(theirs, np.float64))
     if len(mine) != len(theirs) or not len(differences):
         raise ValueError(f"{len(mine)} and {len(theirs)} scores: expected as many, and at least one")
-    low, high = bootstrap(differences)
+    low, high = bootstrap(differences) if parts is None else bootstrap_parts(parts)
     return Paired(len(differences), *mean_and_error(differences), low, high, sign_flip(differences))
 
 
@@ -64,6 +72,31 @@ def bootstrap(differences: Vector, level: float = 0.95) -> tuple[float, float]:
     n = len(differences)
     generator = np.random.default_rng(SEED)
     means = [differences[generator.integers(0, n, (rows, n))].mean(1) for rows in _chunks(n)]
+    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def bootstrap_parts(parts: Sequence[tuple[Vector, Vector]], level: float = 0.95) -> tuple[float, float]:
+    """Return the percentile interval of the mean over samples of their parts' weighted means.
+
+    Each of 10,000 resamples draws samples with replacement, and within each drawn one its parts: parts of one sample
+    are alike, so that samples and not parts say how much there is to know.
+
+    Args:
+        parts: of each sample its parts' differences ``[k]`` and weights ``[k]``.
+        level: of the interval.
+    """
+    n, counts = len(parts), np.array([len(values) for values, _ in parts])
+    values, weights = (
+        np.stack([np.pad(pair[which], (0, counts.max() - len(pair[which]))) for pair in parts]) for which in (0, 1)
+    )
+    generator = np.random.default_rng(SEED)
+    means = []
+    for rows in _chunks(n * int(counts.max())):
+        drawn = generator.integers(0, n, (rows, n))[..., None]
+        inside = (generator.random((rows, n, int(counts.max()))) * counts[drawn]).astype(np.int64)
+        weight = weights[drawn, inside] * (np.arange(counts.max()) < counts[drawn])
+        means.append(((values[drawn, inside] * weight).sum(-1) / weight.sum(-1)).mean(-1))
     low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 

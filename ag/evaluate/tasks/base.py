@@ -16,6 +16,7 @@ from ag.engine import EvictionCache, Policy, prefill
 
 Tags = Mapping[str, str | int | float]
 LeftOut = Literal["too long", "too short"]
+CURVE = "nats@"  # of the tags that are the points of a curve over a text
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,12 @@ class Outcome:
     kv_bytes: int
     seconds: float
     tags: Tags = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> dict[int, float]:
+        """Mean nats of each block of a text, by the position that it begins with; empty where no tag ``nats@N`` is."""
+        found = {name.removeprefix(CURVE): float(x) for name, x in self.tags.items() if name.startswith(CURVE)}
+        return {int(start): nats for start, nats in found.items()}
 
 
 @dataclass(frozen=True)

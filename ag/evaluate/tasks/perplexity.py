@@ -1,11 +1,11 @@
-"""Perplexity of plain documents: after an evicted prompt, and of whole books in a cache of fixed size."""
+"""Perplexity of plain documents: after an evicted prompt, and of whole books while tokens are evicted."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from ag.errors import UserError, require
 from ag.evaluate.tasks.base import LeftOut, Outcome, PromptTask, Sample, Tags, Task
 from ag.evaluate.tasks.follow import feed, score
 from ag.evaluate.tasks.rows import HeldOut
+from ag.gates.attach import attached_gates
+from ag.gates.gate import AttentionGates
 from ag.model.hooks import lm_logits
 
 LETTERS = 32  # per token, more than any text has on average: what is tokenised of a book
@@ -111,19 +113,25 @@ class Continuation(Documents, PromptTask):
 
 @dataclass(frozen=True)
 class Stream(Documents):
-    """Perplexity of whole books while the cache keeps its size, as in StreamingLLM's experiments on PG-19.
+    """Perplexity of whole books while tokens are evicted, as in StreamingLLM's experiments on PG-19.
 
-    The first block is the prompt; then come as many tokens at once as lie between two evictions of the policy, which
-    needs a schedule ``every`` or ``steps:n`` (and for long blocks ``blocks:m``). Kept share and bytes are those at the
-    end. The tags ``nats@N`` are the curve: the mean over the tokens from N on.
+    The first block is the prompt. What follows comes ``step`` tokens at once, or as many as lie between two evictions
+    of the policy: with ``schedule=steps:step`` every policy is fed alike. A budget in tokens keeps the cache's size; a
+    share with ``budget_of=seen`` keeps the share, as gates do that act on every token (``gate.covers=all``).
+
+    The kept share is the mean over all tokens after the first block of what was held after the pass that a token came
+    with, as a share of the tokens seen by then; the bytes are those at the end. The tags are the curve: ``nats@N``
+    and ``held@N`` are the means over the ``bin`` tokens from N on; ``held@end`` is the share at the end.
 
     Attributes:
         block: tokens of the first forward pass.
+        step: tokens of a later one, for policies whose schedule does not say it.
         tokens: only the first so many of each book; None: all.
-        bin: tokens of a point of the curve.
+        bin: tokens of a point of the curve, which are also the blocks that differences of policies are paired by.
     """
 
     block: int = 512
+    step: int = 64
     tokens: int | None = None
     bin: int = 1024
 
@@ -132,7 +140,7 @@ class Stream(Documents):
 
     def __post_init__(self) -> None:
         """Check the lengths."""
-        for name in ("block", "bin", "tokens"):
+        for name in ("block", "step", "bin", "tokens"):
             value = getattr(self, name)
             fits = (type(value) is int and value > 0) or (name == "tokens" and value is None)
             require(self, name, fits, "a number of tokens, at least 1")
@@ -154,22 +162,28 @@ class Stream(Documents):
         """Run policies over books; see :meth:`ag.evaluate.tasks.Task.run`."""
         longest = max((len(book.prompt) + len(book.following) for book in samples), default=0)
         for policy in policies:
-            self._check(policy, longest, model.config.get_text_config().max_position_embeddings)  # type: ignore[operator, union-attr]
+            self._check(policy, attached_gates(model), longest, model.config.get_text_config().max_position_embeddings)  # type: ignore[operator, union-attr]
         device = next(model.parameters()).device
         for book in samples:
             caches = prefill(model, policies, torch.tensor([book.prompt], device=device))
             for index in range(len(policies)):
                 cache, last = caches.pop(0)
                 start = time.perf_counter()
-                nats = self._read(model, cache, last, torch.tensor(book.following, device=device))
+                found = self._read(model, cache, last, torch.tensor(book.following, device=device))
                 seconds = time.perf_counter() - start
                 first = len(book.prompt)
-                tags = {f"nats@{first + i * self.bin}": float(x.mean()) for i, x in enumerate(nats.split(self.bin))}
-                held = first + len(nats), cache.kept_share(), cache.nbytes
-                yield index, Outcome(book.id, float(nats.mean()), *held, seconds, tags)
+                tags = found.tags(first, self.bin) | {"held@end": cache.kept_share()}
+                held = first + len(found.nats), float(found.held.mean()), cache.nbytes
+                yield index, Outcome(book.id, float(found.nats.mean()), *held, seconds, tags)
 
-    def _check(self, policy: Policy, longest: int, context: int) -> None:
-        if policy.scorer is not None and policy.steps is None:
+    def _check(self, policy: Policy, attached: AttentionGates | None, longest: int, context: int) -> None:
+        gates = policy.gates or attached
+        if policy.by_gates and policy.budget is None and gates is not None and gates.config.covers != "all":
+            raise UserError(
+                f"Task {self.name}: {policy!r}: these gates (gate.covers=prompt) evict nothing after the first block, "
+                "so that the cache grows; train gates with gate.covers=all, or give a budget and a schedule."
+            )
+        if policy.scorer is not None and policy.budget is not None and policy.steps is None:
             raise UserError(
                 f"Task {self.name}: {policy!r} evicts nothing after the first block, so that its cache grows; give "
                 "schedule=every or schedule=steps:n."
@@ -180,14 +194,30 @@ class Stream(Documents):
                 f"only policies with positions=slot work; give tokens={context} or fewer."
             )
 
-    def _read(self, model: nn.Module, cache: EvictionCache, last: Tensor, tokens: Tensor) -> Tensor:
-        """Return the negative log-likelihoods ``[T]`` of the tokens, on the CPU."""
-        found = []
-        for part in tokens.split(cache.policy.steps or 256):
+    def _read(self, model: nn.Module, cache: EvictionCache, last: Tensor, tokens: Tensor) -> _Curve:
+        """Feed a book's tokens to a cache and score each of them."""
+        nats, held = [], []
+        for part in tokens.split(cache.policy.steps or self.step):
             with torch.no_grad():
-                found.append(F.cross_entropy(lm_logits(model, last).float(), part[:1], reduction="none").cpu())
+                nats.append(F.cross_entropy(lm_logits(model, last).float(), part[:1], reduction="none").cpu())
                 states = feed(model, cache, part[None])[0]
                 ahead = lm_logits(model, states[:-1]).float()
-                found.append(F.cross_entropy(ahead, part[1:], reduction="none").cpu())
+                nats.append(F.cross_entropy(ahead, part[1:], reduction="none").cpu())
+            held += [cache.kept_share()] * len(part)
             last = states[-1:]
-        return torch.cat(found)
+        return _Curve(torch.cat(nats), torch.tensor(held))
+
+
+class _Curve(NamedTuple):
+    """What became of each token of a book after the first block, ``[T]`` float32 on the CPU."""
+
+    nats: Tensor  # negative log-likelihood
+    held: Tensor  # share of the tokens seen that was held after its pass
+
+    def tags(self, first: int, size: int) -> dict[str, float]:
+        """Return the means over bins of so many tokens, by the position that each begins with."""
+        return {
+            f"{name}@{first + index * size}": float(part.mean())
+            for name, values in self._asdict().items()
+            for index, part in enumerate(values.split(size))
+        }

@@ -15,9 +15,9 @@ from matplotlib.image import imread
 from test_results import ROW, VALUES
 
 import ag
-from ag.evaluate.comparison import plots
+from ag.evaluate.comparison import findings, plots, positions
 from ag.evaluate.comparison.findings import Comparison, Entry
-from ag.evaluate.comparison.page import embedded, render, viewer
+from ag.evaluate.comparison.page import along, embedded, render, viewer
 from ag.evaluate.comparison.report import markdown
 from ag.evaluate.comparison.views import View, pieces
 from ag.evaluate.tasks import Outcome
@@ -105,6 +105,48 @@ def test_curves_over_positions():
     (line,) = plots.positions("a", [Entry(one.row, outcomes, [])]).axes[0].lines
     assert line.get_xdata().tolist() == [0, 1024]
     assert line.get_ydata().tolist() == [4.0, 1.5]
+
+
+@pytest.fixture
+def streamed(tmp_path):
+    """Two policies over two texts with blocks at 4 and 6, the last of 3 tokens."""
+    nats = {"full": [(2.0, 4.0), (1.0, 2.0)], "tova": [(2.5, 5.0), (1.1, 2.0)], "h2o": [(2.0, 4.0), (1.0, 2.0)]}
+    entries = []
+    for label, texts in nats.items():
+        tags = [{"nats@4": a, "nats@6": b, "held@end": 0.25 + 0.5 * (label == "full")} for a, b in texts]
+        scores = [(2 * a + 3 * b) / 5 for a, b in texts]
+        row = replace(entry(label, None if label == "full" else 0.5, "ppl_stream", scores).row, key=label)
+        outcomes = [Outcome(str(i), s, 9, 0.5, 9, 0.1, t) for i, (s, t) in enumerate(zip(scores, tags, strict=True))]
+        entries.append(Entry(row, outcomes, []))
+    return Comparison(tmp_path, "full", [findings._tested(one, "full", entries) for one in entries])
+
+
+def test_a_table_by_position(streamed):
+    head, lines = positions.table(streamed, "ppl_stream")
+    assert head == ["policy", "held at the end", "from 4", "from 6"]
+    assert lines == [
+        ["full", "75.0%", "1.500", "3.000"],
+        ["tova 0.5", "25.0%", "+0.300", "+0.500"],
+        ["h2o 0.5", "25.0%", "+0.000", "+0.000"],
+    ]
+    assert "| tova 0.5 | 25.0% | +0.300 | +0.500 |" in markdown(streamed)
+    assert positions.table(replace(streamed, entries=[entry("full", None, "x", [1.0])]), "x") is None
+
+
+def test_differences_are_paired_by_text_and_block(streamed):
+    tova = streamed.entries[1].paired
+    assert tova.difference == pytest.approx(np.mean([(2 * 0.5 + 3 * 1.0) / 5, 2 * 0.1 / 5]))
+    # twice a text has the probability 1/4; then a block twice in both 1/16, and twice in one alone 1/4
+    assert (tova.low, tova.high) == pytest.approx((np.mean([0.0, 0.04]), np.mean([1.0, 0.8])))
+
+
+def test_a_chart_by_position(streamed):
+    page = Page(render(streamed))
+    drawn = [chart for name, chart in along(streamed, "ppl_stream")]
+    assert len(drawn) == 1 and drawn[0].count('<g transform="translate') == 4  # two policies beside the baseline
+    assert "tova 0.5: +0.300 from 4; tova 0.5: +0.500 from 6" in drawn[0]
+    assert "%</text>" not in drawn[0]
+    assert sum(tag == "svg" and attrs.get("class") == "chart" for tag, attrs in page.elements) == 2
 
 
 def test_long_names_lose_their_middle():

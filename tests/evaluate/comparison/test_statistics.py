@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.evaluate.comparison.statistics import bootstrap, compare, mean_and_error, sign_flip
+from ag.evaluate.comparison.statistics import bootstrap, bootstrap_parts, compare, mean_and_error, sign_flip
 
 
 def test_mean_and_standard_error():
@@ -85,3 +85,29 @@ def test_swapping_sides_mirrors_everything(values):
     assert (one.low, one.high) == pytest.approx((-other.high, -other.low), abs=1e-9)
     assert one.p == other.p
     assert 0 < one.p <= 1
+
+
+def two_stage_variance(parts):
+    """Of the mean over samples of their parts' means, when samples and then parts are drawn with replacement."""
+    means = [np.mean(values) for values in parts]
+    within = np.mean([np.var(values) / len(values) for values in parts])
+    return (np.var(means) + within) / len(parts)
+
+
+@pytest.mark.parametrize("inside", [0.0, 0.5, 3.0])
+def test_bootstrap_of_parts_has_the_variance_of_both_stages(inside):
+    rng = np.random.default_rng(4)
+    parts = [rng.normal(0.3) + inside * rng.normal(size=size) for size in [6] * 30 + [2] * 10]
+    low, high = bootstrap_parts([(values, np.ones(len(values))) for values in parts])
+    expected = 2 * 1.96 * math.sqrt(two_stage_variance(parts))
+    assert high - low == pytest.approx(expected, rel=0.04)
+    assert (low + high) / 2 == pytest.approx(np.mean([values.mean() for values in parts]), abs=0.06 * expected)
+
+
+def test_parts_weigh_by_their_tokens():
+    """Two samples with constant parts: every resample's mean is one of 1, 2 and their middle, whatever the weights."""
+    low, high = bootstrap_parts([(np.array([1.0, 1.0]), np.array([9.0, 1.0])), (np.array([2.0]), np.array([4.0]))])
+    assert (low, high) == (1.0, 2.0)
+    part = np.array([0.0, 1.0]), np.array([3.0, 1.0])  # one sample: both parts, or one of them twice
+    assert compare([0.25], [0.0], [part]).difference == 0.25
+    assert bootstrap_parts([part], level=0.25) == (0.25, 0.25)  # half of the resamples draw both parts

@@ -3,14 +3,17 @@
 import random
 import string
 
+import numpy as np
 import pytest
 import torch
+from gates_for import gates_for
 from refused import refuses
 
 import ag
 from ag.errors import UserError
 from ag.evaluate.tasks import make
 from ag.evaluate.tasks.perplexity import first_tokens
+from ag.gates.gating import Gating
 
 rng = random.Random(1)
 TEXTS = ["".join(rng.choices(string.ascii_letters + " ", k=n)) for n in (300, 40, 120, 59, 60)]
@@ -89,8 +92,15 @@ def test_a_stream_with_a_full_cache(tiny_llama, tiny_tokenizer, write, plain):
     nats = -plain(model, ids[:50], ids[50:])
     assert outcome.score == pytest.approx(float(nats.mean()), abs=1e-5)
     curve = {"nats@50": nats[:100].mean(), "nats@150": nats[100:200].mean(), "nats@250": nats[200:].mean()}
-    assert outcome.tags == pytest.approx({name: float(x) for name, x in curve.items()}, abs=1e-5)
+    held = {"held@50": 1.0, "held@150": 1.0, "held@250": 1.0, "held@end": 1.0}
+    assert outcome.tags == pytest.approx({name: float(x) for name, x in curve.items()} | held, abs=1e-5)
+    assert outcome.blocks == {int(name[5:]): outcome.tags[name] for name in curve}
     assert (outcome.tokens, outcome.kept) == (290, 1.0)
+
+
+def passes(first, last, step):
+    """For each token from `first` on, the tokens seen after the pass that it comes with."""
+    return [range(min(last, first + (number // step + 1) * step)) for number in range(last - first)]
 
 
 @pytest.mark.parametrize("schedule", ["every", "blocks:10+every", "steps:8"])
@@ -99,12 +109,40 @@ def test_a_stream_keeps_its_size(tiny_llama, tiny_tokenizer, write, step_by_step
     task = make("ppl_stream", write("pg19_style/test", ROWS), block=50, tokens=114)
     policy = ag.policy("streaming_llm", 20, schedule)
     [(_, outcome)] = task.run(model, tiny_tokenizer, [policy], task.load(tiny_tokenizer, 1, 512).samples)
-    assert outcome.kept == pytest.approx(20 / 114)
+    assert outcome.tags["held@end"] == pytest.approx(20 / 114)
+    assert outcome.kept == pytest.approx(np.mean([20 / len(seen) for seen in passes(50, 114, policy.steps)]))
     assert outcome.kv_bytes <= SLOT * 3 * 2 * (20 + 16)
     if policy.steps == 1:
         ids = tiny_tokenizer(TEXTS[0])["input_ids"]
         nats = step_by_step(model, ag.EvictionCache(model, policy), ids[:50], ids[50:114])
         assert outcome.score == pytest.approx(-float(nats.mean()), abs=1e-5)
+
+
+def test_a_stream_keeps_its_share(tiny_llama, tiny_tokenizer, write):
+    """Held is the mean over tokens of what a pass left; here the share, but for rounding and the last, short pass."""
+    root = write("pg19_style/test", ROWS)
+    task = make("ppl_stream", root, block=50, tokens=210, bin=80)
+    policies = [ag.policy(name, 0.3, "steps:8", budget_of="seen") for name in ("streaming_llm", "h2o", "tova")]
+    policies.append(ag.policy("streaming_llm", 0.3, "steps:8"))
+    samples = task.load(tiny_tokenizer, 1, 512).samples
+    *grown, fixed = [outcome for _, outcome in task.run(tiny_llama(), tiny_tokenizer, policies, samples)]
+    share = np.array([int(0.3 * len(seen) + 1e-9) / len(seen) for seen in passes(50, 210, 8)])
+    for outcome in grown:
+        assert outcome.kept == pytest.approx(share.mean())
+        assert [outcome.tags["held@50"], outcome.tags["held@130"]] == pytest.approx(
+            [share[:80].mean(), share[80:].mean()]
+        )
+    assert fixed.tags["held@end"] == pytest.approx(15 / 210)
+
+
+def test_every_size_of_a_pass_gives_the_same_without_eviction(tiny_llama, tiny_tokenizer, write):
+    root, model = write("pg19_style/test", ROWS), tiny_llama()
+    found = []
+    for step in (1, 7, 64, 500):
+        task = make("ppl_stream", root, block=50, tokens=114, step=step)
+        [(_, outcome)] = task.run(model, tiny_tokenizer, [ag.policy("full")], task.load(tiny_tokenizer, 1, 512).samples)
+        found.append(outcome.score)
+    assert found == pytest.approx(found[:1] * 4, abs=1e-5)
 
 
 def test_positions_by_slot_go_beyond_the_context(tiny_llama, tiny_tokenizer, write, step_by_step):
@@ -115,7 +153,7 @@ def test_positions_by_slot_go_beyond_the_context(tiny_llama, tiny_tokenizer, wri
     ids = tiny_tokenizer(TEXTS[0])["input_ids"]
     nats = step_by_step(model, ag.EvictionCache(model, policy), ids[:30], ids[30:100])
     assert outcome.score == pytest.approx(-float(nats.mean()), abs=1e-5)
-    assert outcome.kept == pytest.approx(20 / 100)
+    assert outcome.tags["held@end"] == pytest.approx(20 / 100)
 
 
 def test_policies_that_cannot_stream(tiny_llama, tiny_tokenizer, write):
@@ -127,4 +165,29 @@ def test_policies_that_cannot_stream(tiny_llama, tiny_tokenizer, write):
         next(task.run(model, tiny_tokenizer, [ag.policy("h2o", 20, "every")], samples))
     with refuses(UserError, "schedule=every"):
         next(task.run(model, tiny_tokenizer, [ag.policy("h2o", 20)], samples))
+    ag.attach(model, gates_for(model))
+    with pytest.raises(UserError, match=r"gate.covers=prompt\) evict nothing after the first block"):
+        next(task.run(model, tiny_tokenizer, [ag.policy("gates")], samples))
+    ag.detach(model)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+def test_gates_that_act_on_every_token(tiny_llama, tiny_tokenizer, write, kind):
+    """Fed in passes of any size they score a book as one forward pass under their flags does, and hold few tokens."""
+    root, model = write("pg19_style/test", ROWS), tiny_llama()
+    window = 16 if kind == "attention" else 0
+    gates = gates_for(model, kind=kind, window=window, covers="all", recent_tokens=8, sink_tokens=2)
+    ag.attach(model, gates)
+    ids = torch.tensor([tiny_tokenizer(TEXTS[0])["input_ids"][:210]])
+    with torch.no_grad():
+        logits = model(ids, gating=Gating(gates, torch.ones_like(ids), hard=True), use_cache=False).logits[0].float()
+    nats = torch.nn.functional.cross_entropy(logits[49:-1], ids[0, 50:])
+    held = []
+    for step in (1, 7, 64):
+        task = make("ppl_stream", root, block=50, tokens=210, step=step)
+        samples = task.load(tiny_tokenizer, 1, 512).samples
+        [(_, outcome)] = task.run(model, tiny_tokenizer, [ag.policy("gates")], samples)
+        assert outcome.score == pytest.approx(float(nats), abs=1e-4)
+        held.append(outcome.kept)
+    assert held[0] <= held[1] <= held[2] < 0.9  # a pass of several tokens holds them until the next one
