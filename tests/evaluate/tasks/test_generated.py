@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from ag.errors import UserError
 from ag.evaluate.tasks import GROUPS, make
@@ -61,6 +62,19 @@ def test_length_answers_and_determinism(name, length, root, tiny_tokenizer):
         context = tiny_tokenizer.decode(sample.prompt)
         assert all(reference in context for reference in sample.references)
         assert tiny_tokenizer.decode(sample.prompt + sample.question) == sample.text
+
+
+@pytest.mark.parametrize("length", [1024, 8192])
+def test_lengths_with_a_real_tokenizer(length, root, smollm2):
+    """Within 1 % of the length, the answer's tokens counted, and never above it."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    for name in ("niah_single_1", "niah_single_3", "niah_multikey_2", "niah_multiquery", "vt", "cwe", "fwe"):
+        task = make(name, root, lengths=[length], repeats=1)
+        [sample] = task.load(tokenizer, None, 8192).samples
+        used = len(sample.prompt) + len(sample.question) + task.generate
+        assert length - max(0.01 * length, 24) < used <= length, name
+        whole = tokenizer(sample.text)["input_ids"]
+        assert sample.prompt + sample.question == whole
 
 
 def test_ruler_is_complete_and_as_published():
