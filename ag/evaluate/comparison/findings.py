@@ -61,6 +61,13 @@ class Entry:
         found = tag_values(self.outcomes, "nats")
         return mean_and_error(list(found.values())) if found else None
 
+    def measure(self, nats: bool) -> tuple[float, float, float] | None:
+        """Return kept share, mean and standard error of the score or of the nats; None where they are not known."""
+        found = self.nats if nats else (self.row.mean, self.row.error)
+        if self.row.kept is None or found is None or found[0] is None:
+            return None
+        return self.row.kept, found[0], found[1] or 0.0
+
     def cells(self) -> dict[str, str]:
         """Return its line in a table, as texts by column; see COLUMNS."""
         row, paired = self.row, self.paired

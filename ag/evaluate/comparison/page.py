@@ -112,10 +112,10 @@ def curve(comparison: Comparison, task: str, nats: bool = False) -> Markup:
     for number, label in enumerate(comparison.labels):
         points = []
         for entry in comparison.of_task(task):
-            row, measured = entry.row, entry.nats if nats else (entry.row.mean, entry.row.error)
-            if row.label == label and row.kept is not None and measured is not None and measured[0] is not None:
-                text = f"{label}: {measured[0]:.4f} at {row.kept:.1%} kept"
-                points.append(Point(row.kept, measured[0], measured[1] or 0.0, text))
+            measured = entry.measure(nats)
+            if entry.row.label == label and measured is not None:
+                kept, mean, _ = measured
+                points.append(Point(*measured, f"{label}: {mean:.4f} at {kept:.1%} kept"))
         if points:
             lines.append(Line(number, label, sorted(points, key=lambda point: point.x)))
     if not lines:

@@ -46,6 +46,11 @@ class Place(NamedTuple):
     depth: float | None
     repeat: int
 
+    @property
+    def where(self) -> str:
+        """The depth in words."""
+        return "spread" if self.depth is None else f"{self.depth:g}"
+
 
 @dataclass(frozen=True)
 class Generated(QuestionTask):
@@ -114,10 +119,9 @@ class Generated(QuestionTask):
             if fitted is None:
                 yield "too long"
                 continue
-            where = "spread" if depth is None else f"{depth:g}"
             tags: dict[str, str | int | float] = {"length": length, "repeat": repeat}
             tags |= {} if depth is None else {"depth": depth}
-            asked = self.asked(tokenizer, f"{length}-{where}-{repeat}", fitted, tags, self.generate)
+            asked = self.asked(tokenizer, f"{length}-{place.where}-{repeat}", fitted, tags, self.generate)
             fits = len(asked.prompt) + len(asked.question) + asked.most <= max_tokens
             yield asked if fits else "too long"
 
@@ -125,8 +129,7 @@ class Generated(QuestionTask):
         """Return the largest sample of a length, or None where it does not fit the model with its answer."""
 
         def build(size: int) -> Puzzle:
-            where = "spread" if place.depth is None else f"{place.depth:g}"
-            rng = random.Random(f"{self.seed}/{self.name}/{place.length}/{where}/{place.repeat}")
+            rng = random.Random(f"{self.seed}/{self.name}/{place.length}/{place.where}/{place.repeat}")
             return self.build(rng, material, place, size)
 
         def tokens(size: int) -> int:
