@@ -29,7 +29,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     console.print(terminal_table(comparison))
     for task in comparison.tasks:
-        console.print(f"{task}: {comparison.counted(task)}", soft_wrap=True)
+        remark = comparison.uninformative(task)
+        console.print(f"{task}: {comparison.counted(task)}{remark and f'; {remark}'}", soft_wrap=True)
     console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
     return 0
 

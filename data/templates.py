@@ -18,11 +18,19 @@ Fields = dict[str, type | tuple[type, ...]]
 
 
 class Example(NamedTuple):
-    """A question: the prompt, the possible answers (no leading space), the index of the right one."""
+    """A question.
+
+    Attributes:
+        prompt: all that comes before the answer.
+        choices: possible answers, without the space before them.
+        target: index of the right one.
+        context: the beginning of the prompt that can be read before the question is known; empty where there is none.
+    """
 
     prompt: str
     choices: list[str]
     target: int
+    context: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,13 +68,15 @@ def _openbookqa(row: Record) -> Example:
 
 def _boolq(row: Record) -> Example:
     question = row["question"].strip().rstrip("?")
-    return Example(f"{row['passage'].strip()}\nQuestion: {question}?\nAnswer:", ["no", "yes"], int(row["answer"]))
+    passage = row["passage"].strip()
+    return Example(f"{passage}\nQuestion: {question}?\nAnswer:", ["no", "yes"], int(row["answer"]), passage)
 
 
 def _rte(row: Record) -> Example:
     question = "Does the claim follow from the text?"
-    prompt = f"Text: {row['premise'].strip()}\nClaim: {row['hypothesis'].strip()}\n{question}\nAnswer:"
-    return Example(prompt, ["yes", "no"], row["label"])
+    text = f"Text: {row['premise'].strip()}"
+    prompt = f"{text}\nClaim: {row['hypothesis'].strip()}\n{question}\nAnswer:"
+    return Example(prompt, ["yes", "no"], row["label"], text)
 
 
 def _copa(row: Record) -> Example:
@@ -209,4 +219,4 @@ def examples(task: Task, rows: Iterable[Record], where: str) -> Iterator[Example
             raise DataError(f"{place} has a choice that is empty or not text: {choices}")
         if not 0 <= example.target < len(choices):
             raise DataError(f"{place} marks choice {example.target} as right, but has {len(choices)} choices")
-        yield Example(example.prompt, [choice.strip() for choice in choices], example.target)
+        yield example._replace(choices=[choice.strip() for choice in choices])

@@ -35,6 +35,7 @@ CPT = ["redpajama_cpt", "mistral_cpt", "redpajama_cpt_gates_only"]
 OTHERS = ["quickstart", "smollm2_boolq", "smollm2_corpus", "smollm2_quarter", "smollm2_stream", "smollm2_worked"]
 COMPARISONS = {  # cells, and the published score of the full cache that the comment must name
     "compare_parts": (1 + 31 * 3, "docs/results.md"),
+    "compare_retrieval": ((1 + 6 * 4) * 4, "after eviction"),
     "compare_small": ((1 + 10 * 2) * 2, "docs/results.md"),
     "compare_stream": (1 + 5 * 2, "docs/results.md"),
     "compare_ag_table1": ((1 + 2) * (8 + len(SUBSETS)), "full 49.67"),
@@ -223,5 +224,8 @@ def test_comparisons_have_the_papers_settings() -> None:
     assert (of("compare_vatp_table1").budgets, of("compare_ag_table1").budgets) == ([0.5], [0.5])
     temperatures = {cell.policy.budget: cell.policy.allocator for cell in plan(cake) if cell.label == "cake"}
     assert {size: (a.tau1, a.tau2) for size, a in temperatures.items()} == {128: (0.9, 2.3), 1024: (1.9, 1.8)}
+    published = [name for name in COMPARISONS if "_table" in name]
+    asked = [cell.task.question for name in published for cell in plan(of(name)) if cell.task.metric != "accuracy"]
+    assert set(asked) == {"before"}  # papers evict with the question in the prompt
     assert obcache.budgets == [80, 160, 320, 400]
     assert obcache.task_options["needle_text"]["lengths"] == [4096, 8192, 16384, 32768]

@@ -28,6 +28,7 @@ CASES = {
             "Text: It rains.\nClaim: It is wet.\nDoes the claim follow from the text?\nAnswer:",
             ["yes", "no"],
             1,
+            "Text: It rains.",
         ),
     ),
     "copa": (
@@ -42,7 +43,7 @@ CASES = {
     ),
     "boolq": (
         {"question": "is water wet", "title": "Water", "answer": True, "passage": "Water is wet."},
-        Example("Water is wet.\nQuestion: is water wet?\nAnswer:", ["no", "yes"], 1),
+        Example("Water is wet.\nQuestion: is water wet?\nAnswer:", ["no", "yes"], 1, "Water is wet."),
     ),
     "openbookqa": (
         {"question_stem": "The sun gives", "choices": {"text": ["light", "rain"], "label": ["A", "B"]}}
@@ -79,7 +80,9 @@ def test_every_task_has_a_case():
 @pytest.mark.parametrize("name", CASES)
 def test_row_becomes_question(name):
     row, expected = CASES[name]
-    assert list(examples(TASKS[name], [row], "file")) == [expected]
+    [example] = examples(TASKS[name], [row], "file")
+    assert example == expected
+    assert example.prompt.startswith(example.context)
 
 
 def test_effect_links_with_so():

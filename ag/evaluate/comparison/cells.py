@@ -15,9 +15,10 @@ from ag.engine.spec import PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.comparison.config import CompareConfig
-from ag.evaluate.comparison.results import Row
+from ag.evaluate.comparison.results import Row, tag_mean
 from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.tasks import Loaded, Outcome, Task
+from ag.evaluate.tasks.questions import QuestionTask
 from ag.gates import export
 from ag.versions import versions
 
@@ -63,6 +64,9 @@ class Cell:
             cut=sum(bool(outcome.tags.get("cut")) for outcome in outcomes),
             seconds=sum(outcome.seconds for outcome in outcomes),
             kv_bytes=sum(outcome.kv_bytes for outcome in outcomes) / len(outcomes),
+            nats=tag_mean(outcomes, "nats"),
+            hits=tag_mean(outcomes, "hits"),
+            floor=self.task.floor(loaded.samples),
         )
 
     def failed(self, problem: str, loaded: Loaded, prefill: str) -> Row:
@@ -82,6 +86,7 @@ class Cell:
             "higher_is_better": self.task.higher_is_better,
             "prefill": prefill,
             "model": self.model,
+            "question": getattr(self.task, "question", None),
             "versions": VERSIONS,
         }
 
@@ -97,9 +102,11 @@ def plan(config: CompareConfig) -> list[Cell]:
     adapter = None if config.adapter is None else export.adapter_checksum(config.adapter)
     samples = None if config.samples is None else f"the first {config.samples} that can be run"
     same = (asdict(config.base), adapter, samples, config.max_tokens)
+    policies.sort(key=lambda pair: pair[1].spec.evicts)  # the full cache first: it shows what the model can do
+    full = [] if any(not one.spec.evicts for _, one in policies) else [("full", policy("full"))]
     cells = []
     for task in _tasks(config):
-        for label, one in policies:
+        for label, one in (full if isinstance(task, QuestionTask) else []) + policies:
             gates = None if one.spec.path is None else export.read_info(one.spec.path)["checksum"]
             question = [*same, repr(one), gates, type(task).__name__, task.identity()]
             text = json.dumps(question, sort_keys=True, default=str)

@@ -22,6 +22,7 @@ class CompareConfig:
     trust_remote_code: bool = key(False, "run code from the model's repository; only for repositories you trust")
     adapter: str | None = key(None, "export whose LoRA adapter every policy runs with, with or without gates")
     policies: list[str] = key(["full", "h2o", "snapkv"], "what to compare, such as snapkv+caote or gates:EXPORT")
+    also: list[str] = key([], "policies beside those of policies, such as gates of your own beside a recipe's")
     budgets: list[Any] = key([], "what policies that need a budget keep", words=f"list of {BUDGET}")
     schedule: str = key("prefill", "when something is evicted, for policies with a budget")
     budget_of: Literal["prompt", "seen"] = key(
@@ -47,6 +48,7 @@ class CompareConfig:
     view_tokens: int = key(1024, "tokens of each of them", low=1)
 
     def __post_init__(self) -> None:
+        self.policies, self.also = [*self.policies, *self.also], []  # once: a dumped configuration is read again
         if self.baseline not in self.policies:
             raise ValueError(f"baseline={self.baseline}: expected one of policies={self.policies}")
 

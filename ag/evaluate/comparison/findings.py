@@ -9,15 +9,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ag.engine.spec import FULL
 from ag.evaluate.comparison.cells import Cell
 from ag.evaluate.comparison.config import CompareConfig
-from ag.evaluate.comparison.results import Results, Row
-from ag.evaluate.comparison.statistics import Paired, compare, sign_flips
+from ag.evaluate.comparison.results import Results, Row, tag_values
+from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error, sign_flips
 from ag.evaluate.comparison.views import View
 from ag.evaluate.tasks import Outcome, unit
 
 SIGNIFICANT = 0.05
-COLUMNS = ("policy", "budget", "kept", "score", "difference", "p", "n", "left out", "prefill", "KV MB")
+NATS = ("nats", "nats difference", "hits")  # of tasks with a right answer
+COLUMNS = ("policy", "budget", "kept", "score", "difference", "p", *NATS, "n", "left out", "prefill", "KV MB")
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,14 @@ class Entry:
         outcomes: of its samples.
         views: what it kept of a few prompts.
         paired: against the baseline on the same task; None for the baseline itself and where either has no result.
+        paired_nats: the same of the right answers' negative log-likelihoods; None where these were not measured.
     """
 
     row: Row
     outcomes: list[Outcome]
     views: list[View]
     paired: Paired | None = None
+    paired_nats: Paired | None = None
 
     @property
     def budget(self) -> str:
@@ -51,18 +55,35 @@ class Entry:
         """The score of each sample."""
         return {outcome.sample: outcome.score for outcome in self.outcomes}
 
-    def cells(self) -> tuple[str, ...]:
-        """Return its line in a table, as texts; see COLUMNS."""
+    @property
+    def nats(self) -> tuple[float, float | None] | None:
+        """Mean and standard error of the right answers' negative log-likelihood per token, where it was measured."""
+        found = tag_values(self.outcomes, "nats")
+        return mean_and_error(list(found.values())) if found else None
+
+    def measure(self, nats: bool) -> tuple[float, float, float] | None:
+        """Return kept share, mean and standard error of the score or of the nats; None where they are not known."""
+        found = self.nats if nats else (self.row.mean, self.row.error)
+        if self.row.kept is None or found is None or found[0] is None:
+            return None
+        return self.row.kept, found[0], found[1] or 0.0
+
+    def cells(self) -> dict[str, str]:
+        """Return its line in a table, as texts by column; see COLUMNS."""
         row, paired = self.row, self.paired
-        start = (row.label, self.budget)
-        left_out = row.left_out + (f" ({row.cut} cut)" if row.cut else "")
+        texts = dict.fromkeys(COLUMNS, "") | {"policy": row.label, "budget": self.budget, "prefill": row.prefill}
+        texts |= {"n": f"{row.n}", "left out": row.left_out + (f" ({row.cut} cut)" if row.cut else "")}
         if row.mean is None or row.kept is None:
-            return (*start, "", f"none: {row.problem}", "", "", "0", left_out, row.prefill, "")
-        error = "" if row.error is None else f" ± {row.error:.4f}"
-        interval = "" if paired is None else f"{paired.difference:+.4f} [{paired.low:+.4f}, {paired.high:+.4f}]"
-        p = "" if paired is None else "< 0.001" if paired.p < 0.001 else f"{paired.p:.3f}"
-        numbers = (f"{row.n}", left_out, row.prefill, f"{row.kv_bytes / 1e6:.2f}")
-        return (*start, f"{row.kept:.1%}", f"{row.mean:.4f}{error}", interval, p, *numbers)
+            return texts | {"score": f"none: {row.problem}", "n": "0"}
+        texts |= {"kept": f"{row.kept:.1%}", "KV MB": f"{row.kv_bytes / 1e6:.2f}", "score": _mean(row.mean, row.error)}
+        if paired is not None:
+            p = "< 0.001" if paired.p < 0.001 else f"{paired.p:.3f}"
+            texts |= {"difference": _interval(paired), "p": p}
+        if self.nats is not None:
+            texts |= {"nats": _mean(*self.nats), "hits": "" if row.hits is None else f"{row.hits:.4f}"}
+        if self.paired_nats is not None:
+            texts |= {"nats difference": _interval(self.paired_nats)}
+        return texts
 
 
 @dataclass(frozen=True)
@@ -134,11 +155,24 @@ class Comparison:
         """Return what an entry was tested against; None for the baseline itself and where either has no result."""
         return _baseline(entry, self.baseline, self.entries)
 
+    def columns(self, task: str) -> tuple[str, ...]:
+        """Return the columns of a task's table."""
+        measured = any(entry.nats is not None for entry in self.of_task(task))
+        return tuple(column for column in COLUMNS if measured or column not in NATS)
+
     def counted(self, task: str) -> str:
-        """Say how many samples of a task were run, in its unit, and how many were left out and why."""
+        """Say how many samples of a task were run, in its unit, how many were left out and why, and when was asked."""
         rows = [entry.row for entry in self.of_task(task)]
         row = max(rows, key=lambda row: row.n)
-        return f"{row.n} {unit(task)}, left out: {row.left_out}"
+        when = {"after": "; question after eviction", "before": "; question before eviction"}
+        return f"{row.n} {unit(task)}, left out: {row.left_out}{when.get(row.question or '', '')}"
+
+    def uninformative(self, task: str) -> str:
+        """Say that the model cannot do a task, as its full cache shows; empty where it can, or where nobody knows."""
+        for row in (entry.row for entry in self.of_task(task)):
+            if row.label == FULL and row.mean is not None and row.floor is not None and row.mean <= row.floor:
+                return f"not informative for this model: {row.metric} {row.mean:.4f} with the full cache"
+        return ""
 
     @property
     def averaged(self) -> list[str]:
@@ -204,8 +238,10 @@ def _tested(entry: Entry, baseline: str, entries: Sequence[Entry]) -> Entry:
     other = _baseline(entry, baseline, entries)
     if other is None:
         return entry
-    mine, theirs = _matched(entry, other)
-    return replace(entry, paired=compare(mine, theirs, _parts(entry, other)))
+    nats, their_nats = (tag_values(one.outcomes, "nats") for one in (entry, other))
+    paired_nats = compare(*_matched(nats, their_nats)) if nats.keys() & their_nats.keys() else None
+    mine, theirs = _matched(entry.scores, other.scores)
+    return replace(entry, paired=compare(mine, theirs, _parts(entry, other)), paired_nats=paired_nats)
 
 
 def _parts(one: Entry, other: Entry) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:
@@ -222,11 +258,18 @@ def _parts(one: Entry, other: Entry) -> list[tuple[NDArray[np.float64], NDArray[
     return found
 
 
-def _matched(one: Entry, other: Entry) -> tuple[list[float], list[float]]:
-    """Return the scores of the samples that both have, in the same order."""
-    mine, theirs = one.scores, other.scores
+def _matched(mine: Mapping[str, float], theirs: Mapping[str, float]) -> tuple[list[float], list[float]]:
+    """Return the numbers of the samples that both have, in the same order."""
     both = [sample for sample in mine if sample in theirs]
     return [mine[sample] for sample in both], [theirs[sample] for sample in both]
+
+
+def _mean(mean: float, error: float | None) -> str:
+    return f"{mean:.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def _interval(paired: Paired) -> str:
+    return f"{paired.difference:+.4f} [{paired.low:+.4f}, {paired.high:+.4f}]"
 
 
 def _gains(entries: Sequence[Entry]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from ag.evaluate.comparison.findings import Comparison, Entry
 from ag.evaluate.comparison.statistics import mean_and_error
 
 FILES = Path(__file__).parent / "page_files"
-HEADS = ("policy", "budget", "kept", "score", "difference", "p", "n", "left out", "prefill", "KV MB", "seconds")
 NOTES = {
     "kept": "share of the prompt's (token, layer, KV head) entries that was held; in a stream of all tokens so far",
     "score": "mean over samples, with its standard error",
     "difference": "to the baseline on the same samples, with a 95 % bootstrap interval",
     "p": "sign-flip test of that difference",
+    "nats": "negative log-likelihood of the right answer, given token by token: the mean per token, with its error",
+    "nats difference": "to the baseline on the same samples, with a 95 % bootstrap interval; lower is better",
+    "hits": "share of the samples in which each token of the right answer is the likeliest",
     "left out": "samples too long for the model or too short for the task; how many were cut in the middle",
     "prefill": "what later tokens of a prompt see of earlier ones: all, what gates keep, what blocks left",
     "KV MB": "allocated for keys and values after a prompt, the mean",
@@ -49,13 +52,17 @@ def render(comparison: Comparison) -> str:
         versions=comparison.entries[0].row.versions,
         leaders=comparison.leaders(),
         metrics={task: comparison.of_task(task)[0].row for task in comparison.tasks},
-        heads=HEADS,
+        heads={task: (*comparison.columns(task), "seconds") for task in comparison.tasks},
         notes=NOTES,
-        tables={task: [line(entry) for entry in comparison.of_task(task)] for task in comparison.tasks},
-        charts={task: curve(comparison, task) for task in comparison.tasks},
+        tables={
+            task: [line(entry, comparison.columns(task)) for entry in comparison.of_task(task)]
+            for task in comparison.tasks
+        },
+        charts=charts(comparison),
         along={task: along(comparison, task) for task in comparison.tasks if positions.table(comparison, task)},
         along_tables={task: positions.table(comparison, task) for task in comparison.tasks},
         along_note=positions.NOTE.format(comparison.baseline),
+        uninformative={task: comparison.uninformative(task) for task in comparison.tasks},
         legend=[(mark(number), label) for number, label in enumerate(comparison.labels)],
         wins=[(budget, comparison.wins(budget)) for budget in comparison.budgets],
         layers=list(zip(*comparison.layers(), strict=True)),
@@ -70,43 +77,57 @@ def embedded(value: Any) -> Markup:
     return Markup(text)  # nosec B704  # escaped above
 
 
-def line(entry: Entry) -> list[tuple[str, str]]:
+def line(entry: Entry, columns: Sequence[str]) -> list[tuple[str, str]]:
     """Return an entry's cells: the text, and what it is sorted by."""
-    row, paired = entry.row, entry.paired
-    values = (
-        row.label,
-        row.budget,
-        row.kept,
-        row.mean,
-        None if paired is None else paired.difference,
-        None if paired is None else paired.p,
-        row.n,
-        row.too_long + row.too_short,
-        row.prefill,
-        row.kv_bytes,
-        row.seconds,
-    )
-    texts = (*entry.cells(), f"{row.seconds:.1f}")
-    return [(text, "" if value is None else str(value)) for text, value in zip(texts, values, strict=True)]
+    row, paired, paired_nats = entry.row, entry.paired, entry.paired_nats
+    values: dict[str, Any] = {
+        "policy": row.label,
+        "budget": row.budget,
+        "kept": row.kept,
+        "score": row.mean,
+        "difference": None if paired is None else paired.difference,
+        "p": None if paired is None else paired.p,
+        "nats": row.nats,
+        "nats difference": None if paired_nats is None else paired_nats.difference,
+        "hits": row.hits,
+        "n": row.n,
+        "left out": row.too_long + row.too_short,
+        "prefill": row.prefill,
+        "KV MB": row.kv_bytes,
+        "seconds": row.seconds,
+    }
+    texts = {**entry.cells(), "seconds": f"{row.seconds:.1f}"}
+    sorted_by = {column: "" if value is None else str(value) for column, value in values.items()}
+    return [(texts[column], sorted_by[column]) for column in (*columns, "seconds")]
 
 
-def curve(comparison: Comparison, task: str) -> Markup:
-    """Draw the metric of a task against the measured share."""
+def charts(comparison: Comparison) -> dict[str, Markup]:
+    """Return the charts by title: the metric of each task and, where it was measured, the nats of the right answers."""
+    found = {}
+    for task in comparison.tasks:
+        found[task] = curve(comparison, task)
+        if "nats" in comparison.columns(task):
+            found[f"{task}: nats of the right answer"] = curve(comparison, task, nats=True)
+    return found
+
+
+def curve(comparison: Comparison, task: str, nats: bool = False) -> Markup:
+    """Draw the metric of a task, or the nats of its right answers, against the measured share."""
     lines = []
     for number, label in enumerate(comparison.labels):
-        rows = [entry.row for entry in comparison.of_task(task) if entry.row.label == label]
-        points = [
-            Point(row.kept, row.mean, row.error or 0.0, f"{label}: {row.mean:.4f} at {row.kept:.1%} kept")
-            for row in rows
-            if row.kept is not None and row.mean is not None
-        ]
+        points = []
+        for entry in comparison.of_task(task):
+            measured = entry.measure(nats)
+            if entry.row.label == label and measured is not None:
+                kept, mean, _ = measured
+                points.append(Point(*measured, f"{label}: {mean:.4f} at {kept:.1%} kept"))
         if points:
             lines.append(Line(number, label, sorted(points, key=lambda point: point.x)))
     if not lines:
         return Markup("")
     texts = "; ".join(point.text for one in lines for point in one.points)
-    row = comparison.of_task(task)[0].row
-    return chart(f"{row.metric} of {task} by kept share. {texts}", "kept share of the prompt", row.metric, lines)
+    metric = "nats per answer token" if nats else comparison.of_task(task)[0].row.metric
+    return chart(f"{metric} of {task} by kept share. {texts}", "kept share of the prompt", metric, lines)
 
 
 def along(comparison: Comparison, task: str) -> list[tuple[str, Markup]]:

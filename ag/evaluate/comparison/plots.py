@@ -24,6 +24,8 @@ def draw(comparison: Comparison) -> Iterator[tuple[str, Figure]]:
         entries = [entry for entry in comparison.of_task(task) if entry.outcomes]
         if entries:
             yield f"quality_{task}", quality(task, entries, comparison.labels)
+        if any(entry.nats is not None for entry in entries):
+            yield f"nats_{task}", quality(task, entries, comparison.labels, nats=True)
         if any("depth" in outcome.tags for entry in entries for outcome in entry.outcomes):
             yield f"depths_{task}", depths(task, entries)
         if any(outcome.blocks for entry in entries for outcome in entry.outcomes):
@@ -41,23 +43,25 @@ def short(name: str) -> str:
     return name if len(name) <= LONGEST else f"{name[:9]}…{name[10 - LONGEST :]}"
 
 
-def quality(task: str, entries: Sequence[Entry], labels: Sequence[str]) -> Figure:
-    """Draw the metric against the share that was really kept, a line for each policy, with standard errors."""
+def quality(task: str, entries: Sequence[Entry], labels: Sequence[str], nats: bool = False) -> Figure:
+    """Draw the metric, or the nats of right answers, against the share that was really kept, with standard errors."""
     figure = Figure(figsize=(8, 4.2), dpi=DPI, layout="constrained")
     axes = figure.subplots()
     for label in dict.fromkeys(entry.row.label for entry in entries):
-        rows = sorted((entry.row for entry in entries if entry.row.label == label), key=lambda row: row.kept or 0)
+        found = (entry.measure(nats) for entry in entries if entry.row.label == label)
+        points = sorted(point for point in found if point is not None)
+        if not points:
+            continue
         number = labels.index(label)
-        kept, means = [row.kept or 0.0 for row in rows], [row.mean or 0.0 for row in rows]
-        errors = [row.error or 0.0 for row in rows]
+        kept, means, errors = map(list, zip(*points, strict=True))
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number // len(COLOURS) % len(MARKERS)]
-        if len(rows) == 1:  # a level to hold the others against
+        if len(points) == 1:  # a level to hold the others against
             axes.axhline(means[0], color=colour, linestyle="--", linewidth=1, alpha=0.7)
         axes.errorbar(kept, means, errors, color=colour, marker=marker, label=short(label), capsize=2, markersize=5)
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_xlabel("kept share of the prompt, measured")
-    which = "higher" if entries[0].row.higher_is_better else "lower"
-    axes.set_ylabel(f"{entries[0].row.metric} ({which} is better)")
+    which = "higher" if entries[0].row.higher_is_better and not nats else "lower"
+    axes.set_ylabel(f"{'nats per answer token' if nats else entries[0].row.metric} ({which} is better)")
     axes.set_title(f"{task}: {entries[0].row.n} samples", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#E5E5E5", linewidth=0.8)

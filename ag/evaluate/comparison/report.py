@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from ag.evaluate.comparison import plots, positions
-from ag.evaluate.comparison.findings import COLUMNS, Comparison
+from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.page import render
 
 
@@ -33,9 +33,13 @@ def markdown(comparison: Comparison) -> str:
         entries = comparison.of_task(task)
         row = entries[0].row
         which = "higher" if row.higher_is_better else "lower"
-        head = [{"score": row.metric, "difference": f"against {comparison.baseline}"}.get(c, c) for c in COLUMNS]
+        columns = comparison.columns(task)
+        head = [{"score": row.metric, "difference": f"against {comparison.baseline}"}.get(c, c) for c in columns]
         parts.append(f"## {task}\n\n{row.metric}, {which} is better; {comparison.counted(task)}\n")
-        parts.append(_markdown_table(head, [entry.cells() for entry in entries], 1))
+        if comparison.uninformative(task):
+            parts.append(f"**{comparison.uninformative(task)}**\n")
+        lines = [[cells[column] for column in columns] for cells in (entry.cells() for entry in entries)]
+        parts.append(_markdown_table(head, lines, 1))
         if along := positions.table(comparison, task):
             parts.append(f"### {task} by position\n\n{positions.NOTE.format(comparison.baseline)}\n")
             parts.append(_markdown_table(*along, 1))
@@ -55,10 +59,12 @@ def terminal_table(comparison: Comparison) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("task", "policy"):
         table.add_column(column, overflow="fold")
-    for column in ("kept", "score", f"to {comparison.baseline}", "p"):
+    nats = ["nats"] if any(entry.nats is not None for entry in comparison.entries) else []
+    for column in ("kept", "score", f"to {comparison.baseline}", "p", *nats):
         table.add_column(column, justify="right", no_wrap=True)
     for entry in comparison.entries:
-        cells = dict(zip(COLUMNS, entry.cells(), strict=True))
+        cells = entry.cells()
         difference = cells["difference"].partition(" ")[0]
-        table.add_row(entry.row.task, entry.name, cells["kept"], cells["score"], difference, cells["p"])
+        shown = (cells["kept"], cells["score"], difference, cells["p"], *(cells[column] for column in nats))
+        table.add_row(entry.row.task, entry.name, *shown)
     return table

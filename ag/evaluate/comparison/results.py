@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,6 +60,10 @@ class Row:
         model: hub id or folder.
         versions: of the libraries.
         problem: why there is no result.
+        question: ``after``: read when the context had been evicted, ``before``: part of the prompt; None: no question.
+        nats: negative log-likelihood of the right answers per token, the mean over samples; None: not measured.
+        hits: share of the samples in which each token of the right answer is the likeliest; None: not measured.
+        floor: the mean up to which a full cache shows that the model cannot do the task; None: there is none.
     """
 
     key: str
@@ -82,6 +86,10 @@ class Row:
     model: str
     versions: dict[str, str]
     problem: str | None = None
+    question: str | None = None
+    nats: float | None = None
+    hits: float | None = None
+    floor: float | None = None
 
     @property
     def left_out(self) -> str:
@@ -91,6 +99,7 @@ class Row:
 
 
 HINTS: dict[type[Any], dict[str, Any]] = {kind: get_type_hints(kind) for kind in (Row, Outcome)}
+LATER = frozenset({"question", "nats", "hits", "floor"})  # rows of earlier versions lack them
 HINTS[Outcome]["tags"] = dict[str, str | int | float]
 
 
@@ -105,7 +114,7 @@ def read_line(line: str, kind: type[Any]) -> Any:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     hints = HINTS[kind]
-    if not isinstance(values, dict) or values.keys() != hints.keys():
+    if not isinstance(values, dict) or not hints.keys() - LATER <= values.keys() <= hints.keys():
         raise ValueError(f"expected an object with {', '.join(hints)}")
     for name, value in values.items():
         if not fits(hints[name], value):
@@ -115,6 +124,17 @@ def read_line(line: str, kind: type[Any]) -> Any:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number")
+
+
+def tag_mean(outcomes: Sequence[Outcome], name: str) -> float | None:
+    """Return the mean of a tag over the samples that have it, None where none has."""
+    found = tag_values(outcomes, name).values()
+    return mean_and_error(list(found))[0] if found else None
+
+
+def tag_values(outcomes: Sequence[Outcome], name: str) -> dict[str, float]:
+    """Return the number that each sample has in a tag."""
+    return {outcome.sample: float(outcome.tags[name]) for outcome in outcomes if name in outcome.tags}
 
 
 class Results:
@@ -166,8 +186,10 @@ class Results:
         """Raise ``ValueError`` unless a row with a result fits its samples."""
         if row.problem is not None:
             return
-        scores = [outcome.score for outcome in self.outcomes(row)]
+        outcomes = self.outcomes(row)
+        scores = [outcome.score for outcome in outcomes]
         fits_them = len(scores) == row.n > 0 and mean_and_error(scores) == (row.mean, row.error)
+        fits_them &= all(getattr(row, name) in (None, tag_mean(outcomes, name)) for name in ("nats", "hits"))
         if not fits_them or row.kept is None or not 0 <= row.kept <= 1:
             raise ValueError("it does not fit its samples")
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.engine import EvictionCache, Policy, prefill
+from ag.evaluate.tasks.follow import feed
 
 Tags = Mapping[str, str | int | float]
 LeftOut = Literal["too long", "too short"]
@@ -25,11 +26,13 @@ class Sample:
 
     Attributes:
         id: names it, the same in every run.
-        prompt: its tokens up to the answer, ``[T]``; what a policy evicts from.
+        prompt: the tokens ``[T]`` that a policy evicts from: all up to the answer, or up to the question.
+        question: the tokens between the two; empty where they are part of the prompt.
     """
 
     id: str
     prompt: list[int]
+    question: list[int] = field(default_factory=list, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,9 @@ class Outcome:
         tokens: prompt tokens.
         kept: share of the (token, layer, KV head) entries that was held after the prompt, measured in the cache.
         kv_bytes: allocated for keys and values at that moment.
-        seconds: of deciding what to evict and of the answer; reading the prompt, which policies share, is not in it.
-        tags: what tells samples apart: needle length and depth, subset of a benchmark, bins of a curve.
+        seconds: of deciding what to evict, of question and answer; without the prompt, which policies read together.
+        tags: what tells samples apart: needle length and depth, subset of a benchmark, bins of a curve. ``nats`` is
+            the mean negative log-likelihood of the right answer's tokens, ``hits`` 1 where each is the likeliest.
     """
 
     sample: str
@@ -124,6 +128,10 @@ class Task(ABC):
         """
         return Loaded.first(self.read(tokenizer, max_tokens), limit)
 
+    def floor(self, samples: Sequence[Any]) -> float | None:
+        """Return the mean score up to which a model shows nothing on these samples; None: there is no such score."""
+        return None
+
     @abstractmethod
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Yield the samples in their stored order, and in the place of one that cannot be run the reason.
@@ -156,7 +164,7 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class PromptTask(Task):
-    """A task whose samples are a prompt, which is read and evicted, and something that follows it."""
+    """A task whose samples are a prompt, which is read and evicted, maybe a question, and something that follows."""
 
     def run(
         self,
@@ -173,6 +181,8 @@ class PromptTask(Task):
                 cache, last = caches.pop(0)  # freed before the next answer
                 held = cache.kept_share(), cache.nbytes
                 start = time.perf_counter()
+                if sample.question:
+                    last = feed(model, cache, torch.tensor([sample.question], device=device))[:, -1]
                 score, tags = self.answer(model, tokenizer, cache, last, sample)
                 seconds = time.perf_counter() - start + sum(layer.scoring_seconds for layer in cache.evicting_layers)
                 yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags)
@@ -186,7 +196,7 @@ class PromptTask(Task):
         Args:
             model: the model.
             tokenizer: its tokenizer.
-            cache: has read and evicted the prompt; this sample's own.
-            last: ``[1, d]``, the final hidden state of the prompt's last token.
+            cache: has read and evicted the prompt, and has read the question; this sample's own.
+            last: ``[1, d]``, the final hidden state of the last token before the answer.
             sample: one of those that :meth:`load` gave.
         """

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import huggingface_hub
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from ag.data.collate import tokenize
 from ag.data.sources import DataError, Record, Source, check_fields, local_folder
-from ag.engine import EvictionCache
 from ag.errors import UserError, require
-from ag.evaluate.tasks.base import LeftOut, PromptTask, Sample, Tags
-from ag.evaluate.tasks.follow import end_tokens, greedy
+from ag.evaluate.tasks.base import LeftOut, Sample
 from ag.evaluate.tasks.longbench_subsets import SUBSETS
+from ag.evaluate.tasks.questions import Asked, QuestionTask
 
 HUB, ARCHIVE = "zai-org/LongBench", "data.zip"
 FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -31,22 +31,18 @@ SPARE = 8  # tokens by which a text cut in the middle may grow when it is tokeni
 
 
 @dataclass(frozen=True)
-class Case(Sample):
-    """A row.
+class Case(Asked):
+    """A row; its tags are the subset, the words of the row, and the tokens that were cut from its middle.
 
     Attributes:
-        references: right answers; the best match counts.
         classes: all classes of a classification.
-        tags: subset, words of the row, tokens that were cut from its middle.
     """
 
-    references: list[str]
     classes: list[str]
-    tags: Tags
 
 
 @dataclass(frozen=True)
-class LongBench(PromptTask):
+class LongBench(QuestionTask):
     """One subset: the benchmark's prompt, greedy answer and metric; too long prompts lose their middle, as it rules.
 
     Attributes:
@@ -63,6 +59,7 @@ class LongBench(PromptTask):
 
     def __post_init__(self) -> None:
         """Check the length."""
+        super().__post_init__()
         fits = self.max_length is None or (type(self.max_length) is int and self.max_length > 1)
         require(self, "max_length", fits, "a number of tokens, at least 2")
 
@@ -91,23 +88,42 @@ class LongBench(PromptTask):
                 ids = _encode(tokenizer, text)
             if chat:
                 ids = _chat(tokenizer, text)
-            tags = {"subset": self.name, "words": row["length"], "cut": cut}
-            case = Case(f"{self.name}-{number}", ids, row["answers"], row["all_classes"] or [], tags)
+            asked = subset.prompt.partition("{context}")[2].format(input=row["input"])
+            context = text[: text.rfind(asked)] if asked in text else text[: len(text) // 2]
+            if chat:
+                whole = _chat_text(tokenizer, text)
+                alone = _plain(tokenizer, whole[: whole.find(context) + len(context)])
+            else:
+                alone = _encode(tokenizer, context)
+            prompt, question = self.divide(alone, ids)
+            gap = "" if text[-1:].isspace() else " "
+            right = tokenize(tokenizer, [gap + answer for answer in dict.fromkeys(row["answers"]) if answer.strip()])
+            case = Case(
+                id=f"{self.name}-{number}",
+                prompt=prompt,
+                question=question,
+                text=text,
+                references=row["answers"],
+                right=[answer[: subset.most] for answer in right],
+                most=subset.most,
+                tags={"subset": self.name, "words": row["length"], "cut": cut, "question": self.question},
+                classes=row["all_classes"] or [],
+            )
             yield case if len(ids) <= room else "too long"
 
-    def answer(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Case
-    ) -> tuple[float, Tags]:
-        """Generate greedily and score; as in the benchmark, samsum's answers have one line, which is not empty."""
-        subset = SUBSETS[self.name]
-        stop, least = end_tokens(model, tokenizer.eos_token_id), 0
+    def stops(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[Collection[int], int]:
+        """Return what ends an answer; as in the benchmark, samsum's have one line, which is not empty."""
+        stop, least = super().stops(model, tokenizer)
         if self.name == "samsum":
-            stop, least = stop | {int(tokenizer("\n", add_special_tokens=False)["input_ids"][-1])}, 1
-        tokens = greedy(model, cache, last, subset.most, stop, least)
-        text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+            return {*stop, int(tokenizer("\n", add_special_tokens=False)["input_ids"][-1])}, 1
+        return stop, least
+
+    def grade(self, text: str, sample: Any) -> float:
+        """Return the score of the best match."""
+        subset = SUBSETS[self.name]
         found = text.lstrip("\n").split("\n")[0] if subset.first_line else text
         scores = [subset.metric(found, reference, sample.classes) for reference in sample.references]
-        return max(scores, default=0.0), {**sample.tags, "answer": text}
+        return max(scores, default=0.0)
 
     def _rows(self) -> Iterator[Record]:
         """Return the rows of ``root/longbench/NAME.jsonl[.gz]``, or of the hub's archive."""
@@ -135,7 +151,13 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _chat(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return _plain(tokenizer, _chat_text(tokenizer, text))
+
+
+def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return tokenize(tokenizer, [text])[0]
+
+
+def _chat_text(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     messages = [{"role": "user", "content": text}]
-    full = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    ids: list[int] = tokenizer(full, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

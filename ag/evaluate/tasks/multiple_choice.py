@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from ag.data.collate import tokenize
 from ag.data.sft import Encoder
 from ag.data.templates import TASKS, examples
 from ag.engine import EvictionCache
+from ag.errors import UserError, require
 from ag.evaluate.tasks.base import LeftOut, PromptTask, Sample, Tags
 from ag.evaluate.tasks.follow import score
+from ag.evaluate.tasks.questions import WHEN, divided
 from ag.evaluate.tasks.rows import HeldOut
 
+WITH_TEXT = ("boolq", "rte")  # whose prompts begin with a text, and the question comes after it
 # where the test rows have public labels they are what is published; of the others the validation rows
 TESTED = ("arc_challenge", "arc_easy", "openbookqa", "mmlu")
 
@@ -43,10 +47,33 @@ class MultipleChoice(PromptTask):
     """The answer with the highest log-likelihood counts, as in "Attention-Gate" (section 4.1) and lm-eval's ``acc``.
 
     The tag ``normalised`` holds the same with log-likelihoods divided by the answer's characters (``acc_norm``).
+
+    Attributes:
+        question: ``before``: all of the prompt is read before anything is evicted. ``after``: only its text is (the
+            passage of BoolQ, the premise of RTE), and the question follows; the other tasks have no text.
     """
+
+    question: str = "before"
 
     metric: ClassVar[str] = "accuracy"
     unit: ClassVar[str] = "questions"
+
+    def __post_init__(self) -> None:
+        """Check when the question is read."""
+        require(self, "question", self.question in WHEN, " or ".join(WHEN))
+        if self.question == "after" and self.name not in WITH_TEXT:
+            raise UserError(
+                f"Task {self.name}: question=after needs a context that is read before the question, and this task has "
+                f"none; only {' and '.join(WITH_TEXT)} have, and needles, RULER and LongBench."
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """Leave the usual ``question`` out, so that cells of earlier versions stay valid."""
+        return {name: value for name, value in super().identity().items() if (name, value) != ("question", "before")}
+
+    def floor(self, samples: Sequence[Any]) -> float | None:
+        """Return the accuracy of guessing."""
+        return sum(1 / len(sample.answers) for sample in samples) / len(samples) if samples else None
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the questions; see :meth:`ag.evaluate.tasks.Task.read`."""
@@ -57,22 +84,34 @@ class MultipleChoice(PromptTask):
         encoder = Encoder(tokenizer, sys.maxsize)
         for number, example in enumerate(examples(task, rows, data.source.where(split))):
             [group] = encoder.encode([example], split, every_choice=True)
+            asked: list[int] = []
+            prompt = group[0].tokens[: group[0].prompt_length].tolist()
+            if self.question == "after":
+                alone = encoder.start + tokenize(tokenizer, [example.context])[0]
+                prompt, asked = divided(alone, prompt)
             question = Question(
                 id=f"{split}-{number}",
-                prompt=group[0].tokens[: group[0].prompt_length].tolist(),
+                prompt=prompt,
+                question=asked,
                 answers=[row.tokens[row.prompt_length :].tolist() for row in group],
                 letters=[len(choice) for choice in example.choices],
                 target=example.target,
                 split=split,
             )
-            fits = len(question.prompt) + max(map(len, question.answers)) <= max_tokens
+            fits = len(prompt) + len(asked) + max(map(len, question.answers)) <= max_tokens
             yield question if fits else "too long"
 
     def answer(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Question
     ) -> tuple[float, Tags]:
         """Score all answers over one prompt."""
-        sums = [float(nats.sum()) for nats, _ in score(model, cache, last, sample.answers)]
+        scored = score(model, cache, last, sample.answers)
+        sums = [float(nats.sum()) for nats, _ in scored]
         each = [total / letters for total, letters in zip(sums, sample.letters, strict=True)]
         right = float(sums.index(max(sums)) == sample.target)
-        return right, {"split": sample.split, "normalised": float(each.index(max(each)) == sample.target)}
+        nats, likeliest = scored[sample.target]
+        tags: dict[str, str | int | float] = {"split": sample.split}
+        tags |= {"normalised": float(each.index(max(each)) == sample.target)}
+        if self.question == "after":
+            tags |= {"question": "after"}
+        return right, tags | {"nats": -float(nats.mean()), "hits": float(likeliest.all())}

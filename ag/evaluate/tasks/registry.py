@@ -10,31 +10,61 @@ from typing import Any
 from ag.data import templates
 from ag.errors import UserError
 from ag.evaluate.tasks.base import Task
+from ag.evaluate.tasks.copying import KeyValues, RepeatText
+from ag.evaluate.tasks.document_qa import DocumentQA
+from ag.evaluate.tasks.frequencies import CommonWords, FrequentWords
 from ag.evaluate.tasks.longbench import LongBench
 from ag.evaluate.tasks.longbench_subsets import SUBSETS
 from ag.evaluate.tasks.multiple_choice import MultipleChoice
-from ag.evaluate.tasks.needle_kinds import ManyValues, NeedleInText, OneNeedle, Variables
+from ag.evaluate.tasks.needles import ExactNeedle, Needles, OneNeedle, Passkey
 from ag.evaluate.tasks.perplexity import Continuation, Stream
 from ag.evaluate.tasks.responses import Responses
+from ag.evaluate.tasks.variables import Variables
 from ag.evaluate.tasks.worked import Worked
 
+GRID = {"depths": (0.0, 0.25, 0.5, 0.75, 1.0)}
+BOOKS = {"haystack": "text", "digits": 5, "hint": False, "lengths": (512, 1024, 2048, 4096), "repeats": 20}
+NIAH = {"lengths": (4096,), "repeats": 500, "generate": 128, "key": "word"}
+#: The thirteen of RULER.
+RULER: dict[str, tuple[type[Task], dict[str, Any]]] = {
+    "niah_single_1": (Needles, NIAH),
+    "niah_single_2": (Needles, NIAH | {"haystack": "text"}),
+    "niah_single_3": (Needles, NIAH | {"haystack": "text", "value": "uuid"}),
+    "niah_multikey_1": (Needles, NIAH | {"haystack": "text", "keys": 4}),
+    "niah_multikey_2": (Needles, NIAH | {"haystack": "needles"}),
+    "niah_multikey_3": (Needles, NIAH | {"haystack": "needles", "key": "uuid", "value": "uuid"}),
+    "niah_multivalue": (Needles, NIAH | {"haystack": "text", "values": 4}),
+    "niah_multiquery": (Needles, NIAH | {"haystack": "text", "keys": 4, "queries": 4}),
+    "vt": (Variables, {"lengths": (4096,), "repeats": 500, "generate": 30, "chains": 1, "hops": 4, "example": True}),
+    "cwe": (CommonWords, {"lengths": (4096,), "repeats": 500, "generate": 120}),
+    "fwe": (FrequentWords, {"lengths": (4096,), "repeats": 500, "generate": 50}),
+    "qa_1": (DocumentQA, {"lengths": (4096,), "repeats": 500, "generate": 32}),
+    "qa_2": (DocumentQA, {"lengths": (4096,), "repeats": 500, "generate": 32}),
+}
 TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
     **{name: (MultipleChoice, {}) for name in templates.TASKS},
     "ppl": (Continuation, {}),
     "ppl_stream": (Stream, {}),
     "responses": (Responses, {}),
     "worked": (Worked, {}),
-    "needle_single": (OneNeedle, {}),
-    "needle_text": (NeedleInText, {}),
-    "needle_multikey": (OneNeedle, {"keys": 4}),
-    "needle_multivalue": (ManyValues, {}),
+    "needle_single": (OneNeedle, GRID),
+    "needle_text": (OneNeedle, GRID | {"haystack": "text"}),
+    "needle_multikey": (OneNeedle, GRID | {"keys": 4}),
+    "needle_multivalue": (Needles, {"values": 4}),
     "needle_variables": (Variables, {}),
+    **{f"needle_books_{keys}": (ExactNeedle, BOOKS | {"keys": keys}) for keys in (1, 4, 8)},
+    "passkey": (Passkey, {"digits": 5}),
+    "key_values": (KeyValues, {}),
+    "repeat_text": (RepeatText, {"lengths": (128, 512)}),
+    **RULER,
     **{name: (LongBench, {}) for name in SUBSETS},
 }
 ALIASES = {"arc_c": "arc_challenge", "arc_e": "arc_easy", "obqa": "openbookqa"}
 GROUPS = {
     "multiple_choice": tuple(templates.TASKS),
-    "needle": tuple(name for name in TASKS if name.startswith("needle_")),
+    "needle": tuple(name for name in TASKS if name.startswith("needle_") and "books" not in name),
+    "needle_books": tuple(name for name in TASKS if name.startswith("needle_books_")),
+    "ruler": tuple(RULER),
     "longbench": tuple(SUBSETS),
 }
 
@@ -71,8 +101,14 @@ def make(name: str, root: str | None = None, **options: Any) -> Task:
         raise UserError(f"Task {name!r} is a group of {', '.join(GROUPS[name])}; name one of them.")
     _known(full, [*TASKS, *ALIASES], "task")
     kind, defaults = TASKS[full]
+    known = [f.name for f in fields(kind) if f.name not in ("name", "root")]
+    if "question" in options and "question" not in known:
+        raise UserError(
+            f"Task {name}: question={options['question']} needs a context with a question about it, and this task has "
+            "none; needles, RULER, LongBench, boolq and rte have."
+        )
     for option in options:
-        _known(option, [f.name for f in fields(kind) if f.name not in ("name", "root")], f"option of task {name}")
+        _known(option, known, f"option of task {name}")
     return kind(full, root, **defaults | options)
 
 

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import by_hand_cells
@@ -446,3 +446,58 @@ def test_entries_go_into_what_a_recipe_says():
         resolve(CompareConfig, {"task_options.ppl": "3"})
     with refuses(ConfigError, "root.boolq"):
         resolve(CompareConfig, {"root.boolq": "3"})
+
+
+NEEDLES = {"needle_single": {"lengths": [300], "repeats": 2, "depths": [0.5]}}
+
+
+@pytest.mark.parametrize("question", ["after", "before"])
+def test_nats_of_right_answers(config, quiet, question):
+    options = {"needle_single": NEEDLES["needle_single"] | {"question": question}}
+    comparison = compare(config(tasks=["needle_single"], task_options=options), quiet)
+    for entry in comparison.entries:
+        tags = [outcome.tags for outcome in entry.outcomes]
+        assert entry.row.nats == pytest.approx(sum(one["nats"] for one in tags) / 2)
+        assert entry.row.hits == pytest.approx(sum(one["hits"] for one in tags) / 2)
+        assert (entry.row.question, entry.row.floor) == (question, 0.1)
+        assert entry.nats[0] == entry.row.nats
+    full, h2o = comparison.entries[:2]
+    assert full.paired_nats is None
+    assert h2o.paired_nats.difference == pytest.approx(h2o.row.nats - full.row.nats)
+    assert h2o.paired_nats.n == 2
+    assert comparison.counted("needle_single") == f"2 haystacks, left out: 0; question {question} eviction"
+    remark = "not informative for this model: exact match 0.0000 with the full cache"
+    assert comparison.uninformative("needle_single") == remark
+    for file in ("report.html", "table.md"):
+        assert remark in (comparison.folder / file).read_text()
+
+
+def test_a_task_above_its_floor_is_informative(config, quiet):
+    comparison = compare(config(tasks=["needle_single"], task_options=NEEDLES), quiet)
+    full = comparison.entries[0]
+    able = replace(full, row=replace(full.row, mean=0.2))
+    assert replace(comparison, entries=[able, *comparison.entries[1:]]).uninformative("needle_single") == ""
+    assert replace(comparison, entries=comparison.entries[1:]).uninformative("needle_single") == ""
+    assert compare(config(), quiet).uninformative("ppl") == ""
+
+
+def test_the_full_cache_is_measured_first(config):
+    """Where questions are asked also when it is not listed."""
+    listed = plan(config(policies=["h2o", "full"], tasks=["ppl", "needle_single"], task_options=NEEDLES))
+    assert [cell.label for cell in listed] == ["full", "h2o", "h2o"] * 2
+    left_out = config(policies=["h2o"], baseline="h2o", tasks=["ppl", "needle_single"], task_options=NEEDLES)
+    assert [(cell.task.name, cell.label) for cell in plan(left_out)] == [
+        *[("ppl", "h2o")] * 2,
+        *[("needle_single", "full"), ("needle_single", "h2o"), ("needle_single", "h2o")],
+    ]
+
+
+def test_policies_beside_those_of_a_recipe(config):
+    made = config(also=["snapkv"])
+    assert made.policies == ["full", "h2o", "tova", "snapkv"]
+    assert replace(made).policies == made.policies  # as when a dumped configuration is read
+
+
+def test_a_question_that_a_task_does_not_have(config):
+    with pytest.raises(UserError, match="Task ppl: question=after needs a context"):
+        plan(config(task_options={"ppl": {"question": "after"}}))

@@ -55,13 +55,19 @@ def test_table_md_holds_the_rows_in_cell_order(compared):
     text = (compared.folder / "table.md").read_text()
     assert text == markdown(compared)
     lines = [re.split(r" ?\| ?", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
-    tables = [line for line in lines if len(line) == 10 and line[0] not in ("policy", "---")]
+    tables = [line for line in lines if len(line) in (10, 13) and line[0] not in ("policy", "---")]
     assert len(tables) == len(compared.entries) == 14
     for line, one in zip(tables, compared.entries, strict=True):
         assert line[0] == one.row.label
         assert float(line[2].rstrip("%")) == pytest.approx(100 * one.row.kept, abs=0.05)
         mean, _, error = line[3].partition(" ± ")
         assert (float(mean), float(error)) == pytest.approx((one.row.mean, one.row.error), abs=1e-4)
+        assert (len(line) == 13) == (one.row.task == "needle_single")
+        if len(line) == 13:
+            assert float(line[6].partition(" ")[0]) == pytest.approx(one.row.nats, abs=1e-4)
+            assert float(line[8]) == pytest.approx(one.row.hits, abs=1e-4)
+            if one.paired_nats:
+                assert float(line[7].split()[0]) == pytest.approx(one.paired_nats.difference, abs=1e-4)
         if one.paired:
             assert float(line[4].split()[0]) == pytest.approx(one.paired.difference, abs=1e-4)
         else:
@@ -202,7 +208,7 @@ def test_pieces_are_the_text(smollm2):
 
 
 def test_plots_are_drawn(compared):
-    expected = {"quality_ppl", "quality_needle_single", "depths_needle_single", "wins", "layers"}
+    expected = {"nats_needle_single", "quality_ppl", "quality_needle_single", "depths_needle_single", "wins", "layers"}
     assert {path.stem for path in compared.folder.glob("*.png")} == expected
     for name in expected:
         image = imread(compared.folder / f"{name}.png")

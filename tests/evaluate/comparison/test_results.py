@@ -53,6 +53,28 @@ def test_what_is_written_comes_back(tmp_path):
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 3
 
 
+def test_rows_of_earlier_versions_are_read(tmp_path):
+    """They know nothing of questions and of right answers."""
+    later = {"question", "nats", "hits", "floor"}
+    old = json.dumps({name: value for name, value in asdict(ROW).items() if name not in later})
+    assert read_line(old, Row) == ROW
+    results = Results(tmp_path)
+    results.append(ROW, [OUTCOME], [])
+    (tmp_path / "results.jsonl").write_text(old + "\n")
+    assert results.rows() == {ROW.key: ROW}
+    assert not (tmp_path / "results.corrupt.jsonl").exists()
+
+
+def test_nats_that_do_not_fit_their_samples_are_refused(tmp_path):
+    results = Results(tmp_path)
+    outcome = replace(OUTCOME, tags={"nats": 2.5, "hits": 1.0})
+    results.append(replace(ROW, nats=2.5, hits=1.0), [outcome], [])
+    assert Results(tmp_path).rows()[ROW.key].nats == 2.5
+    results.append(replace(ROW, nats=2.0, hits=1.0), [outcome], [])
+    with pytest.warns(CorruptRowWarning, match="does not fit its samples"):
+        assert Results(tmp_path).rows()[ROW.key].nats == 2.5
+
+
 def test_a_row_after_a_torn_one_stands_on_its_own_line(tmp_path):
     results = Results(tmp_path)
     (tmp_path / "results.jsonl").write_text(LINE[:40])
@@ -109,8 +131,10 @@ def test_what_is_no_row_is_refused(line):
 @given(st.sampled_from(list(asdict(ROW))), VALUES)
 def test_a_changed_value_is_refused_or_of_the_right_type(name, value):
     number = (int, float)
-    allowed = {"budget": (*number, type(None)), "error": (*number, type(None)), "seconds": number, "kv_bytes": number}
-    expected = allowed.get(name, (type(getattr(ROW, name)), str if name == "problem" else int, type(None)))
+    maybe = ("budget", "error", "nats", "hits", "floor")
+    allowed = dict.fromkeys(maybe, (*number, type(None))) | {"seconds": number, "kv_bytes": number}
+    text = name in ("problem", "question")
+    expected = allowed.get(name, (type(getattr(ROW, name)), str if text else int, type(None)))
     try:
         row = read_line(json.dumps(asdict(ROW) | {name: value}), Row)
     except ValueError as error:

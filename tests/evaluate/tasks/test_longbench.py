@@ -128,7 +128,10 @@ def test_every_subset_of_the_data_loads(shared_data, tiny_tokenizer):
     for name in GROUPS["longbench"]:
         loaded = make(name, str(shared_data)).load(tiny_tokenizer, 2, 3000)
         assert len(loaded.samples) == 2
-        assert all(len(case.prompt) <= 3000 - SUBSETS[name].most for case in loaded.samples)
+        for case in loaded.samples:
+            assert len(case.prompt + case.question) <= 3000 - SUBSETS[name].most
+            assert case.text.endswith(tiny_tokenizer.decode(case.question).replace("<unk>", "")[-20:])
+            assert 0 < len(case.question) < 1500 and case.right
 
 
 def test_a_prompt_loses_its_middle(tiny_tokenizer, write):
@@ -136,14 +139,16 @@ def test_a_prompt_loses_its_middle(tiny_tokenizer, write):
     root = write("longbench/hotpotqa", [row(), row(context)])
     short, long = make("hotpotqa", root, max_length=601).load(tiny_tokenizer, None, 1000).samples
     whole = SUBSETS["hotpotqa"].prompt.format(context=context, input="Who is tall?")
-    assert tiny_tokenizer.decode(short.prompt) == SUBSETS["hotpotqa"].prompt.format(
-        context="Bob is tall.", input="Who is tall?"
-    )
-    assert tiny_tokenizer.decode(long.prompt) == whole[:300] + whole[-300:]
-    assert short.tags == {"subset": "hotpotqa", "words": 7, "cut": 0}
+    head, tail = SUBSETS["hotpotqa"].prompt.format(context="Bob is tall.|", input="Who is tall?").split("|")
+    assert tiny_tokenizer.decode(short.prompt) == head
+    assert tiny_tokenizer.decode(short.question) == tail == tiny_tokenizer.decode(long.question)
+    assert tiny_tokenizer.decode(long.prompt + long.question) == whole[:300] + whole[-300:]
+    assert short.tags == {"subset": "hotpotqa", "words": 7, "cut": 0, "question": "after"}
     assert long.tags["cut"] == len(whole) - 600
     [_, fitted] = make("hotpotqa", root).load(tiny_tokenizer, None, 1000).samples
-    assert 1000 - 32 - 10 <= len(fitted.prompt) <= 1000 - 32
+    assert 1000 - 32 - 10 <= len(fitted.prompt + fitted.question) <= 1000 - 32
+    before = make("hotpotqa", root, max_length=601, question="before").load(tiny_tokenizer, None, 1000).samples
+    assert [(case.prompt, case.question) for case in before] == [(x.prompt + x.question, []) for x in (short, long)]
     loaded = make("hotpotqa", root, max_length=980).load(tiny_tokenizer, None, 1000)
     assert (len(loaded.samples), loaded.too_long) == (1, 1)
     twice = write("longbench/hotpotqa", [row(context="tall. " * 300), row(), row()])
@@ -163,6 +168,8 @@ def test_chat(tiny_tokenizer, write, monkeypatch):
     [asked] = make("hotpotqa", root, chat=True).load(tiny_tokenizer, None, 1000).samples
     [code] = make("lcc", root, chat=True).load(tiny_tokenizer, None, 1000).samples
     assert tiny_tokenizer.decode(asked.prompt).startswith("<Answer the question")
+    assert tiny_tokenizer.decode(asked.prompt).endswith("Bob is tall.")
+    assert tiny_tokenizer.decode(asked.question).endswith("Question: Who is tall?\nAnswer:>")
     assert tiny_tokenizer.decode(code.prompt).startswith("Please complete")
 
 
@@ -173,7 +180,8 @@ def test_the_best_reference_counts(tiny_llama, tiny_tokenizer, write, name):
     task = make(name, root)
     loaded = task.load(tiny_tokenizer, None, 512)
     [(_, outcome)] = task.run(model, tiny_tokenizer, [ag.policy("full")], loaded.samples)
-    ids = tiny_tokenizer.decode(loaded.samples[0].prompt)
+    whole = loaded.samples[0].prompt + loaded.samples[0].question
+    ids = tiny_tokenizer.decode(whole)
     newline = tiny_tokenizer("\n")["input_ids"]
     ends = {"eos_token_id": [2, *newline], "min_new_tokens": 1} if name == "samsum" else {"eos_token_id": 2}
     tokens = model.generate(
@@ -182,7 +190,7 @@ def test_the_best_reference_counts(tiny_llama, tiny_tokenizer, write, name):
         do_sample=False,
         **ends,
     )
-    text = tiny_tokenizer.decode(tokens[0, len(loaded.samples[0].prompt) :], skip_special_tokens=True)
+    text = tiny_tokenizer.decode(tokens[0, len(whole) :], skip_special_tokens=True)
     assert outcome.tags["answer"] == (text.rstrip("\n") if name == "samsum" else text)
     root = write(f"longbench/{name}", [row(answers=("nothing", text.strip("\n").split("\n")[0]))])
     task = make(name, root)

@@ -25,6 +25,11 @@ def test_groups():
     assert expand(["needle"]) == [
         *("needle_single", "needle_text", "needle_multikey", "needle_multivalue", "needle_variables")
     ]
+    assert expand(["needle_books"]) == ["needle_books_1", "needle_books_4", "needle_books_8"]
+    assert expand(["ruler"]) == [
+        *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+        *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
+    ]
     with refuses(UserError, "needle", "needle_single"):
         make("needle")
 
@@ -36,5 +41,5 @@ def test_unknown_names():
         expand(["ppl", "longbnch"])
     with refuses(UserError, "ppl", "'promt'", "prompt"):
         make("ppl", promt=3)
-    with refuses(UserError, "boolq", "'depths'"):
+    with refuses(UserError, "boolq", "'depths'", "question"):
         make("boolq", depths=[1])

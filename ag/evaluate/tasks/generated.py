@@ -1,0 +1,214 @@
+"""Generated questions of any length: a context grows by units until it has as many tokens as it may.
+
+In the manner of RULER (https://arxiv.org/abs/2404.06654), whose definitions they follow; the wording is our own. A
+sample depends on the task's options, the seed, the length, its number and the tokenizer only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from ag.data.collate import start_tokens, tokenize
+from ag.errors import UserError, require
+from ag.evaluate.tasks.base import LeftOut, Sample
+from ag.evaluate.tasks.questions import SPARE, Puzzle, QuestionTask, share_named
+from ag.evaluate.tasks.rows import HeldOut
+
+NOISE = (
+    "The street is quiet this morning.",
+    "A cat sleeps on the warm wall.",
+    "The wind comes from the sea.",
+    "Somebody opens a window and closes it again.",
+    "Nothing else happens.",
+)
+BOOKS, LETTERS = 32, 400_000  # of texts: at most so many, and so many characters of each
+PROBE = 16  # units by which the size of one is estimated
+
+
+class Place(NamedTuple):
+    """Where a sample stands in the grid.
+
+    Attributes:
+        length: tokens.
+        depth: of the needle, 0 to 1; None: anywhere.
+        repeat: number of the sample in its place, from 0.
+    """
+
+    length: int
+    depth: float | None
+    repeat: int
+
+    @property
+    def where(self) -> str:
+        """The depth in words."""
+        return "spread" if self.depth is None else f"{self.depth:g}"
+
+
+@dataclass(frozen=True)
+class Generated(QuestionTask):
+    """What all generated tasks share.
+
+    Attributes:
+        lengths: tokens of context and question, reached up to a unit (a sentence, a word, a document).
+        repeats: samples of each length (and depth); ``limit`` cuts the last repeats.
+        seed: of the generator.
+        generate: tokens of the answer, which then count in the length, as in RULER; None: as many as the right answer
+            has and 8 more, beside the length.
+    """
+
+    lengths: Sequence[int] = (1024, 2048, 4096)
+    repeats: int = 5
+    seed: int = 0
+    generate: int | None = None
+
+    metric: ClassVar[str] = "recall"
+    unit: ClassVar[str] = "contexts"
+    #: Units that the shortest context has.
+    least: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        super().__post_init__()
+        numbers = all(type(n) is int and n > 0 for n in self.lengths)
+        require(self, "lengths", numbers and len(self.lengths) > 0, "numbers of tokens, for example [1024,4096]")
+        require(self, "repeats", type(self.repeats) is int and self.repeats > 0, "a whole number, at least 1")
+        tokens = self.generate is None or (type(self.generate) is int and self.generate > 0)
+        require(self, "generate", tokens, "a number of tokens, at least 1")
+
+    @abstractmethod
+    def build(self, rng: random.Random, material: Any, place: Place, size: int) -> Puzzle:
+        """Return the sample whose context has ``size`` units.
+
+        Args:
+            rng: of this sample: the same for every size, so that what is asked is drawn before what fills the context.
+            material: what :meth:`material` gave.
+            place: where the sample stands.
+            size: how many units.
+        """
+
+    def material(self, tokenizer: PreTrainedTokenizerBase) -> Any:
+        """Return what all samples are made of."""
+        return None
+
+    def most_units(self, material: Any, place: Place) -> int | None:
+        """Return how many units there are for a sample; None: any number."""
+        return None
+
+    def cells(self) -> Iterator[tuple[int, float | None]]:
+        """Return each (length, depth) of the grid."""
+        return ((length, None) for length in self.lengths)
+
+    def grade(self, text: str, sample: Any) -> float:
+        """Return the share of the references that the text names."""
+        return share_named(text, sample.references)
+
+    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+        """Generate the samples; see :meth:`ag.evaluate.tasks.Task.read`."""
+        material = self.material(tokenizer)
+        for repeat, (length, depth) in itertools.product(range(self.repeats), self.cells()):
+            place = Place(length, depth, repeat)
+            fitted = self._fit(tokenizer, material, place, max_tokens)
+            if fitted is None:
+                yield "too long"
+                continue
+            tags: dict[str, str | int | float] = {"length": length, "repeat": repeat}
+            tags |= {} if depth is None else {"depth": depth}
+            asked = self.asked(tokenizer, f"{length}-{place.where}-{repeat}", fitted, tags, self.generate)
+            fits = len(asked.prompt) + len(asked.question) + asked.most <= max_tokens
+            yield asked if fits else "too long"
+
+    def _fit(self, tokenizer: PreTrainedTokenizerBase, material: Any, place: Place, max_tokens: int) -> Puzzle | None:
+        """Return the largest sample of a length, or None where it does not fit the model with its answer."""
+
+        def build(size: int) -> Puzzle:
+            rng = random.Random(f"{self.seed}/{self.name}/{place.length}/{place.where}/{place.repeat}")
+            return self.build(rng, material, place, size)
+
+        def tokens(size: int) -> int:
+            puzzle = build(size)
+            return len(start_tokens(tokenizer)) + len(tokenize(tokenizer, [puzzle.context + puzzle.question])[0])
+
+        answer = self.generate
+        if answer is None:
+            answer = max(map(len, tokenize(tokenizer, build(self.least).right))) + SPARE
+        if place.length + (answer if self.generate is None else 0) > max_tokens:
+            return None
+        room = place.length - (self.generate or 0)
+        size = largest(tokens, room, self.least, self.most_units(material, place))
+        if size is None:
+            beside = f" beside {self.generate} tokens of answer" if self.generate else ""
+            raise UserError(
+                f"Task {self.name}: lengths={place.length} has no room for context and question{beside}: the "
+                f"shortest has {tokens(self.least)} tokens; give more."
+            )
+        return build(size)
+
+
+def largest(tokens: Callable[[int], int], room: int, low: int, high: int | None = None) -> int | None:
+    """Return the largest size from ``low`` to ``high`` whose tokens fit, None where none does.
+
+    Sizes are tried where the tokens of the last ones suggest it, and then halfway.
+    """
+    at_low = tokens(low)
+    if at_low > room:
+        return None
+    over = None if high is None else high + 1  # the smallest size that is known not to do
+    step, tried = PROBE, 0
+    while over is None or over - low > 1:
+        size = low + step
+        if over is not None:
+            size = min(size, over - 1) if tried < PROBE else (low + over) // 2
+        count = tokens(size)
+        per_unit = max((count - at_low) / (size - low), 1e-9)
+        if count <= room:
+            low, at_low = size, count
+        else:
+            over = size
+        step = max(1, min(round((room - at_low) / per_unit), 8 * max(step, PROBE)))
+        tried += 1
+    return low
+
+
+def sentences(task: str, root: str | None, data: str | None, field: str) -> list[list[str]]:
+    """Return the sentences of each text: of PG-19 on the hub, of ``pg19_style`` in a root, or of ``data``.
+
+    Raises:
+        UserError: there is no text, or it cannot be read.
+    """
+    hub, folder = data or "emozilla/pg19-test", data or "pg19_style"
+    texts = HeldOut.of(task, root, hub, folder, ("test", "validation")).texts(field)
+    found = []
+    for text in itertools.islice(texts, BOOKS):
+        parts = re.split(r"(?<=[.!?])\s+", " ".join(text[:LETTERS].split()))
+        found.append(parts[:-1] if len(text) > LETTERS else parts)
+    found = [parts for parts in found if any(parts)]
+    if not found:
+        raise UserError(f"Task {task}: {root or hub} has no text to hide a needle in.")
+    return found
+
+
+def noise(many: int) -> list[str]:
+    """Return the first sentences of the filler, repeated; each round of it is a line."""
+    ends = ("",) * (len(NOISE) - 1) + ("\n",)
+    return [NOISE[i % len(NOISE)] + ends[i % len(NOISE)] for i in range(many)]
+
+
+def join(pieces: Sequence[str]) -> str:
+    """Put pieces behind each other, with a space between those that no line break parts."""
+    return "".join(piece if piece.endswith("\n") else piece + " " for piece in pieces).rstrip()
+
+
+def hide(hay: Sequence[str], needles: Sequence[str], fractions: Sequence[float]) -> list[str]:
+    """Return the hay with each needle at its fraction of it."""
+    pieces = list(hay)
+    for fraction, needle in sorted(zip(fractions, needles, strict=True), reverse=True):
+        pieces.insert(round(fraction * len(hay)), needle)
+    return pieces
