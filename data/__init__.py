@@ -1,10 +1,10 @@
-"""Training and validation data: supervised tasks, plain documents, and generated facts."""
+"""Training and validation data: supervised tasks, plain documents, generated facts and worked problems."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ag.data import facts, sft, text
+from ag.data import facts, sft, text, worked
 from ag.data.module import DataModule
 from ag.data.sources import DataError
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DataError", "DataModule", "build"]
 
-_BUILDERS = {"sft": sft.build, "text": text.build, "facts": facts.build}
+_BUILDERS = {"sft": sft.build, "text": text.build, "facts": facts.build, "worked": worked.build}
 
 
 def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:

@@ -35,11 +35,13 @@ class Row(NamedTuple):
         tokens: its tokens, BOS included where the tokenizer adds one, ``[T]``.
         prompt_length: so many tokens are the prompt and carry no loss; None: plain text, all carry loss.
         answer: set in the validation rows of multiple-choice tasks.
+        whole: the prompt carries loss too.
     """
 
     tokens: Tokens
     prompt_length: int | None = None
     answer: Answer | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Collator:
         mask = np.zeros((len(rows), longest), dtype=np.bool_)
         labels = np.full((len(rows), longest), IGNORED, dtype=np.int64)
         for i, row in enumerate(rows):
-            n, start = len(row.tokens), row.prompt_length or 0
+            n, start = len(row.tokens), 0 if row.whole else row.prompt_length or 0
             ids[i, :n] = row.tokens
             mask[i, :n] = True
             labels[i, start:n] = row.tokens[start:]

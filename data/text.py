@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 STEP = 64  # prompt lengths lie on this grid, so that the rows of a batch have few different lengths
 DOCUMENTS = 64  # per call of the tokenizer
+AGAIN = "\n\nThe same text once more, word for word:\n\n"  # between a passage and its copy
 ROW_SETTINGS = ("text_field", "packing", "max_length", "prompt_min", "prompt_max", "continuation")
 
 Cut = Callable[[Iterable[list[int]]], Iterator[Row]]
@@ -50,7 +51,7 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     source = Source(data.name, data.subset, data.revision, folder)
     held_out = _held_out(source, data)
     counts = Counts()
-    cut: Packed | Windows
+    cut: Packed | Windows | Repeated
     end = None
     if data.packing == "packed":
         cut = Packed.of(data, tokenizer, context)
@@ -60,6 +61,8 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
                 f"data.cross_documents=false tells documents apart by their end-of-sequence token, and the tokenizer "
                 f"{tokenizer.name_or_path} also begins them with it: use data.cross_documents=true"
             )
+    elif data.packing == "repeated":
+        cut = Repeated.of(data, tokenizer, context, counts)
     else:
         cut = Windows.of(data, tokenizer, context, config.seed, counts)
 
@@ -269,3 +272,51 @@ class Windows:
             return None
         end = position + prompt + self.continuation - len(self.start)
         return Row(np.array([*self.start, *tokens[position:end]], dtype=np.int32), prompt)
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Passages, each followed by a sentence and by itself once more; all tokens but the first carry loss.
+
+    Attributes:
+        length: tokens of a passage.
+        start: tokens before it.
+        again: tokens between it and its copy.
+        counts: ``skipped`` counts the documents too short for one passage.
+    """
+
+    length: int
+    start: list[int]
+    again: list[int]
+    counts: Counts
+
+    @classmethod
+    def of(cls, data: DataConfig, tokenizer: PreTrainedTokenizerBase, context: int, counts: Counts) -> Repeated:
+        """Read the settings; the arguments are those of :meth:`Windows.of`."""
+        start, again = start_tokens(tokenizer), tokenize(tokenizer, [AGAIN])[0]
+        length = (min(data.max_length, context) - len(start) - len(again)) // 2
+        if length < STEP:
+            raise DataError(
+                f"data.packing=repeated: data.max_length={data.max_length} leaves {length} tokens for a passage, "
+                f"expected at least {STEP}: raise data.max_length"
+            )
+        return cls(length, start, again, counts)
+
+    def train(self, documents: Iterable[list[int]]) -> Iterator[Row]:
+        """Cut each document into passages; what remains at its end is left out."""
+        for tokens in documents:
+            starts = range(0, len(tokens) - self.length + 1, self.length)
+            yield from (self._row(tokens[at : at + self.length]) for at in starts)
+            self.counts.skipped += not starts
+
+    def validation(self, documents: Iterable[list[int]]) -> Iterator[Row]:
+        """Take the first passage of each document."""
+        for tokens in documents:
+            if len(tokens) >= self.length:
+                yield self._row(tokens[: self.length])
+            else:
+                self.counts.skipped += 1
+
+    def _row(self, passage: list[int]) -> Row:
+        tokens = [*self.start, *passage, *self.again, *passage]
+        return Row(np.array(tokens, dtype=np.int32), len(self.start) + len(passage), whole=True)

@@ -1,26 +1,36 @@
 """A Llama or Mistral forward pass under gates, one unpadded row, written out with dense masks: the tests' oracle."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from ag.gates.gate import AttentionGates
 
 
 @torch.no_grad()
-def forward(model, gates, ids, prompt, probabilities=None):
+def forward(
+    model: Any, gates: AttentionGates, ids: Tensor, prompt: int, probabilities: list[Tensor] | None = None
+) -> tuple[Tensor, dict[int, Tensor]]:
     """Return the logits ``[T, V]`` and, by layer, the flags ``[Hkv, prompt]`` of the row ``ids [T]``.
 
-    The gates' probabilities are added to the list ``probabilities``.
+    With ``covers="all"`` the flags are those of the whole row. The gates' probabilities are added to the list
+    ``probabilities``.
     """
     config, decoder, length = gates.config, model.get_decoder(), len(ids)
     kv_heads = model.config.num_key_value_heads
     group = model.config.num_attention_heads // kv_heads
+    gated = length if config.covers == "all" else prompt
     window = getattr(model.config, "sliding_window", None) or length
     x = decoder.embed_tokens(ids)[None]
     turn = decoder.rotary_emb(x, torch.arange(length)[None])
     distance = torch.arange(length)[:, None] - torch.arange(length)
-    inputs, flags = [], {}
+    inputs: list[Tensor] = []
+    flags: dict[int, Tensor] = {}
     for index, layer in enumerate(decoder.layers):
         hidden = layer.input_layernorm(x)
-        inputs.append(hidden[:, :prompt])
+        inputs.append(hidden[:, :gated])
         visible = ((distance >= 0) & (distance < window)).expand(kv_heads, -1, -1).clone()
         if str(index) in gates.layers:
             logits = gates.layers[str(index)](inputs[index - config.layer_offset])[0]
@@ -29,7 +39,7 @@ def forward(model, gates, ids, prompt, probabilities=None):
             if probabilities is not None:
                 probabilities.append(probability.flatten())
             for head in range(kv_heads):
-                for t in range(config.sink_tokens, prompt):
+                for t in range(config.sink_tokens, gated):
                     if not flags[index][head, t]:
                         first = max(prompt, t + 1) if config.prefill == "dense" else t + 1
                         visible[head, max(first, t + config.recent_tokens) :, t] = False
@@ -46,7 +56,7 @@ def forward(model, gates, ids, prompt, probabilities=None):
     return model.lm_head(decoder.norm(x))[0], flags
 
 
-def greedy(model, gates, ids, prompt, steps):
+def greedy(model: Any, gates: AttentionGates, ids: Tensor, prompt: int, steps: int) -> list[int]:
     """Continue the row ``ids [T]``, whose first ``prompt`` tokens were the prompt, without an end; the new tokens."""
     for _ in range(steps):
         logits = forward(model, gates, ids, prompt)[0][-1]
@@ -55,7 +65,7 @@ def greedy(model, gates, ids, prompt, steps):
     return ids[-steps:].tolist()
 
 
-def kept(gates, flags, prompt, total, first=0):
+def kept(gates: AttentionGates, flags: Tensor, prompt: int, total: int, first: int = 0) -> list[list[int]]:
     """Columns that a layer holds after ``total`` tokens, a list for each KV head.
 
     ``first`` is the column of the first query of the last forward pass after the prompt: what it saw is still there.

@@ -70,6 +70,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # the longest first, so that at the end no worker waits for another's
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     if config.getoption("--shuffle") is not None:
         random.Random(config.getoption("--shuffle")).shuffle(items)
 
@@ -119,7 +121,8 @@ def smollm2() -> Path:
 def _factory(config_class: type, model_class: type, **defaults: Any) -> TinyModel:
     def make(seed: int = 0, **overrides: Any) -> PreTrainedModel:
         torch.manual_seed(seed)
-        return model_class(config_class(**GEOMETRY | defaults | overrides)).eval()
+        model: PreTrainedModel = model_class(config_class(**GEOMETRY | defaults | overrides)).eval()
+        return model
 
     return make
 

@@ -4,14 +4,20 @@ Nothing here is shared with the library's attention: the logits of a run are rec
 """
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import ag
+from ag.engine.policy import Policy
 from ag.engine.storage import RaggedStore
+from ag.model.hooks import AttentionCall
 
 
 @dataclass
@@ -32,7 +38,7 @@ class Run:
     held: list[list[list[list[list[int]]]]] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)  # [own tokens, V] by sequence
 
-    def visible(self, layer, row, length):
+    def visible(self, layer: int, row: int, length: int) -> Tensor:
         """``[Hkv, length, length]`` bool: what each query saw of the tokens that its head held when it attended.
 
         Under ``evict_before_attend`` it saw what was kept, and itself.
@@ -48,39 +54,49 @@ class Run:
         return seen
 
 
-def contents(store):
+def contents(store: Any) -> list[list[list[int]]]:
     """Ranks that a store holds, by sequence and head."""
     rows = [ranks.tolist() for ranks in store.kept()]
     return [rows[i : i + store.kv_heads] for i in range(0, len(rows), store.kv_heads)]
 
 
 @contextmanager
-def watched(cache):
+def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
     """Record every arrival of tokens at the stores of a cache."""
-    arrivals, append, retain = [[] for _ in cache.layers], RaggedStore.append, RaggedStore.retain
+    arrivals: list[list[Arrival]] = [[] for _ in cache.layers]
+    append, retain = RaggedStore.append, RaggedStore.retain
 
-    def retaining(store, keep):
+    def retaining(store: RaggedStore, keep: Tensor) -> bool:
         gone = retain(store, keep)
         layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
         last = arrivals[layer][-1]
         last.kept = contents(store) if last.kept is None else last.kept
         return gone
 
-    def recording(store, k, v, ranks, keep, gate=None):
+    def recording(
+        store: RaggedStore, k: Tensor, v: Tensor, ranks: Tensor, keep: Tensor | None, gate: Tensor | None = None
+    ) -> None:
         append(store, k, v, ranks, keep, gate)
         layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
         real = torch.ones_like(ranks, dtype=torch.bool) if keep is None else keep[:, 0]
         new = [r[flags].tolist() for r, flags in zip(ranks, real, strict=True)]
         arrivals[layer].append(Arrival(new, contents(store)))
 
-    RaggedStore.append, RaggedStore.retain = recording, retaining
+    RaggedStore.append, RaggedStore.retain = recording, retaining  # type: ignore[method-assign, assignment]
     try:
         yield arrivals
     finally:
-        RaggedStore.append, RaggedStore.retain = append, retain
+        RaggedStore.append, RaggedStore.retain = append, retain  # type: ignore[method-assign]
 
 
-def run(model, policy, rows, prompts, side="left", steps=None):
+def run(
+    model: Any,
+    policy: Policy,
+    rows: Sequence[Tensor],
+    prompts: Sequence[int],
+    side: str = "left",
+    steps: Sequence[int] | None = None,
+) -> Run:
     """Prefill the first ``prompts[b]`` tokens of each row in one padded batch and feed the others in ``steps`` passes.
 
     ``steps`` are numbers of tokens a pass, by default one each.
@@ -90,7 +106,13 @@ def run(model, policy, rows, prompts, side="left", steps=None):
 
 
 @torch.no_grad()
-def feed(cache, model, rows, passes, side="left"):
+def feed(
+    cache: ag.EvictionCache,
+    model: Any,
+    rows: Sequence[Tensor],
+    passes: Sequence[Sequence[int]],
+    side: str = "left",
+) -> Run:
     """Feed rows in passes, each of which takes so many tokens of each row, padded on a side."""
     done = [0] * len(rows)
     mask = torch.zeros(len(rows), 0, dtype=torch.long)
@@ -111,7 +133,7 @@ def feed(cache, model, rows, passes, side="left"):
 
 
 @torch.no_grad()
-def masked_logits(model, ids, visible):
+def masked_logits(model: Any, ids: Tensor, visible: Sequence[Tensor]) -> Tensor:
     """Logits ``[T, V]`` of one row when queries see the keys of ``visible``, ``[Hkv, T, T]`` bool for each layer."""
     config, decoder, length = model.config, model.get_decoder(), len(ids)
     kv_heads = config.num_key_value_heads
@@ -134,17 +156,18 @@ def masked_logits(model, ids, visible):
         scores = (q @ k.mT * attention.head_dim**-0.5).masked_fill(~seen.repeat_interleave(group, 0), float("-inf"))
         x = x + attention.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return model.lm_head(decoder.norm(x))[0]
+    logits: Tensor = model.lm_head(decoder.norm(x))[0]
+    return logits
 
 
-def windows(config):
+def windows(config: Any) -> list[int | None]:
     """The sliding window of each layer, or None."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def check(model, rows, result, tolerance=1e-4):
+def check(model: Any, rows: Sequence[Tensor], result: Run, tolerance: float = 1e-4) -> None:
     """Assert that the logits of a run are those of its record under masks."""
     for b, row in enumerate(rows):
         visible = [result.visible(layer, b, len(row)) for layer in range(len(result.arrivals))]
@@ -152,15 +175,19 @@ def check(model, rows, result, tolerance=1e-4):
         assert (result.logits[b] - wanted).abs().max() <= tolerance
 
 
-def observed_calls(monkeypatch):
+def observed_calls(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[AttentionCall, Tensor]]]:
     """By layer, the q, k, v of all that comes from now on, and which of them are tokens."""
-    calls, attend = defaultdict(list), ag.EvictionCache.attend
-    monkeypatch.setattr(
-        ag.EvictionCache, "attend", lambda self, call: calls[call.layer].append((call, self.real)) or attend(self, call)
-    )
+    calls: dict[int, list[tuple[AttentionCall, Tensor]]] = defaultdict(list)
+    attend: Callable[[ag.EvictionCache, AttentionCall], Tensor] = ag.EvictionCache.attend
+
+    def recorded(self: ag.EvictionCache, call: AttentionCall) -> Tensor:
+        calls[call.layer].append((call, self.real))
+        return attend(self, call)
+
+    monkeypatch.setattr(ag.EvictionCache, "attend", recorded)
     return calls
 
 
-def seen_by(calls, name, row):
+def seen_by(calls: list[tuple[AttentionCall, Tensor]], name: str, row: int) -> Tensor:
     """The queries or keys ``[H, T, D]`` of a sequence's own tokens."""
     return torch.cat([getattr(call, name)[row][:, real[row]] for call, real in calls], 1)

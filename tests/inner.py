@@ -3,9 +3,10 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 
-def passed(*words, **environment):
+def passed(*words: str | Path, **environment: str) -> str:
     """Run pytest with these words and variables, expect success, and return what it printed."""
     outer = ("AG_KERNELS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID")
     kept = {name: value for name, value in os.environ.items() if name not in outer}

@@ -5,7 +5,9 @@ Such a bound fails on another processor, whose sums round in another order. `tor
 """
 
 import json
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ WORST: dict[str, float] = {}
 CURRENT = [""]
 
 
-def note(got, want, rtol, atol):
+def note(got: Any, want: Any, rtol: float, atol: float) -> None:
     """Remember the largest share of a bound that a comparison of this test took."""
     got, want = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (got, want))
     error, bound = (got - want).abs(), atol + rtol * want.abs()
@@ -24,10 +26,10 @@ def note(got, want, rtol, atol):
         WORST[CURRENT[0]] = max(WORST.get(CURRENT[0], 0.0), float(share.max()))
 
 
-def watched(function, defaults):
+def watched(function: Callable[..., Any], defaults: Callable[[torch.dtype], tuple[float, float]]) -> Callable[..., Any]:
     """Wrap a comparison of two tensors."""
 
-    def compare(got, want, *args, **options):
+    def compare(got: Any, want: Any, *args: Any, **options: Any) -> Any:
         if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor) and got.is_floating_point():
             rtol, atol = (options.get(name) for name in ("rtol", "atol"))
             usual = defaults(got.dtype)
@@ -37,39 +39,39 @@ def watched(function, defaults):
     return compare
 
 
-def of_type(dtype):
+def of_type(dtype: torch.dtype) -> tuple[float, float]:
     """The bounds of assert_close."""
     return {torch.float64: (1e-7, 1e-7), torch.float32: (1.3e-6, 1e-5), torch.bfloat16: (1.6e-2, 1e-5)}.get(
         dtype, (1e-3, 1e-5)
     )
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--margins", help="file for the worst share of a bound, by test")
 
 
-def pytest_configure(config):
+def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--margins"):
         return
     torch.testing.assert_close = watched(torch.testing.assert_close, of_type)
     torch.allclose = watched(torch.allclose, lambda dtype: (1e-5, 1e-8))
     plain = APPROX.__eq__
 
-    def equal(self, actual):
+    def equal(self: Any, actual: object) -> bool:
         if isinstance(actual, (int, float)) and isinstance(self.expected, (int, float)):
             note(actual, self.expected, 0.0, self.tolerance or 1e-300)
         return plain(self, actual)
 
-    APPROX.__eq__ = equal
+    APPROX.__eq__ = equal  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     CURRENT[0] = item.nodeid
     return (yield)
 
 
-def pytest_sessionfinish(session):
+def pytest_sessionfinish(session: pytest.Session) -> None:
     file = session.config.getoption("--margins")
     if file:
         listed = sorted(WORST.items(), key=lambda x: -x[1])

@@ -34,7 +34,7 @@ def test_every_command_refuses_it_in_the_same_words(command, text, capsys):
     assert main([*words, key.format(text)]) == 2
     error = capsys.readouterr().err
     assert re.sub(r"^ag\.\w+: error: ", "", error).strip() == str(caught.value)
-    assert str(caught.value).startswith(f"budget={value!r}: expected tokens (an int of at least 1) or a share (a float")
+    assert str(caught.value).startswith(f"budget={value!r}: ")
 
 
 @pytest.mark.parametrize(("text", "budget"), [("1", 1), ("1.0", 1.0), ("256", 256), ("0.25", 0.25), ("1e-1", 0.1)])

@@ -1,6 +1,7 @@
 """Anything at all as a policy, as weights and as rows of data: it works, or the documented error says why.
 
-Recipes, overrides and gate_config.json have theirs in test_cli.py and test_export.py. Seeds are fixed.
+Recipes and overrides have theirs in tests/config/test_any_input.py, gate_config.json in tests/gates/test_manifest.py.
+Seeds are fixed.
 """
 
 import hashlib

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from gates_for import gates_for
+from refused import names, refuses
 
 import ag
 from ag.config import LoraConfig
@@ -140,30 +141,30 @@ def test_base_model_has_the_revision_of_the_export(folder, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "parts"),
     [
-        ([], "Expected one text to continue: give either prompt=TEXT or file=PATH."),
-        (["prompt=a", "file=b"], "Expected one text to continue: give either prompt=TEXT or file=PATH."),
-        (["file=FOLDER/none.txt"], "file=FOLDER/none.txt: [Errno 2] No such file or directory"),
-        (["file=FOLDER/export/gates.safetensors"], "expected a text file in UTF-8"),
-        (["prompt=''"], "The prompt has 0 tokens: expected 1 to 448, which leave room for max_new_tokens=64"),
-        (["prompt=abc", "max_new_tokens=510"], "The prompt has 3 tokens: expected 1 to 2, which leave room"),
-        (["prompt=abc", "chat=true"], "chat=true: the model's tokenizer has no chat template; set chat=false."),
-        (["prompt=abc", "gates=FOLDER/nameless"], "No base model is named: give model=NAME, or gates=EXPORT"),
-        (["prompt=abc", "gates=null"], "No base model is named: give model=NAME, or gates=EXPORT"),
-        (["prompt=abc", "gates=FOLDER/base"], "FOLDER/base/gate_config.json: no such file"),
-        (["prompt=abc", "model=FOLDER/none"], "FOLDER/none"),
-        (["prompt=abc", "device=nonsense"], "device=nonsense: "),
+        ([], ("prompt=TEXT", "file=PATH")),
+        (["prompt=a", "file=b"], ("prompt=TEXT", "file=PATH")),
+        (["file=FOLDER/none.txt"], ("file=FOLDER/none.txt",)),
+        (["file=FOLDER/export/gates.safetensors"], ("file=FOLDER/export/gates.safetensors", "UTF-8")),
+        (["prompt=''"], ("0 tokens", "448", "max_new_tokens=64")),
+        (["prompt=abc", "max_new_tokens=510"], ("3 tokens", "1 to 2", "max_new_tokens=510")),
+        (["prompt=abc", "chat=true"], ("chat=true", "chat=false")),
+        (["prompt=abc", "gates=FOLDER/nameless"], ("model=NAME", "gates=EXPORT")),
+        (["prompt=abc", "gates=null"], ("model=NAME", "gates=EXPORT")),
+        (["prompt=abc", "gates=FOLDER/base"], ("FOLDER/base/gate_config.json",)),
+        (["prompt=abc", "model=FOLDER/none"], ("FOLDER/none",)),
+        (["prompt=abc", "device=nonsense"], ("device=nonsense",)),
     ],
 )
-def test_bad_input_is_one_line(folder, capsys, words, message):
+def test_bad_input_is_one_line(folder, capsys, words, parts):
     given = [word.replace("FOLDER", str(folder)) for word in words]
     if not any(word.startswith("gates=") for word in given):
         given.append(f"gates={folder / 'export'}")
     assert main(given) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("ag.generate: error: ")
-    assert message.replace("FOLDER", str(folder)) in error
+    names(error, *(part.replace("FOLDER", str(folder)) for part in parts))
 
 
 def test_other_base_model(folder, tiny_llama, tiny_tokenizer, tmp_path, capsys):
@@ -220,14 +221,14 @@ def test_a_named_policy_prints_what_each_layer_holds(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "parts"),
     [
-        ({"gates": None, "policy": "gates", "model": "x"}, "policy=gates: expected gates=EXPORT"),
-        ({"policy": "h20", "budget": 8}, "Unknown policy 'h20'.*did you mean h2o"),
-        ({"policy": "h2o"}, "'h2o' needs a budget"),
-        ({"policy": "h2o", "budget": 1.5}, "budget=1.5: expected tokens"),
+        ({"gates": None, "policy": "gates", "model": "x"}, ("policy=gates", "gates=EXPORT")),
+        ({"policy": "h20", "budget": 8}, ("'h20'", "h2o")),
+        ({"policy": "h2o"}, ("'h2o'", "budget")),
+        ({"policy": "h2o", "budget": 1.5}, ("budget=1.5",)),
     ],
 )
-def test_bad_policies(folder, given, message):
-    with pytest.raises(UserError, match=message):
+def test_bad_policies(folder, given, parts):
+    with refuses(UserError, *parts):
         generate(config(folder, **given))

@@ -69,6 +69,7 @@ def test_link_is_relative_and_resolves(folder: str) -> None:
     assert link.resolve() == ROOT / folder
 
 
+@pytest.mark.slow
 def test_modules_exist_once() -> None:
     """The same object under `ag.data`, whatever the working directory; ruff bans the top-level names."""
     code = "import ag.data, ag.callbacks, ag.kernels.gated_attention as k; print(ag.data.__name__, k.__name__)"

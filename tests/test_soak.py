@@ -17,7 +17,7 @@ from ag.model.hooks import decoder_of
 
 pytestmark = pytest.mark.slow
 
-STEPS, GENERATIONS = 5000, 2000
+STEPS, GENERATIONS = 3000, 1300
 POLICIES = ["full", "streaming_llm", "h2o", "tova", "snapkv", "scissorhands", "cake", "knorm", "random", "gates"]
 POLICIES += ["h2o+vatp", "snapkv+caote@pyramid", "tova+obcache_joint"]
 

@@ -1,6 +1,7 @@
 """Every test can fail: none returns before its end, and each reaches a check."""
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,15 @@ def faults(sources: dict[str, str]) -> list[str]:
 def test_every_test_checks_and_none_returns_early():
     root = Path(__file__).parent
     assert faults({str(file.relative_to(root)): file.read_text() for file in FILES}) == []
+
+
+def test_mypy_checks_what_tests_share():
+    root = Path(__file__).parent
+    settings = tomllib.loads((root.parent / "pyproject.toml").read_text())["tool"]["mypy"]
+    places = [root.parent / place for place in settings["mypy_path"]]
+    found = {place / f"{name.replace('.', '/')}.py" for place in places for name in settings["modules"]}
+    shared = {file for file in FILES if not file.name.startswith(("test_", "__init__"))}
+    assert len(shared) > 20 and shared <= found
 
 
 def test_what_is_found():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ class GateConfig:
     kind: Literal["attention", "linear", "mlp"] = _key(
         "attention", "attention block; or a map of each token by itself: linear, or mlp of two layers"
     )
-    hidden: int = _key(64, "units of the hidden layer of kind=mlp")
+    hidden: int = _key(64, "kind=mlp: units of the hidden layer")
     window: int = _key(0, "kind=attention: newest tokens that a token's gate looks at, its own included; 0: all")
     covers: Literal["prompt", "all"] = _key(
         "prompt", "which tokens may be evicted: those of the first prompt, or later turns and generated ones too"
@@ -43,6 +44,11 @@ class GateConfig:
     sink_tokens: int = _key(0, "every query sees this many first tokens")
     layer_offset: int = _key(0, "1: a layer's gate reads the input of the layer before")
     first_layer: int = _key(0, "index of the first layer with a gate")
+
+    @property
+    def boundary(self) -> float:
+        """The logit above which a token is kept."""
+        return math.log(self.threshold / (1 - self.threshold)) - self.bias
 
     def __post_init__(self) -> None:
         """Check the ranges.
@@ -60,27 +66,27 @@ class GateConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"gate.{name}={getattr(self, name)!r}: expected {' or '.join(allowed)}.")
-        for name, least in {
-            "num_heads": 1,
-            "head_dim": 1,
-            "hidden": 1,
-            "window": 0,
-            "recent_tokens": 1,
-            "sink_tokens": 0,
-        }.items():
+        smallest = {"num_heads": 1, "head_dim": 1, "hidden": 1, "window": 0, "recent_tokens": 1, "sink_tokens": 0}
+        for name, least in smallest.items():
             if getattr(self, name) < least:
                 raise ValueError(f"gate.{name}={getattr(self, name)}: expected at least {least}.")
         if not 0 < self.threshold < 1:
             raise ValueError(f"gate.threshold={self.threshold}: expected a probability between 0 and 1.")
-        if self.scope == "prompt":
-            for name, value in {"covers": "all", "window": self.window or None}.items():
-                if getattr(self, name) == value:
-                    raise ValueError(
-                        f"gate.{name}={value} with gate.scope=prompt: a gate that sees the whole prompt cannot follow "
-                        "a growing text; use gate.scope=causal."
-                    )
+        if self.covers == "all" and self.scope == "prompt":
+            raise ValueError(
+                "gate.covers=all with gate.scope=prompt: a gate that sees the whole prompt at once cannot follow a "
+                "growing text; use gate.scope=causal."
+            )
+        if self.window and self.scope == "prompt":
+            raise ValueError(
+                f"gate.window={self.window} with gate.scope=prompt: such a gate sees the whole prompt; use "
+                "gate.scope=causal, or gate.window=0."
+            )
         if self.window and self.kind in ("linear", "mlp"):
-            raise ValueError(f"gate.window={self.window} with gate.kind={self.kind}: it looks at one token; use 0.")
+            raise ValueError(
+                f"gate.window={self.window} with gate.kind={self.kind}: such a gate looks at one token by itself; use "
+                "gate.window=0, or gate.kind=attention."
+            )
         if self.layer_offset not in (0, 1):
             raise ValueError(f"gate.layer_offset={self.layer_offset}: expected 0 (own layer) or 1 (the layer before).")
         if self.first_layer < self.layer_offset:

@@ -49,17 +49,21 @@ class LoraConfig:
 class DataConfig:
     """What the model is trained and validated on."""
 
-    kind: Literal["sft", "text", "facts"] = key(
-        "facts", "sft: prompt and response; text: plain documents; facts: the generated quickstart data"
+    kind: Literal["sft", "text", "facts", "worked"] = key(
+        "facts",
+        "sft: prompt and response; text: plain documents; generated: facts of the quickstart, worked problems",
     )
-    name: str = key("facts", "task of the sft table (piqa, boolq, ...), or hub id of a text dataset")
+    name: str = key(
+        "facts",
+        "task of the sft table (piqa, boolq, ...); hub id (text); worked, or one of its kinds, as addition",
+    )
     subset: str | None = key(None, "configuration name of a hub dataset (text)")
     revision: str | None = key(None, "git revision of a hub dataset (text)")
     root: str | None = key(None, "local folder of JSON lines (SPLIT.jsonl or shards SPLIT-*.jsonl), instead of the hub")
     text_field: str = key("text", "the field that holds a document (text)")
     max_length: int = key(1024, "longest row in tokens; a longer prompt loses its left part, and is counted", low=2)
-    packing: Literal["packed", "split"] = key(
-        "split", "text: packed rows of max_length tokens, or prompt and continuation"
+    packing: Literal["packed", "split", "repeated"] = key(
+        "split", "text: packed rows of max_length tokens; prompt and continuation; or a passage that is repeated"
     )
     cross_documents: bool = key(
         True, "text, packed: attention runs on across the documents of a row; false: it stays inside each"
@@ -67,6 +71,8 @@ class DataConfig:
     prompt_min: int = key(192, "shortest prompt in tokens (text, split; facts: roughly)", low=1)
     prompt_max: int = key(512, "longest prompt in tokens (text, split; facts: roughly)", low=1)
     continuation: int = key(64, "tokens after the prompt that carry the loss (text, split)", low=1)
+    solution_min: int = key(200, "shortest solution in tokens (worked; roughly)", low=20)
+    solution_max: int = key(400, "longest solution in tokens (worked)", low=60)
     streaming: bool = key(False, "read the dataset while training instead of before (text)")
     cache: str | None = key(None, "folder that keeps tokenised rows for the next run and for all processes (text)")
     train_samples: int | None = key(None, "use the first N training rows only", low=1)
@@ -85,6 +91,10 @@ class LossConfig:
     )
     alpha: float = key(1.0, "weight of the eviction loss", low=0)
     beta: float = key(0.28, "target of the mean gate", low=0, high=1)
+    share_low: float = key(0.1, "least share of the tokens that is drawn, see share_high", low=0.01, high=1)
+    share_high: float = key(
+        0.0, "above 0: each step draws the share that the gates keep, up to this one; beta is not used", low=0, high=1
+    )
     anneal_steps: int = key(0, "steps after the warm start in which beta falls linearly from 1 to its value", low=0)
     mean: Literal["soft", "hard"] = key("soft", "mean over sigmoids, or over flags")
     chunk_tokens: int = key(1024, "tokens whose logits exist at once in the loss", low=1)
@@ -96,8 +106,13 @@ class WarmupConfig:
 
     regress_steps: int = key(0, "first steps that train the gates by regression; 0: none", low=0)
     lr: float = key(3e-3, "peak learning rate of those steps (one cycle)", low=0)
-    target: Literal["attention", "obcache_value"] = key(
-        "attention", "what gates predict of a key, from later queries: their attention on it, or sqrt(sum A^2) * ||v||"
+    target: Literal["attention", "obcache_value", "kvzip"] = key(
+        "attention",
+        "what gates predict of a key, from later queries: their attention on it; sqrt(sum A^2) * ||v||; or kvzip: the "
+        "largest attention of the response, times ||v|| (data.packing=repeated)",
+    )
+    scale: Literal["head", "global"] = key(
+        "head", "targets are standardised in each head, or over all heads and layers, so that heads compare"
     )
     keep: float = key(0.5, "share of the tokens that the flags keep after the warm start", low=0.01, high=0.99)
 

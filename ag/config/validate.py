@@ -85,6 +85,17 @@ def _objective(config: Run) -> None:
         "the main objective never starts; raise trainer.max_steps",
     )
     _refuse(
+        objective == "regress" and config.loss.anneal_steps > 0,
+        f"loss.anneal_steps={config.loss.anneal_steps} with loss.objective=regress: regression has no target of the "
+        "mean gate; set it to 0",
+    )
+    _refuse(
+        0 < max_steps - regress_steps < config.loss.anneal_steps,
+        f"loss.anneal_steps={config.loss.anneal_steps} is more than the {max_steps - regress_steps} steps of "
+        f"trainer.max_steps={max_steps} after warmup.regress_steps={regress_steps}: the mean gate never gets to "
+        "loss.beta; lower loss.anneal_steps, or raise trainer.max_steps",
+    )
+    _refuse(
         0 < max_steps < config.optim.warmup_steps,
         f"optim.warmup_steps={config.optim.warmup_steps} is more than trainer.max_steps={max_steps}: "
         "the learning rate never reaches its peak; lower optim.warmup_steps",
@@ -105,22 +116,39 @@ def _objective(config: Run) -> None:
 
 def _data(config: Run) -> None:
     data, gate = config.data, config.gate
-    packed = data.kind == "text" and data.packing == "packed"
+    packed = data.kind == "text" and data.packing != "split"
     _refuse(
         data.kind == "facts" and data.name != "facts",
-        f"data.name={data.name} with data.kind=facts: use data.kind=sft for a task, text for documents",
+        f"data.name={data.name} with data.kind=facts: use data.kind=sft for a task, text for documents, worked "
+        "for worked problems",
     )
     _refuse(
-        data.kind != "facts" and data.name == "facts",
+        data.kind in ("sft", "text") and data.name == "facts",
         f"data.name=facts with data.kind={data.kind}: name a dataset with data.name, or use data.kind=facts",
     )
     if data.kind == "sft":
         from ag.data.templates import find_task
 
         find_task(data.name)
+    if data.kind == "worked":
+        from ag.data.problems import ANY, KINDS
+
+        _refuse(
+            data.name not in (ANY, *KINDS),
+            f"data.name={data.name} with data.kind=worked: expected {ANY} or one of {', '.join(KINDS)}",
+        )
+        _refuse(
+            data.solution_min > data.solution_max,
+            f"data.solution_min={data.solution_min} is more than data.solution_max={data.solution_max}: swap them",
+        )
+        _refuse(
+            data.solution_max >= data.max_length,
+            f"data.max_length={data.max_length} has no room for a prompt and a solution of {data.solution_max} tokens: "
+            "raise it, or lower data.solution_max",
+        )
     _refuse(
-        data.kind == "facts" and data.root is not None,
-        f"data.root={data.root} with data.kind=facts: that data is generated; use data.kind=sft or text",
+        data.kind in ("facts", "worked") and data.root is not None,
+        f"data.root={data.root} with data.kind={data.kind}: that data is generated; use data.kind=sft or text",
     )
     _refuse(
         data.kind != "text" and data.packing == "packed",
@@ -160,7 +188,7 @@ def _data(config: Run) -> None:
         data.streaming and config.trainer.max_steps < 0,
         "data.streaming=true with trainer.max_steps=-1: a stream has no end; give trainer.max_steps",
     )
-    if data.kind == "facts" or (data.kind == "text" and not packed):
+    if data.kind == "facts" or (data.kind == "text" and data.packing == "split"):
         longest = data.prompt_max + (data.continuation if data.kind == "text" else 0)
         _refuse(
             data.prompt_min > data.prompt_max,

@@ -81,8 +81,10 @@ def gate_map(gate: AttentionGate, hidden: Tensor) -> Tensor:
     q, k = (proj(hidden).view(shape).transpose(0, 1).float() for proj in (gate.q_proj, gate.k_proj))
     logits = q @ k.mT * config.head_dim**-0.5
     if config.scope == "causal":
-        later = torch.ones(shape[0], shape[0], dtype=torch.bool, device=hidden.device).triu(1)
-        logits = logits.masked_fill(later, float("-inf"))
+        distance = torch.arange(shape[0], device=hidden.device)
+        distance = distance[:, None] - distance
+        unseen = (distance < 0) | (distance >= (config.window or shape[0]))
+        logits = logits.masked_fill(unseen, float("-inf"))
     weights: Tensor = logits.softmax(-1)
     return weights
 

@@ -33,6 +33,7 @@ from ag.gates.card import merged_card, model_card
 from ag.gates.manifest import (
     ADAPTER,
     ADAPTER_FILES,
+    BEFORE_1_2,
     SCHEMA_VERSION,
     WEIGHTS,
     ExportError,
@@ -208,7 +209,7 @@ def read_info(path: StrPath) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ExportError(f"{file}: not JSON ({error}): expected the file as exported; copy it again.") from error
     validate(file, info)
-    return dict(info)
+    return {**info, "gate": BEFORE_1_2 | info["gate"]}
 
 
 def is_adapter(path: StrPath) -> bool:
@@ -371,8 +372,9 @@ def _check_replaceable(target: Path, known: set[str], needed: str) -> None:
         return
     names = {entry.name for entry in target.iterdir()} if target.is_dir() else {target.name}
     if names and (needed not in names or names - known):
+        foreign = ", ".join(sorted(names - known or names)[:3])
         raise ExportError(
-            f"{target}: contains files that are not of an export ({', '.join(sorted(names)[:3])}): expected an "
+            f"{target}: contains files that are not of an export ({foreign}): expected an "
             "export to replace, an empty folder or none; choose another path."
         )
 

@@ -39,7 +39,7 @@ class AttentionGate(nn.Module):
         self.kv_heads = kv_heads
         self.build(hidden_size, heads)
         for parameter in self.parameters():
-            nn.init.xavier_uniform_(parameter)
+            nn.init.xavier_uniform_(parameter) if parameter.ndim > 1 else nn.init.zeros_(parameter)
 
     def build(self, hidden_size: int, heads: int) -> None:
         """Make the parameters; the arguments are those of the class."""
@@ -157,8 +157,8 @@ class MLPGate(TokenGate):
 
     def build(self, hidden_size: int, heads: int) -> None:
         """Make the parameters; the arguments are those of the class."""
-        self.inner = nn.Linear(hidden_size, self.config.hidden, bias=False)
-        self.outer = nn.Linear(self.config.hidden, heads, bias=False)
+        self.inner = nn.Linear(hidden_size, self.config.hidden)
+        self.outer = nn.Linear(self.config.hidden, heads)
 
     def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
         """Return the logits ``[B, T, heads]``."""

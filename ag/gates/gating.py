@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
+from ag.kernels.column_max import column_max
 from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
@@ -57,9 +58,11 @@ class Gating(Dense):
     Args:
         gates: gates of the model.
         valid: ``[B, T]``, nonzero on real tokens; padding on either side.
-        prompt_length: ``[B]`` long, tokens of each prompt; gates may evict only these. None: every token.
+        prompt_length: ``[B]`` long, tokens of each prompt; with ``covers="prompt"`` gates may evict only these. None:
+            every token.
         hard: use the flags as they are, without an estimator's gradient or noise.
         first: ``[B, T]`` long, the column where the document of each token begins; None: a row is one document.
+        boundary: logit above which a token is kept, in place of that of the configuration.
 
     Raises:
         UserError: when ``scope="prompt"`` or ``prefill="dense"`` has no prompt length, or documents have one.
@@ -72,6 +75,7 @@ class Gating(Dense):
         prompt_length: Tensor | None = None,
         hard: bool = False,
         first: Tensor | None = None,
+        boundary: float | None = None,
     ) -> None:
         config = gates.config
         if prompt_length is None and (config.scope == "prompt" or config.prefill == "dense"):
@@ -84,17 +88,19 @@ class Gating(Dense):
         super().__init__(valid, first)
         valid = valid.bool()
         self.gates, self.hard = gates, hard
+        self._shift = 0.0 if boundary is None else boundary - config.boundary
         rank = valid.cumsum(1) - 1
+        #: ``[B, T]`` bool: the tokens of the prompts.
+        self.read = valid if prompt_length is None else valid & (rank < prompt_length[:, None])
         #: ``[B, T]`` bool: the tokens that gates may evict, which are also those that losses and metrics count.
-        self.prompt = valid if prompt_length is None else valid & (rank < prompt_length[:, None])
+        self.prompt = valid if config.covers == "all" else self.read
         columns = torch.arange(1, valid.shape[1] + 1, device=valid.device)
-        ends = (self.prompt * columns).amax(1)
-        self._end = int(ends.max())
+        self._end = int((self.prompt * columns).amax())
         seen = self.prompt if config.scope == "prompt" else valid
         seen = seen[:, : self._end]
         self._seen = None if bool(seen.all()) else seen
-        self._dense_until = ends if config.prefill == "dense" else None
-        #: Gate logits ``[B, Hkv, T']`` of each gated layer, T' being the columns up to the longest prompt's end.
+        self._dense_until = (self.read * columns).amax(1) if config.prefill == "dense" else None
+        #: Gate logits ``[B, Hkv, T']`` of each gated layer, T' being the columns up to the last that gates may evict.
         self.logits: dict[int, Tensor] = {}
         self._keep: dict[int, Tensor] = {}
 
@@ -150,14 +156,35 @@ class Gating(Dense):
         first = None if self.first is None else self.first[:, : self._end]
         gate = self.gates.layers[name]
         logits: Tensor = gate(hidden[:, : self._end], _to(self._seen, device), self.left_padded, _to(first, device))
-        return logits
+        return logits - self._shift if self._shift else logits
+
+
+class Open(Gating):
+    """A dense forward pass that runs the gates without a gradient, for their logits."""
+
+    @torch.no_grad()
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Run the gate."""
+        logits = self._run_gate(layer, hidden)
+        if logits is not None:
+            self.logits[layer + self.gates.config.layer_offset] = logits
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend as the model does."""
+        return Dense.attend(self, call)
+
+    def boundary(self, share: float) -> float:
+        """Return the logit above which this share of the tokens lies, over all layers and heads."""
+        counted = self.counted()
+        logits = torch.cat([x.movedim(1, -1)[counted.to(x.device)].flatten().cpu() for x in self.logits.values()])
+        return float(logits.kthvalue(max(1, min(len(logits), round((1 - share) * len(logits))))).values)
 
 
 class Observing(Gating):
     """A dense forward pass that runs the gates and records the targets of their regression.
 
     Meant to run under ``torch.no_grad()``: only the gates build a graph, so a step costs no backward through the model.
-    ``targets`` holds, by gated layer, the log of the attention from later queries on each prompt key,
+    ``targets`` holds, by gated layer, the log of the attention from later queries on each key that gates may evict,
     ``[B, Hkv, T']`` float32. Later queries are those that eviction would affect: the response's with
     ``prefill="dense"``, else all.
 
@@ -166,7 +193,9 @@ class Observing(Gating):
         valid: ``[B, T]``, nonzero on real tokens.
         prompt_length: ``[B]`` long, or None: then every token counts.
         target: ``attention``: the mean over queries of the summed weights; ``obcache_value``: the root of the mean of
-            squared weights, times the norm of the value (OBCache, value term, of the future).
+            squared weights, times the norm of the value (OBCache, value term, of the future); ``kvzip``: the largest
+            weight that a query of the response gives, times the norm of the value (KVzip, where the response repeats
+            the prompt).
     """
 
     def __init__(
@@ -180,8 +209,8 @@ class Observing(Gating):
         self.target = target
         self.window: int | None = None
         self.targets: dict[int, Tensor] = {}
-        only_responses = prompt_length is not None and gates.config.prefill == "dense"
-        self._queries = valid.bool() & ~self.prompt if only_responses else valid.bool()
+        only_responses = prompt_length is not None and (gates.config.prefill == "dense" or target == "kvzip")
+        self._queries = valid.bool() & ~self.read if only_responses else valid.bool()
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Run the gate with a graph of its own."""
@@ -191,38 +220,37 @@ class Observing(Gating):
             self.logits[layer + self.gates.config.layer_offset] = logits
 
     def payable(self, window: int | None = None) -> Tensor:
-        """Return ``[B, T']`` bool: the prompt tokens that some counting query could see."""
+        """Return ``[B, T']`` bool: the tokens that gates may evict and some counting query could see."""
         columns = torch.arange(self.prompt.shape[1], device=self.prompt.device)
         first = torch.where(self._queries, columns, columns.numel()).amin(1, keepdim=True)
         last = torch.where(self._queries, columns, -1).amax(1, keepdim=True)
         columns = columns[: self._end]
         nearest = torch.maximum(columns + self.gates.config.recent_tokens, first)
         seen = nearest <= last
-        return self.counted() & (seen if window is None else seen & (nearest - columns < window))
+        counted = self.counted() & self.read[:, : self._end] if self.target == "kvzip" else self.counted()
+        return counted & (seen if window is None else seen & (nearest - columns < window))
 
     @torch.no_grad()
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend densely and keep the statistics of the layers that have a gate."""
         if str(call.layer) in self.gates.layers:
-            power = 1 if self.target == "attention" else 2
-            sums = column_sums(
-                call.q,
-                call.k,
-                call.scaling,
-                queries=self._queries,
-                key_valid=self.valid,
-                window=call.window,
-                power=power,
-                skip=self.gates.config.recent_tokens,
-                mean=True,
-            )
-            grouped = sums.view(*call.k.shape[:2], -1, sums.shape[-1]).mean(2)
-            log = grouped.clamp_min(1e-12).log()
-            if power == 2:
-                log = 0.5 * log + call.v.float().norm(dim=-1).clamp_min(1e-12).log()
+            log = self._measure(call)
             self.targets[call.layer] = log[..., : self._end]
             self.window = call.window
         return Dense.attend(self, call)
+
+    def _measure(self, call: AttentionCall) -> Tensor:
+        """Return the target of each key ``[B, Hkv, T]``."""
+        shared: dict[str, Any] = {"queries": self._queries, "key_valid": self.valid, "window": call.window}
+        shape = (*call.k.shape[:2], -1, call.k.shape[2])
+        sizes = call.v.float().norm(dim=-1).clamp_min(1e-12).log()
+        if self.target == "kvzip":
+            largest: Tensor = column_max(call.q, call.k, call.scaling, **shared).view(shape).amax(2)
+            return largest.clamp_min(1e-12).log() + sizes
+        power, skip = (1 if self.target == "attention" else 2), self.gates.config.recent_tokens
+        sums = column_sums(call.q, call.k, call.scaling, **shared, power=power, skip=skip, mean=True)
+        log: Tensor = sums.view(shape).mean(2).clamp_min(1e-12).log()
+        return log if power == 1 else 0.5 * log + sizes
 
 
 def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:

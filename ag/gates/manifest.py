@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from typing import Any
 from ag.config.gate import GateConfig
 from ag.errors import UserError
 
-SCHEMA_VERSION = "1.1"
+SCHEMA_VERSION = "1.2"
 WEIGHTS = "gates.safetensors"
 ADAPTER = "adapter"
 ADAPTER_FILES = (f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapter_model.safetensors")
 
 KEYS = ("schema_version", "versions", "base_model", "gate", "keep_rate", "metrics", "sha256", "checksum")
+#: What gates of schemas before 1.2, which did not write these keys, were trained with.
+BEFORE_1_2: dict[str, Any] = {"hidden": 64, "window": 0, "covers": "prompt"}
 SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size")
 MOST = 1 << 20  # bounds the memory that a forged size can allocate
 MOST_LAYERS = 4096
@@ -33,6 +35,11 @@ def checksum(info: Mapping[str, Any]) -> str:
     """Return the sha256 of everything in ``info`` but its checksum, independent of order and white space."""
     rest = {name: value for name, value in info.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def minor(schema: str) -> int:
+    """Return the second number of a schema."""
+    return int(schema.partition(".")[2])
 
 
 def check_keys(where: object, found: Iterable[str], expected: Iterable[str]) -> None:
@@ -58,8 +65,10 @@ def validate(file: Path, info: Any) -> None:
     check = _Checker(file)
     check(isinstance(info, dict), "content", info, "a JSON object")
     schema = info.get("schema_version")
-    readable = isinstance(schema, str) and re.fullmatch(r"1\.\d+", schema) is not None
+    readable = isinstance(schema, str) and re.fullmatch(r"1\.\d{1,4}", schema) is not None
     check(readable, "schema_version", schema, "1.x", "update ag, or export the gates with this version")
+    if minor(schema) > minor(SCHEMA_VERSION):
+        check.newer(info, schema)
     check.keys("content", info, KEYS if schema == "1.0" else (*KEYS, ADAPTER))  # 1.0 recorded nothing of the adapter
     _validate_adapter(check, info.get(ADAPTER, []))
     check.texts("versions", info["versions"])
@@ -70,7 +79,7 @@ def validate(file: Path, info: Any) -> None:
     for name, value in info["metrics"].items():
         check(value is None or _is_number(value), f"metrics.{name}", value, "a finite number or null")
     _validate_base(check, info["base_model"])
-    _validate_gate(check, info["gate"])
+    _validate_gate(check, info["gate"], () if minor(schema) >= 2 else BEFORE_1_2)
     check.texts("sha256", info["sha256"])
     check.keys("sha256", info["sha256"], (WEIGHTS, *(ADAPTER_FILES if len(info["sha256"]) > 1 else ())))
     expected = checksum(info)
@@ -101,9 +110,11 @@ def _validate_base(check: _Checker, base: Any) -> None:
         check.integer("fingerprint.windowed_layers", index, 0, geometry["num_layers"] - 1)
 
 
-def _validate_gate(check: _Checker, gate: Any) -> None:
-    check.keys("gate", gate, [item.name for item in fields(GateConfig)])
-    for item in fields(GateConfig):
+def _validate_gate(check: _Checker, gate: Any, unwritten: Collection[str]) -> None:
+    """Check the keys of the gate but those that this schema did not write."""
+    written = [item for item in fields(GateConfig) if item.name not in unwritten]
+    check.keys("gate", gate, [item.name for item in written])
+    for item in written:
         name, value, kind = f"gate.{item.name}", gate[item.name], type(item.default)
         if kind is int:
             check.integer(name, value, 0, MOST)
@@ -143,6 +154,19 @@ class _Checker:
     def keys(self, name: str, value: Any, expected: Iterable[str]) -> None:
         self(isinstance(value, dict), name, value, "a JSON object")
         check_keys(f"{self.file}: {name}", value, expected)
+
+    def newer(self, info: Mapping[str, Any], schema: str) -> None:
+        """Refuse keys that only a newer version of ag can have written."""
+        gate = info.get("gate")
+        known = {*KEYS, ADAPTER, *(item.name for item in fields(GateConfig))}
+        unknown = sorted({*info, *(gate if isinstance(gate, dict) else ())} - known)
+        self(
+            not unknown,
+            "schema_version",
+            schema,
+            f"at most {SCHEMA_VERSION}, which knows no {', '.join(unknown)[:80]}",
+            "a newer ag wrote it: update ag",
+        )
 
     def texts(self, name: str, value: Any) -> None:
         self(isinstance(value, dict), name, value, "a JSON object")

@@ -123,31 +123,53 @@ def eviction_loss(mean: Tensor, beta: float) -> Tensor:
     return (mean - beta).abs()
 
 
-def regression_loss(gates: AttentionGates, observed: Observing, keep: float) -> Tensor:
+def regression_loss(
+    gates: AttentionGates, observed: Observing, keep: float, scale: Literal["head", "global"] = "head"
+) -> Tensor:
     """Regress gate logits on the log attention of later queries on each token (a warm start; no gradient in the model).
 
-    For each sequence and head the targets are standardised, and shifted so that the share ``keep`` of them lies above
-    the gate's threshold. Tokens that no later query could see do not count.
+    The targets are standardised, and shifted so that the share ``keep`` of them lies above the gate's threshold: in
+    each head of a sequence by itself, or over all of them. Tokens that no later query could see do not count.
 
     Args:
         gates: the gates.
         observed: a forward pass under :class:`ag.gates.gating.Observing`.
         keep: share of tokens to keep, in (0, 1).
+        scale: ``head`` or ``global``.
     """
-    config = gates.config
-    boundary = torch.logit(torch.tensor(config.threshold)).item() - config.bias
-    total = torch.zeros((), device=observed.prompt.device)
     mask = observed.payable(observed.window)[:, None]
+    targets = {layer: target.masked_fill(~mask, float("nan")) for layer, target in observed.targets.items()}
+    if scale == "global" and targets:
+        every = torch.stack([target.to(mask.device) for target in targets.values()])
+        wanted = dict(zip(targets, _standardised(every, keep, None), strict=True))
+    else:
+        wanted = {layer: _standardised(target, keep, -1) for layer, target in targets.items()}
+    total = torch.zeros((), device=observed.prompt.device)
     tokens = global_sum(mask.sum()) / world_size()
-    for layer, target in observed.targets.items():
-        count = mask.sum(-1, keepdim=True).clamp_min(1)
-        mean = (target * mask).sum(-1, keepdim=True) / count
-        centred = (target - mean) * mask
-        z = centred / (centred.square().sum(-1, keepdim=True) / count).sqrt().clamp_min(1e-6)
-        cut = z.masked_fill(~mask, float("nan")).nanquantile(1 - keep, dim=-1, keepdim=True).nan_to_num(0.0)
-        loss = F.smooth_l1_loss(observed.logits[layer], z - cut + boundary, reduction="none")
+    for layer, z in wanted.items():
+        loss = F.smooth_l1_loss(observed.logits[layer], z + gates.config.boundary, reduction="none")
         total = total + (loss * mask).sum() / (tokens * loss.shape[1]).clamp_min(1)
-    return total / max(len(observed.targets), 1)
+    return total / max(len(wanted), 1)
+
+
+def _standardised(values: Tensor, keep: float, dim: int | None) -> Tensor:
+    """Return values less their quantile at ``1 - keep``, over their standard deviation; NaN does not count, and is 0.
+
+    Args:
+        values: any shape.
+        keep: share that is to be positive.
+        dim: what is standardised together; None: all.
+    """
+    flat = values.flatten() if dim is None else values
+    centred = flat - flat.nanmean(-1, keepdim=True)
+    deviation = centred.square().nanmean(-1, keepdim=True).sqrt().clamp_min(1e-6)
+    ranked = flat[~flat.isnan()] if dim is None else flat
+    if dim is None:  # nanquantile takes at most 2^24 numbers
+        place = max(1, min(len(ranked), round((1 - keep) * len(ranked))))
+        cut = ranked.kthvalue(place).values
+    else:
+        cut = flat.nanquantile(1 - keep, dim=-1, keepdim=True)
+    return ((flat - cut) / deviation).nan_to_num(0.0).view(values.shape)
 
 
 def _in_chunks(function: Callable[..., Tensor], chunk: int, *tensors: Tensor) -> Tensor:

@@ -217,6 +217,8 @@ def _row(config: Config, geometry: PretrainedConfig) -> tuple[int, int]:
     if data.kind == "text" and data.packing == "split":
         length = min(length, data.prompt_max + data.continuation)
         return length, data.batch_size * data.continuation
+    if data.kind == "worked":
+        return length, data.batch_size * min(length, data.solution_max)
     if data.kind == "facts":
         length = min(length, data.prompt_max)
     return length, data.batch_size * length

@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric, Metric
 from ag.config import Config
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
-from ag.gates.gating import Dense, Gating, Observing
+from ag.gates.gating import Dense, Gating, Observing, Open
 from ag.kernels.gated_attention.masks import sink_mask
 from ag.model.hooks import decoder_of, instrument
 from ag.training import losses
@@ -75,15 +75,20 @@ class GatedLM(L.LightningModule):
         if self.config.loss.objective == "regress" or self.global_step < self.config.warmup.regress_steps:
             return self._regress(batch)
         self._forget("train/regress_loss")
-        gating = self._gating(batch) if self.gates is not None else None
-        name, values, rows = self._objective(batch, self.hidden(batch, gating))
+        boundary, teacher = self._drawn_boundary(batch) if self.config.loss.share_high > 0 else (None, None)
+        gating = self._gating(batch, boundary=boundary) if self.gates is not None else None
+        name, values, rows = self._objective(batch, self.hidden(batch, gating), teacher)
         loss = losses.sample_mean(values, rows, len(batch["input_ids"]))
         self._log(f"train/{name}", loss, prog_bar=True, sync_dist=True)
         if gating is not None and self.gates is not None:
             means = losses.gate_means(self.gates, gating)
-            eviction = losses.eviction_loss(means[self.config.loss.mean], self.beta(self.global_step))
-            loss = loss + self.config.loss.alpha * eviction
-            self._log("train/eviction_loss", eviction)
+            if boundary is None:
+                beta = self.beta(self.global_step)
+                eviction = losses.eviction_loss(means[self.config.loss.mean], beta)
+                loss = loss + self.config.loss.alpha * eviction
+                self._log("train/eviction_loss", eviction)
+                if self.config.loss.anneal_steps:
+                    self._log("train/beta", torch.tensor(beta))
             self._log_gates("train", means, self._evicted_flags(gating), gating.counted())
         self._log("train/loss", loss, sync_dist=True)
         return loss
@@ -180,10 +185,13 @@ class GatedLM(L.LightningModule):
         return peak * 0.5 * (1 + math.cos(math.pi * min(step / max(total, 1), 1.0)))
 
     def beta(self, step: int) -> float:
-        """Return the target of the mean gate at an optimiser step of the run: from 1 down to ``loss.beta``."""
+        """Return the target of the mean gate at an optimiser step of the run.
+
+        It falls linearly from 1, at the first step after the warm start, to ``loss.beta``, ``loss.anneal_steps`` later.
+        """
         loss, step = self.config.loss, step - self.config.warmup.regress_steps
-        progress = min(max(step, 0) / loss.anneal_steps, 1.0) if loss.anneal_steps else 1.0
-        return 1.0 + (loss.beta - 1.0) * progress
+        progress = min(step / loss.anneal_steps, 1.0) if loss.anneal_steps else 1.0
+        return loss.beta + (1.0 - loss.beta) * (1.0 - progress)
 
     def trainable(self) -> dict[str, list[nn.Parameter]]:
         """Return the trained parameters of the groups ``gates`` and ``lora``."""
@@ -210,25 +218,40 @@ class GatedLM(L.LightningModule):
                 f"{odd[0]}; resume with the recipe it was made with."
             )
 
-    def _objective(self, batch: dict[str, Tensor], hidden: Tensor) -> tuple[str, Tensor, Tensor]:
+    def _objective(
+        self, batch: dict[str, Tensor], hidden: Tensor, teacher: Tensor | None = None
+    ) -> tuple[str, Tensor, Tensor]:
         chunk = self.config.loss.chunk_tokens
         if self.config.loss.objective == "kl":
-            return "kl_loss", *losses.token_kl(self.model, hidden, self._teacher(batch), batch["labels"], chunk)
+            teacher = self._teacher(batch) if teacher is None else teacher
+            return "kl_loss", *losses.token_kl(self.model, hidden, teacher, batch["labels"], chunk)
         return "lm_loss", *losses.token_nll(self.model, hidden, batch["labels"], chunk)
 
     @torch.no_grad()
-    def _teacher(self, batch: dict[str, Tensor]) -> Tensor:
+    def _drawn_boundary(self, batch: dict[str, Tensor]) -> tuple[float, Tensor]:
+        """Draw a share; returns the logit above which that share of the batch lies, and the teacher's hidden states."""
+        assert self.gates is not None
+        low, high = self.config.loss.share_low, self.config.loss.share_high
+        share = low + (high - low) * float(torch.rand(()))
+        gating = Open(
+            self.gates, batch["attention_mask"], batch.get("prompt_length"), first=batch.get("document_start")
+        )
+        teacher = self._teacher(batch, gating)
+        return gating.boundary(share), teacher
+
+    @torch.no_grad()
+    def _teacher(self, batch: dict[str, Tensor], gating: Gating | None = None) -> Tensor:
         """Return the hidden states of the model with open gates and without adapters."""
         disable = getattr(self.model, "disable_adapter", nullcontext)
         with disable():
-            return self.hidden(batch)
+            return self.hidden(batch, gating)
 
     def _regress(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.gates is not None
         observed = Observing(self.gates, batch["attention_mask"], batch.get("prompt_length"), self.config.warmup.target)
         with torch.no_grad():
             self.hidden(batch, observed)
-        loss = losses.regression_loss(self.gates, observed, self.config.warmup.keep)
+        loss = losses.regression_loss(self.gates, observed, self.config.warmup.keep, self.config.warmup.scale)
         self._log("train/regress_loss", loss, prog_bar=True, sync_dist=True)
         means = losses.gate_means(self.gates, observed)
         self._log_gates("train", means, self._evicted_flags(observed), observed.counted())
@@ -254,10 +277,10 @@ class GatedLM(L.LightningModule):
                 ids = batch["input_ids"][row, : counted.shape[1]][counted[row]]
                 self.sample_flags.append((~evicted[:, row, :, counted[row]].cpu(), ids.cpu()))
 
-    def _gating(self, batch: dict[str, Tensor], hard: bool = False) -> Gating:
+    def _gating(self, batch: dict[str, Tensor], hard: bool = False, boundary: float | None = None) -> Gating:
         assert self.gates is not None
         documents = batch.get("document_start")
-        return Gating(self.gates, batch["attention_mask"], batch.get("prompt_length"), hard, documents)
+        return Gating(self.gates, batch["attention_mask"], batch.get("prompt_length"), hard, documents, boundary)
 
     def _evicted_flags(self, gating: Gating) -> Tensor:
         """Return ``[L, B, Hkv, T']`` bool: the tokens that are gone once they are no longer recent."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
+from refused import refuses
 from tiny_run import Tiny, fit, weights
 
 from ag.callbacks import NonFiniteError, newest_valid
@@ -34,27 +35,27 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> list[Tiny]:
 
 
 @pytest.mark.parametrize(
-    ("part", "message"),
+    ("part", "parts"),
     [
-        ("eviction", "step 5: eviction loss is nan, gradient norm of the gates is nan"),
-        ("detached", "step 5: LM loss is nan. "),
-        ("gradient", "step 5: gradient norm of LoRA is inf"),
+        ("eviction", ("step 5", "eviction loss is nan", "gates is nan")),
+        ("detached", ("step 5", "LM loss is nan")),
+        ("gradient", ("step 5", "gradient norm", "LoRA", "inf")),
     ],
 )
-def test_raises_before_the_step(tmp_path: Path, modules: list[Tiny], part: str, message: str) -> None:
+def test_raises_before_the_step(tmp_path: Path, modules: list[Tiny], part: str, parts: tuple[str, ...]) -> None:
     fit(tmp_path / "good", trainer={"max_steps": 4})
-    with pytest.raises(NonFiniteError, match=message) as raised:
+    with refuses(NonFiniteError, *parts) as raised:
         fit(tmp_path / "bad", module={"nan_batch": 4, "nan_part": part}, checkpoint={"every_steps": 3})
     good, bad = modules
     torch.testing.assert_close(weights(bad), weights(good), rtol=0, atol=0)
     last = tmp_path / "bad/checkpoints/step=000003.ckpt"
-    assert f"the last checkpoint is {last}" in str(raised.value)
+    assert str(last) in str(raised.value)
     assert newest_valid(tmp_path / "bad") == last
 
 
 def test_every_accumulated_batch_counts(tmp_path: Path, modules: list[Tiny]) -> None:
     module = {"nan_batch": 3, "nan_part": "detached"}
-    with pytest.raises(NonFiniteError, match=r"step 2: .*last checkpoint is none yet"):
+    with refuses(NonFiniteError, "step 2"):
         fit(tmp_path, module=module, trainer={"accumulate": 3})
 
 
@@ -72,7 +73,7 @@ def test_scaler_handles_infinite_gradients_but_not_a_nan_loss(tmp_path: Path) ->
     guard.on_before_backward(trainer, module, torch.tensor(torch.inf))
     guard.on_before_optimizer_step(trainer, module, module)
     guard.on_before_backward(trainer, module, torch.tensor(torch.nan))
-    with pytest.raises(NonFiniteError, match="step 1: LM loss is nan"):
+    with refuses(NonFiniteError, "step 1", "LM loss", "nan"):
         guard.on_before_optimizer_step(trainer, module, module)
 
 

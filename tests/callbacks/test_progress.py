@@ -37,6 +37,7 @@ def test_a_long_run_prints_about_fifty_lines(tmp_path: Path, capsys: pytest.Capt
     assert [line.split("/")[0] for line in lines] == [f"step {step}" for step in range(4, 241, 4)]
 
 
+@pytest.mark.slow
 def test_rich_bar_on_a_terminal(tmp_path: Path) -> None:
     main, terminal = pty.openpty()
     process = subprocess.Popen(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from refused import refuses
 from tiny_run import fit, weights
 
 from ag.callbacks import AtomicCheckpointIO, newest_valid
@@ -108,7 +109,7 @@ def test_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, damage: str) -
     else:
         content = bytearray()
     newest.write_bytes(content)
-    with pytest.warns(UserWarning, match=r"step=000004.ckpt is damaged"):
+    with pytest.warns(UserWarning, match="step=000004.ckpt"):
         found = newest_valid(tmp_path)
     assert found.name == "step=000002.ckpt"
     # the damaged file does not take the place of a good one
@@ -117,7 +118,7 @@ def test_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, damage: str) -
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no intact"):
+    with refuses(UserError, str(tmp_path)):
         newest_valid(tmp_path)
 
 

@@ -73,7 +73,7 @@ class Tiny(LightningModule):
             os.kill(os.getpid(), signal.SIGTERM)
         seed = 1000 * self.trainer.current_epoch + batch_idx + 500 * self.global_rank
         x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
-        lm_loss = self.model(x).square().mean()
+        lm_loss: Tensor = self.model(x).square().mean()
         eviction = x.new_zeros(())
         if self.gates is not None:
             gates = torch.stack([layer(x) for layer in self.gates.layers.values()]).sigmoid()
@@ -84,7 +84,7 @@ class Tiny(LightningModule):
             elif self.nan_part == "detached":  # the loss is NaN, its gradient is not
                 lm_loss = lm_loss + torch.tensor(float("nan"))
             else:  # the gradient is infinite, the loss is not
-                parameter = self.model[1].bias
+                parameter: Any = self.model[1].bias
                 lm_loss = lm_loss + (parameter - parameter.detach()).sum().clamp(min=0).sqrt()
         self.log_dict(
             {
@@ -115,7 +115,8 @@ class Tiny(LightningModule):
 def loader(batches: int) -> DataLoader[dict[str, Tensor]]:
     """Batches of 2 rows with 7 real tokens of 10 each."""
     mask = torch.arange(TOKENS) < 7
-    return DataLoader([{"attention_mask": mask}] * (2 * batches), batch_size=2)
+    rows: Any = [{"attention_mask": mask}] * (2 * batches)
+    return DataLoader(rows, batch_size=2)
 
 
 def fit(

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def spm_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def make_config():
+def make_config() -> Callable[..., Config]:
     def make(**data: Any) -> Config:
         config = Config()
         for name, value in data.items():
@@ -75,7 +76,7 @@ def make_config():
 
 
 @pytest.fixture
-def write():
+def write() -> Callable[..., Path]:
     def write(folder: Path, split: str, rows: list[dict[str, Any]], zipped: bool = False) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(row) + "\n" for row in rows)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from refused import refuses
 
 from ag.callbacks.checkpoint import RunCheckpoint
 from ag.config import Config
@@ -144,14 +145,18 @@ def test_stream_resumes(tmp_path, workers):
         assert run(tmp_path, data, resume=checkpoints(tmp_path)[step], **options).seen == full[step:], step
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"batch_size": 2}])
-def test_resuming_with_another_order_is_an_error(tmp_path, change):
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [({"seed": 1}, ("seed 0", "1")), ({"batch_size": 2}, (f"rows per step {BATCH}", "2"))],
+)
+def test_resuming_with_another_order_is_an_error(tmp_path, change, parts):
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2)
     run(tmp_path, data_module(), saver, max_steps=2)
-    with pytest.raises(DataError, match="the checkpoint was written with"):
+    with refuses(DataError, *parts):
         run(tmp_path, data_module(**change), resume=saver.best_model_path)
 
 
+@pytest.mark.slow
 def test_two_processes_see_the_batches_of_one_and_resume(tmp_path):
     """Two gloo processes with batch 4 see what one sees with batch 8, and continue from a checkpoint."""
     script = tmp_path / "script.py"

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from refused import refuses
 
 import ag.data
 from ag.data import text as text_module
@@ -125,7 +126,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
 
 def test_folder_that_cannot_be_written(make_config, tokenizer, corpus, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"data.cache=.*file cannot be used"):
+    with refuses(DataError, f"data.cache={tmp_path / 'file'}"):
         build(make_config, tokenizer, corpus, cache=str(tmp_path / "file"))
 
 
@@ -145,6 +146,7 @@ print("sum", sum(int(row.tokens.sum()) for row in rows))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_make_it_once(tmp_path):
     processes = [
         subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path)], stdout=subprocess.PIPE, text=True)

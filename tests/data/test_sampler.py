@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refused import refuses
 from torch.utils.data import DataLoader
 
 from ag.data.collate import Row
@@ -55,7 +56,7 @@ def test_resume_starts_later_in_its_epoch_only():
 
 
 def test_too_few_rows_for_one_batch():
-    with pytest.raises(DataError, match=r"7 training rows do not fill one batch of 8 \(data.batch_size 4 x 2 proc"):
+    with refuses(DataError, "7 training rows", "batch of 8", "data.batch_size 4"):
         TrainOrder(7, Shard(4, 0, 2), 0)
 
 
@@ -100,5 +101,5 @@ def test_stream_starts_later(workers):
 
 
 def test_empty_stream_is_an_error():
-    with pytest.raises(DataError, match="the streamed dataset gave no row"):
+    with refuses(DataError, "streamed"):
         stream(0)

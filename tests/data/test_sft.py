@@ -1,4 +1,5 @@
 import pytest
+from refused import refuses
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -107,7 +108,7 @@ def test_response_that_does_not_fit_is_named(make_config, tmp_path, write, token
     good = {"goal": "g", "sol1": "a", "sol2": "b", "label": 0}
     write(tmp_path, "train", [good, good | {"sol1": "the quick brown fox jumps " * 9}])
     write(tmp_path, "validation", [good])
-    with pytest.raises(DataError, match="the response of train row 2 has .* too many for a row of 16"):
+    with refuses(DataError, "train row 2", "16"):
         build(make_config, tokenizer, str(tmp_path), name="piqa", max_length=16)
 
 
@@ -123,14 +124,14 @@ def test_first_rows_only(make_config, boolq, tokenizer):
 def test_empty_split(make_config, tmp_path, write, tokenizer, split):
     for name in ("train", "validation"):
         write(tmp_path / "boolq", name, [] if name == split else BOOLQ)
-    with pytest.raises(DataError, match=f"the {'training' if split == 'train' else split} split of boolq has no rows"):
+    with refuses(DataError, "training" if split == "train" else split, "boolq"):
         build(make_config, tokenizer, str(tmp_path))
 
 
 def test_tokenizer_without_padding_and_end(make_config, boolq):
     vocabulary = {"[UNK]": 0}
     tok = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, "[UNK]")))
-    with pytest.raises(DataError, match="neither a padding nor an end-of-sequence token"):
+    with refuses(DataError, "padding", "end-of-sequence"):
         build(make_config, tok, boolq)
 
 

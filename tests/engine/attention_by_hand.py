@@ -1,8 +1,10 @@
 """The oracle of the engine's parts: tiny layers with ragged keys, and their attention written out pair by pair."""
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from ag.engine.observe import Context, Keys, Observation, Queries
 
@@ -16,20 +18,20 @@ class Scene:
 
     def __init__(
         self,
-        seed=0,
-        lengths=(9,),
-        heads=4,
-        kv_heads=2,
-        dim=8,
-        padding="left",
-        ragged=False,
-        window=None,
-        queries=None,
-        sharp=1.0,
-        dtype=torch.float32,
-        layer=0,
-        gate=False,
-    ):
+        seed: int = 0,
+        lengths: Sequence[int] = (9,),
+        heads: int = 4,
+        kv_heads: int = 2,
+        dim: int = 8,
+        padding: str = "left",
+        ragged: bool = False,
+        window: int | None = None,
+        queries: int | None = None,
+        sharp: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+        layer: int = 0,
+        gate: bool = False,
+    ) -> None:
         make = torch.Generator().manual_seed(seed)
         self.lengths, self.heads, self.kv_heads, self.window = lengths, heads, kv_heads, window
         self.group, self.scaling = heads // kv_heads, 0.3
@@ -38,7 +40,7 @@ class Scene:
         query_ranks = torch.full((batch, columns), -1)
         query_valid = torch.zeros(batch, columns, dtype=torch.bool)
         q = torch.randn(batch, heads, columns, dim, generator=make) * sharp
-        self.columns = []  # of each sequence: (column, rank) of the queries that exist
+        self.columns: list[list[tuple[int, int]]] = []  # of each sequence: (column, rank) of the queries that exist
         for b, n in enumerate(lengths):
             here = min(columns, n)
             first = columns - here if padding == "left" else 0
@@ -68,10 +70,11 @@ class Scene:
         self.q, self.k, self.v = q.double(), k.double(), v.double()
         self.gate = torch.rand(batch, kv_heads, slots, generator=make) if gate else None
         self._parts = (q, k, v, self.scaling, query_ranks, ranks, query_valid, valid)
-        self._layer, self._dense = layer, {}
+        self._layer = layer
+        self._dense: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
-    def seen(self):
+    def seen(self) -> Observation:
         """The scene as an observation, a new one each time: scorers record in it what they saw."""
         q, k, v, scaling, query_ranks, ranks, query_valid, valid = self._parts
         return Observation(
@@ -80,15 +83,15 @@ class Scene:
             context=Context(scaling=scaling, layer=self._layer, window=self.window, gate=self.gate),
         )
 
-    def places(self):
+    def places(self) -> list[tuple[int, int]]:
         """Every (sequence, KV head)."""
         return [(b, g) for b in range(len(self.lengths)) for g in range(self.kv_heads)]
 
-    def query_heads(self, g):
+    def query_heads(self, g: int) -> range:
         """The query heads of a KV head."""
         return range(g * self.group, (g + 1) * self.group)
 
-    def dense(self, b, h):
+    def dense(self, b: int, h: int) -> tuple[Tensor, Tensor, Tensor]:
         """Weights, logits, visibility ``[queries, held tokens]`` of one query head, oldest query first, float64."""
         if (b, h) not in self._dense:
             held, g = self.held[b][h // self.group], h // self.group
@@ -108,23 +111,23 @@ class Scene:
             self._dense[b, h] = a, s, visible
         return self._dense[b, h]
 
-    def values(self, b, g):
+    def values(self, b: int, g: int) -> Tensor:
         """Values of what a KV head holds, ``[held tokens, D]`` float64."""
         return self.v[b, g, : len(self.held[b][g])]
 
-    def column_sums(self, b, h, last=None):
+    def column_sums(self, b: int, h: int, last: int | None = None) -> list[float]:
         """What each held token is paid by the queries (the last so many), as a list."""
         a = self.dense(b, h)[0]
         first = 0 if last is None else max(0, len(a) - last)
         return [sum(float(a[i, j]) for i in range(first, len(a))) for j in range(a.shape[1])]
 
 
-def group_mean(lists):
+def group_mean(lists: Iterable[Sequence[float]]) -> list[float]:
     """Mean of equally long lists, element by element."""
     return [sum(x) / len(x) for x in zip(*lists, strict=True)]
 
 
-def pool(values, kernel, kind):
+def pool(values: Sequence[float], kernel: int, kind: str) -> list[float]:
     """Pool a list: stride 1, what lies beyond the ends counts as 0 (avg) or not at all (max)."""
     half, result = kernel // 2, []
     for i in range(len(values)):
@@ -133,7 +136,13 @@ def pool(values, kernel, kind):
     return result
 
 
-def agree(scene, got, expected, skip=lambda b, g, p: False, rtol=2e-5):
+def agree(
+    scene: Scene,
+    got: Tensor,
+    expected: dict[tuple[int, int], Sequence[float]],
+    skip: Callable[[int, int, int], bool] = lambda b, g, p: False,
+    rtol: float = 2e-5,
+) -> int:
     """Assert that ``[B, Hkv, N]`` holds the lists ``expected[b, g]`` on every held slot that is not skipped."""
     compared = 0
     for b, g in scene.places():

@@ -4,19 +4,24 @@ Written from the specification, for one unpadded sequence and a layer's own q, k
 """
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from statistics import fmean
+from typing import Any
 
 import torch
+from torch import Tensor
+
+Row = dict[int, float]  # a number for each token
 
 
-def attention_row(q, k, i, held, scaling, window=None):
+def attention_row(q: Tensor, k: Tensor, i: int, held: Iterable[int], scaling: float, window: int | None = None) -> Row:
     """Weights that query ``i`` of one head pays the tokens ``held``, a dict; ``q [T, D]``, ``k [T, D]`` float64."""
     seen = [t for t in held if t <= i and (window is None or i - t < window)]
     logits = torch.stack([q[i] @ k[t] for t in seen]) * scaling
     return dict(zip(seen, logits.softmax(0).tolist(), strict=True))
 
 
-def pooled(values, kernel, kind):
+def pooled(values: Sequence[float], kernel: int, kind: str) -> list[float]:
     """Pool a list with zeros around it."""
     half, out = kernel // 2, []
     for p in range(len(values)):
@@ -28,17 +33,31 @@ def pooled(values, kernel, kind):
 class Layer:
     """One layer under a policy: feed it events, ask what each KV head holds."""
 
-    def __init__(self, name, q, k, scaling, capacity, options, window=None):
+    prompt: int
+    newest: int
+
+    def __init__(
+        self,
+        name: str,
+        q: Tensor,
+        k: Tensor,
+        scaling: float,
+        capacity: int,
+        options: dict[str, Any],
+        window: int | None = None,
+    ) -> None:
         self.name, self.q, self.k, self.scaling = name, q.double(), k.double(), scaling
         self.capacity, self.options, self.window = capacity, options, window
         self.heads, self.kv_heads = len(q), len(k)
         self.group = self.heads // self.kv_heads
-        self.held = [[] for _ in range(self.kv_heads)]
-        self.rows = [[] for _ in range(self.heads)]  # every query's weights as they were when it attended
+        self.held: list[list[int]] = [[] for _ in range(self.kv_heads)]
+        # every query's weights as they were when it attended
+        self.rows: list[list[Row]] = [[] for _ in range(self.heads)]
         self.decoding = False
-        self.order = [[] for _ in range(self.kv_heads)]  # what each held after its last eviction, as CAKE's code has it
+        # what each held after its last eviction, as CAKE's code has it
+        self.order: list[list[int]] = [[] for _ in range(self.kv_heads)]
 
-    def arrive(self, tokens):
+    def arrive(self, tokens: list[int]) -> None:
         """New tokens come, attend, and are remembered."""
         for head in range(self.kv_heads):
             self.held[head] = self.held[head] + tokens
@@ -49,52 +68,52 @@ class Layer:
                 self.rows[head].append(row)
         self.newest = tokens[-1]
 
-    def evict(self):
+    def evict(self) -> None:
         """Keep what is protected and the best of the rest, the earlier of equals."""
         scores = self.scores()
         for head, mine in enumerate(self.held):
             if self.options.get("official_order") and len(mine) > self.capacity:
                 first = [t for t in mine if self.newest - t >= self.options["window"]]
-                self.order[head] = sorted(first, key=lambda t, h=head: (-scores[h][t], t)) + mine[len(first) :]
+                self.order[head] = sorted(first, key=lambda t, h=head: (-scores[h][t], t)) + mine[len(first) :]  # type: ignore[misc]
             safe = [t for t in mine if self.protected(t)]
-            rest = sorted((t for t in mine if t not in safe), key=lambda t, h=head: (-scores[h][t], t))
+            rest = sorted((t for t in mine if t not in safe), key=lambda t, h=head: (-scores[h][t], t))  # type: ignore[misc]
             self.held[head] = sorted(safe + rest[: max(0, self.capacity - len(safe))])
 
-    def protected(self, t):
+    def protected(self, t: int) -> bool:
         age, options = self.newest - t, self.options
-        recent = {
+        recent: int = {
             "h2o": options.get("recent", self.capacity // 2),
             "tova": options.get("recent", 1),
             "scissorhands": options.get("recent", 10),
             "streaming_llm": 0,
         }.get(self.name, options.get("window", 32))
-        sinks = options.get("sinks", 4 if self.name == "streaming_llm" else 0)
+        sinks: int = options.get("sinks", 4 if self.name == "streaming_llm" else 0)
         return t < sinks or age < recent
 
-    def sums(self, head, first=0):
+    def sums(self, head: int, first: int = 0) -> Row:
         """Remembered attention by token, of the queries from the ``first`` on."""
-        total = defaultdict(float)
+        total: Row = defaultdict(float)
         for row in self.rows[head][first:]:
             for t, weight in row.items():
                 total[t] += weight
         return total
 
-    def members(self, kv_head):
+    def members(self, kv_head: int) -> range:
         return range(kv_head * self.group, (kv_head + 1) * self.group)
 
-    def mean(self, kv_head, by_head):
+    def mean(self, kv_head: int, by_head: dict[int, Row]) -> Row:
         """Combine dicts over the query heads of a KV head, for the tokens held."""
-        how = {"mean": fmean, "sum": sum, "max": max}[self.options.get("group", "mean")]
+        how: Any = {"mean": fmean, "sum": sum, "max": max}[self.options.get("group", "mean")]
         return {t: how([by_head[h].get(t, 0.0) for h in self.members(kv_head)]) for t in self.held[kv_head]}
 
-    def scores(self):
+    def scores(self) -> list[Row]:
         """One dict by token a KV head."""
         return [getattr(self, self.name)(head) for head in range(self.kv_heads)]
 
-    def streaming_llm(self, head):
+    def streaming_llm(self, head: int) -> Row:
         return {t: float(t) for t in self.held[head]}
 
-    def h2o(self, head):
+    def h2o(self, head: int) -> Row:
         window, first = self.options.get("window"), 0
         if window is not None:
             first = max(0, (self.prompt if self.decoding else len(self.rows[0])) - window)
@@ -105,11 +124,11 @@ class Layer:
                     total[t] /= sum(t in row for row in self.rows[h][first:])
         return self.mean(head, sums)
 
-    def scissorhands(self, head):
+    def scissorhands(self, head: int) -> Row:
         last = self.options.get("window", 400)
         if self.options.get("vatp_code"):
             read = self.prompt if self.decoding else len(self.rows[0])
-            total = {h: defaultdict(float) for h in self.members(head)}
+            total: dict[int, Row] = {h: defaultdict(float) for h in self.members(head)}
             for h in total:
                 for i, row in enumerate(self.rows[h]):
                     for t, weight in row.items():
@@ -117,14 +136,14 @@ class Layer:
             return self.mean(head, total)
         if not self.options.get("count"):
             return self.mean(head, {h: self.sums(h, max(0, len(self.rows[h]) - last)) for h in self.members(head)})
-        counts = {h: defaultdict(float) for h in self.members(head)}
+        counts: dict[int, Row] = {h: defaultdict(float) for h in self.members(head)}
         for h in counts:
             for row in self.rows[h][-last:]:
                 for t, weight in row.items():
                     counts[h][t] += weight >= 1 / len(row)
         return self.mean(head, counts)
 
-    def tova(self, head):
+    def tova(self, head: int) -> Row:
         newest = {h: self.rows[h][-1] for h in range(self.heads)}
         if self.options.get("scope") == "kv_head":
             return self.mean(head, newest)
@@ -133,7 +152,7 @@ class Layer:
             for t in self.held[head]
         }
 
-    def observed(self, head, last):
+    def observed(self, head: int, last: int) -> dict[int, list[Row]]:
         """Rows of the last queries on the keys that are held today, by query head."""
         mine, first = self.held[head], max(0, self.newest + 1 - last)
         return {
@@ -144,7 +163,7 @@ class Layer:
             for h in self.members(head)
         }
 
-    def pool(self, head, score, kernel, kind):
+    def pool(self, head: int, score: Row, kernel: int, kind: str) -> Row:
         """Pool over the held tokens before the window; the window's own score does not matter."""
         window = self.options.get("window", 32)
         cache = [t for t in self.order[head] if t in self.held[head]] if self.decoding else []
@@ -154,7 +173,7 @@ class Layer:
             zip(before, pooled([score[t] for t in before], kernel, kind), strict=True)
         )
 
-    def snapkv(self, head):
+    def snapkv(self, head: int) -> Row:
         rows = self.observed(head, self.options.get("window", 32))
         sums = {h: {t: sum(row.get(t, 0.0) for row in rows[h]) for t in self.held[head]} for h in rows}
         how = self.options.get("kernel", 7), self.options.get("pooling", "max")
@@ -162,7 +181,7 @@ class Layer:
             return self.mean(head, {h: self.pool(head, sums[h], *how) for h in sums})
         return self.pool(head, self.mean(head, sums), *how)
 
-    def cake(self, head):
+    def cake(self, head: int) -> Row:
         score = {}
         for h, rows in self.observed(head, 1 if self.decoding else self.options.get("window", 32)).items():
             for t in self.held[head]:
@@ -175,7 +194,9 @@ class Layer:
         return self.pool(head, self.mean(head, by_head), self.options.get("kernel", 5), "avg")
 
 
-def follow(layer, prompt, lengths, block=None, steps=None):
+def follow(
+    layer: Layer, prompt: int, lengths: Sequence[int], block: int | None = None, steps: int | None = None
+) -> list[list[list[int]]]:
     """Feed a layer a prompt and passes of ``lengths`` tokens under a schedule; what it held after each pass."""
     layer.prompt = prompt
     block, held = block or prompt, []

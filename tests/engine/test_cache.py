@@ -249,7 +249,7 @@ def test_another_text_of_no_more_tokens_than_were_seen(tiny_llama, spec, length)
     first = model.generate(row(26)[None], past_key_values=cache, **GREEDY)
     assert cache.seen_tokens == first.shape[1] - 1 == 35
     before = lists(cache.kept_positions(0))
-    with pytest.raises(UserError, match=f"was given {length} tokens, and this cache has seen 35: .*{FRESH}"):
+    with pytest.raises(UserError, match=f" {length} tokens.* 35: .*{FRESH}"):
         model.generate(row(length, 5)[None], past_key_values=cache, **GREEDY)
     assert lists(cache.kept_positions(0)) == before and cache.seen_tokens == 35
     cache.reset()
@@ -266,7 +266,7 @@ def test_another_text_that_is_longer(tiny_llama, column, value):
     first = model.generate(row(26)[None], past_key_values=cache, **GREEDY)
     other = torch.cat([first, row(8, 9)[None]], 1)
     other[0, column] = value if other[0, column] != value else value + 1
-    with pytest.raises(UserError, match=f"differ from those .* from column {column} on: .*{FRESH}"):
+    with pytest.raises(UserError, match=f" column {column} .*{FRESH}"):
         model.generate(other, past_key_values=cache, **GREEDY)
     other[0, 35] += 1  # the last generated token, which the cache has not seen, may be another one
     other[0, column] = first[0, column]
@@ -408,13 +408,29 @@ def test_crop_takes_back_the_newest_tokens(tiny_llama, spec, recent, sign):
     assert (got[0] - want[23:]).abs().max() < 1e-4
 
 
+@torch.no_grad()
+def test_crop_of_a_padded_batch(tiny_llama):
+    """Sequences of different lengths lose the same columns."""
+    model, rows = tiny_llama(), [row(30), row(24, 3)]
+    batch = left_padded(rows)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    cache = ag.EvictionCache(model, "full")
+    step(model, cache, torch.cat([ids[:, :25], torch.full((2, 4), 7)], 1), mask[:, :29])
+    cache.crop(4)
+    own = [list(range(25)), list(range(6, 25))]
+    assert lists(cache.kept_positions(0)) == [[columns] * 2 for columns in own]
+    got = step(model, cache, ids[:, 25:], mask)
+    for tokens, logits in zip(rows, got, strict=True):
+        assert (logits - model(tokens[None]).logits[0, -5:]).abs().max() < 1e-4
+
+
 def test_crop_refuses_what_cannot_come_back(tiny_llama):
     model = tiny_llama()
     ag.attach(model, gates_for(model, recent_tokens=6))
     tokens, mask = row(40)[None], torch.ones(1, 40, dtype=torch.long)
     cache = ag.EvictionCache(model, "gates")
     step(model, cache, tokens[:, :20], mask[:, :20])
-    with pytest.raises(UserError, match=r"crop\(-1\): only tokens after the prompt can go"):
+    with pytest.raises(UserError, match=r"crop\(-1\): .*prompt"):
         cache.crop(-1)
     for t in range(20, 24):
         step(model, cache, tokens[:, t : t + 1], mask[:, : t + 1])
@@ -449,7 +465,7 @@ def test_reset_makes_the_cache_new(tiny_llama):
 def test_a_cache_belongs_to_one_model_batch_and_mask(tiny_llama):
     model, ids = tiny_llama(), row(20)[None]
     gates = gates_for(model)
-    with pytest.raises(UserError, match=r"no gates are attached; call ag.attach\(model, gates\) or name gates:PATH"):
+    with pytest.raises(UserError, match=r"ag.attach\(model, gates\).*gates:PATH"):
         ag.EvictionCache(model, "gates")
     ag.attach(model, gates)
     cache = ag.EvictionCache(model, "gates")
@@ -459,13 +475,13 @@ def test_a_cache_belongs_to_one_model_batch_and_mask(tiny_llama):
     ag.EvictionCache(instrumented, "full")
     for stranger in (other, instrumented):
         for tokens in (ids, ids[:, :1]):
-            with pytest.raises(UserError, match="This cache was made for another model"):
+            with pytest.raises(UserError, match="another model"):
                 stranger(tokens, past_key_values=cache)
-    with pytest.raises(UserError, match="This cache was made for another model"):
+    with pytest.raises(UserError, match="another model"):
         other(ids, past_key_values=ag.EvictionCache(model, "gates"))
-    with pytest.raises(UserError, match="holds 1 sequences, not 2"):
+    with pytest.raises(UserError, match=" 1 sequences.* 2"):
         model(ids[:, :1].repeat(2, 1), past_key_values=cache)
-    with pytest.raises(UserError, match=r"attention_mask \(1, 1\): expected \(1, 21\)"):
+    with pytest.raises(UserError, match=r"attention_mask \(1, 1\): .*\(1, 21\)"):
         model(ids[:, :1], attention_mask=one[:, :1], past_key_values=cache)
     with pytest.raises(UserError, match=r"attention_mask \(1, 1, 1, 21\)"):
         model(ids[:, :1], attention_mask=one[None, None], past_key_values=cache)
@@ -476,7 +492,7 @@ def test_a_cache_belongs_to_one_model_batch_and_mask(tiny_llama):
 
 def test_gates_of_another_model(tiny_llama, tmp_path):
     gates_for(tiny_llama(num_hidden_layers=2)).save_pretrained(tmp_path / "gates")
-    with pytest.raises(UserError, match=r"made for another model: num_layers 2 \(the model has 3\)"):
+    with pytest.raises(UserError, match=r"another model: num_layers 2 .* 3"):
         ag.EvictionCache(tiny_llama(), f"gates:{tmp_path / 'gates'}")
 
 
@@ -484,7 +500,7 @@ def test_a_detached_model_no_longer_serves_the_cache(tiny_llama):
     model = tiny_llama()
     cache = ag.EvictionCache(model, "full")
     ag.detach(model)
-    with pytest.raises(UserError, match="This cache was made for another model, or ag.detach"):
+    with pytest.raises(UserError, match="another model.*ag.detach"):
         model(row(9)[None], past_key_values=cache)
 
 
@@ -603,8 +619,7 @@ def test_a_prompt_in_chunks_is_refused(tiny_llama, how):
         config = model.generation_config.from_dict(model.generation_config.to_dict() | GREEDY)
         config.prefill_chunk_size = 8
         arguments = {"generation_config": config}
-    message = "gate.scope=prompt .* in one forward pass, and 8 of 30 tokens came; leave prefill_chunk_size out, or"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match="gate.scope=prompt.* 8 of 30 tokens.*prefill_chunk_size"):
         model.generate(ids, past_key_values=cache, **arguments)
     assert model.generate(ids, **arguments).shape == (1, 40)
     ag.detach(model)

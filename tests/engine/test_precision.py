@@ -1,7 +1,10 @@
 """Scores in float32 against float64, where attention is sharp, flat or mixed and values are far from the origin."""
 
+from itertools import product
+
 import pytest
 import torch
+from pairs import covering
 
 import ag
 from ag.engine.observe import Context, Keys, Observation, Queries
@@ -9,10 +12,6 @@ from ag.kernels import native
 from ag.kernels.row_statistics import cpu
 
 COMPILED = native.function(cpu.SOURCE, *cpu.ARGUMENTS)
-VERSIONS = [
-    pytest.param("cpp", marks=pytest.mark.skipif(isinstance(COMPILED, str), reason=f"C++: {COMPILED}")),
-    "reference",
-]
 KEYS, HEADS, KV_HEADS = 130, 4, 2
 #: How large logits are, by query head, and where the values lie.
 SCENES = {
@@ -74,15 +73,24 @@ def wanted(wrapper, base, q, k, v):
     return result if wrapper.startswith("obcache") else result.sqrt()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("base", ["h2o", "snapkv"])
-@pytest.mark.parametrize("wrapper", ["obcache_value", "obcache_key", "obcache_joint", "caote", "fastcaote"])
-@pytest.mark.parametrize("name", SCENES)
+# what is lost depends on the formula, the logits and the values together; versions and bases take turns
 @pytest.mark.parametrize(
-    ("dim", "dtype", "offset"), [(64, torch.float32, 0.0), (128, torch.bfloat16, 100.0), (256, torch.float32, 100.0)]
+    ("wrapper", "made", "version", "base"),
+    covering(
+        wrapper=["obcache_value", "obcache_key", "obcache_joint", "caote", "fastcaote"],
+        made=list(
+            product(SCENES, [(0.0, 64, torch.float32), (100.0, 128, torch.bfloat16), (100.0, 256, torch.float32)])
+        ),
+        version=["cpp", "reference"],
+        base=["h2o", "snapkv"],
+    ),
+    ids=str,
 )
-def test_scores_agree_with_float64(version, base, wrapper, name, offset, dim, dtype, monkeypatch):
+def test_scores_agree_with_float64(version, base, wrapper, made, monkeypatch):
+    if version == "cpp" and isinstance(COMPILED, str):
+        pytest.skip(f"C++: {COMPILED}")
     monkeypatch.setenv("AG_KERNELS", version)
+    name, (offset, dim, dtype) = made
     options = {"kernel": 1} if base == "snapkv" else {}
     made = scene(name, offset, dim, dtype)
     scorer = ag.policy(f"{base}+{wrapper}", budget=50, **options).scorer

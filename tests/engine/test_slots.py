@@ -211,23 +211,23 @@ def test_a_stream_runs_past_the_context_of_the_model(tiny_llama, name):
 def test_rotations_that_change_are_refused(tiny_llama, kind, extra):
     rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64} | extra
     model = tiny_llama(rope_parameters=rope)
-    with pytest.raises(UnsupportedModelError, match=f"positions=slot: .*by {kind} RoPE.*Use positions=original"):
+    with pytest.raises(UnsupportedModelError, match=f"positions=slot: .*{kind}.*positions=original"):
         ag.EvictionCache(model, "streaming_llm", budget=24, positions="slot")
     ag.EvictionCache(model, "streaming_llm", budget=24)
 
 
 def test_partial_rotations_are_refused():
     config = PhiConfig(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
-    with pytest.raises(UnsupportedModelError, match="PhiModel rotates 8 of a key's 16 dimensions; expected all"):
+    with pytest.raises(UnsupportedModelError, match="PhiModel.* 8 .* 16 "):
         ag.EvictionCache(PhiForCausalLM(config), "streaming_llm", budget=24, positions="slot")
 
 
 def test_sliding_windows_are_refused(tiny_mistral, tiny_qwen2):
-    with pytest.raises(UserError, match="sliding window of 16 tokens, which slots would move; use positions=orig"):
+    with pytest.raises(UserError, match="window of 16 .*positions=original"):
         ag.EvictionCache(tiny_mistral(), "streaming_llm", budget=24, positions="slot")
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     model = tiny_qwen2(use_sliding_window=True, sliding_window=9, layer_types=kinds)
-    with pytest.raises(UserError, match="positions=slot: Qwen2Model attends within a sliding window of 9 tokens"):
+    with pytest.raises(UserError, match="positions=slot: Qwen2Model.* window of 9 "):
         ag.EvictionCache(model, "h2o", budget=24, positions="slot")
     ag.EvictionCache(tiny_mistral(sliding_window=None), "h2o", budget=24, positions="slot")
 

@@ -3,9 +3,13 @@
 import io
 import json
 import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ag.compare import CompareConfig, compare
 
@@ -13,7 +17,11 @@ POLICIES = ["full", "h2o", "tova"]
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory, tiny_llama, tiny_tokenizer):
+def tiny_folder(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_llama: Callable[..., PreTrainedModel],
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> Path:
     """A folder with a model, and the task ppl's documents in corpus/; one of them is too short, one hostile."""
     folder = tmp_path_factory.mktemp("tiny")
     tiny_llama().save_pretrained(folder)
@@ -28,11 +36,11 @@ def tiny_folder(tmp_path_factory, tiny_llama, tiny_tokenizer):
 
 
 @pytest.fixture
-def config(tiny_folder, tmp_path):
+def config(tiny_folder: Path, tmp_path: Path) -> Callable[..., CompareConfig]:
     """`config(**changes)`: three policies at two budgets on one task, five cells."""
 
-    def make(**changes):
-        values = {
+    def make(**changes: Any) -> CompareConfig:
+        values: dict[str, Any] = {
             "model": str(tiny_folder),
             "root": str(tiny_folder),
             "policies": list(POLICIES),
@@ -47,13 +55,13 @@ def config(tiny_folder, tmp_path):
 
 
 @pytest.fixture
-def quiet():
+def quiet() -> Console:
     """A console that keeps what it is told."""
     return Console(file=io.StringIO(), width=200)
 
 
 @pytest.fixture(scope="session")
-def compared(tiny_folder, tmp_path_factory):
+def compared(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A finished comparison of two tasks, read only."""
     values = {"prompt": 40, "continuation": 8}
     config = CompareConfig(

@@ -41,10 +41,10 @@ def test_statistics_by_hand(model, weights):
         assert found[layer].tolist() == pytest.approx([float(entropy), float(before.var(1).sum())], rel=1e-4)
 
 
-@pytest.mark.parametrize("scope", ["causal", "prompt"])
-def test_gate_map_is_the_attention_inside_the_gate(tiny_llama, scope):
+@pytest.mark.parametrize(("scope", "window"), [("causal", 0), ("prompt", 0), ("causal", 4)])
+def test_gate_map_is_the_attention_inside_the_gate(tiny_llama, scope, window):
     model = tiny_llama()
-    gates = gates_for(model, scope=scope)
+    gates = gates_for(model, scope=scope, window=window)
     reading = Reading(model, IDS)
     gate, hidden = gates.layers["1"], reading.hidden[1]
     weights = gate_map(gate, hidden)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from refused import refuses
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'ag[lm_eval]'")
 
@@ -148,7 +149,7 @@ def test_gates_with_an_adapter_on_the_merged_model(tmp_path, tiny_llama, tiny_to
         words = {"policy": f"gates:{tmp_path / 'export'}", "device": "cpu"} | options
         return EvictingLM(str(tmp_path / "merged"), **words)._loglikelihood_tokens(request, disable_tqdm=True)
 
-    with pytest.raises(UserError, match="and would have it twice: .* adapter=false"):
+    with refuses(UserError, "adapter=false"):
         run()
     assert run(adapter=False)[0][0] < 0
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from gpu.cases import REHEARSAL
 
@@ -29,11 +31,11 @@ def triton_only(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def triton_untuned(triton_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deterministic mode's configuration of each kernel, so that hundreds are not compiled."""
-    from ag.kernels import tuned
+    from ag.kernels import dispatch, tuned
 
     def launch(self: Any, grid: Any, *arguments: Any) -> None:
         with torch.cuda.device_of(arguments[0]):
-            self.kernel[grid](*arguments, **({"ROWS": 16} if tuned.interpreting() else self.first(*arguments)))
+            self.kernel[grid](*arguments, **({"ROWS": 16} if dispatch.interpreting() else self.first(*arguments)))
 
     monkeypatch.setattr(tuned.Tuned, "__call__", launch)
 
@@ -51,7 +53,11 @@ checkpoint: {{every_steps: 2}}
 
 
 @pytest.fixture(scope="session")
-def recipe(tmp_path_factory, tiny_llama, tiny_tokenizer) -> Path:
+def recipe(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_llama: Callable[..., PreTrainedModel],
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> Path:
     """Gates and LoRA on a tiny Llama and words, 4 steps, a checkpoint after 2: in bfloat16 on a card."""
     folder = tmp_path_factory.mktemp("tiny")
     tiny_llama(num_hidden_layers=2).save_pretrained(folder / "base")

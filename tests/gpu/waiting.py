@@ -26,7 +26,7 @@ class Waits(TorchDispatchMode):
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.there = WeakTensorKeyDictionary()
         for x in tensors:
             self.there[x] = True

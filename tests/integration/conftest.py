@@ -2,10 +2,12 @@
 
 import json
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 RECIPE = """\
 train: gates
@@ -34,7 +36,7 @@ trainer:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread():
+def one_thread() -> Iterator[None]:
     """The number of threads changes the order of sums; processes that the tests start have one too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -43,7 +45,11 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
-def tiny_base(tmp_path_factory, tiny_llama, tiny_tokenizer) -> Path:
+def tiny_base(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_llama: Callable[..., PreTrainedModel],
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> Path:
     """Folder of a Llama of 2 layers, 4 query and 2 KV heads of 8, and of its tokenizer (one token a character)."""
     folder = tmp_path_factory.mktemp("base")
     tiny_llama(num_hidden_layers=2, hidden_size=32, intermediate_size=64, head_dim=8).save_pretrained(folder)
@@ -52,7 +58,7 @@ def tiny_base(tmp_path_factory, tiny_llama, tiny_tokenizer) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_data(tmp_path_factory) -> Path:
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data.root: boolq with prompts of 40 to 140 characters, and words, documents of plain text."""
     folder = tmp_path_factory.mktemp("data")
     rng = random.Random(0)
@@ -71,7 +77,7 @@ def tiny_data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def recipe(tmp_path_factory, tiny_base, tiny_data) -> Path:
+def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path, tiny_data: Path) -> Path:
     """A recipe of 12 steps: gates only, on boolq, 2 rows a step."""
     path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
     path.write_text(RECIPE.format(model=tiny_base, data=tiny_data))

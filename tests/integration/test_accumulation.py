@@ -38,7 +38,9 @@ def equal(one: Path, other: Path) -> None:
     torch.testing.assert_close(weights(one), weights(other), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("lengths", [[], EQUAL_LENGTHS], ids=["many lengths", "one length"])
+@pytest.mark.parametrize(
+    "lengths", [[], pytest.param(EQUAL_LENGTHS, marks=pytest.mark.slow)], ids=["many lengths", "one length"]
+)
 def test_lm_part_is_the_same(lengths: list[str], recipe: Path, tmp_path: Path) -> None:
     equal(*both(recipe, tmp_path, "loss.alpha=0", *lengths))
 
@@ -47,6 +49,7 @@ def test_eviction_part_is_the_same_on_one_side_of_beta(recipe: Path, tmp_path: P
     equal(*both(recipe, tmp_path, "loss.beta=0", "loss.alpha=100", *EQUAL_LENGTHS))
 
 
+@pytest.mark.slow
 def test_eviction_part_differs_across_beta(recipe: Path, tmp_path: Path) -> None:
     still = ["optim.gate_lr=0", "optim.lora_lr=0", "train=gates+lora", "trainer.max_steps=8", "data.batch_size=1"]
     means = sorted(column(train(recipe, tmp_path, *still, *EQUAL_LENGTHS), "train/gate_mean_soft"))
@@ -55,6 +58,7 @@ def test_eviction_part_differs_across_beta(recipe: Path, tmp_path: Path) -> None
     assert gate_gradient(one) < 0.9 * gate_gradient(other)  # parts on both sides pull in opposite directions
 
 
+@pytest.mark.slow
 def test_eviction_part_differs_between_lengths(recipe: Path, tmp_path: Path) -> None:
     one, other = both(recipe, tmp_path, "loss.beta=0", "loss.alpha=100")
     assert abs(gate_gradient(one) / gate_gradient(other) - 1) > 1e-3  # each row weighs the same, or each token

@@ -67,7 +67,7 @@ def test_processes_with_a_common_id_share_a_folder(
     monkeypatch.setenv("RANK", "1")
     assert fit.run_folder(config) == first == tmp_path / "tiny" / "4711"
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(fit.UserError, match=r"4711 is there already: continue it with resume=.*4711"):
+    with pytest.raises(fit.UserError, match=r"4711.*resume=.*4711"):
         fit.run_folder(config)
 
 

@@ -143,15 +143,13 @@ def test_full_disk(recipe: Path, whole: Path, small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "rank", "code", "message"),
-    [("kill", 0, -9, ""), ("kill", 1, None, ""), ("term", 1, 143, ""), ("callback", 1, None, "a callback is broken")],
+    ("fault", "rank", "code"),
+    # an error in one rank: test_ranks.py
+    [("kill", 0, -9), ("kill", 1, None), ("term", 1, 143)],
 )
-def test_two_ranks(
-    fault: str, rank: int, code: int | None, message: str, recipe: Path, whole_of_two: Path, tmp_path: Path
-) -> None:
+def test_two_ranks(fault: str, rank: int, code: int | None, recipe: Path, whole_of_two: Path, tmp_path: Path) -> None:
     run, found, errors = broken(recipe, tmp_path, fault, *TWO_RANKS, rank=rank)
-    assert found == code if code is not None else found != 0
-    assert message in errors
+    assert found == code if code is not None else found != 0, errors
     deadline = time.monotonic() + 60
     for pid in ((tmp_path / f"pid-{other}").read_text() for other in (0, 1)):
         while os.path.exists(f"/proc/{pid}") and not is_zombie(pid):

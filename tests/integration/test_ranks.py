@@ -14,6 +14,7 @@ from two_ranks import LENGTHS, Losses, hidden_states, values_and_gradients, work
 TWO_RANKS = ["trainer.devices=2", "trainer.strategy=ddp"]
 
 
+@pytest.mark.slow
 def test_losses_and_gradients_are_those_of_the_global_batch(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

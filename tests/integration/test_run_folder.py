@@ -88,7 +88,13 @@ def validation_rows(config: Config) -> list[data.module.Row]:
     return [row for group in data.build(config, tokenizer, 512).val_rows for row in group]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+QUICK = ("gates+lora", "lora", "kl", "regress", "warm start", "dense prefill", "documents of packed text")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, case in CASES.items()],
+)
 def test_run_folder(case: Case, recipe: Path, tmp_path: Path) -> None:
     overrides = [*case.overrides, f"trainer.max_steps={STEPS}", "trainer.val_every=2"]
     run = train(recipe, tmp_path, *overrides)
@@ -202,6 +208,7 @@ def test_merged_model_speaks_like_base_and_adapter(recipe: Path, tmp_path: Path,
         assert not torch.equal(AutoModelForCausalLM.from_pretrained(run / "merged")(ids).logits, merged)
 
 
+@pytest.mark.slow
 def test_early_stopping_exports_the_best_weights_with_their_metrics(recipe: Path, tmp_path: Path) -> None:
     # rates that make it worse from the second validation on
     overrides = ["train=gates+lora", "optim.lora_lr=0.3", "optim.schedule=constant", "checkpoint.patience=2"]
@@ -216,6 +223,7 @@ def test_early_stopping_exports_the_best_weights_with_their_metrics(recipe: Path
     assert json.loads((run / "export" / "gate_config.json").read_text())["metrics"]["loss"] == min(losses)
 
 
+@pytest.mark.slow
 def test_metrics_of_the_export_are_those_of_the_last_step(recipe: Path, tmp_path: Path) -> None:
     run = train(recipe, tmp_path, "trainer.max_steps=3", "trainer.val_every=2", "checkpoint.patience=9")
     assert [row["step"] for row in logged(run) if "val/loss" in row] == [2, 3]

@@ -1,10 +1,12 @@
+from collections.abc import Iterator
+
 import pytest
 
 from ag.kernels import dispatch, native
 
 
 @pytest.fixture
-def fresh(monkeypatch):
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Nothing compiled or logged so far, and no version forced."""
     native.function.cache_clear()
     dispatch._tell.cache_clear()

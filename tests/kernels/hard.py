@@ -1,6 +1,9 @@
 """Inputs on which a sum loses what it is about: for every version of a kernel, against float64."""
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 SCALING = 0.125
 #: What is hard, and the largest error of the output, or of a gradient, relative to its largest entry.
@@ -13,7 +16,9 @@ HARD = {
 }
 
 
-def hard(name, length, heads=4, kv_heads=2, dim=64):
+def hard(
+    name: str, length: int, heads: int = 4, kv_heads: int = 2, dim: int = 64
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return q, k, v ``[1, H or Hkv, T, D]``, flags ``[1, Hkv, T]`` and the gradient of the output, in float32."""
     make = torch.Generator().manual_seed(length)
     q, d_out = (torch.randn(1, heads, length, dim, generator=make) for _ in range(2))
@@ -34,14 +39,18 @@ def hard(name, length, heads=4, kv_heads=2, dim=64):
     return q, k, v, keep, d_out
 
 
-def with_gradients(attention, q, k, v, keep, d_out):
+def with_gradients(
+    attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, keep: Tensor, d_out: Tensor
+) -> list[Tensor]:
     """Return the output of gated attention, and its gradients by all arguments."""
     made = [x.clone().requires_grad_() for x in (q, k, v, keep)]
     out = attention(*made, None, SCALING, recent=4, sinks=1)
     return [out.detach(), *torch.autograd.grad(out, made, d_out)]
 
 
-def check_gated_attention(attention, reference, name, length):
+def check_gated_attention(
+    attention: Callable[..., Tensor], reference: Callable[..., Tensor], name: str, length: int
+) -> None:
     """Hold the output and the gradients of gated attention to float64."""
     made = hard(name, length)
     wanted = with_gradients(reference, *(x.double() for x in made))
@@ -51,7 +60,9 @@ def check_gated_attention(attention, reference, name, length):
         assert (got.double() - want).abs().max() <= HARD[name][index > 0] * scale, (name, index)
 
 
-def check_column_sums(sums, reference, name, length, power):
+def check_column_sums(
+    sums: Callable[..., Tensor], reference: Callable[..., Tensor], name: str, length: int, power: int
+) -> None:
     """Hold column sums to float64, relative to the value or to a hundredth of the largest."""
     q, k, *_ = hard(name, length)
     queries = torch.ones(1, length, dtype=torch.bool)

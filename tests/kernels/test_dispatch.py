@@ -40,7 +40,7 @@ def test_an_operation_without_the_forced_version_keeps_its_own(monkeypatch):
 
 def test_an_unknown_version_is_named(monkeypatch):
     monkeypatch.setenv("AG_KERNELS", "cuda")
-    with pytest.raises(UserError, match="AG_KERNELS=cuda: expected triton, flash, cpp, chunked, reference"):
+    with pytest.raises(UserError, match="AG_KERNELS=cuda: .*triton, flash, cpp, chunked, reference"):
         gated_attention(*[torch.zeros(1, 1, 4, 8)] * 3)
 
 
@@ -50,9 +50,9 @@ def test_a_forced_version_that_cannot_run_says_why(monkeypatch, installed):
     monkeypatch.setattr(dispatch, "INSTALLED", installed)
     reason = "the tensors are on cpu" if installed else "Triton is not installed"
     x = torch.zeros(1, 1, 4, 8)
-    with pytest.raises(UserError, match=f"AG_KERNELS=triton: gated_attention cannot run so: {reason}"):
+    with pytest.raises(UserError, match=f"AG_KERNELS=triton: gated_attention .*{reason}"):
         gated_attention(x, x, x)
-    with pytest.raises(UserError, match=f"AG_KERNELS=triton: column_sums cannot run so: {reason}"):
+    with pytest.raises(UserError, match=f"AG_KERNELS=triton: column_sums .*{reason}"):
         column_sums(x, x, 1.0, torch.ones(1, 4, dtype=torch.bool))
 
 

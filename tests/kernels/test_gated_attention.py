@@ -11,10 +11,11 @@ CASES = {
     "sinks": {"sinks": 3},
     "window": {"window": 17},
     "window-sinks-recent": {"window": 40, "sinks": 4, "recent": 3},
-    "dense": {"dense": True},
+    "dense": {"dense": 0.5},
+    "dense-beyond-the-first-tiles": {"dense": 1.0},
     "right-padding": {"padding": "right"},
     "left-padding": {"padding": "left", "sinks": 2, "recent": 2},
-    "left-padding-window-dense": {"padding": "left", "window": 33, "dense": True},
+    "left-padding-window-dense": {"padding": "left", "window": 33, "dense": 0.5},
     "documents": {"documents": True},
     "documents-sinks-recent": {"documents": True, "sinks": 3, "recent": 4},
     "documents-left-padding-sinks-window-dense": {
@@ -23,7 +24,7 @@ CASES = {
         "sinks": 2,
         "recent": 3,
         "window": 21,
-        "dense": True,
+        "dense": 0.5,
     },
     "documents-right-padding-sinks": {"documents": True, "padding": "right", "sinks": 2},
 }
@@ -35,7 +36,7 @@ def starts(borders, length):
 
 
 def inputs(
-    length, heads, kv_heads, dim, dtype=torch.float64, soft=False, padding=None, dense=False, documents=False, **options
+    length, heads, kv_heads, dim, dtype=torch.float64, soft=False, padding=None, dense=0.0, documents=False, **options
 ):
     generator = torch.Generator().manual_seed(length * 31 + heads)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
@@ -46,7 +47,7 @@ def inputs(
     if padding:
         valid = torch.arange(length).expand(2, length) < torch.tensor([[length], [length - length // 3]])
         options["key_valid"] = valid if padding == "right" else valid.flip(1)
-    options["dense_until"] = torch.tensor([length // 2, length // 4]) if dense else None
+    options["dense_until"] = torch.tensor([int(length * dense), int(length * dense / 2)]) if dense else None
     if documents:
         borders = (length // 5, length // 5 + 1, length // 2, length - 2), (length // 3,)
         options["first"] = torch.stack([starts(row, length) for row in borders])
@@ -212,11 +213,11 @@ def test_memory_is_linear_in_length():
 
 def test_wrong_shapes_are_named():
     q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 3, 8, 16)
-    with pytest.raises(ValueError, match="multiple of Hkv"):
+    with pytest.raises(ValueError, match="Hkv"):
         gated_attention(q, k, k)
-    with pytest.raises(ValueError, match=r"keep \(1, 4, 8\): expected \(1, 2, 8\)"):
+    with pytest.raises(ValueError, match=r"keep \(1, 4, 8\): .*\(1, 2, 8\)"):
         gated_attention(q, q[:, :2], q[:, :2], keep=torch.ones(1, 4, 8))
     with pytest.raises(ValueError, match="recent=0"):
         gated_attention(q, q, q, recent=0)
-    with pytest.raises(ValueError, match=r"first \(8,\): expected \(1, 8\)"):
+    with pytest.raises(ValueError, match=r"first \(8,\): .*\(1, 8\)"):
         gated_attention(q, q, q, first=torch.zeros(8, dtype=torch.long))

@@ -56,7 +56,7 @@ def test_soft_flags(case):
     ids=["B2-T63-H4-D60", "B2-T48-H1-D16", "B2-T17-H3-D5", "B2-T1-H2-D8"],
 )
 def test_odd_shapes(length, heads, kv_heads, dim):
-    compare(*inputs(length, heads, kv_heads, dim, padding="left", sinks=2, recent=3, window=29, dense=True))
+    compare(*inputs(length, heads, kv_heads, dim, padding="left", sinks=2, recent=3, window=29, dense=0.5))
 
 
 def test_half_precision():  # the interpreter has no bfloat16 products
@@ -81,7 +81,7 @@ def test_transposed_arguments_and_an_expanded_gradient():
 
 @pytest.mark.parametrize("padding", [None, "left"])
 def test_without_flags(padding):
-    (q, k, v, _), options = inputs(33, 2, 1, 20, padding=padding, sinks=2, recent=4, dense=True)
+    (q, k, v, _), options = inputs(33, 2, 1, 20, padding=padding, sinks=2, recent=4, dense=0.5)
     call = lambda function: lambda *x: function(*x, None, **options)  # noqa: E731
     weight = torch.randn_like(q)
     expected, expected_grads = run(call(reference_gated_attention), [q, k, v], {}, weight)

@@ -88,9 +88,9 @@ def test_work_falls_with_the_evicted_share():
 def test_wrong_shapes_are_named():
     q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 3, 8, 16)
     keep = torch.ones(1, 2, 8, dtype=torch.bool)
-    with pytest.raises(ValueError, match="multiple of Hkv"):
+    with pytest.raises(ValueError, match="Hkv"):
         gated_prefill(q, k, k, keep)
-    with pytest.raises(ValueError, match=r"float32: expected \(1, 2, 8\), bool"):
+    with pytest.raises(ValueError, match=r"float32: .*\(1, 2, 8\), bool"):
         gated_prefill(q, q[:, :2], q[:, :2], keep.float())
     with pytest.raises(ValueError, match="recent=0"):
         gated_prefill(q, q[:, :2], q[:, :2], keep, recent=0)

@@ -180,7 +180,7 @@ def test_without_a_compiler_pytorch_takes_over_and_says_so_once(fresh, caplog):
     assert line.startswith("ragged_decode: chunked (triton: ")
     assert line.endswith("; cpp: there is no C++ compiler (install g++))")
     fresh.setenv("AG_KERNELS", "cpp")
-    with pytest.raises(UserError, match=r"AG_KERNELS=cpp: ragged_decode cannot run so: there is no C\+\+ compiler"):
+    with pytest.raises(UserError, match=r"AG_KERNELS=cpp: ragged_decode .*C\+\+"):
         ragged_decode(*arguments, SCALING)
 
 

@@ -16,12 +16,14 @@ from ag.evaluate.tasks.multiple_choice import MultipleChoice
 from ag.evaluate.tasks.needle_kinds import ManyValues, NeedleInText, OneNeedle, Variables
 from ag.evaluate.tasks.perplexity import Continuation, Stream
 from ag.evaluate.tasks.responses import Responses
+from ag.evaluate.tasks.worked import Worked
 
 TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
     **{name: (MultipleChoice, {}) for name in templates.TASKS},
     "ppl": (Continuation, {}),
     "ppl_stream": (Stream, {}),
     "responses": (Responses, {}),
+    "worked": (Worked, {}),
     "needle_single": (OneNeedle, {}),
     "needle_text": (NeedleInText, {}),
     "needle_multikey": (OneNeedle, {"keys": 4}),

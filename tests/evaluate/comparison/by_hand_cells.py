@@ -1,6 +1,7 @@
 """Continuation losses computed without tasks and shared passes: one cache, one document at a time."""
 
 import json
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -8,7 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ag
 
 
-def continuations(folder, label, budget, prompt, continuation):
+def continuations(
+    folder: Path, label: str, budget: int | float | None, prompt: int, continuation: int
+) -> tuple[list[float], float]:
     """Return the mean loss of each document that is long enough, and the share that was kept of the prompts."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     rows = [json.loads(line)["text"] for line in (folder / "corpus" / "test.jsonl").read_text().splitlines()]

@@ -13,6 +13,7 @@ import by_hand_cells
 import pytest
 import torch
 from gates_for import gates_for
+from refused import refuses
 
 from ag.compare import CompareConfig, compare, main
 from ag.config.keys import ConfigError
@@ -355,40 +356,39 @@ def test_gates_by_their_flags_and_ranked(config, quiet, tiny_llama, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "parts"),
     [
-        ({"policies": ["full", "h20"]}, "did you mean h2o?"),
-        ({"policies": ["full", "h2o+caot"]}, "did you mean caote?"),
-        ({"tasks": ["bolq"]}, "did you mean boolq?"),
-        ({"budgets": []}, "policy 'h2o' needs budgets=[...]"),
-        ({"budgets": [-1]}, "budget=-1"),
-        ({"policies": ["full", "gates"]}, "name exported gates"),
-        ({"policies": ["full", "gates:nowhere"]}, "no such folder"),
-        ({"task_options": {"ppl": {"promt": 3}}}, "did you mean prompt?"),
-        ({"task_options": {"pl": {"prompt": 3}}}, "task_options.pl: tasks= does not list 'pl'; did you mean ppl?"),
-        ({"policy_options": {"h2": {"recent": 3}}}, "policies= does not list 'h2'; did you mean h2o?"),
-        ({"policy_options": {"h2o": {"recnt": 3}}}, "did you mean recent?"),
-        ({"roots": {"boolq": "x"}}, "roots.boolq: tasks= does not list 'boolq'"),
-        ({"budgets": [0.5, 0.5]}, "name something twice"),
-        ({"schedule": "evry"}, "schedule='evry'"),
+        ({"policies": ["full", "h20"]}, ("'h20'", "h2o?")),
+        ({"policies": ["full", "h2o+caot"]}, ("'caot'", "caote?")),
+        ({"tasks": ["bolq"]}, ("'bolq'", "boolq?")),
+        ({"budgets": []}, ("'h2o'", "budgets=[...]")),
+        ({"budgets": [-1]}, ("budget=-1",)),
+        ({"policies": ["full", "gates"]}, ("'gates'", "gates:FOLDER")),
+        ({"policies": ["full", "gates:nowhere"]}, ("nowhere",)),
+        ({"task_options": {"ppl": {"promt": 3}}}, ("'promt'", "prompt?")),
+        ({"task_options": {"pl": {"prompt": 3}}}, ("task_options.pl", "tasks=", "ppl?")),
+        ({"policy_options": {"h2": {"recent": 3}}}, ("policies=", "'h2'", "h2o?")),
+        ({"policy_options": {"h2o": {"recnt": 3}}}, ("'recnt'", "recent?")),
+        ({"roots": {"boolq": "x"}}, ("roots.boolq", "tasks=")),
+        ({"budgets": [0.5, 0.5]}, ("policies=", "budgets=", "tasks=")),
+        ({"schedule": "evry"}, ("schedule='evry'",)),
     ],
 )
-def test_mistakes_are_found_before_a_model_is_loaded(config, changes, message):
-    with pytest.raises(UserError) as raised:
+def test_mistakes_are_found_before_a_model_is_loaded(config, changes, parts):
+    with refuses(UserError, *parts):
         plan(config(**changes))
-    assert message in str(raised.value)
 
 
 def test_missing_data_and_an_unwritable_folder(config, quiet, tmp_path):
-    with pytest.raises(UserError, match="nowhere"):
+    with refuses(UserError, str(tmp_path / "nowhere")):
         compare(config(root=str(tmp_path / "nowhere")), quiet)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="expected a folder that can be written to"):
+    with refuses(UserError, str(tmp_path / "file" / "out")):
         compare(config(output=str(tmp_path / "file" / "out")), quiet)
 
 
 def test_an_unknown_baseline():
-    with pytest.raises(ValueError, match="baseline=h2o: expected one of policies"):
+    with refuses(ValueError, "baseline=h2o", "policies"):
         CompareConfig(policies=["full"], baseline="h2o")
 
 
@@ -442,7 +442,7 @@ def test_entries_go_into_what_a_recipe_says():
     assert config.policy_options["snapkv"] == {"window": 8}
     assert config.roots == {"boolq": "12"}
     assert resolve(CompareConfig, {"recipe": "compare_small"}).task_options["ppl"]["prompt"] == 512
-    with pytest.raises(ConfigError, match="expected task_options.NAME.OPTION="):
+    with refuses(ConfigError, "task_options.ppl", "task_options.NAME.OPTION="):
         resolve(CompareConfig, {"task_options.ppl": "3"})
-    with pytest.raises(ConfigError, match="root.boolq"):
+    with refuses(ConfigError, "root.boolq"):
         resolve(CompareConfig, {"root.boolq": "3"})

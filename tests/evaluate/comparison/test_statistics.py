@@ -70,9 +70,9 @@ def test_comparison_is_paired_and_repeatable():
 
 
 def test_comparison_refuses_unpaired_scores():
-    with pytest.raises(ValueError, match="2 and 1 scores"):
+    with pytest.raises(ValueError, match="2 and 1"):
         compare([1.0, 2.0], [1.0])
-    with pytest.raises(ValueError, match="0 and 0 scores"):
+    with pytest.raises(ValueError, match="0 and 0"):
         compare([], [])
 
 

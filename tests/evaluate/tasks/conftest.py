@@ -31,7 +31,7 @@ def plain() -> Callable[..., torch.Tensor]:
     def plain(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> torch.Tensor:
         ids = torch.tensor([prompt + answer])
         with torch.no_grad():
-            logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            logits: torch.Tensor = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
         return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
 
     return plain

@@ -73,6 +73,18 @@ def saved_bytes(module):
     return sum(t.untyped_storage().nbytes() for at, t in storages.items() if at not in owned)
 
 
+@pytest.mark.parametrize(
+    "gate", [{"kind": "mlp", "hidden": 24}, {"window": 32, "shortcut": True}], ids=["mlp", "window"]
+)
+def test_gates_for_streams(folder, gate):
+    """Their sizes, and the activations that they keep."""
+    config = config_of(folder, "gates")
+    config.gate = GateConfig(num_heads=2, head_dim=8, covers="all", **gate)
+    module, found = real(config), plan(config)
+    assert found.parameters["gates"] == sum(p.numel() for p in module.gates.parameters())
+    assert found.activations[0] == pytest.approx(saved_bytes(module), rel=0.02)
+
+
 @pytest.mark.parametrize("train", ["gates", "gates+lora", "lora"])
 def test_parameters_are_exact(folder, train):
     config = config_of(folder, train)
@@ -97,6 +109,7 @@ def test_activations_are_those_that_the_step_saves(folder, train, precision):
     assert kept < plain / 3
 
 
+@pytest.mark.slow
 def test_checkpointing_chooses_what_is_summed_and_costs_a_second_forward_pass(folder):
     plain, kept = (plan(config_of(folder, gradient_checkpointing=on)) for on in (False, True))
     assert (plain.memory["activations"], kept.memory["activations"]) == plain.activations
@@ -115,6 +128,7 @@ def test_operations_of_the_layers(folder):
     assert found.flops == pytest.approx(work + attention, rel=0.1)
 
 
+@pytest.mark.slow
 def test_ddp_copies_and_fsdp2_divides(folder):
     one, ddp, fsdp = (
         plan(config_of(folder, strategy=strategy, devices=devices, dtype="bfloat16"))
@@ -145,12 +159,14 @@ def test_nf4_bytes(tmp_path, tiny_llama, tiny_tokenizer):
     assert found.parameters["base"] == plan(replace(config, model=ModelConfig(name=str(tmp_path)))).parameters["base"]
 
 
+@pytest.mark.slow
 def test_a_json_file_is_enough_and_no_weights_are_read(folder, tmp_path):
     settings = json.loads((folder / "config.json").read_text())
     (tmp_path / "other.json").write_text(json.dumps(settings))
     assert plan(config_of(tmp_path / "other.json")) == plan(config_of(folder))
 
 
+@pytest.mark.slow
 def test_report(folder, monkeypatch):
     config = config_of(folder)
     text = report(config)

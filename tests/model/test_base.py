@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from refused import refuses
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
@@ -45,11 +46,11 @@ class TestResolve:
 
     @pytest.mark.parametrize("name", ["./none", "/none", "~/none", "some/folder/deep"])
     def test_path_without_a_model(self, name: str) -> None:
-        with pytest.raises(models.ModelError, match=rf"model.name='{name}' .*config.json"):
+        with refuses(models.ModelError, f"model.name='{name}'", "config.json"):
             models.resolve(name)
 
     def test_empty_folder(self, tmp_path: Path) -> None:
-        with pytest.raises(models.ModelError, match=f"model.name=.{tmp_path}. .*config.json"):
+        with refuses(models.ModelError, f"model.name='{tmp_path}'", "config.json"):
             models.resolve(str(tmp_path))
 
     def test_alias_prefers_hub_cache_then_conversion_then_hub_then_wheel(
@@ -67,17 +68,17 @@ class TestResolve:
 
     def test_alias_with_revision_never_means_the_wheel(self, monkeypatch: pytest.MonkeyPatch, no_hub: None) -> None:
         monkeypatch.setattr(wheel, "is_ready", lambda path: True)
-        with pytest.raises(models.ModelError, match=r"model.revision='v1' .* only on the hub \(ConnectError: no"):
+        with refuses(models.ModelError, "model.revision='v1'", "ConnectError: no route"):
             models.resolve("smollm2", "v1")
 
     def test_alias_without_hub_and_wheel_names_both(self, monkeypatch: pytest.MonkeyPatch, no_hub: None) -> None:
         monkeypatch.setenv("AG_SMOLLM2_WHEEL", "/none.whl")
-        with pytest.raises(models.ModelError, match=r"no route.*AG_HOME=.*/none.whl is not a file"):
+        with refuses(models.ModelError, "no route", "AG_HOME=", "none.whl"):
             models.resolve("smollm2")
 
     def test_cache_that_cannot_be_written(self, monkeypatch: pytest.MonkeyPatch, no_hub: None) -> None:
         monkeypatch.setenv("AG_HOME", "/dev/null/ag")
-        with pytest.raises(models.ModelError, match="AG_HOME=/dev/null/ag: .*Not a directory"):
+        with refuses(models.ModelError, "AG_HOME=/dev/null/ag", "Not a directory"):
             models.resolve("smollm2")
 
     def test_incomplete_hub_cache_is_not_used(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ class TestLoadBase:
 
     def test_nf4_without_bitsandbytes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(models, "is_bitsandbytes_available", lambda: False)
-        with pytest.raises(models.ModelError, match=r"quantization=nf4 needs .* set model.quantization=none"):
+        with refuses(models.ModelError, "quantization=nf4", "model.quantization=none"):
             models.load_base(ModelConfig(name=str(folder), quantization="nf4"))
 
     def test_nf4_goes_to_the_gpu_of_its_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,10 +158,10 @@ class TestLoadBase:
     def test_flash_attention(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config = ModelConfig(name=str(folder), attn_implementation="flash_attention_2")
         monkeypatch.setattr(models, "is_flash_attn_2_available", lambda: False)
-        with pytest.raises(models.ModelError, match=r"needs a CUDA device and flash-attn: .* set .*sdpa"):
+        with refuses(models.ModelError, "flash_attention_2", "flash-attn", "sdpa"):
             models.load_base(config)
         monkeypatch.setattr(models, "is_flash_attn_2_available", lambda: True)
-        with pytest.raises(models.ModelError, match=r"not in model.dtype=float32: set model.dtype=bfloat16"):
+        with refuses(models.ModelError, "model.dtype=float32", "model.dtype=bfloat16"):
             models.load_base(config)
 
     def test_unreachable_hub_id(self) -> None:
@@ -178,14 +179,14 @@ class TestLoadBase:
     def test_folder_without_tokenizer(self, folder: Path) -> None:
         (folder / "tokenizer.json").unlink()
         (folder / "tokenizer_config.json").unlink()
-        with pytest.raises(models.ModelError, match=r"tiny' cannot be loaded \("):
+        with refuses(models.ModelError, "tiny"):
             models.load_base(ModelConfig(name=str(folder)))
 
     def test_missing_weights_are_not_made_up(self, folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
         del weights["model.layers.1.mlp.up_proj.weight"]
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        with pytest.raises(models.ModelError, match=r"lacks the weights of 1 tensors \(model.layers.1.mlp.up_proj"):
+        with refuses(models.ModelError, "1 tensors", "model.layers.1.mlp.up_proj"):
             models.load_base(ModelConfig(name=str(folder)))
 
     def test_pad_token(self, folder: Path) -> None:
@@ -194,7 +195,7 @@ class TestLoadBase:
         model, tokenizer = models.load_base(ModelConfig(name=str(folder)))
         assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("</s>", 2)
         edit_json(folder / "tokenizer_config.json", eos_token=None)
-        with pytest.raises(models.ModelError, match=r"neither a pad token nor an eos token .* set pad_token"):
+        with refuses(models.ModelError, "pad_token"):
             models.load_base(ModelConfig(name=str(folder)))
 
     def test_tokenizer_file_is_used_as_it_is(self, folder: Path, smollm2: Path) -> None:
@@ -207,7 +208,7 @@ class TestLoadBase:
         assert tokenizer(text).input_ids == file.encode(text).ids
 
     def test_remote_code_warns(self, folder: Path) -> None:
-        with pytest.warns(UserWarning, match=r"trust_remote_code=true runs the Python code of .*tiny"):
+        with pytest.warns(UserWarning, match=r"trust_remote_code=true.*tiny"):
             models.load_base(ModelConfig(name=str(folder), trust_remote_code=True))
 
 
@@ -237,7 +238,7 @@ class TestAddLora:
 
     @pytest.mark.parametrize("targets", [["q_proj", "c_attn"], []])
     def test_unknown_target_lists_the_choice(self, tiny_llama, targets: list[str]) -> None:
-        with pytest.raises(models.ModelError, match="no linear layer") as caught:
+        with refuses(models.ModelError, "lora.targets") as caught:
             models.add_lora(tiny_llama(), LoraConfig(targets=targets))
         names = "'down_proj', 'gate_proj', 'k_proj', 'o_proj', 'q_proj', 'up_proj', 'v_proj'"
         assert str(caught.value).endswith(f"choose from [{names}]")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gates_for import gates_for
 from peft import PeftModel
+from refused import refuses
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import ag
@@ -21,8 +22,8 @@ from ag.gates.manifest import ADAPTER_FILES
 from ag.generate import GenerateConfig, generate
 from ag.model import base as models
 
-OLD = Path(__file__).parent / "fixtures" / "export_1_0"
-LACKS, TWICE = "which this model lacks: put it on with", "merged into its weights, and would have it twice: use the"
+OLD = Path(__file__).parents[1] / "fixtures" / "export_1_0"
+LACKS, TWICE = "ag.gates.export.load_adapter(model", "adapter=false"  # what each error tells to do
 PROMPT = "Rosa the potter has a ticket to Rome."
 
 
@@ -88,19 +89,19 @@ def test_what_is_recorded_is_a_projection_onto_what_the_adapter_adds(folder):
 
 def test_both_mistakes_are_one_sentence(folder, tiny_llama):
     spec = f"gates:{folder / 'export'}"
-    with pytest.raises(UserError, match=LACKS):
+    with refuses(UserError, LACKS):
         ag.EvictionCache(load(folder / "base"), spec)
     gates = AttentionGates.from_pretrained(folder / "export")
     plain = load(folder / "base")
     ag.attach(plain, gates)
-    with pytest.raises(UserError, match=LACKS):
+    with refuses(UserError, LACKS):
         ag.EvictionCache(plain, "gates")
-    with pytest.raises(UserError, match=TWICE):
+    with refuses(UserError, TWICE):
         export.load_adapter(load(folder / "merged"), folder / "export")
     twice = PeftModel.from_pretrained(load(folder / "merged"), str(folder / "export" / "adapter"))
-    with pytest.raises(UserError, match=TWICE):
+    with refuses(UserError, TWICE):
         ag.EvictionCache(twice, spec)
-    with pytest.raises(UserError, match=LACKS):  # another adapter is not this one
+    with refuses(UserError, LACKS):  # another adapter is not this one
         ag.EvictionCache(lora_on(tiny_llama(), seed=4), spec)
     ag.EvictionCache(load(folder / "base"), "h2o", budget=4)  # no business of other policies
 
@@ -123,14 +124,14 @@ def test_generate(folder):
 
     path, merged, base = (str(folder / name) for name in ("export", "merged", "base"))
     right = run(gates=path)["gates"].text
-    with pytest.raises(UserError, match=TWICE + r" gates without it \(commands: adapter=false"):
+    with refuses(UserError, path, TWICE):
         run(gates=path, model=merged)
     assert run(gates=path, model=merged, adapter=False)["gates"].text == right
     assert run(gates=f"{path}/")["gates"].text == right
     assert run(policy=f"gates:{path}")[f"gates:{path}"].text == right  # the adapter comes along
-    with pytest.raises(UserError, match=LACKS):
+    with refuses(UserError, LACKS):
         run(gates=path, adapter=False)
-    with pytest.raises(UserError, match="name two exports"):
+    with refuses(UserError, path, base):
         run(gates=path, policy=f"gates:{base}")
 
 
@@ -139,7 +140,7 @@ def test_compare_runs_gates_on_the_merged_model(folder):
         return cells.plan(CompareConfig(model=str(folder / model), policies=["full", f"gates:{folder / 'export'}"]))
 
     assert len(plan("merged")) == 2
-    with pytest.raises(UserError, match="give adapter="):
+    with refuses(UserError, "adapter="):
         plan("base")
 
 
@@ -189,7 +190,7 @@ def test_a_quantised_base(folder, tmp_path, tiny_llama):
         right = export.load_adapter(base(not trained_coarse), path)
         assert times(right, path) == pytest.approx(1, abs=0.15)
         ag.EvictionCache(right, f"gates:{path}")
-    with pytest.raises(UserError, match=LACKS):
+    with refuses(UserError, LACKS):
         ag.EvictionCache(base(False), f"gates:{path}")
 
 
@@ -207,6 +208,7 @@ def test_an_export_from_before_still_loads():
     model = LlamaForCausalLM(config).eval()
     gates = AttentionGates.from_pretrained(OLD, config)
     assert export.read_info(OLD)["schema_version"] == "1.0"
+    assert (gates.config.covers, gates.config.window, gates.config.kind) == ("prompt", 0, "linear")
     assert gates.adapter.traces == () and gates.adapter.times_in(model) is None
     weight = copy.deepcopy(model.model.layers[0].self_attn.q_proj.weight)
     ag.EvictionCache(model, f"gates:{OLD}")
@@ -216,26 +218,26 @@ def test_an_export_from_before_still_loads():
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("rows", "parts"),
     [
-        (None, "adapter=None: expected a list"),
-        ([1], "adapter=1: expected a JSON object"),
-        ([{"module": "x"}], "adapter: missing keys"),
-        ([{"module": 1, "scale": 1.0, "projection": 0.0, "noise": 0.0}], "adapter.module=1: expected text"),
+        (None, ("adapter=None", "list")),
+        ([1], ("adapter=1", "JSON object")),
+        ([{"module": "x"}], ("adapter", "scale", "projection", "noise")),
+        ([{"module": 1, "scale": 1.0, "projection": 0.0, "noise": 0.0}], ("adapter.module=1", "text")),
         (
             [{"module": "x", "scale": "1", "projection": 0.0, "noise": 0.0}],
-            "adapter.scale='1': expected a finite number",
+            ("adapter.scale='1'", "number"),
         ),
         (
             [{"module": "x", "scale": 1.0, "projection": 0.0, "noise": 0.0}],
-            "which adapter/adapter_model.safetensors lacks",
+            ("adapter/adapter_model.safetensors", "x"),
         ),
     ],
 )
-def test_a_forged_record(tmp_path, tiny_llama, rows, message):
+def test_a_forged_record(tmp_path, tiny_llama, rows, parts):
     export.save(tmp_path, gates_for(tiny_llama()), adapter=lora_on(tiny_llama()))
     info = json.loads((tmp_path / "gate_config.json").read_text()) | {"adapter": rows}
     info["checksum"] = export.checksum(info)
     (tmp_path / "gate_config.json").write_text(json.dumps(info))
-    with pytest.raises(export.ExportError, match=message):
+    with refuses(export.ExportError, *parts):
         AttentionGates.from_pretrained(tmp_path)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from gates_for import gates_for
+from refused import refuses
 
 import ag
 from ag.data.collate import Collator, Row
@@ -17,7 +18,11 @@ VARIANTS = {
     "recent-sinks": {"recent_tokens": 4, "sink_tokens": 2},
     "dense": {"prefill": "dense", "recent_tokens": 3},
     "previous-layer": {"layer_offset": 1, "first_layer": 1},
+    "all": {"covers": "all", "recent_tokens": 4, "sink_tokens": 2},
+    "all-dense": {"covers": "all", "prefill": "dense", "recent_tokens": 3, "window": 6},
     "linear": {"kind": "linear", "granularity": "query_head"},
+    "mlp": {"kind": "mlp", "hidden": 16, "sink_tokens": 1},
+    "window": {"window": 5, "shortcut": True, "recent_tokens": 3},
 }
 
 
@@ -52,7 +57,8 @@ def test_logits_and_flags_of_a_padded_batch(family, variant, side, request):
             want, flags = by_hand.forward(model, gates, row, prompt)
             assert (logits[b, place] - want).abs().max() < 1e-4
             gated = gating.counted()[b].nonzero().flatten()
-            assert gated.tolist() == list(range(place.start, place.start + prompt))
+            length = len(row) if gates.config.covers == "all" else prompt
+            assert gated.tolist() == list(range(place.start, place.start + length))
             for layer, said in gating.logits.items():
                 assert torch.equal(gates.flags(said)[b][:, gated], flags[layer])
 
@@ -126,7 +132,7 @@ def test_soft_flags_are_noisy_in_training_only(tiny_llama):
 def test_the_gating_of_responses_needs_prompts(tiny_llama):
     model = tiny_llama()
     for changes in ({"scope": "prompt"}, {"prefill": "dense"}):
-        with pytest.raises(UserError, match="use scope=causal with prefill=sparse"):
+        with refuses(UserError, "scope=causal", "prefill=sparse"):
             ag.Gating(gates_for(model, **changes), torch.ones(1, 4))
     ag.Gating(gates_for(model), torch.ones(1, 4))
 
@@ -143,7 +149,7 @@ def packed(documents):
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["training", "hard"])
-@pytest.mark.parametrize("variant", ["causal", "recent-sinks", "previous-layer", "linear"])
+@pytest.mark.parametrize("variant", ["causal", "recent-sinks", "previous-layer", "linear", "mlp", "window"])
 @pytest.mark.parametrize("family", ["tiny_llama", "tiny_mistral"])
 def test_a_packed_document_is_what_it_is_alone(family, variant, hard, request):
     model = request.getfixturevalue(family)()
@@ -167,5 +173,5 @@ def test_a_packed_document_is_what_it_is_alone(family, variant, hard, request):
 
 def test_documents_have_no_prompt(tiny_llama):
     ids = torch.ones(1, 4, dtype=torch.long)
-    with pytest.raises(UserError, match="give Gating first or prompt_length, not both"):
+    with refuses(UserError, "first", "prompt_length"):
         ag.Gating(gates_for(tiny_llama()), ids, torch.tensor([2]), first=ids)

@@ -200,13 +200,22 @@ def test_regression_learns_to_keep_the_asked_share(tiny_llama, keep, threshold, 
 
 
 @pytest.mark.parametrize("target", ["attention", "obcache_value"])
-@pytest.mark.parametrize(("prefill", "recent", "window"), [("sparse", 1, None), ("dense", 3, None), ("sparse", 2, 6)])
-def test_observed_payments(tiny_llama, tiny_mistral, target, prefill, recent, window):
+@pytest.mark.parametrize(
+    ("covers", "prefill", "recent", "window"),
+    [
+        ("prompt", "sparse", 1, None),
+        ("prompt", "dense", 3, None),
+        ("prompt", "sparse", 2, 6),
+        ("all", "sparse", 2, None),
+        ("all", "dense", 1, None),
+    ],
+)
+def test_observed_payments(tiny_llama, tiny_mistral, target, covers, prefill, recent, window):
     """From the attention matrices that the eager model returns, one key at a time."""
     options = {"attn_implementation": "eager"}
     model = tiny_llama(**options) if window is None else tiny_mistral(sliding_window=window, **options)
     model.requires_grad_(False)
-    gates = gates_for(model, prefill=prefill, recent_tokens=recent)
+    gates = gates_for(model, covers=covers, prefill=prefill, recent_tokens=recent)
     ids = torch.randint(3, 128, (2, 14), generator=torch.Generator().manual_seed(2))
     valid, prompts, lengths = torch.ones_like(ids), [9, 10], [14, 11]
     valid[1, 11:] = 0
@@ -221,9 +230,10 @@ def test_observed_payments(tiny_llama, tiny_mistral, target, prefill, recent, wi
     real = valid.bool()
     torch.testing.assert_close(hidden[real], plain.logits[real], atol=1e-4, rtol=1e-4)
     payable = observed.payable(observed.window)
+    gated = prompts if covers == "prompt" else lengths
     for layer in range(3):
         for b in range(2):
-            for t in range(prompts[b]):
+            for t in range(gated[b]):
                 first = prompts[b] if prefill == "dense" else 0
                 queries = [
                     j for j in range(first, lengths[b]) if j - t >= recent and (window is None or j - t < window)
@@ -237,7 +247,7 @@ def test_observed_payments(tiny_llama, tiny_mistral, target, prefill, recent, wi
                         norm = values[layer][b, t].view(2, 16)[kv].norm()
                         want = (weights.square().mean(1).mean().sqrt() * norm).log()
                     assert float(observed.targets[layer][b, kv, t]) == pytest.approx(float(want), abs=2e-4)
-            assert not payable[b, prompts[b] :].any()
+            assert not payable[b, gated[b] :].any()
 
 
 def test_regression_trains_the_gates_only(tiny_llama):

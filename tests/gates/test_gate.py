@@ -1,5 +1,6 @@
 import pytest
 import torch
+from refused import refuses
 from transformers import Gemma3TextConfig, LlamaConfig
 
 import ag
@@ -21,17 +22,19 @@ def test_published_parameter_counts():
     assert sum(p.numel() for p in gates.parameters()) == 32 * layer == 201_850_880
 
 
-def plain_gate(gate, hidden, valid):
-    """The paper's formula, one token and head at a time."""
+def plain_gate(gate, hidden, valid, first=None):
+    """The paper's formula, one token and head at a time, over the last ``window`` tokens of its document."""
     config, rows = gate.config, []
-    for x, mask in zip(hidden, valid, strict=True):
+    first = torch.zeros_like(valid, dtype=torch.long) if first is None else first
+    for x, mask, start in zip(hidden, valid, first, strict=True):
         out = torch.zeros(len(x), gate.o_proj.weight.shape[0])
         for i in mask.nonzero().flatten().tolist():
             heads = []
             for h in range(config.num_heads):
                 part = slice(h * config.head_dim, (h + 1) * config.head_dim)
                 q = gate.q_proj.weight[part] @ x[i]
-                seen = [t for t in range(len(x)) if mask[t] and (config.scope == "prompt" or t <= i)]
+                seen = [t for t in range(len(x)) if mask[t] and (config.scope == "prompt" or start[i] <= t <= i)]
+                seen = seen[-config.window :]
                 scores = torch.stack([q @ (gate.k_proj.weight[part] @ x[t]) for t in seen]) / config.head_dim**0.5
                 values = torch.stack([gate.v_proj.weight[part] @ x[t] for t in seen])
                 heads.append(scores.softmax(0) @ values)
@@ -59,6 +62,60 @@ def test_gate_equals_the_formula(scope, shortcut, granularity, padding):
         got = gate(hidden, None if padding == "none" else valid, left_padded=padding == "left")
         want = plain_gate(gate, hidden, valid)
     torch.testing.assert_close(got.where(valid[:, None], 0.0), want.where(valid[:, None], torch.tensor(0.0)))
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right", "documents"])
+@pytest.mark.parametrize("window", [1, 3, 70, 200])
+def test_a_windowed_gate_looks_at_its_last_tokens(window, padding):
+    """150 tokens: more than a tile of the fast version, and windows that end within and beyond one."""
+    torch.manual_seed(0)
+    gate = AttentionGate(12, 2, 2, small(window=window, shortcut=True)).double()
+    hidden, valid, first = torch.randn(2, 150, 12).double(), torch.ones(2, 150, dtype=torch.bool), None
+    if padding == "documents":
+        first = torch.zeros(2, 150, dtype=torch.long)
+        first[0, 40:], first[0, 43:], first[1, 99:] = 40, 43, 99
+    elif padding != "none":
+        valid[1, :60] = False
+        valid = valid if padding == "left" else valid.flip(1)
+    given = valid if padding in ("left", "right") else None
+    with torch.no_grad():
+        got = gate(hidden, given, left_padded=padding == "left", first=first)
+        want = plain_gate(gate, hidden, valid, first)
+    zero = torch.zeros(())
+    torch.testing.assert_close(got.where(valid[:, None], zero), want.float().where(valid[:, None], zero))
+    if padding == "none":
+        with torch.no_grad():
+            moved = (gate(hidden.index_fill(1, torch.tensor(70), 3.0)) != got).any(0).any(0).nonzero().flatten()
+        assert moved.tolist() == list(range(70, min(70 + window, 150)))
+
+
+def test_gate_of_two_layers_sees_one_token_only():
+    gate = KINDS["mlp"](12, 6, 2, small(kind="mlp", hidden=5))
+    assert {name: tuple(p.shape) for name, p in gate.named_parameters()} == {
+        "inner.weight": (5, 12),
+        "outer.weight": (6, 5),
+    }
+    for parameter in gate.parameters():  # Xavier's rule: uniform, and each weight has its own bound
+        bound = (6 / sum(parameter.shape)) ** 0.5
+        assert bound / 2 < parameter.abs().max() <= bound
+    hidden = torch.randn(2, 7, 12)
+    inner = hidden.double() @ gate.inner.weight.double().T
+    inner = inner * 0.5 * (1 + torch.erf(inner / 2**0.5))
+    want = (inner @ gate.outer.weight.double().T).view(2, 7, 2, 3).amax(-1).mT
+    torch.testing.assert_close(gate(hidden).double(), want, rtol=1e-4, atol=1e-6)
+    assert torch.equal(gate(hidden, torch.zeros(2, 7, dtype=torch.bool), True), gate(hidden))
+
+
+def test_parameter_counts_of_the_gates_for_streams():
+    """SmolLM2: 576 hidden, 3 KV heads, 30 layers."""
+    config = LlamaConfig(hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3)
+
+    def count(**changes):
+        with torch.device("meta"):
+            return sum(p.numel() for p in ag.AttentionGates(config, ag.GateConfig(**changes)).parameters())
+
+    assert count(kind="mlp", hidden=64) == 30 * (576 * 64 + 64 * 3)
+    assert count(window=64) == count()
 
 
 def test_linear_gate_sees_one_token_only():
@@ -95,7 +152,7 @@ def test_previous_layer_variants_leave_the_first_layers_open():
     config = LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=4)
     assert ag.AttentionGates(config, small(layer_offset=1, first_layer=1)).layer_indices == [1, 2, 3]
     assert ag.AttentionGates(config, small(layer_offset=1, first_layer=2)).layer_indices == [2, 3]
-    with pytest.raises(ValueError, match="first_layer=4: the model has 4 layers"):
+    with refuses(ValueError, "first_layer=4", "4 layers"):
         ag.AttentionGates(config, small(first_layer=4))
 
 
@@ -106,17 +163,24 @@ def test_windowed_layers_of_a_mixed_model_have_no_gate():
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "parts"),
     [
-        ({"threshold": 1.0}, r"gate.threshold=1.0: expected a probability"),
-        ({"recent_tokens": 0}, r"gate.recent_tokens=0: expected at least 1"),
-        ({"scope": "global"}, r"gate.scope='global': expected causal or prompt"),
-        ({"layer_offset": 1}, r"gate.first_layer=0: expected at least 1 with gate.layer_offset=1"),
-        ({"layer_offset": 2, "first_layer": 2}, r"gate.layer_offset=2: expected 0"),
+        ({"threshold": 1.0}, ("gate.threshold=1.0",)),
+        ({"recent_tokens": 0}, ("gate.recent_tokens=0", "1")),
+        ({"scope": "global"}, ("gate.scope='global'", "causal", "prompt")),
+        ({"layer_offset": 1}, ("gate.first_layer=0", "1", "gate.layer_offset=1")),
+        ({"layer_offset": 2, "first_layer": 2}, ("gate.layer_offset=2", "0")),
+        ({"covers": "response"}, ("gate.covers='response'", "prompt", "all")),
+        ({"covers": "all", "scope": "prompt"}, ("gate.covers=all", "gate.scope=prompt", "gate.scope=causal")),
+        ({"window": -1}, ("gate.window=-1", "0")),
+        ({"window": 8, "kind": "linear"}, ("gate.window=8", "gate.kind=linear", "gate.window=0")),
+        ({"window": 8, "kind": "mlp"}, ("gate.window=8", "gate.kind=mlp", "gate.window=0")),
+        ({"window": 8, "scope": "prompt"}, ("gate.window=8", "gate.scope=prompt", "gate.window=0")),
+        ({"hidden": 0, "kind": "mlp"}, ("gate.hidden=0", "1")),
     ],
 )
-def test_wrong_values_are_named(values, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_values_are_named(values, parts):
+    with refuses(ValueError, *parts):
         ag.GateConfig(**values)
 
 

@@ -1,0 +1,181 @@
+"""Worked problems: the model writes the solution, and the answer on its last line counts.
+
+Most of what the answer needs was generated, so that a policy that evicts generated tokens is put to the test.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ag.data.problems import ANY, KINDS, answer_of, generate
+from ag.data.worked import encode
+from ag.engine import EvictionCache, Policy, prefill
+from ag.errors import require
+from ag.evaluate.tasks.base import LeftOut, Outcome, Sample, Task
+from ag.evaluate.tasks.follow import end_tokens, feed
+from ag.model.hooks import lm_logits
+
+SPARE = 16  # tokens that a solution may be longer than the right one
+
+
+@dataclass(frozen=True)
+class Question(Sample):
+    """A problem.
+
+    Attributes:
+        kind: ``addition``, ``sorting`` or ``variables``.
+        answer: what the last line must say.
+        most: tokens that the solution may have.
+    """
+
+    kind: str
+    answer: str
+    most: int
+
+
+class Written(NamedTuple):
+    """A finished text of a batch.
+
+    Attributes:
+        row: of the batch as it was given.
+        tokens: what was generated, without the end.
+        seen: tokens that the cache saw, the prompt's included.
+        kept: share of their (layer, KV head) entries that it holds at the end.
+        kv_bytes: of these.
+    """
+
+    row: int
+    tokens: list[int]
+    seen: int
+    kept: float
+    kv_bytes: int
+
+
+@dataclass(frozen=True)
+class Worked(Task):
+    """Problems of :mod:`ag.data.problems`, from a split that training never sees, whatever its seed.
+
+    In an outcome ``tokens`` counts prompt and solution, and ``kept`` is the share of both that was held at the end.
+
+    Attributes:
+        kind: of the problems; ``worked``: all kinds.
+        problems: how many there are.
+        solution_min: fewest tokens of a right solution, with SmolLM2's tokenizer.
+        solution_max: most of them.
+        batch: problems that are solved together.
+        seed: of the generator.
+    """
+
+    kind: str = ANY
+    problems: int = 200
+    solution_min: int = 200
+    solution_max: int = 400
+    batch: int = 16
+    seed: int = 0
+
+    metric: ClassVar[str] = "exact match"
+    unit: ClassVar[str] = "problems"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        require(self, "kind", self.kind in (ANY, *KINDS), f"{ANY} or one of {', '.join(KINDS)}")
+        for name in ("problems", "batch"):
+            value = getattr(self, name)
+            require(self, name, type(value) is int and value > 0, "a whole number, at least 1")
+        shortest, longest = self.solution_min, self.solution_max
+        require(self, "solution_min", type(shortest) is int and shortest >= 20, "a number of tokens, at least 20")
+        require(self, "solution_max", type(longest) is int and longest >= shortest, "at least solution_min")
+
+    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+        """Generate the problems; see :meth:`ag.evaluate.tasks.Task.read`."""
+        for index in range(self.problems):
+            problem = generate(self.seed, "test", index, self.solution_min, self.solution_max, self.kind)
+            [row] = encode(tokenizer, [problem], 1 << 20)
+            length = row.prompt_length or 0
+            prompt, most = row.tokens[:length].tolist(), len(row.tokens) - length + SPARE
+            if length + most > max_tokens:
+                yield "too long"
+            else:
+                yield Question(f"{problem.kind}-{index}", prompt, problem.kind, problem.answer, most)
+
+    def run(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        policies: Sequence[Policy],
+        samples: Sequence[Question],
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Run policies over samples; see :meth:`ag.evaluate.tasks.Task.run`."""
+        device, stop = next(model.parameters()).device, end_tokens(model, tokenizer.eos_token_id)
+        for start in range(0, len(samples), self.batch):
+            group = samples[start : start + self.batch]
+            longest = max(len(sample.prompt) for sample in group)
+            ids = [sample.prompt + [0] * (longest - len(sample.prompt)) for sample in group]
+            mask = [[i < len(sample.prompt) for i in range(longest)] for sample in group]
+            caches = prefill(model, policies, torch.tensor(ids, device=device), torch.tensor(mask, device=device))
+            outcomes: list[tuple[int, Outcome]] = []
+            for index in range(len(policies)):
+                cache, last = caches.pop(0)  # freed before the next policy generates
+                begin = time.perf_counter()
+                written = sorted(greedy_batch(model, cache, last, [sample.most for sample in group], stop))
+                seconds = (time.perf_counter() - begin) / len(group)
+                for sample, text in zip(group, written, strict=True):
+                    answer = answer_of(str(tokenizer.decode(text.tokens, skip_special_tokens=True)))
+                    tags: dict[str, str | int | float] = {
+                        "kind": sample.kind,
+                        "generated": len(text.tokens),
+                        "answer": answer,
+                    }
+                    score = float(answer == sample.answer)
+                    outcome = Outcome(sample.id, score, text.seen, text.kept, text.kv_bytes, seconds, tags)
+                    outcomes.append((index, outcome))
+            yield from outcomes
+
+
+@torch.no_grad()
+def greedy_batch(
+    model: nn.Module, cache: EvictionCache, last: Tensor, most: Sequence[int], stop: set[int]
+) -> Iterator[Written]:
+    """Continue prompts by the likeliest tokens, and yield each text when it ends; its sequence then leaves the cache.
+
+    Args:
+        model: the model.
+        cache: holds B prompts; it is used up.
+        last: ``[B, d]``, the final hidden state of the last token of each.
+        most: at most so many tokens of each.
+        stop: tokens that end a text; they are not part of it.
+    """
+    texts: list[list[int]] = [[] for _ in most]
+    rows = list(range(len(most)))  # that go on
+    while rows:
+        going = []
+        for place, token in enumerate(lm_logits(model, last).argmax(-1).tolist()):
+            text = texts[rows[place]]
+            if token not in stop:
+                text.append(token)
+            if token in stop or len(text) == most[rows[place]]:
+                yield Written(rows[place], text, *held(cache, place))
+            else:
+                going.append(place)
+        if going and len(going) < len(rows):
+            cache.batch_select_indices(torch.tensor(going, device=last.device))
+        rows = [rows[place] for place in going]
+        if rows:
+            tokens = torch.tensor([[texts[row][-1]] for row in rows], device=last.device)
+            last = feed(model, cache, tokens)[:, -1]
+
+
+def held(cache: EvictionCache, place: int) -> tuple[int, float, int]:
+    """Return of one sequence of a cache the tokens seen, the share of their entries that is held, and its bytes."""
+    stores = [layer.store for layer in cache.evicting_layers if layer.store is not None]
+    own = [int(store.lengths.view(-1, store.kv_heads)[place].sum()) for store in stores]
+    sizes = [store.nbytes * mine / max(int(store.lengths.sum()), 1) for store, mine in zip(stores, own, strict=True)]
+    seen = int(cache.valid[place].sum())
+    return seen, sum(own) / (seen * sum(store.kv_heads for store in stores)), round(sum(sizes))

@@ -1,0 +1,138 @@
+"""Made-up problems with a written-out solution, whose last line is the answer.
+
+The solution is long and the prompt short, so that most of what the answer needs was written by the model itself:
+
+- ``addition``: long numbers in columns, ones first, each place named by a letter: ``a4+7 b8+3``. A step copies a
+  column, adds the carry and names the digit of the sum by the capital letter: ``a4+7+0=11 A1``. The answer collects the
+  digits from the highest place down, the reverse of the order in which they were written.
+- ``sorting``: two-digit numbers, each inserted into the sorted list of those before it, which is written out again.
+- ``variables``: a program of numbered lines over variables that hold one digit; ``c=a+b`` adds without carry, and
+  variables are overwritten. A line's trace names what it reads and writes: ``14 c=a+b: A4 B7 C1``. The answer is what
+  each variable holds at the end.
+
+Digits are single tokens, and a letter is followed by a digit or a sign, so that problems look alike in tokens. Each
+problem belongs to one split by a hash of its prompt, whatever the seed: no split can hold a problem of another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from string import ascii_lowercase
+from typing import NamedTuple
+
+ANSWER = "Answer: "  # begins the last line
+ANY = "worked"  # a kind drawn for each problem
+MOST_NUMBERS = 4  # that are added
+VARIABLES = "abcdefgh"
+FIRST_LINE = 10  # number of a program's first line; all have two digits
+_SPLITS = {"validation": range(1), "test": range(1, 2), "train": range(2, 8)}  # eighths of the hashes
+
+
+class Problem(NamedTuple):
+    """A problem and its solution.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        prompt: ends in ``Solution:``.
+        solution: follows it after a space; its last line is ``Answer: `` and the answer.
+    """
+
+    kind: str
+    prompt: str
+    solution: str
+
+    @property
+    def answer(self) -> str:
+        """What the last line says."""
+        return answer_of(self.solution)
+
+
+def answer_of(text: str) -> str:
+    """Return what follows the last ``Answer:`` of a solution on its line, without spaces around; else nothing."""
+    _, found, rest = text.rpartition(ANSWER.strip())
+    return rest.partition("\n")[0].strip() if found else ""
+
+
+def generate(seed: int, split: str, index: int, shortest: int, longest: int, kind: str = ANY) -> Problem:
+    """Make one problem.
+
+    Args:
+        seed: seed of the data.
+        split: ``train``, ``validation`` or ``test``; no prompt is of two, also with different seeds.
+        index: row of the split; a problem depends on these arguments only.
+        shortest: fewest tokens of the solution with SmolLM2's tokenizer, its end included, but for a last whole step.
+        longest: most of them. Additions end at 26 places of four numbers, with 446 tokens.
+        kind: one of :data:`KINDS`, or ``worked``: drawn.
+    """
+    rng = random.Random(f"{seed}/{split}/{index}/{kind}")
+    while True:
+        name = rng.choice(list(KINDS)) if kind == ANY else kind
+        problem = Problem(name, *KINDS[name](rng, rng.randint(shortest, longest)))
+        digest = hashlib.sha256(problem.prompt.encode()).digest()
+        if digest[0] % 8 in _SPLITS[split]:
+            return problem
+
+
+def addition(rng: random.Random, tokens: int) -> tuple[str, str]:
+    """Add two or more numbers; the highest place is empty, so that the last carry has room."""
+    numbers = 2
+    while numbers < MOST_NUMBERS and tokens > _places_tokens(len(ascii_lowercase), numbers):
+        numbers += 1
+    places = 2
+    while places < len(ascii_lowercase) and _places_tokens(places + 1, numbers) <= tokens:
+        places += 1
+    letters, carry = ascii_lowercase[:places], 0
+    columns, steps, digits = [], [], []
+    for letter in letters:
+        column = [0 if letter == letters[-1] else rng.randrange(10) for _ in range(numbers)]
+        columns.append(letter + "+".join(map(str, column)))
+        total = sum(column) + carry
+        digits.append(f"{letter.upper()}{total % 10}")
+        steps.append(f"{columns[-1]}+{carry}={total:02d} {digits[-1]}")
+        carry = total // 10
+    return f"Add: {' '.join(columns)}\nSolution:", f"{' '.join(steps)}\n{ANSWER}{' '.join(digits[::-1])}"
+
+
+def _places_tokens(places: int, numbers: int) -> int:
+    return places * (9 + 2 * numbers) + 4
+
+
+def sorting(rng: random.Random, tokens: int) -> tuple[str, str]:
+    """Sort different numbers of two digits by insertion."""
+    count = 2
+    while count < 90 and 4 + 7 * (count + 1) + 3 * (count + 1) * (count + 2) // 2 <= tokens:
+        count += 1
+    items = rng.sample(range(10, 100), count)
+    lines = [f"{item}: {_listed(sorted(items[: done + 1]))}" for done, item in enumerate(items)]
+    return f"Sort: {_listed(items)}\nSolution:", "\n".join([*lines, f"{ANSWER}{_listed(sorted(items))}"])
+
+
+def _listed(items: list[int]) -> str:
+    return " ".join(map(str, items))
+
+
+def variables(rng: random.Random, tokens: int) -> tuple[str, str]:
+    """Follow variables through a program; the first lines give each its first value."""
+    names = VARIABLES[: max(2, min(len(VARIABLES), tokens // 30))]
+    lines = max(len(names) + 1, min(90, (tokens - 4 + 4 * len(names)) // 15))  # 15 tokens each, the first ones 9
+    holds: dict[str, int] = {}
+    program, trace = [], []
+    for number in range(FIRST_LINE, FIRST_LINE + lines):
+        reads = [] if len(holds) < len(names) else rng.sample(names, 2)
+        target = names[len(holds)] if not reads else rng.choice(names)
+        seen = [f"{name.upper()}{holds[name]}" for name in reads]
+        holds[target] = sum(holds[name] for name in reads) % 10 if reads else rng.randrange(10)
+        program.append(f"{number} {target}={'+'.join(reads) or holds[target]}")
+        trace.append(f"{program[-1]}: {' '.join([*seen, f'{target.upper()}{holds[target]}'])}")
+    answer = " ".join(f"{name.upper()}{holds[name]}" for name in names)
+    return "\n".join(["Run:", *program, "Solution:"]), "\n".join([*trace, f"{ANSWER}{answer}"])
+
+
+#: The kinds of problems by the name that ``data.name`` gives them: prompt and solution of about so many tokens.
+KINDS: dict[str, Callable[[random.Random, int], tuple[str, str]]] = {
+    "addition": addition,
+    "sorting": sorting,
+    "variables": variables,
+}

@@ -1,0 +1,73 @@
+"""Rows of worked problems (:mod:`ag.data.problems`) to train on; the loss is on the solution, which ends with EOS."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ag.data.collate import Collator, Row, padding_token
+from ag.data.module import Counts, DataModule
+from ag.data.problems import Problem, generate
+from ag.data.sft import Encoder
+from ag.data.sources import DataError
+from ag.data.templates import Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ag.config import Config
+
+TRAIN_ROWS = 4000
+VALIDATION_ROWS = 200
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], limit: int) -> list[Row]:
+    """Tokenise problems; a row ends with the end-of-sequence token, after which nothing comes.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        problems: the problems.
+        limit: longest row in tokens.
+
+    Raises:
+        DataError: a problem does not fit, or the tokenizer has no end-of-sequence token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"the tokenizer {tokenizer.name_or_path} has no end-of-sequence token: set tokenizer.eos_token")
+    examples = [Example(problem.prompt, [problem.solution], 0) for problem in problems]
+    rows = [row for [row] in Encoder(tokenizer, sys.maxsize).encode(examples, "worked", every_choice=False)]
+    longest = max((len(row.tokens) + 1 for row in rows), default=0)
+    if longest > limit:
+        raise DataError(
+            f"a worked problem has {longest} tokens, more than a row of {limit}: raise data.max_length, lower "
+            "data.solution_max, or use a model with a longer context"
+        )
+    return [row._replace(tokens=np.append(row.tokens, np.int32(tokenizer.eos_token_id))) for row in rows]
+
+
+def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+    """Generate and tokenise problems; the loss is on the solution.
+
+    ``data.train_samples`` and ``data.val_samples`` say how many (default 4000 and 200).
+
+    Args:
+        config: the run; ``data`` and ``seed`` are read.
+        tokenizer: the model's tokenizer.
+        context: the model's longest input in tokens.
+
+    Raises:
+        DataError: a problem does not fit.
+    """
+    data = config.data
+
+    def rows(split: str, number: int) -> list[Row]:
+        made = [generate(config.seed, split, i, data.solution_min, data.solution_max, data.name) for i in range(number)]
+        return encode(tokenizer, made, min(data.max_length, context))
+
+    train = rows("train", TRAIN_ROWS if data.train_samples is None else data.train_samples)
+    validation = rows("validation", VALIDATION_ROWS if data.val_samples is None else data.val_samples)
+    collator = Collator(padding_token(tokenizer))
+    return DataModule(train, [[row] for row in validation], collator, data, config.seed, Counts())

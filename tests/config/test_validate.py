@@ -1,0 +1,143 @@
+"""Combinations of keys that make no sense, and their neighbours that do."""
+
+from typing import Any
+
+import pytest
+from refused import names
+from schemas import fit
+
+from ag.config import Config
+
+DOCUMENTS = "data.kind=text data.name=c data.packing=packed data.cross_documents=false"
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("train=lora loss.objective=regress", "train=lora loss.objective=lm"),
+        ("train=lora loss.objective=kl", "train=lora loss.objective=lm"),
+        ("train=lora warmup.regress_steps=5", "train=lora warmup.regress_steps=5"),
+        ("loss.objective=regress", "loss.objective=regress train=gates+lora"),
+        ("train=gates loss.objective=regress warmup.regress_steps=1", "warmup.regress_steps=1 loss.objective=regress"),
+        ("trainer.max_steps=0", "trainer.max_steps=0 -1"),
+        ("warmup.regress_steps=11 trainer.max_steps=10", "warmup.regress_steps=11 trainer.max_steps=10"),
+        ("optim.warmup_steps=11 trainer.max_steps=10", "optim.warmup_steps=11 trainer.max_steps=10"),
+        (
+            "loss.anneal_steps=11 trainer.max_steps=10",
+            "loss.anneal_steps=11 trainer.max_steps=10 warmup.regress_steps=0",
+        ),
+        (
+            "loss.anneal_steps=8 warmup.regress_steps=3 trainer.max_steps=10",
+            "loss.anneal_steps=8 warmup.regress_steps=3",
+        ),
+        ("train=gates loss.objective=regress loss.anneal_steps=5", "loss.anneal_steps=5 loss.objective=regress"),
+        ("lora.targets=[]", "lora.targets=[] train=gates"),
+        ("export.merge=true train=gates", "export.merge=true train=gates export.merge=false"),
+        ("export.merge=true model.quantization=nf4", "export.merge=true model.quantization=nf4 export.merge=false"),
+        (
+            "trainer.strategy=fsdp2 model.quantization=nf4",
+            "model.quantization=nf4 trainer.strategy=fsdp2 trainer.strategy=ddp",
+        ),
+        ("export.push_to_hub=me/gates train=lora", "export.push_to_hub train=lora"),
+        ("data.cache=kept", "data.cache=kept data.kind=facts data.streaming=false"),
+        ("data.name=piqa", "data.name=piqa data.kind=facts data.kind=sft"),
+        ("data.kind=sft", "data.name=facts data.kind=sft data.kind=facts"),
+        ("data.kind=sft data.name=bolq", "data.name=bolq boolq?"),
+        ("data.root=x", "data.root=x data.kind=facts data.kind=sft"),
+        ("data.kind=worked", "data.name=facts data.kind=worked worked addition"),
+        ("data.kind=worked data.name=worked data.root=x", "data.root=x data.kind=worked"),
+        ("data.kind=worked data.name=worked data.solution_min=500", "data.solution_min=500 data.solution_max"),
+        ("data.kind=worked data.name=sorting data.solution_max=1024", "data.solution_max data.max_length"),
+        ("data.packing=packed", "data.packing=packed data.kind=facts data.packing=split"),
+        (
+            "data.kind=text data.name=c data.packing=packed gate.scope=prompt",
+            "gate.scope=prompt data.packing=packed gate.scope=causal",
+        ),
+        (
+            "data.kind=text data.name=c data.packing=packed gate.prefill=dense",
+            "gate.prefill=dense data.packing=packed gate.prefill=sparse",
+        ),
+        ("data.cross_documents=false", "data.cross_documents=false data.packing=split data.packing=packed"),
+        (
+            "data.kind=text data.name=c data.cross_documents=false",
+            "data.cross_documents=false data.packing=split data.packing=packed",
+        ),
+        (
+            f"{DOCUMENTS} train=gates loss.objective=regress",
+            "data.cross_documents=false loss.objective=regress data.cross_documents=true",
+        ),
+        (
+            f"{DOCUMENTS} warmup.regress_steps=5",
+            "data.cross_documents=false warmup.regress_steps=5 data.cross_documents=true",
+        ),
+        ("data.streaming=true", "data.streaming=true data.kind=facts data.streaming=false"),
+        ("data.kind=text data.name=c data.streaming=true", "data.streaming=true trainer.max_steps=-1"),
+        ("data.prompt_min=600", "data.prompt_min=600 data.prompt_max=512"),
+        ("data.max_length=511", "data.max_length=511 512 data.prompt_max"),
+        ("data.kind=text data.name=c data.max_length=575", "data.max_length=575 576 data.prompt_max"),
+        (
+            "model.dtype=bfloat16 trainer.precision=16-mixed",
+            "model.dtype=bfloat16 trainer.precision=16-mixed trainer.precision=bf16-mixed",
+        ),
+        (
+            "model.dtype=float16 trainer.precision=bf16-mixed",
+            "model.dtype=float16 trainer.precision=bf16-mixed trainer.precision=16-mixed",
+        ),
+        (
+            "model.quantization=nf4 trainer.precision=bf16-mixed",
+            "model.quantization=nf4 model.dtype=float32 trainer.precision=bf16-mixed model.dtype=bfloat16",
+        ),
+        (
+            "trainer.accelerator=cpu trainer.precision=16-mixed",
+            "trainer.precision=16-mixed trainer.accelerator=cpu bf16-mixed",
+        ),
+        (
+            "trainer.accelerator=cpu model.attn_implementation=flash_attention_2 model.dtype=bfloat16",
+            "model.attn_implementation=flash_attention_2 trainer.accelerator=cpu sdpa",
+        ),
+        (
+            "model.attn_implementation=flash_attention_2",
+            "model.attn_implementation=flash_attention_2 model.dtype=float32 model.dtype=bfloat16",
+        ),
+    ],
+)
+def test_combinations_that_make_no_sense(error: Any, argv: str, expected: str) -> None:
+    names(error(*argv.split()), *expected.split())
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "data.kind=text data.name=c data.packing=packed gate.scope=prompt train=lora",
+        f"{DOCUMENTS} loss.objective=kl",
+        f"{DOCUMENTS} train=lora",
+        "data.kind=text data.name=c data.max_length=576",
+        "data.kind=text data.name=c data.streaming=true trainer.max_steps=1",
+        "warmup.regress_steps=10 optim.warmup_steps=10 trainer.max_steps=10",
+        "model.quantization=nf4 trainer.precision=bf16-mixed model.dtype=bfloat16",
+        "train=gates lora.targets=[]",
+        "loss.anneal_steps=7 warmup.regress_steps=3 trainer.max_steps=10",
+        "loss.anneal_steps=7",
+        "data.kind=worked data.name=sorting data.solution_min=400 data.solution_max=400",
+        "gate.layer_offset=1 gate.first_layer=1",
+    ],
+)
+def test_their_neighbours_do(argv: str) -> None:
+    assert isinstance(fit(*argv.split()), Config)
+
+
+@pytest.mark.parametrize(
+    ("argv", "warned"),
+    [
+        ("loss.beta=0.51", True),
+        ("loss.beta=0.5", False),
+        ("loss.beta=0.51 loss.mean=hard", False),
+        ("loss.beta=0.51 train=lora", False),
+        ("loss.beta=0.51 loss.alpha=0", False),
+    ],
+)
+def test_a_target_above_the_threshold_is_a_warning(capsys: Any, argv: str, warned: bool) -> None:
+    fit(*argv.split())
+    err = capsys.readouterr().err
+    assert err.startswith("ag.fit: warning: loss.beta=0.51 is above gate.threshold=0.5") == warned
+    assert err.count("\n") == warned

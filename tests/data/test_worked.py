@@ -1,0 +1,158 @@
+"""Worked problems, solved again from their prompts by programs that know nothing of how they are made."""
+
+import hashlib
+import re
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+import ag.data
+from ag.data import DataError
+from ag.data.problems import ANY, KINDS, answer_of, generate
+from ag.data.worked import encode
+
+PROBLEMS = {kind: [generate(0, "train", i, 120, 400, kind) for i in range(60)] for kind in KINDS}
+
+
+def each(kind):
+    for problem in PROBLEMS[kind]:
+        *steps, answer = problem.solution.split("\n")
+        assert answer == f"Answer: {problem.answer}" and problem.prompt.endswith("\nSolution:")
+        yield problem.prompt.removesuffix("\nSolution:"), steps, problem.answer
+
+
+def test_sums():
+    for prompt, [steps], answer in each("addition"):
+        columns = [part[1:].split("+") for part in prompt.removeprefix("Add: ").split()]
+        numbers = [int("".join(reversed(digits))) for digits in zip(*columns, strict=True)]
+        assert len(numbers) >= 2 and all(len(column) == len(numbers) for column in columns)
+        assert "".join(re.findall(r"\d", answer)) == str(sum(numbers)).zfill(len(columns))
+        assert re.findall("[A-Z]", answer) == sorted(re.findall("[A-Z]", answer), reverse=True)
+        carried = 0
+        for place, letter, summands, total, name, digit in re.findall(r"((\w)([\d+]+)=(\d\d)) (\w)(\d)", steps):
+            assert place.startswith(letter) and name == letter.upper()
+            *own, carry = [int(x) for x in summands.split("+")]
+            assert own == [int(x) for x in columns[ord(letter) - ord("a")]]
+            assert (carry, int(total)) == (carried, sum(own) + carry)
+            assert int(digit) == int(total) % 10
+            carried = int(total) // 10
+        assert carried == 0 and steps.count("=") == len(columns)
+
+
+def test_sorted_lists():
+    for prompt, steps, answer in each("sorting"):
+        items = prompt.removeprefix("Sort: ").split()
+        assert len(set(items)) == len(items) == len(steps)
+        assert answer.split() == sorted(items, key=int)
+        for done, (item, step) in enumerate(zip(items, steps, strict=True), 1):
+            assert step == f"{item}: {' '.join(sorted(items[:done], key=int))}"
+
+
+def test_programs():
+    overwritten = 0
+    for prompt, steps, answer in each("variables"):
+        lines, holds = prompt.removeprefix("Run:\n").split("\n"), {}
+        assert len(lines) == len(steps)
+        for line, step in zip(lines, steps, strict=True):
+            target, expression = re.fullmatch(r"\d\d (\w)=(\S+)", line).groups()
+            before = [f"{name.upper()}{holds[name]}" for name in re.findall("[a-z]", expression)]
+            overwritten += target in holds
+            holds[target] = eval(expression, {}, holds) % 10  # text of this test's own generator
+            assert step == f"{line}: {' '.join([*before, f'{target.upper()}{holds[target]}'])}"
+        assert answer == " ".join(f"{name.upper()}{holds[name]}" for name in sorted(holds))
+        assert [line.split()[0] for line in lines] == [str(10 + i) for i in range(len(lines))]
+    assert overwritten > 300
+
+
+def test_generated_again_is_the_same():
+    for kind, problems in PROBLEMS.items():
+        assert [generate(0, "train", i, 120, 400, kind) for i in range(60)] == problems
+        assert generate(1, "train", 0, 120, 400, kind) != problems[0]
+        assert len({problem.prompt for problem in problems}) == 60
+
+
+def test_golden_rows():
+    """The generator must not change under a recipe or a comparison that names a seed."""
+    texts = "".join(f"{p.prompt} {p.solution}" for problems in PROBLEMS.values() for p in problems)
+    assert hashlib.sha256(texts.encode()).hexdigest()[:16] == "732092846c80101b"
+
+
+def test_no_prompt_is_of_two_splits():
+    """Sums of two digits: a hundred problems, so few that an undivided draw would repeat them."""
+    drawn = [
+        {generate(seed, split, i, 20, 20, "addition").prompt for seed in range(3) for i in range(400)}
+        for split in ("train", "validation", "test")
+    ]
+    assert sum(map(len, drawn)) == len(set.union(*drawn)) == 100
+    assert min(map(len, drawn)) > 4
+
+
+def test_all_kinds_are_drawn_alike():
+    heads = [generate(0, "train", i, 100, 200).prompt[:3] for i in range(300)]
+    assert {head: heads.count(head) > 75 for head in ("Add", "Sor", "Run")} == {"Add": True, "Sor": True, "Run": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("10: 10\nAnswer: 10 11", "10 11"),
+        ("Answer: 1\nAnswer:  2 \nmore", "2"),
+        ("10: 10", ""),
+        ("Answer:", ""),
+    ],
+)
+def test_answer_of_a_text(text, answer):
+    assert answer_of(text) == answer
+
+
+def test_lengths_in_tokens(smollm2):
+    """Whole steps: at most what was asked for, and less by at most one step; a sorting's step is its list."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    for kind, step in {"addition": 18, "sorting": 75, "variables": 15}.items():
+        for tokens in (120, 200, 320, 440, *(() if kind == "addition" else (620, 800))):
+            rows = encode(tokenizer, [generate(3, "test", i, tokens, tokens, kind) for i in range(8)], 2048)
+            lengths = [len(row.tokens) - row.prompt_length for row in rows]
+            assert tokens - step < min(lengths) <= max(lengths) <= tokens, (kind, tokens)
+
+
+def test_digits_and_letters_are_single_tokens(smollm2):
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    rows = encode(tokenizer, [problem for problems in PROBLEMS.values() for problem in problems], 2048)
+    known = {"Answer", "Add", "Sort", "Run", "Solution"}
+    for row in rows:
+        pieces = {tokenizer.decode([token]).strip() for token in row.tokens[:-1]}
+        assert {piece for piece in pieces if len(piece) > 1} <= known
+
+
+def test_data_module(make_config, tokenizer):
+    sizes = {"train_samples": 12, "val_samples": 5, "batch_size": 4, "val_batch_size": 5, "max_length": 1024}
+    config = make_config(kind="worked", name="worked", solution_min=60, solution_max=90, **sizes)
+    module = ag.data.build(config, tokenizer, 4096)
+    assert len(module.train_rows) == 12 and len(module.val_rows) == 5
+    batch = next(iter(module.val_dataloader()))
+    assert "question" not in batch
+    for i in range(5):
+        problem = generate(config.seed, "validation", i, 60, 90)
+        ids, labels = batch["input_ids"][i][batch["attention_mask"][i]], batch["labels"][i]
+        length = int(batch["prompt_length"][i])
+        assert tokenizer.decode(ids[:length]) == problem.prompt
+        assert tokenizer.decode(labels[labels >= 0]) == f" {problem.solution}{tokenizer.eos_token}"
+        assert (labels[:length] == -100).all()
+        assert int(ids[-1]) == tokenizer.eos_token_id and np.count_nonzero(ids == tokenizer.eos_token_id) == 1
+
+
+def test_a_problem_that_does_not_fit(make_config, tokenizer):
+    config = make_config(kind="worked", name="variables", max_length=120, solution_min=60, solution_max=110)
+    with pytest.raises(DataError, match=r"has \d+ tokens, more than a row of 120: raise data.max_length"):
+        ag.data.build(config, tokenizer, 4096)
+    config.data.max_length = 2048
+    with pytest.raises(DataError, match=r"has \d+ tokens, more than a row of 100: "):
+        ag.data.build(config, tokenizer, 100)
+
+
+def test_kinds_of_the_table_make_their_own_prompts():
+    heads = {kind: {(p.kind, p.prompt.split()[0]) for p in problems} for kind, problems in PROBLEMS.items()}
+    wanted = {"addition": "Add:", "sorting": "Sort:", "variables": "Run:"}
+    assert heads == {kind: {(kind, head)} for kind, head in wanted.items()}
+    assert ANY not in KINDS

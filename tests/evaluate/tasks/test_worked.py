@@ -1,0 +1,174 @@
+"""Worked problems: batches against one text at a time, what is held at the end, and answers that a model has learnt."""
+
+import io
+
+import pytest
+import torch
+from gates_for import gates_for
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+
+import ag
+from ag.compare import CompareConfig, compare
+from ag.config import Config, DataConfig
+from ag.config.recipes import dump
+from ag.data.problems import generate
+from ag.data.worked import encode
+from ag.errors import UserError
+from ag.evaluate.tasks import make
+from ag.gates import export
+
+SIZES = {"solution_min": 20, "solution_max": 70}
+
+
+def load(tokenizer, limit=5, max_tokens=512, **options):
+    task = make("worked", **SIZES | options)
+    return task, task.load(tokenizer, limit, max_tokens)
+
+
+def alone(model, policy, sample):
+    """The text that ``model.generate`` gives of one prompt, and its cache."""
+    cache = ag.EvictionCache(model, policy)
+    tokens = model.generate(
+        torch.tensor([sample.prompt]), past_key_values=cache, max_new_tokens=sample.most, do_sample=False
+    )
+    text = tokens[0, len(sample.prompt) :].tolist()
+    return text[: text.index(2)] if 2 in text else text, cache
+
+
+def test_problems_are_of_the_test_split(tiny_tokenizer):
+    _, loaded = load(tiny_tokenizer, limit=12)
+    assert {sample.kind for sample in loaded.samples} == {"addition", "sorting", "variables"}
+    for i, sample in enumerate(loaded.samples):
+        problem = generate(0, "test", i, 20, 70)
+        assert sample.id == f"{problem.kind}-{i}" and sample.answer == problem.answer != ""
+        assert tiny_tokenizer.decode(sample.prompt) == problem.prompt
+        assert sample.most == len(problem.solution) + 2 + 16  # a space before it, its end, and 16 to spare
+    assert load(tiny_tokenizer, limit=12)[1] == loaded
+    assert load(tiny_tokenizer, limit=12, seed=1)[1] != loaded
+    assert {sample.kind for sample in load(tiny_tokenizer, kind="sorting")[1].samples} == {"sorting"}
+    sizes = [len(sample.prompt) + sample.most for sample in loaded.samples]
+    middle = sorted(sizes)[5]
+    left = load(tiny_tokenizer, limit=None, max_tokens=middle, problems=12)[1]
+    fitting = sum(size <= middle for size in sizes)
+    assert (len(left.samples), left.too_long) == (fitting, 12 - fitting) and fitting < 12
+
+
+def test_batches_are_what_each_text_is_alone(tiny_llama, tiny_tokenizer, tmp_path):
+    model = tiny_llama()
+    gates_for(model, recent_tokens=4).save_pretrained(tmp_path / "export")
+    policies = [
+        ag.policy("full"),
+        ag.policy("streaming_llm", 24, "every"),
+        ag.policy("h2o", 20, "steps:3"),
+        ag.policy(f"gates:{tmp_path / 'export'}"),
+    ]
+    task, loaded = load(tiny_tokenizer, limit=4, batch=3)
+    outcomes = list(task.run(model, tiny_tokenizer, policies, loaded.samples))
+    for index, policy in enumerate(policies):
+        mine = [outcome for at, outcome in outcomes if at == index]
+        assert [outcome.sample for outcome in mine] == [sample.id for sample in loaded.samples]
+        for outcome, sample in zip(mine, loaded.samples, strict=True):
+            text, cache = alone(model, policy, sample)
+            assert outcome.tags["generated"] == len(text)
+            assert outcome.tokens == cache.seen_tokens
+            assert outcome.kept == pytest.approx(cache.kept_share())
+            assert outcome.score == 0.0
+    full, streaming = ([o for at, o in outcomes if at == i] for i in (0, 1))
+    assert all(outcome.kept == 1.0 for outcome in full)
+    for outcome in streaming:
+        assert outcome.kept == pytest.approx(24 / outcome.tokens)
+        entry = 3 * 2 * 16 * 2 * 4  # layers, KV heads, dimensions, keys and values, bytes
+        assert 24 * entry <= outcome.kv_bytes <= 40 * entry  # a step and slack
+
+
+@pytest.fixture(scope="module")
+def learnt(tiny_llama, tiny_tokenizer):
+    """A model that knows the first three problems by heart."""
+    model = tiny_llama(attn_implementation="eager")
+    rows = encode(tiny_tokenizer, [generate(0, "test", i, 20, 70) for i in range(3)], 512)
+    longest = max(len(row.tokens) for row in rows)
+    ids, labels = torch.zeros(3, longest, dtype=torch.long), torch.full((3, longest), -100)
+    for i, row in enumerate(rows):
+        ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
+        labels[i, row.prompt_length : len(row.tokens)] = torch.tensor(row.tokens[row.prompt_length :])
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(300):
+        loss = model(ids, attention_mask=labels.ne(-100) | ids.ne(0), labels=labels, use_cache=False).loss
+        if float(loss.detach()) < 3e-3:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def test_right_answers_count(learnt, tiny_tokenizer):
+    task, loaded = load(tiny_tokenizer, limit=3)
+    policies = [ag.policy("full"), ag.policy("streaming_llm", 6, "every")]
+    outcomes = list(task.run(learnt, tiny_tokenizer, policies, loaded.samples))
+    full, few = ([outcome for at, outcome in outcomes if at == index] for index in (0, 1))
+    assert [outcome.score for outcome in full] == [1.0] * 3
+    assert [outcome.tags["answer"] for outcome in full] == [sample.answer for sample in loaded.samples]
+    assert [outcome.tags["generated"] for outcome in full] == [sample.most - 17 for sample in loaded.samples]
+    assert [outcome.score for outcome in few] == [0.0] * 3
+    assert {outcome.tags["kind"] for outcome in full} == {sample.kind for sample in loaded.samples}
+
+
+def test_every_policy_runs_with_the_adapter_of_the_gates(tiny_llama, tiny_tokenizer, tmp_path):
+    model = tiny_llama()
+    model.save_pretrained(tmp_path / "base")
+    tiny_tokenizer.save_pretrained(tmp_path / "base")
+    gates = gates_for(model)
+    torch.manual_seed(1)
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, lora).eval()
+    export.save(tmp_path / "export", gates, adapter=adapted)
+    config = CompareConfig(
+        model=str(tmp_path / "base"),
+        adapter=str(tmp_path / "export"),
+        policies=["full", f"gates:{tmp_path / 'export'}", "tova"],
+        budgets=[16],
+        schedule="every",
+        tasks=["worked"],
+        samples=2,
+        task_options={"worked": SIZES},
+        output=str(tmp_path / "out"),
+    )
+    comparison = compare(config, Console(file=io.StringIO()))
+    _, loaded = load(tiny_tokenizer, limit=2)
+    for entry, policy in zip(comparison.entries, ("full", f"gates:{tmp_path / 'export'}", None), strict=True):
+        assert entry.row.problem is None and entry.row.n == 2
+        policy = policy or ag.policy("tova", 16, "every", strict=False)
+        for outcome, sample in zip(entry.outcomes, loaded.samples, strict=True):
+            text, cache = alone(adapted, policy, sample)
+            assert (outcome.tags["generated"], outcome.tokens) == (len(text), cache.seen_tokens)
+            assert outcome.kept == pytest.approx(cache.kept_share())
+    kept = [entry.row.kept for entry in comparison.entries]
+    assert kept[0] == 1.0 and all(0 < share < 1 for share in kept[1:])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "division"}, "kind='division': expected worked or one of addition, sorting, variables"),
+        ({"batch": 0}, "batch=0: expected a whole number, at least 1"),
+        ({"problems": 1.5}, "problems=1.5: expected a whole number"),
+        ({"solution_min": 5}, "solution_min=5: expected a number of tokens, at least 20"),
+        ({"solution_min": 300, "solution_max": 200}, "solution_max=200: expected at least solution_min"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(UserError, match=message):
+        make("worked", **options)
+
+
+def test_a_run_on_worked_problems_is_evaluated_on_its_responses(tiny_tokenizer, tmp_path):
+    data = DataConfig(kind="worked", name="sorting", solution_min=30, solution_max=60, val_samples=3, max_length=400)
+    (tmp_path / "config.yaml").write_text(dump(Config(data=data)))
+    loaded = make("responses", run_folder=str(tmp_path)).load(tiny_tokenizer, None, 512)
+    for i, sample in enumerate(loaded.samples):
+        problem = generate(0, "validation", i, 30, 60, "sorting")
+        assert tiny_tokenizer.decode(sample.prompt) == problem.prompt
+        assert [tiny_tokenizer.decode(answer) for answer in sample.answers] == [f" {problem.solution}</s>"]
+    assert len(loaded.samples) == 3

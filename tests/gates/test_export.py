@@ -1,0 +1,185 @@
+"""Exports: what is written is what is read, and what is in the way is left alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from exports import MODEL, SMALL, assert_same, hidden, make_adapter, make_export, make_gates, snapshot
+from refused import refuses
+from safetensors.torch import load_file
+from transformers import Gemma2Config
+
+from ag.config.gate import GateConfig
+from ag.gates import export
+from ag.gates.export import ExportError
+from ag.gates.gate import AttentionGates
+
+PNG = b"\x89PNG\r\n\x1a\n picture"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        GateConfig(kind="linear", bias=0.0, threshold=0.3),
+        GateConfig(num_heads=3, head_dim=5, shortcut=True, granularity="query_head", recent_tokens=7, sink_tokens=2),
+        GateConfig(num_heads=1, head_dim=8, layer_offset=1, first_layer=2, scope="prompt", prefill="dense"),
+        GateConfig(kind="mlp", hidden=9, covers="all", granularity="query_head"),
+        GateConfig(num_heads=2, head_dim=4, window=3, covers="all", shortcut=True),
+    ],
+    ids=["attention", "linear", "query_head-shortcut", "offset-first_layer", "mlp-all", "window-all"],
+)
+def test_round_trip_is_bit_exact(tmp_path: Path, config: GateConfig) -> None:
+    gates = make_gates(config=config)
+    export.save(tmp_path / "e", gates)
+    loaded = AttentionGates.from_pretrained(tmp_path / "e", MODEL)
+    assert_same(loaded, gates)
+    assert not loaded.training
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+    hidden_states = torch.randn(2, 5, 64)
+    for ours, theirs in zip(loaded.layers.values(), gates.layers.values(), strict=True):
+        assert torch.equal(ours(hidden_states), theirs(hidden_states))
+
+
+def test_bfloat16_gates_are_written_as_the_same_values_in_float32(tmp_path: Path) -> None:
+    gates = make_gates().bfloat16()
+    export.save(tmp_path / "e", gates)
+    assert_same(AttentionGates.from_pretrained(tmp_path / "e"), gates)
+
+
+def test_methods_of_the_gates(tmp_path: Path) -> None:
+    gates = make_gates()
+    gates.save_pretrained(tmp_path / "a" / "b")
+    assert_same(AttentionGates.from_pretrained(tmp_path / "a" / "b"), gates)
+    assert export.adapter_path(tmp_path / "a" / "b") is None
+
+
+def test_alternating_windows_survive_without_the_model(tmp_path: Path) -> None:
+    model = Gemma2Config(num_hidden_layers=5, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    windowed = [index for index, kind in enumerate(model.layer_types) if kind == "sliding_attention"]
+    assert 0 < len(windowed) < 5
+    export.save(tmp_path / "e", make_gates(model=model))
+    loaded = AttentionGates.from_pretrained(tmp_path / "e", model)
+    assert loaded.layer_indices == [index for index in range(5) if index not in windowed]
+
+
+def test_content_of_the_folder(tmp_path: Path) -> None:
+    figure = tmp_path / "heat.png"
+    figure.write_bytes(PNG)
+    folder = tmp_path / "e"
+    metrics = {"kept": 0.4375, "val/loss": torch.tensor(2.5), "val/perplexity": float("inf")}
+    gates = make_gates()
+    export.save(
+        folder,
+        gates,
+        base_model="org/base",
+        base_revision="abc",
+        adapter=make_adapter(),
+        metrics=metrics,
+        figure=figure,
+    )
+    assert sorted(snapshot(folder)) == [
+        "README.md",
+        "adapter/adapter_config.json",
+        "adapter/adapter_model.safetensors",
+        "figure.png",
+        "gate_config.json",
+        "gates.safetensors",
+    ]
+    assert hidden(folder) == []
+    info = export.read_info(folder)
+    assert info["schema_version"] == "1.2"
+    assert info["versions"]["torch"] == torch.__version__
+    assert info["base_model"]["name"] == "org/base"
+    assert info["base_model"]["revision"] == "abc"
+    assert info["base_model"]["fingerprint"] == {
+        "model_type": "llama",
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "hidden_size": 64,
+        "windowed_layers": [],
+    }
+    assert info["gate"]["head_dim"] == 4
+    assert (info["gate"]["covers"], info["gate"]["window"], info["gate"]["hidden"]) == ("prompt", 0, 64)
+    assert info["keep_rate"] == 0.4375
+    assert info["metrics"] == {"val/loss": 2.5, "val/perplexity": None}
+    for name, digest in info["sha256"].items():
+        assert digest == hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    weights = load_file(folder / "gates.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {
+        f"layers.{layer}.{name}.weight": shape
+        for layer in range(3)
+        for name, shape in {"q_proj": (8, 64), "k_proj": (8, 64), "v_proj": (8, 64), "o_proj": (2, 8)}.items()
+    }
+    assert (folder / "figure.png").read_bytes() == PNG
+    assert json.loads((folder / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == "org/base"
+
+    card = (folder / "README.md").read_text()
+    _, front, body = card.split("---\n", 2)
+    assert yaml.safe_load(front)["base_model"] == "org/base"
+    for part in (
+        'ag.EvictionCache(model, "gates:PATH")',
+        "python -m ag.generate gates=PATH prompt=",
+        'ag.gates.export.load_adapter(model, "PATH")',
+        "| kept share of the prompt's entries | 0.4375 |",
+        "| val/loss | 2.5 |",
+        "| head_dim | 4 |",
+        "(figure.png)",
+        "revision `abc`",
+    ):
+        assert part in body
+
+
+def test_replacing_an_export_leaves_nothing_of_it(tmp_path: Path) -> None:
+    folder = make_export(tmp_path / "e")
+    export.save(folder, make_gates(7))
+    assert sorted(snapshot(folder)) == ["README.md", "gate_config.json", "gates.safetensors"]
+    assert_same(AttentionGates.from_pretrained(folder), make_gates(7))
+    assert hidden(folder) == []
+
+
+def test_an_empty_folder_and_a_link_to_an_export_are_filled(tmp_path: Path) -> None:
+    (tmp_path / "e").mkdir()
+    export.save(tmp_path / "e", make_gates(1))
+    (tmp_path / "link").symlink_to("e")
+    export.save(tmp_path / "link", make_gates(2))
+    assert (tmp_path / "link").is_symlink()
+    assert_same(AttentionGates.from_pretrained(tmp_path / "e"), make_gates(2))
+
+
+@pytest.mark.parametrize("extra", ["thesis.txt", "export/thesis.txt"], ids=["folder", "export"])
+def test_foreign_content_is_left_alone(tmp_path: Path, extra: str) -> None:
+    if extra.startswith("export"):
+        make_export(tmp_path / "work" / "export")
+    file = tmp_path / "work" / extra
+    file.parent.mkdir(exist_ok=True, parents=True)
+    file.write_text("years of work")
+    before = snapshot(tmp_path)
+    with refuses(ExportError, str(file.parent), file.name):
+        export.save(file.parent, make_gates(3))
+    with refuses(ExportError, str(file)):
+        export.save(file, make_gates(3))
+    assert snapshot(tmp_path) == before
+
+
+def test_a_figure_that_is_missing_costs_nothing(tmp_path: Path) -> None:
+    folder = make_export(tmp_path / "e")
+    before = snapshot(folder)
+    with pytest.raises(FileNotFoundError, match="none.png"):
+        export.save(folder, make_gates(3), figure=tmp_path / "none.png")
+    assert snapshot(folder) == before
+
+
+def test_gates_with_nan_are_not_written(tmp_path: Path) -> None:
+    gates = make_gates()
+    gates.layers["1"].o_proj.weight.data[0, 0] = float("inf")
+    with refuses(ExportError, "layers.1.o_proj.weight"):
+        export.save(tmp_path / "e", gates)
+    assert list(tmp_path.iterdir()) == []
