@@ -167,6 +167,8 @@ def test_the_first_word_names_the_mode():
         "length": (["prefill", "context=[0]"], ("context=[0]", "batch=[1]")),
         "geometry": (["prefill", "model=random:huge"], ("random:huge", "random:tiny")),
         "device": (["train", "device=cuda"], ("CUDA",)),
+        "kind": (["stream", "kinds=[mpl]"], ("kinds=['mpl']", "attention, linear, mlp")),
+        "room": (["stream", "context=[64]"], ("context=64", "recent=N")),
         "gates": (["decode", "policy=[gates]"], ("gates",)),
         "kind": (["stream", "kinds=[mpl]"], ("mpl", "attention", "linear", "mlp")),
         "room": (["stream", "context=[64]"], ("64", "128")),

@@ -32,7 +32,7 @@ TASKS = {
     "obqa_sft": "openbookqa",
 }
 CPT = ["redpajama_cpt", "mistral_cpt", "redpajama_cpt_gates_only"]
-OTHERS = ["quickstart", "smollm2_boolq", "smollm2_corpus", "smollm2_quarter", "smollm2_stream", "smollm2_worked"]
+OTHERS = ["quickstart", *(f"smollm2_{name}" for name in ("boolq", "corpus", "quarter", "remember", "stream", "worked"))]
 COMPARISONS = {  # cells, and the published score of the full cache that the comment must name
     "compare_parts": (1 + 31 * 3, "docs/results.md"),
     "compare_retrieval": ((1 + 6 * 4) * 4, "after eviction"),
