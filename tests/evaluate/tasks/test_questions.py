@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gates_for import gates_for
 
 import ag
 from ag.errors import UserError
 from ag.evaluate.tasks import GROUPS, make
 from ag.evaluate.tasks.follow import feed
 from ag.evaluate.tasks.questions import blanks, divided
+from ag.gates import export
 from ag.model.hooks import lm_logits
 
 NATS = 1e-4
@@ -67,14 +69,18 @@ def test_asking_after_is_asking_before_where_nothing_is_evicted(name, root, tiny
     assert max(changed) > 1e-3  # the policy sees the question in one of them only
 
 
-@pytest.mark.parametrize("policy", ["full", "h2o"])
-def test_nats_and_hits_by_hand(policy, root, tiny_llama, tiny_tokenizer, step_by_step):
+@pytest.mark.parametrize("policy", ["full", "h2o", "gates", "gates@heads"])
+def test_nats_and_hits_by_hand(policy, root, tiny_llama, tiny_tokenizer, step_by_step, tmp_path):
     """Token by token after prompt and question; the best of two answers counts, without its blank."""
     model = tiny_llama()
     task = make("hotpotqa", root)
     [sample] = task.load(tiny_tokenizer, None, 512).samples
     assert [tiny_tokenizer.decode(answer) for answer in sample.right] == [" Bob", " Al"]
-    made = ag.policy(policy, None if policy == "full" else 0.5)
+    if policy.startswith("gates"):
+        gates = gates_for(model, prefill="dense" if "@" in policy else "sparse")
+        export.save(tmp_path / "gates", gates, base_model="tiny")
+        policy = policy.replace("gates", f"gates:{tmp_path / 'gates'}")
+    made = ag.policy(policy, 0.5 if policy == "h2o" or "@" in policy else None)
     [(_, outcome)] = task.run(model, tiny_tokenizer, [made], [sample])
     by_hand = []
     for answer in sample.right:
