@@ -170,8 +170,6 @@ def test_the_first_word_names_the_mode():
         "kind": (["stream", "kinds=[mpl]"], ("kinds=['mpl']", "attention, linear, mlp")),
         "room": (["stream", "context=[64]"], ("context=64", "recent=N")),
         "gates": (["decode", "policy=[gates]"], ("gates",)),
-        "kind": (["stream", "kinds=[mpl]"], ("mpl", "attention", "linear", "mlp")),
-        "room": (["stream", "context=[64]"], ("64", "128")),
     }.values(),
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )
