@@ -23,7 +23,7 @@ from ag.errors import UserError
 from ag.gates.attach import attached_gates, check_geometry, place
 from ag.gates.gating import Gating
 from ag.model.geometry import fingerprint
-from ag.model.hooks import AttentionCall, Plan, decoder_of, device_of, instrument
+from ag.model.hooks import AttentionCall, Plan, check_rotations, decoder_of, device_of, instrument
 
 
 class EvictionCache(Cache, Plan):
@@ -84,8 +84,11 @@ class EvictionCache(Cache, Plan):
             if self.gates.adapter is not None:
                 self.gates.adapter.check(model, times=1)
             place(model, self.gates)
+            self.policy = self.policy.trained_with(self.gates)
         instrument(model)
-        self.rotation = Slots(self.decoder) if self.policy.positions == "slot" else Original()
+        self.rotation = Slots(self.decoder) if self.policy.positions == "slot" else Original(self.decoder)
+        if self.policy.scorer is not None and self.policy.scorer.turns:
+            check_rotations(self.decoder, repr(self.policy), "Use another policy.")
         #: The layers, with their own type.
         self.evicting_layers = [EvictionLayer(self.policy, self.rotation) for _ in self.decoder.layers]
         super().__init__(layers=[*self.evicting_layers])

@@ -22,6 +22,7 @@ from ag.engine.observe import Context, Keys, Observation, Queries
 from ag.engine.passes import Pass
 from ag.engine.policy import Policy
 from ag.engine.positions import Original
+from ag.engine.projection import output_weight
 from ag.engine.select import closing_order
 from ag.engine.storage import RaggedStore, Rows
 from ag.errors import UserError
@@ -268,6 +269,8 @@ class EvictionLayer(CacheLayerMixin):
                 decoding=not now.reading,
                 precise=self.policy.scorer is not None and self.policy.scorer.precise,
                 memory=self.memory,
+                turn=self.rotation.turn,
+                output=lambda: output_weight(call.module, call.q.shape[1]),
                 memo=call.memo,
             ),
         )

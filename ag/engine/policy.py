@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import UnionType
@@ -72,6 +72,14 @@ class Policy:
         parts = self.schedule.split("+")
         return 1 if "every" in parts else next((int(part[6:]) for part in parts if part.startswith("steps:")), None)
 
+    def trained_with(self, gates: AttentionGates) -> Policy:
+        """Return the policy that ranks by these gates, and protects what they were trained to rely on."""
+        if self.scorer is None or not self.by_gates:
+            return self
+        config = gates.config
+        # a query sees itself among its recent tokens, and the newest token held is the one before the next query
+        return replace(self, scorer=self.scorer.trained_with(config.sink_tokens, max(config.recent_tokens - 1, 0)))
+
     @property
     def lookback(self) -> int:
         """Earlier queries of the prompt that a decision has to be shown beside the new ones."""
@@ -99,10 +107,11 @@ def policy(
 
     Args:
         spec: ``SCORER[:PATH][+WRAPPER][@ALLOCATOR]``, see :class:`ag.engine.spec.PolicySpec`. Scorers: full,
-            streaming_llm, h2o, scissorhands, tova, snapkv, cake, knorm, random, ``gates`` (those attached to the model)
-            or ``gates:PATH`` (exported ones). Wrappers: vatp, caote, fastcaote, obcache_value, obcache_key,
-            obcache_joint. Allocators: uniform, pyramid, preference, heads. The name pyramidkv stands for
-            ``snapkv@pyramid`` (also before a wrapper), and cake without one for ``cake@preference``.
+            streaming_llm, h2o, scissorhands, tova, snapkv, cake, expected_attention, keydiff, knorm, random, ``gates``
+            (those attached to the model) or ``gates:PATH`` (exported ones). Wrappers: vatp, caote, fastcaote,
+            criticalkv, obcache_value, obcache_key, obcache_joint. Allocators: uniform, pyramid, preference, heads,
+            global. The name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), and cake without one for
+            ``cake@preference``.
         budget: tokens per KV head, or as a float in (0, 1] a share of each prompt's own tokens. Gates without a
             budget keep what their flags say; with one the most probable tokens stay.
         schedule: ``prefill``: once, after the prompt; ``blocks:m``: also within the prompt, after every m tokens, so
@@ -131,10 +140,11 @@ def policy(
     scorer = _scorer(parts, rest) if spec.evicts else None
     allocator = _allocator(parts, scorer, budget, rest)
     if rest:
-        made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
-        own = {f.name for part in made for f in fields(part)} - {"inner"} | set(_options(type(allocator)))
-        check_known(next(iter(rest)), sorted(own | set(ENGINE[: 3 if made else 1])), "option", str(spec))
-    return Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
+        parts_made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
+        own = {f.name for part in parts_made for f in fields(part)} - {"inner"} | set(_options(type(allocator)))
+        check_known(next(iter(rest)), sorted(own | set(ENGINE[: 3 if parts_made else 1])), "option", str(spec))
+    made = Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
+    return made if gates is None else made.trained_with(gates)
 
 
 def _check_full(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
@@ -177,6 +187,10 @@ def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
                 f"Policy '{spec}': {option}={options[option]} has no meaning, because {name} scores each head; leave "
                 "it out."
             )
+    if base.weighs and options.setdefault(base.weighs, False):
+        raise UserError(
+            f"Policy '{spec}': {base.weighs}=True has no meaning, because {name} weighs values; leave it out."
+        )
     for option, reason in base.unwrapped.items():
         if options.get(option):
             raise UserError(f"Policy '{spec}': {option} is {reason}; leave {name} out.")

@@ -22,8 +22,10 @@ from ag.engine.scorers import SCORERS
 from ag.engine.scorers.base import Scorer
 from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.controls import KNorm, Random
+from ag.engine.scorers.expected_attention import ExpectedAttention
 from ag.engine.scorers.gates import Gates
 from ag.engine.scorers.h2o import H2O
+from ag.engine.scorers.keydiff import KeyDiff
 from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
@@ -31,6 +33,7 @@ from ag.engine.scorers.tova import Tova
 from ag.engine.spec import ALIASES, PolicySpec
 from ag.engine.wrappers import WRAPPERS
 from ag.engine.wrappers.caote import Caote, FastCaote
+from ag.engine.wrappers.criticalkv import CriticalKV
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue
 from ag.engine.wrappers.vatp import Vatp
 from ag.errors import UserError
@@ -45,6 +48,8 @@ BASES = {
     "gates": Gates(),
     "random": Random(),
     "knorm": KNorm(),
+    "keydiff": KeyDiff(),
+    "expected_attention": ExpectedAttention(),
 }
 COMBINED = {
     "h2o+vatp": Vatp(inner=H2O()),
@@ -54,6 +59,8 @@ COMBINED = {
     "snapkv+obcache_key": OBCacheKey(inner=SnapKV()),
     "cake+obcache_joint": OBCacheJoint(inner=Cake()),
     "knorm+caote": Caote(inner=KNorm()),
+    "snapkv+criticalkv": CriticalKV(inner=SnapKV()),
+    "expected_attention+criticalkv": CriticalKV(inner=ExpectedAttention(values=False)),
     "gates+fastcaote": FastCaote(inner=Gates()),
     "pyramidkv+caote": Caote(inner=SnapKV()),
 }
@@ -317,7 +324,7 @@ def test_a_far_name_gets_no_suggestion(spec):
 )
 def test_wrappers_are_refused_with_the_reason(head, reason, wrapper):
     budget = None if head == "full" else 64
-    if head in ("knorm", "gates") and wrapper in ("caote", "fastcaote"):
+    if head in ("knorm", "gates") and wrapper in ("caote", "fastcaote", "criticalkv"):
         assert ag.policy(f"{head}+{wrapper}", budget=budget).scorer == WRAPPERS[wrapper](inner=BASES[head])
     else:
         with pytest.raises(UserError, match=f"{wrapper} cannot act on {head}, because {reason}"):

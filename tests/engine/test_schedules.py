@@ -44,16 +44,20 @@ SCORERS: dict[str, dict[str, Any]] = {
     "gates-recent": {"recent": 3, "sinks": 1},
     "random": {},
     "knorm": {"recent": 2},
+    "keydiff": {"sinks": 1},
+    "expected_attention": {"sinks": 2, "future": 8, "window": 6},
+    "expected_attention-mixture": {"sinks": 1, "future": 5, "window": 6, "mixture": True, "eps": 0.01},
 }
 WRAPPED = {base: list(WRAPPERS) for base in ("h2o", "snapkv", "tova", "cake")}
-WRAPPED |= dict.fromkeys(("knorm", "gates"), ["caote", "fastcaote"])
+WRAPPED |= dict.fromkeys(("knorm", "gates", "keydiff", "expected_attention"), ["caote", "fastcaote", "criticalkv"])
+WITHOUT_ROWS = ("gates", "random", "knorm", "keydiff", "expected_attention")
 PLAIN = [base for base in SCORERS if "-" not in base]
-UNEVEN = ["pyramid", "preference", "heads"]
+UNEVEN = ["pyramid", "preference", "heads", "global"]
 
 
 def possible(base: str, wrapper: str | None, allocator: str, schedule: str, **others: object) -> bool:
     """Whether the parts combine, as far as this file tries; ``gates@preference`` reads no prompt in blocks."""
-    refused = base.startswith("gates") and allocator == "preference" and "blocks" in schedule
+    refused = base.startswith("gates") and allocator in ("preference", "global") and "blocks" in schedule
     return not refused and (wrapper is None or wrapper in WRAPPED.get(base, []))
 
 
@@ -190,7 +194,7 @@ def test_smollm2_in_float64(small_model, name):
 @pytest.mark.parametrize(
     ("name", "reading", "writing", "family"),
     covering(
-        name=[*(name for name in SCORERS if name not in ("gates", "gates-recent", "random", "knorm")), "snapkv-avg"],
+        name=[*(name for name in SCORERS if name.partition("-")[0] not in WITHOUT_ROWS), "snapkv-avg"],
         reading=["", "blocks:1", "blocks:7", "blocks:16"],
         writing=["", "every", "steps:3", "steps:5"],
         family=["tiny_llama", "tiny_mistral"],
