@@ -17,7 +17,9 @@ from ag.engine.layer import EvictionLayer
 from ag.engine.passes import Pass, Tokens
 from ag.engine.policy import Option, Policy, policy
 from ag.engine.positions import Original, Slots
+from ag.engine.repeat import Repetition
 from ag.engine.report import Report
+from ag.engine.scorers.kvzip import KVzip
 from ag.engine.spec import PolicySpec
 from ag.errors import UserError
 from ag.gates.attach import attached_gates, check_geometry, place
@@ -307,7 +309,7 @@ class EvictionCache(Cache, Plan):
         In a prompt those which it, or a block of it, ends; later those that have grown by the steps of the schedule.
         """
         block, steps = self.policy.block, self.policy.steps
-        if self.decision is None or not (reading or steps is not None):
+        if self.decision is None or self.policy.rereads or not (reading or steps is not None):
             return None
         seen = self.valid.sum(1)
         if reading:
@@ -360,6 +362,15 @@ class EvictionCache(Cache, Plan):
 
     def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
         """Return the positions ``[B, w]`` that the model rotates the tokens at hand by."""
+        positions = self._positions(given, columns)
+        if self.repetition is not None:
+            real = self._pass.real
+            columns = torch.arange(self._before, self.valid.shape[1], device=real.device)
+            used = columns if positions is None else positions.to(real.device)
+            self._following = torch.where(real, used, -1).amax(1) + 1
+        return positions
+
+    def _positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
         now = self._pass
         if now.places is not None:
             return now.places
@@ -371,9 +382,16 @@ class EvictionCache(Cache, Plan):
             given = torch.arange(self._before, self.valid.shape[1], device=columns.device)[None]
         return given.expand(len(columns), -1).gather(1, columns.clamp_min(0))
 
+    def read(self, tokens: Tensor) -> None:
+        """Take note of the tokens of a forward pass, for a policy that lets the model repeat them."""
+        if self.repetition is not None:
+            self.repetition.read(tokens)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Let the layer's gate look at the prompt."""
+        if self.repetition is not None:
+            self.repetition.enter_layer(hidden)
         if self._pass.gating is not None:
             with torch.no_grad():
                 self._pass.gating.enter_layer(layer, hidden)
@@ -394,7 +412,10 @@ class EvictionCache(Cache, Plan):
         deciding = call.layer in self._sharing and (now.reading or self.policy.steps is not None)
         decision = self.decision if deciding else None
         if decision is None or not now.parts:
-            return layer.run(call, now, decision, self.evicting_layers)
+            out = layer.run(call, now, decision, self.evicting_layers)
+            if self.repetition is not None and self.repetition.active and call.layer in self._sharing:
+                self.repetition.measure(layer, call, now)
+            return out
         length = call.q.shape[2]
         out = F.pad(torch.zeros_like(call.q), (0, 0, 0, 1))  # the last column: of no token
         for part in now.parts:
@@ -410,6 +431,21 @@ class EvictionCache(Cache, Plan):
 
         Columns of padding have no meaning, so that nothing is lost; those on the right would otherwise be continued.
         """
+        out = self._ended(states)
+        if self.repetition is not None and not self.repetition.active and not self.repetition.done:
+            self._repeat()
+        return out
+
+    def _repeat(self) -> None:
+        """Let the model repeat the prompt once it is there, and evict; then be as if only the prompt had come."""
+        if self.repetition is None or self.seen_tokens < self.prompt_columns:
+            return
+        before, kept = self._pass, {name: getattr(self, name) for name in ("_before", "_right_padded", "_gaps")}
+        self.repetition.run(self, self._following)
+        self.now = replace(before, number=self._pass.number)
+        vars(self).update(kept)
+
+    def _ended(self, states: Tensor) -> Tensor:
         more = self.seen_tokens < self.prompt_columns  # a later part may hold nothing but padding of a sequence
         if not (more or self._right_padded):
             return states
@@ -448,6 +484,11 @@ class EvictionCache(Cache, Plan):
         """
         if self.policy.scorer is None:
             return
+        if self.policy.rereads:
+            raise UserError(
+                f"{self.policy!r} repeats a prompt before anything follows it; generate without an assistant model and "
+                "prompt lookup."
+            )
         if self.policy.steps is not None:
             raise UserError(
                 f"{self.policy!r} evicts while drafts come, and cannot take that back; generate without an assistant "
@@ -482,6 +523,10 @@ class EvictionCache(Cache, Plan):
         self._decided = torch.empty(0, dtype=torch.long)
         self.prompt_columns = 0
         self._gaps = False  # whether some sequence was padded on its right
+        scorer = getattr(self.policy.scorer, "inner", self.policy.scorer)
+        #: What lets the model repeat the prompt, for a policy that scores by that.
+        self.repetition = Repetition(scorer) if isinstance(scorer, KVzip) else None
+        self._following = torch.empty(0, dtype=torch.long)  # positions ``[B]`` of the tokens that come next
         self._expected = self._text = self._ends = self.decision = self.now = None
         for layer in self.evicting_layers:
             layer.reset()

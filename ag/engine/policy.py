@@ -72,6 +72,15 @@ class Policy:
         parts = self.schedule.split("+")
         return 1 if "every" in parts else next((int(part[6:]) for part in parts if part.startswith("steps:")), None)
 
+    @property
+    def rereads(self) -> bool:
+        """Whether a prompt is scored by a second reading, and evicted after that."""
+        return self.scorer is not None and self.scorer.rereads
+
+    def with_tokenizer(self, tokenizer: Any) -> Policy:
+        """Return the policy with what it needs of the model's tokenizer: the instructions of ``kvzip``."""
+        return self if self.scorer is None else replace(self, scorer=self.scorer.with_tokenizer(tokenizer))
+
     def trained_with(self, gates: AttentionGates) -> Policy:
         """Return the policy that ranks by these gates, and protects what they were trained to rely on."""
         if self.scorer is None or not self.by_gates:
@@ -83,7 +92,8 @@ class Policy:
     @property
     def lookback(self) -> int:
         """Earlier queries of the prompt that a decision has to be shown beside the new ones."""
-        return max(self.allocator.lookback, 0 if self.scorer is None else self.scorer.lookback)
+        needed = max(self.allocator.lookback, 0 if self.scorer is None else self.scorer.lookback)
+        return needed + self.rereads  # after a second reading nothing is new
 
     def capacity(self, lengths: Tensor) -> Tensor:
         """Return the tokens per KV head ``[B]`` that prompts of these lengths may keep, the mean over layers."""
@@ -107,11 +117,11 @@ def policy(
 
     Args:
         spec: ``SCORER[:PATH][+WRAPPER][@ALLOCATOR]``, see :class:`ag.engine.spec.PolicySpec`. Scorers: full,
-            streaming_llm, h2o, scissorhands, tova, snapkv, cake, expected_attention, keydiff, knorm, random, ``gates``
-            (those attached to the model) or ``gates:PATH`` (exported ones). Wrappers: vatp, caote, fastcaote,
+            streaming_llm, h2o, scissorhands, tova, snapkv, cake, expected_attention, keydiff, kvzip, knorm, random,
+            ``gates`` (those attached to the model) or ``gates:PATH`` (exported ones). Wrappers: vatp, caote, fastcaote,
             criticalkv, obcache_value, obcache_key, obcache_joint. Allocators: uniform, pyramid, preference, heads,
-            global. The name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), and cake without one for
-            ``cake@preference``.
+            global. The name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), cake without one for
+            ``cake@preference``, and kvzip for ``kvzip@global``.
         budget: tokens per KV head, or as a float in (0, 1] a share of each prompt's own tokens. Gates without a
             budget keep what their flags say; with one the most probable tokens stay.
         schedule: ``prefill``: once, after the prompt; ``blocks:m``: also within the prompt, after every m tokens, so
@@ -143,6 +153,8 @@ def policy(
         parts_made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
         own = {f.name for part in parts_made for f in fields(part)} - {"inner"} | set(_options(type(allocator)))
         check_known(next(iter(rest)), sorted(own | set(ENGINE[: 3 if parts_made else 1])), "option", str(spec))
+    if scorer is not None and scorer.rereads:
+        _check_reread(spec, schedule, engine)
     made = Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
     return made if gates is None else made.trained_with(gates)
 
@@ -230,6 +242,14 @@ def _check_type(what: str, value: Option, hint: Any) -> None:
         expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
     if not fits:
         raise UserError(f"{what}: expected {expected}.")
+
+
+def _check_reread(spec: PolicySpec, schedule: str, engine: Mapping[str, Any]) -> None:
+    """Refuse what does not go with scores that are made once, after the prompt."""
+    if schedule != "prefill":
+        raise UserError(f"Policy '{spec}' scores a prompt once, after it: schedule={schedule!r}: expected prefill.")
+    if engine.get("evict_before_attend"):
+        raise UserError(f"Policy '{spec}' scores what was read before; leave evict_before_attend out.")
 
 
 def _check_schedule(spec: PolicySpec, schedule: str) -> None:

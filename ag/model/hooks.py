@@ -85,6 +85,10 @@ class Plan(ABC):
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         """Start a forward pass over ``[B, T]`` new tokens; the mask is ``[B, seen + T]``, nonzero on real tokens."""
 
+    def read(self, tokens: Tensor) -> None:
+        """Look at the ids ``[B, T]`` or embeddings ``[B, T, d]`` of the new tokens, after :meth:`begin`."""
+        return None
+
     def blocks(self) -> Iterator[Tensor] | None:
         """Yield the columns ``[B, w]`` of the new tokens to read next, -1 for none; None: all are read at once."""
         return None
@@ -249,6 +253,7 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     name = "input_ids" if named.get("inputs_embeds") is None else "inputs_embeds"
     tokens: Tensor = named[name]
     plan.begin(decoder, named.get("attention_mask"), tokens.shape[0], tokens.shape[1])
+    plan.read(tokens)
     # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the plan knows the padding
     named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     given, blocks = named.pop("position_ids", None), plan.blocks()

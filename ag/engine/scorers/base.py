@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -47,6 +47,8 @@ class Scorer(ABC):
     reads_gates: ClassVar[bool] = False
     #: Whether it has to see every query, also when nothing is evicted.
     follows: ClassVar[bool] = False
+    #: Whether it scores a prompt by a second reading, after which it is evicted once; see :mod:`ag.engine.repeat`.
+    rereads: ClassVar[bool] = False
     #: Whether it turns queries to other places, which takes a model whose rotations are known for every place.
     turns: ClassVar[bool] = False
     #: Option that multiplies its score by the size of the values, which wrappers do themselves; empty: there is none.
@@ -76,6 +78,10 @@ class Scorer(ABC):
             sinks: first tokens that every query saw.
             recent: newest tokens of a prompt that a query behind it saw.
         """
+        return self
+
+    def with_tokenizer(self, tokenizer: Any) -> Self:
+        """Return the scorer with what it needs of the model's tokenizer."""
         return self
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -50,6 +50,15 @@ class Wrapper(Scorer):
     def observers(self) -> int | None:
         """Queries of the inner scorer's observation window."""
         return self.inner.observers
+
+    @property
+    def rereads(self) -> bool:  # type: ignore[override]
+        """Whether the inner scorer reads a prompt twice."""
+        return self.inner.rereads
+
+    def with_tokenizer(self, tokenizer: Any) -> Self:
+        """Return the same on an inner scorer that has what it needs of a tokenizer."""
+        return replace(self, inner=self.inner.with_tokenizer(tokenizer))
 
     def trained_with(self, sinks: int, recent: int) -> Self:
         """Return the same on an inner scorer that protects what the training of its gates did."""
