@@ -69,6 +69,8 @@ def watched(cache):
 
     def recording(store, k, v, ranks, keep, fleeting=None):
         append(store, k, v, ranks, keep, fleeting)
+        if cache.repetition is not None and cache.repetition.active:  # kvzip's, of which nothing stays
+            return
         layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
         real = torch.ones_like(ranks, dtype=torch.bool) if keep is None else keep[:, 0]
         new = [r[flags].tolist() for r, flags in zip(ranks, real, strict=True)]

@@ -26,6 +26,7 @@ from ag.engine.scorers.expected_attention import ExpectedAttention
 from ag.engine.scorers.gates import Gates
 from ag.engine.scorers.h2o import H2O
 from ag.engine.scorers.keydiff import KeyDiff
+from ag.engine.scorers.kvzip import KVzip
 from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
@@ -49,6 +50,7 @@ BASES = {
     "random": Random(),
     "knorm": KNorm(),
     "keydiff": KeyDiff(),
+    "kvzip": KVzip(),
     "expected_attention": ExpectedAttention(),
 }
 COMBINED = {
@@ -93,6 +95,7 @@ def test_any_scorer_with_any_allocator(spec, allocator):
         ("cake", "cake@preference"),
         ("cake+caote", "cake+caote@preference"),
         ("h2o", "h2o@uniform"),
+        ("kvzip", "kvzip@global"),
         ("snapkv+vatp", "snapkv+vatp@uniform"),
     ],
 )

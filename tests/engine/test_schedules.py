@@ -45,20 +45,22 @@ SCORERS: dict[str, dict[str, Any]] = {
     "random": {},
     "knorm": {"recent": 2},
     "keydiff": {"sinks": 1},
+    "kvzip": {"sinks": 1, "chunk": 12, "ask": "5 6 7", "ask_part": "8 9", "overlap": 2, "answer": "4"},
     "expected_attention": {"sinks": 2, "future": 8, "window": 6},
     "expected_attention-mixture": {"sinks": 1, "future": 5, "window": 6, "mixture": True, "eps": 0.01},
 }
 WRAPPED = {base: list(WRAPPERS) for base in ("h2o", "snapkv", "tova", "cake")}
 WRAPPED |= dict.fromkeys(("gates", "keydiff", "expected_attention"), ["caote", "fastcaote", "criticalkv"])
 WRAPPED["knorm"] = ["caote", "fastcaote"]  # under criticalkv equal tokens of layer 0 tie, up to rounding
-WITHOUT_ROWS = ("gates", "random", "knorm", "keydiff", "expected_attention")
+WITHOUT_ROWS = ("gates", "kvzip", "random", "knorm", "keydiff", "expected_attention")
 PLAIN = [base for base in SCORERS if "-" not in base]
 UNEVEN = ["pyramid", "preference", "heads", "global"]
 
 
 def possible(base: str, wrapper: str | None, allocator: str, schedule: str, **others: object) -> bool:
     """Whether the parts combine, as far as this file tries; ``gates@preference`` reads no prompt in blocks."""
-    refused = base.startswith("gates") and allocator in ("preference", "global") and "blocks" in schedule
+    whole = base.startswith("gates") and allocator in ("preference", "global")
+    refused = schedule != "prefill" if base == "kvzip" else whole and "blocks" in schedule
     return not refused and (wrapper is None or wrapper in WRAPPED.get(base, []))
 
 
