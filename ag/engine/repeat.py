@@ -5,21 +5,40 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ag.engine.decide import Decision
 from ag.engine.layer import EvictionLayer
 from ag.engine.passes import Pass
+from ag.engine.policy import Policy
 from ag.engine.projection import output_weight, projected_norms
 from ag.engine.scorers.kvzip import KVzip
 from ag.errors import UserError
 from ag.kernels.column_max import column_max
 from ag.model.hooks import AttentionCall
 
-if TYPE_CHECKING:
-    from ag.engine.cache import EvictionCache
+
+class Reread(Protocol):
+    """What is repeated: a cache that has read a prompt; see :class:`ag.engine.cache.EvictionCache`."""
+
+    decoder: Any
+    policy: Policy
+    valid: Tensor
+    prompt_columns: int
+    prompt_lengths: Tensor
+    now: Pass | None
+    decision: Decision | None
+    evicting_layers: list[EvictionLayer]
+
+    @property
+    def seen_tokens(self) -> int:
+        """Columns of the input that went by."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens."""
 
 
 class Repetition:
@@ -52,7 +71,7 @@ class Repetition:
         self._tokens.append(tokens)
 
     @torch.no_grad()
-    def run(self, cache: EvictionCache, following: Tensor) -> None:
+    def run(self, cache: Reread, following: Tensor) -> None:
         """Let the model repeat the prompt that a cache holds, and evict.
 
         Args:
@@ -79,7 +98,7 @@ class Repetition:
             layer.scoring_seconds += seconds / len(cache.evicting_layers)
         self._evict(cache)
 
-    def _repeat(self, cache: EvictionCache, rows: Sequence[list[int]], following: Tensor) -> None:
+    def _repeat(self, cache: Reread, rows: Sequence[list[int]], following: Tensor) -> None:
         """Read rows of tokens, padded on their left, and forget them."""
         width, device = max(map(len, rows)), cache.valid.device
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
@@ -153,7 +172,7 @@ class Repetition:
             return None
         return torch.nn.functional.pad(1 / self._norms.clamp_min(1e-12), (width, 0), value=1.0)
 
-    def _evict(self, cache: EvictionCache) -> None:
+    def _evict(self, cache: Reread) -> None:
         """Decide and evict, layer by layer."""
         assert cache.now is not None and cache.decision is not None
         now = replace(cache.now, reading=True, due=torch.ones_like(cache.prompt_lengths, dtype=torch.bool))

@@ -501,12 +501,13 @@ def test_gates_are_read_from_a_folder(tiny_llama, tmp_path):
     gates = gates_for(tiny_llama(), seed=3)
     folder = tmp_path / "run@2" / "a+b"  # neither sign is the grammar's here
     gates.save_pretrained(folder)
+    ranked = Gates(sinks=0, recent=0)  # as these gates were trained
     for spec, scorer, kind, budget in [
-        (f"gates:{folder}", Gates(), "uniform", None),
-        (f"gates:{folder}", Gates(), "uniform", 0.5),
-        (f"gates:{folder}@heads", Gates(), "heads", 7),
-        (f"gates:{folder}+caote", Caote(inner=Gates()), "uniform", 7),
-        (f"gates:{folder}+fastcaote@pyramid", FastCaote(inner=Gates()), "pyramid", 7),
+        (f"gates:{folder}", ranked, "uniform", None),
+        (f"gates:{folder}", ranked, "uniform", 0.5),
+        (f"gates:{folder}@heads", ranked, "heads", 7),
+        (f"gates:{folder}+caote", Caote(inner=ranked), "uniform", 7),
+        (f"gates:{folder}+fastcaote@pyramid", FastCaote(inner=ranked), "pyramid", 7),
     ]:
         policy = ag.policy(spec, budget=budget)
         assert (policy.scorer, policy.allocator, policy.by_gates) == (scorer, ALLOCATORS[kind](), True)
