@@ -59,6 +59,8 @@ class EvictionCache(Cache, Plan):
     _decided: Tensor
     #: What ``model.generate`` said of the text so far, ``[B, T]``; None where it said nothing.
     _text: Tensor | None
+    #: Positions ``[B]`` of the tokens that come next, where a policy repeats the prompt.
+    _following: Tensor
     #: Final hidden states ``[B, d]`` of the last own tokens so far, while parts of a prompt come.
     _ends: Tensor | None
 
@@ -367,7 +369,9 @@ class EvictionCache(Cache, Plan):
             real = self._pass.real
             columns = torch.arange(self._before, self.valid.shape[1], device=real.device)
             used = columns if positions is None else positions.to(real.device)
-            self._following = torch.where(real, used, -1).amax(1) + 1
+            following = torch.where(real, used, -1).amax(1) + 1
+            # a later part of the prompt may hold nothing but padding of a sequence
+            self._following = following.maximum(self._following.to(real.device)) if self._before else following
         return positions
 
     def _positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
@@ -382,6 +386,7 @@ class EvictionCache(Cache, Plan):
             given = torch.arange(self._before, self.valid.shape[1], device=columns.device)[None]
         return given.expand(len(columns), -1).gather(1, columns.clamp_min(0))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def read(self, tokens: Tensor) -> None:
         """Take note of the tokens of a forward pass, for a policy that lets the model repeat them."""
         if self.repetition is not None:
@@ -526,7 +531,7 @@ class EvictionCache(Cache, Plan):
         scorer = getattr(self.policy.scorer, "inner", self.policy.scorer)
         #: What lets the model repeat the prompt, for a policy that scores by that.
         self.repetition = Repetition(scorer) if isinstance(scorer, KVzip) else None
-        self._following = torch.empty(0, dtype=torch.long)  # positions ``[B]`` of the tokens that come next
+        self._following = torch.empty(0, dtype=torch.long)
         self._expected = self._text = self._ends = self.decision = self.now = None
         for layer in self.evicting_layers:
             layer.reset()

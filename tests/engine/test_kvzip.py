@@ -135,6 +135,21 @@ def test_sequences_of_a_batch_are_repeated_apart(tiny_llama, monkeypatch, side):
             assert [(x - first).tolist() for x in cache.kept_positions(layer)[b]] == [x.tolist() for x in held[layer]]
 
 
+def test_a_prompt_in_parts_that_are_padding_of_a_sequence(tiny_llama):
+    """Chunks of a prompt padded on the right: the shorter sequence is repeated from where it ended."""
+    model, held = tiny_llama(), []
+    ids, mask = ROW.repeat(2, 1), torch.ones(2, 30, dtype=torch.long)
+    ids[1, 17:], mask[1, 17:] = 0, 0
+    for size in (30, 9):
+        cache = ag.EvictionCache(model, "kvzip", 0.4, **OPTIONS)
+        cache.expect(mask.bool(), ids)
+        for start in range(0, 30, size):
+            stop = min(start + size, 30)
+            model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+        held.append([[x.tolist() for x in row] for layer in range(3) for row in cache.kept_positions(layer)])
+    assert held[0] == held[1]
+
+
 def test_nothing_of_a_repetition_stays(tiny_llama):
     """With a budget of everything the cache is that of full, to the bit, and goes on like it."""
     model = tiny_llama()
