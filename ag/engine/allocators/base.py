@@ -29,7 +29,7 @@ class Ballot:
         due: ``[B]`` bool, sequences of which something may go; the others keep all.
         preference: ``[B]`` float64, how much the layer wants, where the allocator asks.
         second: ``[B, Hkv, N]`` float32, a score that decides over the rest of a head's share; None: there is one score.
-        first: share of a head's tokens that ``score`` decides over, where there are two.
+        leads: share of a head's tokens that ``score`` decides over, where there are two.
     """
 
     score: Tensor
@@ -40,7 +40,7 @@ class Ballot:
     due: Tensor
     preference: Tensor | None = None
     second: Tensor | None = None
-    first: float = 1.0
+    leads: float = 1.0
 
     @cached_property
     def fixed(self) -> Tensor:
@@ -70,7 +70,7 @@ class Ballot:
         """Return the mask of ``share`` ``[B, Hkv]`` tokens, and of all where nothing is due."""
         if self.second is None:
             return best(self.place, self.protected, self.valid, share) | self.exempt
-        sure = best(self.place, self.protected, self.valid, (share * self.first + 1e-6).long())
+        sure = best(self.place, self.protected, self.valid, (share * self.leads + 1e-6).long())
         return select(self.second, sure, self.valid, share) | self.exempt
 
     def as_many(self, keep: Tensor) -> Tensor:
