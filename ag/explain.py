@@ -107,7 +107,8 @@ def draw(
 ) -> Iterator[tuple[str, Figure]]:
     """Make the pictures; yields the name of each and its figure."""
     prompts = [Sample(one.id, one.prompt[: -config.continuation]) for one in samples]
-    views = dict(zip(plan, record(model, tokenizer, list(plan.values()), prompts, config.tokens), strict=True))
+    policies = [one.with_tokenizer(tokenizer) for one in plan.values()]
+    views = dict(zip(plan, record(model, tokenizer, policies, prompts, config.tokens), strict=True))
     if "keep" in config.pictures:
         for name, mine in views.items():
             for number, view in enumerate(mine):

@@ -171,7 +171,7 @@ def _load(config: GenerateConfig, gates: str | None) -> tuple[Model, PreTrainedT
 def _generate(
     model: Model, tokenizer: PreTrainedTokenizerBase, ids: Tensor, policy: Policy, config: GenerateConfig
 ) -> Generation:
-    cache = EvictionCache(model, policy)
+    cache = EvictionCache(model, policy.with_tokenizer(tokenizer))
     sampling = {"do_sample": True, "temperature": config.temperature, "top_p": config.top_p, "top_k": 0}
     torch.manual_seed(config.seed)
     start = time.perf_counter()

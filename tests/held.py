@@ -77,6 +77,8 @@ def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
         store: RaggedStore, k: Tensor, v: Tensor, ranks: Tensor, keep: Tensor | None, gate: Tensor | None = None
     ) -> None:
         append(store, k, v, ranks, keep, gate)
+        if cache.repetition is not None and cache.repetition.active:  # kvzip's, of which nothing stays
+            return
         layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
         real = torch.ones_like(ranks, dtype=torch.bool) if keep is None else keep[:, 0]
         new = [r[flags].tolist() for r, flags in zip(ranks, real, strict=True)]

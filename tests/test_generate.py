@@ -232,3 +232,17 @@ def test_a_named_policy_prints_what_each_layer_holds(folder, capsys):
 def test_bad_policies(folder, given, parts):
     with refuses(UserError, *parts):
         generate(config(folder, **given))
+
+
+def test_kvzip_repeats_the_prompt_in_the_models_own_tokens(folder, tiny_llama, tiny_tokenizer):
+    ids = torch.tensor([tiny_tokenizer(PROMPT)["input_ids"]])
+    policy = ag.policy("kvzip@heads", 0.4, chunk=30).with_tokenizer(tiny_tokenizer)
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, policy)
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    expected = tiny_tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    settings = {"policy": "kvzip@heads", "budget": 0.4, "options": {"chunk": 30}, "model": str(folder / "base")}
+    [(name, found)] = generate(config(folder, gates=None, **settings)).items()
+    assert (name, found.text) == ("kvzip@heads", expected)
+    assert found.report.kept == cache.report().kept
+    assert sum(found.report.seconds) > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -16,14 +17,16 @@ from ag.engine.layer import EvictionLayer
 from ag.engine.passes import Pass, Tokens
 from ag.engine.policy import Option, Policy, policy
 from ag.engine.positions import Original, Slots
+from ag.engine.repeat import Repetition
 from ag.engine.report import Report
 from ag.engine.ring import RingStore
+from ag.engine.scorers.kvzip import KVzip
 from ag.engine.spec import PolicySpec
 from ag.errors import UserError
 from ag.gates.attach import attached_gates, check_geometry, place
 from ag.gates.gate import AttentionGate
 from ag.model.geometry import fingerprint
-from ag.model.hooks import AttentionCall, Plan, decoder_of, device_of, instrument
+from ag.model.hooks import AttentionCall, Plan, check_rotations, decoder_of, device_of, instrument
 
 
 class EvictionCache(Cache, Plan):
@@ -61,6 +64,8 @@ class EvictionCache(Cache, Plan):
     _taken: Tensor | None
     #: What ``model.generate`` said of the text so far, ``[B, T]``; None where it said nothing.
     _text: Tensor | None
+    #: Positions ``[B]`` of the tokens that come next, where a policy repeats the prompt.
+    _following: Tensor
     #: Final hidden states ``[B, d]`` of the last own tokens so far, while parts of a prompt come.
     _ends: Tensor | None
 
@@ -93,8 +98,11 @@ class EvictionCache(Cache, Plan):
                     f"{self.policy!r}: gates of gate.scope=prompt read a prompt in one forward pass; use the schedule "
                     "prefill, or gates of gate.scope=causal."
                 )
+            self.policy = self.policy.trained_with(self.gates)
         instrument(model)
-        self.rotation = Slots(self.decoder) if self.policy.positions == "slot" else Original()
+        self.rotation = Slots(self.decoder) if self.policy.positions == "slot" else Original(self.decoder)
+        if self.policy.scorer is not None and self.policy.scorer.turns:
+            check_rotations(self.decoder, repr(self.policy), "Use another policy.")
         #: The layers, with their own type.
         self.evicting_layers = [self._layer(index) for index in range(len(self.decoder.layers))]
         super().__init__(layers=[*self.evicting_layers])
@@ -318,7 +326,7 @@ class EvictionCache(Cache, Plan):
         In a prompt those which it, or a block of it, ends; later those that have grown by the steps of the schedule.
         """
         block, steps = self.policy.block, self.policy.steps
-        if self.decision is None or not (reading or steps is not None):
+        if self.decision is None or self.policy.rereads or not (reading or steps is not None):
             return None
         seen = self.valid.sum(1)
         if reading:
@@ -352,6 +360,17 @@ class EvictionCache(Cache, Plan):
 
     def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
         """Return the positions ``[B, w]`` that the model rotates the tokens at hand by."""
+        positions = self._positions(given, columns)
+        if self.repetition is not None:
+            real = self._pass.real
+            columns = torch.arange(self._before, self.valid.shape[1], device=real.device)
+            used = columns if positions is None else positions.to(real.device)
+            following = torch.where(real, used, -1).amax(1) + 1
+            # a later part of the prompt may hold nothing but padding of a sequence
+            self._following = following.maximum(self._following.to(real.device)) if self._before else following
+        return positions
+
+    def _positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
         now = self._pass
         if now.places is not None:
             return now.places
@@ -364,8 +383,16 @@ class EvictionCache(Cache, Plan):
         return given.expand(len(columns), -1).gather(1, columns.clamp_min(0))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def note(self, tokens: Tensor) -> None:
+        """Take note of the tokens of a forward pass, for a policy that lets the model repeat them."""
+        if self.repetition is not None:
+            self.repetition.note(tokens)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Let the gate that reads this layer's input look at the new tokens."""
+        if self.repetition is not None:
+            self.repetition.enter_layer(hidden)
         if not self._pass.judged or self.gates is None:
             return
         target = str(layer + self.gates.config.layer_offset)
@@ -387,7 +414,10 @@ class EvictionCache(Cache, Plan):
         now = self._near(call.q.device)
         deciding = call.layer in self._sharing and (now.reading or self.policy.steps is not None)
         decision = self.decision if deciding else None
-        return self.evicting_layers[call.layer].run(call, now, decision, self.evicting_layers)
+        out = self.evicting_layers[call.layer].run(call, now, decision, self.evicting_layers)
+        if self.repetition is not None and self.repetition.active and call.layer in self._sharing:
+            self.repetition.measure(self.evicting_layers[call.layer], call, now)
+        return out
 
     def _near(self, device: torch.device) -> Pass:
         """Return the pass on a device: that of the layers to come, where a model lies on several."""
@@ -401,6 +431,21 @@ class EvictionCache(Cache, Plan):
 
         Columns of padding have no meaning, so that nothing is lost; those on the right would otherwise be continued.
         """
+        out = self._ended(states)
+        if self.repetition is not None and not self.repetition.active and not self.repetition.done:
+            self._repeat()
+        return out
+
+    def _repeat(self) -> None:
+        """Let the model repeat the prompt once it is there, and evict; then be as if only the prompt had come."""
+        if self.repetition is None or self.seen_tokens < self.prompt_columns:
+            return
+        before, kept = self._pass, {name: getattr(self, name) for name in ("_before", "_right_padded", "_gaps")}
+        self.repetition.run(self, self._following)
+        self.now = replace(before, number=self._pass.number)
+        vars(self).update(kept)
+
+    def _ended(self, states: Tensor) -> Tensor:
         more = self.seen_tokens < self.prompt_columns  # a later part may hold nothing but padding of a sequence
         if not (more or self._right_padded):
             return states
@@ -440,6 +485,11 @@ class EvictionCache(Cache, Plan):
         """
         if self.policy.scorer is None:
             return
+        if self.policy.rereads:
+            raise UserError(
+                f"{self.policy!r} repeats a prompt before anything follows it; generate without an assistant model and "
+                "prompt lookup."
+            )
         if self.policy.steps is not None:
             raise UserError(
                 f"{self.policy!r} evicts while drafts come, and cannot take that back; generate without an assistant "
@@ -477,6 +527,10 @@ class EvictionCache(Cache, Plan):
         self.prompt_columns = 0
         self._gaps = False  # whether some sequence was padded on its right
         self._settled = 0
+        scorer = getattr(self.policy.scorer, "inner", self.policy.scorer)
+        #: What lets the model repeat the prompt, for a policy that scores by that.
+        self.repetition = Repetition(scorer) if isinstance(scorer, KVzip) else None
+        self._following = torch.empty(0, dtype=torch.long)
         self._expected = self._text = self._ends = self._taken = self.decision = self.now = None
         for layer in self.evicting_layers:
             layer.reset()

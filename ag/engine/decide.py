@@ -49,7 +49,10 @@ class Decision:
         score, protected, valid = scorer.score(seen), scorer.protected(seen, capacity), seen.key_valid
         if not bool(torch.isfinite(score).logical_or(~valid | protected | ~due[:, None, None]).all()):
             raise FloatingPointError(f"layer {seen.layer}: {self.policy!r} gave a score that is not finite.")
-        ballot = Ballot(score, protected, valid, capacity, seen.prompt_lengths, due, wish)
+        second, leads = scorer.second(seen, score) or (None, 1.0)
+        ballot = Ballot(
+            score, protected, valid, capacity, seen.prompt_lengths, due, preference=wish, second=second, leads=leads
+        )
         if grows:
             ballot.first = self.policy.capacity(seen.prompt_lengths)
         tight = due & (ballot.fixed > capacity) & (valid.sum(-1).amax(1) > capacity)

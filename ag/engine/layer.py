@@ -23,6 +23,7 @@ from ag.engine.observe import Context, Keys, Observation, Queries
 from ag.engine.passes import Pass
 from ag.engine.policy import Policy
 from ag.engine.positions import Original
+from ag.engine.projection import output_weight
 from ag.engine.select import closing_order
 from ag.engine.storage import RaggedStore, Rows
 from ag.errors import UserError
@@ -175,10 +176,32 @@ class EvictionLayer(CacheLayerMixin):
             stages = self._store, self._attend, self._observe, self._decide, self._retain
         for stage in stages:
             stage(step)
-        if now.ends_prompt and self.policy.steps is None:  # no later decision needs these
+        if now.ends_prompt and not self._decides_again:  # no later decision needs these
             self.memory, self._lookback = {}, None
         assert step.out is not None
         return step.out.masked_fill(~now.real[:, None, :, None], 0.0) if now.padded else step.out
+
+    @property
+    def _decides_again(self) -> bool:
+        """Whether something may go after the prompt's last pass."""
+        return self.policy.steps is not None or self.policy.rereads
+
+    def decide_later(self, call: AttentionCall, now: Pass, decision: Decision, layers: Sequence[EvictionLayer]) -> None:
+        """Decide about a prompt that was stored, attended to and observed, from the last queries of it, and evict.
+
+        Args:
+            call: of this layer, without tokens.
+            now: the pass that the decision is due in.
+            decision: decides what stays.
+            layers: all layers of the cache.
+        """
+        assert self._lookback is not None
+        step = Step(call, now, decision, layers, fresh=False, unrotated=call, logits=None)
+        q, ranks, valid = self._lookback
+        step.seen = self._seen(step, self._held(step), Queries(q=q, ranks=ranks, valid=valid))
+        self._decide(step)
+        self._retain(step)
+        self.memory, self._lookback = {}, None
 
     def _store(self, step: Step) -> None:
         """Store the new tokens, beside the probability that a gate gave them."""
@@ -276,6 +299,8 @@ class EvictionLayer(CacheLayerMixin):
                 decoding=not now.reading,
                 precise=self.policy.scorer is not None and self.policy.scorer.precise,
                 memory=self.memory,
+                turn=self.rotation.turn,
+                output=lambda: output_weight(call.module, call.q.shape[1]),
                 memo=call.memo,
             ),
         )
@@ -293,7 +318,7 @@ class EvictionLayer(CacheLayerMixin):
                 torch.cat(pair, dim)
                 for pair, dim in zip(((before[0], q), (before[1], ranks), (before[2], valid)), (2, 1, 1), strict=True)
             )
-        if not now.ends_prompt or self.policy.steps is not None:  # else nobody looks back at these
+        if not now.ends_prompt or self._decides_again:  # else nobody looks back at these
             newest = torch.where(valid, ranks, -1).argsort(dim=1, stable=True)[:, -last:]
             index = newest[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1])
             self._lookback = q.gather(2, index), ranks.gather(1, newest), valid.gather(1, newest)

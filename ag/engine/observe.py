@@ -6,7 +6,7 @@ and whole rows exist only for a window of the last ones.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -112,6 +112,9 @@ class Context:
         precise: whether the logits of a prompt's last queries, and of a short prompt, are products in float64.
         memory: what scorers recorded at earlier observations, tensors ``[..., N]`` whose last dimension is that of
             the keys (new tokens have 0); what they record now goes there too.
+        turn: rotates queries or keys ``[B, H, n, D]`` further by places ``[B, 1, n]``, by the mean rotation of so many
+            places from there on; None: the model's rotations are not known.
+        output: gives the output projection by query head, ``[H, D, M]`` float32; None: it is not known.
         memo: where measurements are remembered, so that each is made once.
     """
 
@@ -123,6 +126,8 @@ class Context:
     decoding: bool = False
     precise: bool = False
     memory: dict[str, Tensor] = field(default_factory=dict)
+    turn: Callable[[Tensor, Tensor, int], Tensor] | None = None
+    output: Callable[[], Tensor] | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict)
 
 
@@ -140,6 +145,7 @@ class Observation:
         self.layer, self.gate, self.decoding, self.memory = (
             context.layer, context.gate, context.decoding, context.memory
         )  # fmt: skip
+        self._turn, self._output = context.turn, context.output
         self._precise = context.precise and not context.decoding
         self.scaling, self.window, self._prompt_lengths = context.scaling, context.window, context.prompt_lengths
         self.q, self.query_ranks, self.query_valid = queries.q, queries.ranks, queries.valid
@@ -187,6 +193,23 @@ class Observation:
     def age(self) -> Tensor:
         """``[B, Hkv, N]`` long: 0 for the newest token of a sequence, 1 for the one before; any on free slots."""
         return self.lengths[:, None, None] - 1 - self.key_ranks
+
+    @cached_property
+    def output(self) -> Tensor:
+        """The layer's output projection by query head, ``[H, D, M]`` float32, without its bias."""
+        assert self._output is not None
+        return self._output()
+
+    def turn(self, x: Tensor, places: Tensor, span: int = 1) -> Tensor:
+        """Rotate queries or keys ``[B, H, n, D]`` further by places ``[B, 1, n]``, as the model's RoPE does.
+
+        Args:
+            x: what to rotate.
+            places: whole ones; negative ones turn back.
+            span: average the rotations of so many places, from each of ``places`` on.
+        """
+        assert self._turn is not None
+        return self._turn(x, places, span)
 
     def over_layer(self, values: Tensor) -> Tensor:
         """Average ``[B, H, N]`` over all query heads by token, and give it to each KV head, ``[B, Hkv, N]``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import UnionType
@@ -80,9 +80,27 @@ class Policy:
         return 1 if "every" in parts else next((int(part[6:]) for part in parts if part.startswith("steps:")), None)
 
     @property
+    def rereads(self) -> bool:
+        """Whether a prompt is scored by a second reading, and evicted after that."""
+        return self.scorer is not None and self.scorer.rereads
+
+    def with_tokenizer(self, tokenizer: Any) -> Policy:
+        """Return the policy with what it needs of the model's tokenizer: the instructions of ``kvzip``."""
+        return self if self.scorer is None else replace(self, scorer=self.scorer.with_tokenizer(tokenizer))
+
+    def trained_with(self, gates: AttentionGates) -> Policy:
+        """Return the policy that ranks by these gates, and protects what they were trained to rely on."""
+        if self.scorer is None or not self.by_gates:
+            return self
+        config = gates.config
+        # a query sees itself among its recent tokens, and the newest token held is the one before the next query
+        return replace(self, scorer=self.scorer.trained_with(config.sink_tokens, max(config.recent_tokens - 1, 0)))
+
+    @property
     def lookback(self) -> int:
         """Earlier queries of the prompt that a decision has to be shown beside the new ones."""
-        return max(self.allocator.lookback, 0 if self.scorer is None else self.scorer.lookback)
+        needed = max(self.allocator.lookback, 0 if self.scorer is None else self.scorer.lookback)
+        return needed + self.rereads  # after a second reading nothing is new
 
     def capacity(self, lengths: Tensor) -> Tensor:
         """Return the tokens per KV head ``[B]`` that the budget allows of ``lengths``, the mean over layers.
@@ -110,10 +128,11 @@ def policy(
 
     Args:
         spec: ``SCORER[:PATH][+WRAPPER][@ALLOCATOR]``, see :class:`ag.engine.spec.PolicySpec`. Scorers: full,
-            streaming_llm, h2o, scissorhands, tova, snapkv, cake, knorm, random, ``gates`` (those attached to the model)
-            or ``gates:PATH`` (exported ones). Wrappers: vatp, caote, fastcaote, obcache_value, obcache_key,
-            obcache_joint. Allocators: uniform, pyramid, preference, heads. The name pyramidkv stands for
-            ``snapkv@pyramid`` (also before a wrapper), and cake without one for ``cake@preference``.
+            streaming_llm, h2o, scissorhands, tova, snapkv, cake, expected_attention, keydiff, kvzip, knorm, random,
+            ``gates`` (those attached to the model) or ``gates:PATH`` (exported ones). Wrappers: vatp, caote, fastcaote,
+            criticalkv, obcache_value, obcache_key, obcache_joint. Allocators: uniform, pyramid, preference, heads,
+            global. The name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), cake without one for
+            ``cake@preference``, and kvzip for ``kvzip@global``.
         budget: tokens per KV head, or as a float in (0, 1] a share of each prompt's own tokens. Gates without a
             budget keep what their flags say; with one the most probable tokens stay.
         schedule: ``prefill``: once, after the prompt; ``blocks:m``: also within the prompt, after every m tokens, so
@@ -148,7 +167,10 @@ def policy(
         made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
         own = {f.name for part in made for f in fields(part)} - {"inner"} | set(_options(type(allocator)))
         check_known(next(iter(rest)), sorted(own | set(ENGINE if made else ENGINE[:1])), "option", str(spec))
-    return Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
+    if scorer is not None and scorer.rereads:
+        _check_reread(spec, schedule, engine)
+    whole = Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
+    return whole if gates is None else whole.trained_with(gates)
 
 
 def _check_full(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
@@ -204,6 +226,10 @@ def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
                 f"Policy '{spec}': {option}={options[option]} has no meaning, because {name} scores each head; leave "
                 "it out."
             )
+    if base.weighs and options.setdefault(base.weighs, False):
+        raise UserError(
+            f"Policy '{spec}': {base.weighs}=True has no meaning, because {name} weighs values; leave it out."
+        )
     for option, reason in base.unwrapped.items():
         if options.get(option):
             raise UserError(f"Policy '{spec}': {option} is {reason}; leave {name} out.")
@@ -243,6 +269,14 @@ def _check_type(what: str, value: Option, hint: Any) -> None:
         expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
     if not fits:
         raise UserError(f"{what}: expected {expected}.")
+
+
+def _check_reread(spec: PolicySpec, schedule: str, engine: Mapping[str, Any]) -> None:
+    """Refuse what does not go with scores that are made once, after the prompt."""
+    if schedule != "prefill":
+        raise UserError(f"Policy '{spec}' scores a prompt once, after it: schedule={schedule!r}: expected prefill.")
+    if engine.get("evict_before_attend"):
+        raise UserError(f"Policy '{spec}' scores what was read before; leave evict_before_attend out.")
 
 
 def _check_schedule(schedule: str) -> None:

@@ -11,13 +11,18 @@ from torch import Tensor
 
 from ag.engine.passes import Pass, Tokens
 from ag.engine.storage import RaggedStore, Rows
-from ag.model.hooks import AttentionCall, check_rotations, rotate
+from ag.model.hooks import AttentionCall, check_slots, rotate
 
 
 @dataclass(frozen=True)
 class Original:
-    """Keys and queries stay as the model rotated them."""
+    """Keys and queries stay as the model rotated them.
 
+    Args:
+        decoder: the model's stack of layers.
+    """
+
+    decoder: Any
     #: Whether stored keys can be attended to where they lie.
     in_place: ClassVar[bool] = True
 
@@ -30,6 +35,10 @@ class Original:
             stores: what the layers hold before them.
         """
         return None
+
+    def turn(self, x: Tensor, places: Tensor, span: int) -> Tensor:
+        """Rotate ``[B, H, n, D]`` further by places ``[B, 1, n]``, averaged over so many from there on."""
+        return rotate(self.decoder, x, places, span)
 
     def unrotated(self, call: AttentionCall, now: Pass) -> AttentionCall:
         """Return a call with keys as they are stored, and queries that :meth:`queries` takes."""
@@ -55,12 +64,11 @@ class Slots(Original):
         UserError: when the model's keys cannot be rotated anew.
     """
 
-    decoder: Any
     in_place: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse models whose keys cannot be rotated anew."""
-        check_rotations(self.decoder)
+        check_slots(self.decoder)
 
     def places(self, tokens: Tokens, seen: int, stores: Sequence[RaggedStore]) -> Tensor | None:
         """Return positions near the number of tokens held: any would do, as layers turn back and rotate again."""

@@ -72,9 +72,18 @@ class _Together(Plan):
         for cache in self.caches:
             cache.begin(decoder, attention_mask, batch, length)
 
+    def note(self, tokens: Tensor) -> None:
+        for cache in self.caches:
+            cache.note(tokens)
+
+    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
+        for cache in self.caches:
+            cache.positions(given, columns)
+        return given
+
     def finish(self, states: Tensor) -> Tensor:
-        ends: Tensor = self.caches[0].finish(states)
-        return ends
+        ends: list[Tensor] = [cache.finish(states) for cache in self.caches]
+        return ends[0]
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         for cache in self.caches:

@@ -35,7 +35,15 @@ def best(place: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -> T
     return protected | (valid & (place < room[..., None]))
 
 
-def select_over_heads(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor, floor: float) -> Tensor:
+def at_least(capacity: Tensor, floor: float, protected: Tensor) -> Tensor:
+    """Return what each head gets in any case, ``[B, Hkv]``: a share of the capacity ``[B]``, and all it protects."""
+    least = (capacity * floor).long()[:, None]
+    return torch.maximum(least, protected.sum(-1))
+
+
+def select_over_heads(
+    score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor, floor: float, total: Tensor | None = None
+) -> Tensor:
     """Share the capacity of a layer among its heads by one top-k over all of them (Feng et al. 2024, "Ada-KV").
 
     Args:
@@ -44,16 +52,16 @@ def select_over_heads(score: Tensor, protected: Tensor, valid: Tensor, capacity:
         valid: ``[B, Hkv, N]`` bool.
         capacity: ``[B]`` long, tokens per KV head on average.
         floor: share of the capacity that every head keeps at least.
+        total: ``[B]`` long, tokens of all heads; None: ``Hkv * capacity``.
 
     Returns:
-        ``[B, Hkv, N]`` bool, ``Hkv * capacity`` of them True where so many are held.
+        ``[B, Hkv, N]`` bool, ``total`` of them True where so many are held.
     """
     batch, heads, _ = score.shape
-    least = (capacity * floor).long()[:, None].expand(batch, heads)
-    least = torch.maximum(least, (protected & valid).sum(-1))
-    sure = select(score, protected, valid, least)
+    total = capacity * heads if total is None else total
+    sure = select(score, protected, valid, at_least(capacity, floor, protected & valid))
     score, sure, every = (x.reshape(batch, 1, -1) for x in (score, sure, valid))
-    return select(score, sure, every, capacity[:, None] * heads).view_as(valid)
+    return select(score, sure, every, total[:, None]).view_as(valid)
 
 
 def closing_order(keep: Tensor) -> Tensor:

@@ -65,6 +65,7 @@ class EvictingLM(HFLM):
         if adapter and path and (found := export.adapter_path(path)):
             others.setdefault("peft", str(found))
         super().__init__(pretrained=resolve(pretrained) if isinstance(pretrained, str) else pretrained, **others)
+        self.policy = self.policy.with_tokenizer(self.tokenizer)
 
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = False, **others: Any

@@ -85,6 +85,10 @@ class Plan(ABC):
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         """Start a forward pass over ``[B, T]`` new tokens; the mask is ``[B, seen + T]``, nonzero on real tokens."""
 
+    def note(self, tokens: Tensor) -> None:
+        """Look at the ids ``[B, T]`` or embeddings ``[B, T, d]`` of the new tokens, after :meth:`begin`."""
+        return None
+
     def blocks(self) -> Iterator[Tensor] | None:
         """Yield the columns ``[B, w]`` of the new tokens to read next, -1 for none; None: all are read at once."""
         return None
@@ -249,6 +253,7 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     name = "input_ids" if named.get("inputs_embeds") is None else "inputs_embeds"
     tokens: Tensor = named[name]
     plan.begin(decoder, named.get("attention_mask"), tokens.shape[0], tokens.shape[1])
+    plan.note(tokens)
     # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the plan knows the padding
     named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     given, blocks = named.pop("position_ids", None), plan.blocks()
@@ -289,21 +294,31 @@ def _wide(index: Tensor, like: Tensor) -> Tensor:
     return index[:, :, None].expand(-1, -1, like.shape[-1])
 
 
-def check_rotations(decoder: Any) -> None:
-    """Raise ``UserError`` unless keys can be rotated to new positions: fixed frequencies, no sliding windows."""
+def check_rotations(decoder: Any, what: str, instead: str) -> None:
+    """Raise ``UserError`` unless queries and keys can be rotated to other places: whole ones, by fixed frequencies.
+
+    Args:
+        decoder: the model's stack of layers.
+        what: needs it.
+        instead: what to do.
+    """
     rotary: Any = getattr(decoder, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
     if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
         raise UnsupportedModelError(
-            f"positions=slot: {type(decoder).__name__} rotates keys by {kind or 'no'} RoPE; expected one with fixed "
-            "frequencies (default, linear, llama3, yarn). Use positions=original."
+            f"{what}: {type(decoder).__name__} rotates keys by {kind or 'no'} RoPE; expected one with fixed "
+            f"frequencies (default, linear, llama3, yarn). {instead}"
         )
     size, turned = decoder.layers[0].self_attn.head_dim, 2 * len(rotary.inv_freq)
     if turned != size:
         raise UnsupportedModelError(
-            f"positions=slot: {type(decoder).__name__} rotates {turned} of a key's {size} "
-            "dimensions; expected all. Use positions=original."
+            f"{what}: {type(decoder).__name__} rotates {turned} of a key's {size} dimensions; expected all. {instead}"
         )
+
+
+def check_slots(decoder: Any) -> None:
+    """Raise ``UserError`` unless keys can be rotated by slots: see :func:`check_rotations`, and no sliding windows."""
+    check_rotations(decoder, "positions=slot", "Use positions=original.")
     window = getattr(decoder.config, "sliding_window", None)
     if window and "sliding_attention" in (getattr(decoder.config, "layer_types", None) or ["sliding_attention"]):
         raise UserError(
@@ -312,18 +327,24 @@ def check_rotations(decoder: Any) -> None:
         )
 
 
-def rotate(decoder: Any, x: Tensor, positions: Tensor) -> Tensor:
+def rotate(decoder: Any, x: Tensor, positions: Tensor, span: int = 1) -> Tensor:
     """Rotate queries or keys further by whole positions, as the model's RoPE does; negative ones turn back.
 
     Args:
         decoder: the model's stack of layers.
         x: ``[B, H, n, D]``, already scaled as the model's RoPE scales (yarn).
         positions: ``[B, H or 1, n]`` long.
+        span: rotate by the mean of so many positions, from each of these on.
     """
     apply = sys.modules[type(decoder).__module__].apply_rotary_pos_emb
-    positions = positions.expand(x.shape[:3]).flatten(0, 1)
+    positions = positions.expand(len(x), -1, -1)
+    steps = (positions[..., None] + torch.arange(span, device=positions.device)).flatten(1)
+    cos, sin = (part / decoder.rotary_emb.attention_scaling for part in decoder.rotary_emb(x.float(), steps))
+    cos, sin = (  # a rotation is linear in both
+        part.unflatten(1, (*positions.shape[1:], span)).mean(3).expand(-1, x.shape[1], -1, -1).flatten(0, 1)
+        for part in (cos, sin)
+    )
     flat = x.float().flatten(0, 1)
-    cos, sin = (part / decoder.rotary_emb.attention_scaling for part in decoder.rotary_emb(flat, positions))
     turned: Tensor = apply(flat[:, None], flat[:, None][:, :0], cos, sin)[0]
     return turned.view_as(x).to(x.dtype)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ag.kernels.column_max.chunked import chunked_column_max
 from ag.kernels.column_max.reference import reference_column_max
-from ag.kernels.dispatch import pick
+from ag.kernels.dispatch import no_triton, pick
 
 
 def column_max(
@@ -16,8 +16,9 @@ def column_max(
     queries: Tensor,
     key_valid: Tensor | None = None,
     window: int | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
-    """Return the largest ``A_jt`` over queries j, where ``A = softmax(scaling * q k^T)`` is causal.
+    """Return the largest ``f_j A_jt`` over queries j, where ``A = softmax(scaling * q k^T)`` is causal.
 
     Args:
         q: queries ``[B, H, T, D]``.
@@ -26,6 +27,7 @@ def column_max(
         queries: ``[B, T]`` bool, the queries that count.
         key_valid: ``[B, T]`` bool, False on padding; None when there is none.
         window: sliding window of the model.
+        factors: ``f``, ``[B, T]``, 0 or more: what each query's weights are multiplied by; None: 1.
 
     Returns:
         ``[B, H, T]`` float32 (float64 for float64 arguments), 0 for keys that no query counted for.
@@ -33,6 +35,8 @@ def column_max(
     Raises:
         UserError: ``AG_KERNELS`` asks for a version that cannot run (see ag.kernels.dispatch).
     """
-    version = pick("column_max", {"chunked": None, "reference": None})
+    version = pick("column_max", {"triton": no_triton(q), "chunked": None, "reference": None})
     compute = chunked_column_max if version == "chunked" else reference_column_max
-    return compute(q, k, scaling, queries, key_valid, window)
+    if version == "triton":
+        from ag.kernels.column_max.triton import triton_column_max as compute
+    return compute(q, k, scaling, queries, key_valid, window, factors)

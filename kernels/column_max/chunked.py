@@ -17,6 +17,7 @@ def chunked_column_max(
     queries: Tensor,
     key_valid: Tensor | None = None,
     window: int | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """Compute :func:`ag.kernels.column_max.column_max` with memory linear in T."""
     batch, heads, length, dim = q.shape
@@ -39,5 +40,7 @@ def chunked_column_max(
         s = s.view(batch, kv_heads, -1, stop - start, stop).masked_fill_(~visible[:, :, None], float("-inf"))
         weights = s.softmax(-1).nan_to_num_(0.0)  # a padding query sees nothing
         weights.masked_fill_(~queries[:, None, None, start:stop, None], 0.0)
+        if factors is not None:
+            weights *= factors[:, None, None, start:stop, None].to(acc)
         largest[..., :stop] = torch.maximum(largest[..., :stop], weights.amax(3))
     return largest.flatten(1, 2)

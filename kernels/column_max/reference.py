@@ -15,6 +15,7 @@ def reference_column_max(
     queries: Tensor,
     key_valid: Tensor | None = None,
     window: int | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """Compute :func:`ag.kernels.column_max.column_max` with n^2 memory."""
     batch, heads, length, _ = q.shape
@@ -24,4 +25,6 @@ def reference_column_max(
     visible, _ = pair_masks(index, index, key_valid, sink, 1, window, None)
     s = (q @ k.repeat_interleave(heads // k.shape[1], 1).mT) * scaling
     weights = s.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)
+    if factors is not None:
+        weights = weights * factors[:, None, :, None].to(weights.dtype)
     return weights.masked_fill(~queries[:, None, :, None], 0.0).amax(2)

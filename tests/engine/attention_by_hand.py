@@ -1,5 +1,7 @@
 """The oracle of the engine's parts: tiny layers with ragged keys, and their attention written out pair by pair."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -7,6 +9,30 @@ import torch
 from torch import Tensor
 
 from ag.engine.observe import Context, Keys, Observation, Queries
+
+
+def rotation(place: float, dim: int, base: float = 50.0) -> Tensor:
+    """RoPE's matrix ``[D, D]`` float64 of a place, dimensions d and d + D/2 being a pair."""
+    matrix, half = torch.zeros(dim, dim, dtype=torch.float64), dim // 2
+    for d in range(half):
+        angle = place * base ** (-d / half)
+        matrix[d, d] = matrix[d + half, d + half] = math.cos(angle)
+        matrix[d, d + half], matrix[d + half, d] = -math.sin(angle), math.sin(angle)
+    return matrix
+
+
+@functools.cache
+def mean_rotation(first: int, span: int, dim: int) -> Tensor:
+    """The mean of the matrices of ``span`` places."""
+    return torch.stack([rotation(first + j, dim) for j in range(span)]).mean(0)
+
+
+def turned(x: Tensor, places: Tensor, span: int = 1) -> Tensor:
+    """Multiply each vector of ``[B, H, n, D]`` by the mean rotation of its ``span`` places."""
+    places, out = places.expand(x.shape[:3]), torch.empty_like(x)
+    for index, first in zip(itertools.product(*map(range, x.shape[:3])), places.flatten().tolist(), strict=True):
+        out[index] = (mean_rotation(first, span, x.shape[3]) @ x[index].double()).to(x.dtype)
+    return out
 
 
 class Scene:
@@ -69,6 +95,7 @@ class Scene:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         self.q, self.k, self.v = q.double(), k.double(), v.double()
         self.gate = torch.rand(batch, kv_heads, slots, generator=make) if gate else None
+        self.output = torch.randn(heads, dim, 11, generator=make)  # of the output projection, by query head
         self._parts = (q, k, v, self.scaling, query_ranks, ranks, query_valid, valid)
         self._layer = layer
         self._dense: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
@@ -80,7 +107,14 @@ class Scene:
         return Observation(
             keys=Keys(k=k, v=v, ranks=ranks, valid=valid),
             queries=Queries(q=q, ranks=query_ranks, valid=query_valid),
-            context=Context(scaling=scaling, layer=self._layer, window=self.window, gate=self.gate),
+            context=Context(
+                scaling=scaling,
+                layer=self._layer,
+                window=self.window,
+                gate=self.gate,
+                turn=turned,
+                output=lambda: self.output,
+            ),
         )
 
     def places(self) -> list[tuple[int, int]]:

@@ -22,8 +22,11 @@ from ag.engine.scorers import SCORERS
 from ag.engine.scorers.base import Scorer
 from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.controls import KNorm, Random
+from ag.engine.scorers.expected_attention import ExpectedAttention
 from ag.engine.scorers.gates import Gates
 from ag.engine.scorers.h2o import H2O
+from ag.engine.scorers.keydiff import KeyDiff
+from ag.engine.scorers.kvzip import KVzip
 from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
@@ -31,6 +34,7 @@ from ag.engine.scorers.tova import Tova
 from ag.engine.spec import ALIASES, PolicySpec
 from ag.engine.wrappers import WRAPPERS
 from ag.engine.wrappers.caote import Caote, FastCaote
+from ag.engine.wrappers.criticalkv import CriticalKV
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue
 from ag.engine.wrappers.vatp import Vatp
 from ag.errors import UserError
@@ -45,6 +49,9 @@ BASES = {
     "gates": Gates(),
     "random": Random(),
     "knorm": KNorm(),
+    "keydiff": KeyDiff(),
+    "kvzip": KVzip(),
+    "expected_attention": ExpectedAttention(),
 }
 COMBINED = {
     "h2o+vatp": Vatp(inner=H2O()),
@@ -54,6 +61,8 @@ COMBINED = {
     "snapkv+obcache_key": OBCacheKey(inner=SnapKV()),
     "cake+obcache_joint": OBCacheJoint(inner=Cake()),
     "knorm+caote": Caote(inner=KNorm()),
+    "snapkv+criticalkv": CriticalKV(inner=SnapKV()),
+    "expected_attention+criticalkv": CriticalKV(inner=ExpectedAttention(values=False)),
     "gates+fastcaote": FastCaote(inner=Gates()),
     "pyramidkv+caote": Caote(inner=SnapKV()),
 }
@@ -86,6 +95,7 @@ def test_any_scorer_with_any_allocator(spec, allocator):
         ("cake", "cake@preference"),
         ("cake+caote", "cake+caote@preference"),
         ("h2o", "h2o@uniform"),
+        ("kvzip", "kvzip@global"),
         ("snapkv+vatp", "snapkv+vatp@uniform"),
     ],
 )
@@ -317,7 +327,7 @@ def test_a_far_name_gets_no_suggestion(spec):
 )
 def test_wrappers_are_refused_with_the_reason(head, reason, wrapper):
     budget = None if head == "full" else 64
-    if head in ("knorm", "gates") and wrapper in ("caote", "fastcaote"):
+    if head in ("knorm", "gates") and wrapper in ("caote", "fastcaote", "criticalkv"):
         assert ag.policy(f"{head}+{wrapper}", budget=budget).scorer == WRAPPERS[wrapper](inner=BASES[head])
     else:
         with pytest.raises(UserError, match=f"{wrapper} .*{head}, .*{reason}"):
@@ -487,12 +497,13 @@ def test_gates_are_read_from_a_folder(tiny_llama, tmp_path):
     gates = gates_for(tiny_llama(), seed=3)
     folder = tmp_path / "run@2" / "a+b"  # neither sign is the grammar's here
     gates.save_pretrained(folder)
+    ranked = Gates(sinks=0, recent=0)  # as these gates were trained
     for spec, scorer, kind, budget in [
-        (f"gates:{folder}", Gates(), "uniform", None),
-        (f"gates:{folder}", Gates(), "uniform", 0.5),
-        (f"gates:{folder}@heads", Gates(), "heads", 7),
-        (f"gates:{folder}+caote", Caote(inner=Gates()), "uniform", 7),
-        (f"gates:{folder}+fastcaote@pyramid", FastCaote(inner=Gates()), "pyramid", 7),
+        (f"gates:{folder}", ranked, "uniform", None),
+        (f"gates:{folder}", ranked, "uniform", 0.5),
+        (f"gates:{folder}@heads", ranked, "heads", 7),
+        (f"gates:{folder}+caote", Caote(inner=ranked), "uniform", 7),
+        (f"gates:{folder}+fastcaote@pyramid", FastCaote(inner=ranked), "pyramid", 7),
     ]:
         policy = ag.policy(spec, budget=budget)
         assert (policy.scorer, policy.allocator, policy.by_gates) == (scorer, ALLOCATORS[kind](), True)

@@ -9,6 +9,7 @@ from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.controls import KNorm, Random
 from ag.engine.scorers.gates import Gates
 from ag.engine.scorers.h2o import H2O
+from ag.engine.scorers.keydiff import KeyDiff
 from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
@@ -210,6 +211,40 @@ def test_cake_defaults():
     assert (scorer.window, scorer.kernel, scorer.pooling, scorer.gamma) == (32, 5, "avg", 200.0)
     scene = Scene(lengths=(50,))
     assert protected_tokens(scene, scorer, [40]) == newest(scene, 32)
+
+
+def unit(vector):
+    length = sum(float(x) ** 2 for x in vector) ** 0.5
+    return [float(x) / length for x in vector]
+
+
+def test_keydiff_is_the_cosine_to_the_mean_direction(scene):
+    expected = {}
+    for b, g in scene.places():
+        keys = [unit(scene.k[b, g, i]) for i in range(len(scene.held[b][g]))]
+        mean = unit([sum(x) / len(keys) for x in zip(*keys, strict=True)])
+        expected[b, g] = [-sum(x * y for x, y in zip(key, mean, strict=True)) for key in keys]
+    agree(scene, KeyDiff().score(scene.seen), expected)
+    assert protected_tokens(scene, KeyDiff(), [8] * len(scene.lengths)) == newest(scene, 0)
+
+
+def test_keydiff_ranks_by_the_mean_cosine_to_all_keys_whatever_their_lengths():
+    scene = Scene(seed=4, lengths=(15,))
+    score = KeyDiff().score(scene.seen)
+    for _, g in scene.places():
+        keys = torch.tensor([unit(k) for k in scene.k[0, g]], dtype=torch.float64)
+        similar = (keys @ keys.T).sum(1)
+        assert score[0, g].argsort().tolist() == (-similar).argsort().tolist()
+    scene._parts[1][:] *= torch.rand(15)[:, None] + 0.1
+    torch.testing.assert_close(KeyDiff().score(scene.seen), score, atol=1e-6, rtol=1e-5)
+
+
+def test_keydiff_of_keys_that_are_equal_or_cancel():
+    scene = Scene(seed=4, lengths=(6,))
+    scene._parts[1][:] = scene._parts[1][:, :, :1]
+    torch.testing.assert_close(KeyDiff().score(scene.seen), -torch.ones(1, 2, 6))
+    scene._parts[1][:, :, 3:] *= -1
+    assert KeyDiff().score(scene.seen).abs().max() < 1e-6
 
 
 def test_knorm(scene):

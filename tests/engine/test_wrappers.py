@@ -3,11 +3,15 @@
 import math
 from dataclasses import replace
 
+import peft
 import pytest
 import torch
 from attention_by_hand import Scene, agree, group_mean, pool
 
 import ag
+from ag.engine.allocators.base import Ballot
+from ag.engine.allocators.heads import Heads
+from ag.engine.projection import output_weight, projected_norms
 from ag.engine.rows import AttentionRows
 from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.controls import KNorm
@@ -18,8 +22,10 @@ from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.tova import Tova
 from ag.engine.wrappers import WRAPPERS
 from ag.engine.wrappers.caote import Caote, FastCaote, removal_error
+from ag.engine.wrappers.criticalkv import CriticalKV
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue, joint_error, key_error, value_error
 from ag.engine.wrappers.vatp import Vatp
+from ag.errors import UserError
 from ag.kernels import native
 from ag.kernels.row_statistics import Values, cpu
 
@@ -336,6 +342,121 @@ def test_caote_on_a_score_without_rows_shifts_it_to_zero(base):
         change = [(weights @ values - without(weights, values, j)).norm() for j in range(held)]
         expected[b, g] = [math.sqrt(2) * float(x) for x in change]  # both query heads of the group
     agree(scene, Caote(inner=base).score(scene.seen), expected, rtol=1e-4)
+
+
+# ---- criticalkv
+
+
+def sizes(scene, b, g):
+    """Mean over the group of the sum of absolute entries that each value writes, a list."""
+    heads = [scene.values(b, g) @ scene.output[h].double() for h in scene.query_heads(g)]
+    return group_mean([x.abs().sum(-1).tolist() for x in heads])
+
+
+@pytest.mark.parametrize("base", [H2O(), SnapKV(window=3, kernel=3), KNorm(), Gates()], ids=lambda x: type(x).__name__)
+def test_criticalkv_is_the_base_score_and_its_product(scene, base):
+    scene.gate = torch.rand(scene.seen.key_valid.shape, generator=torch.Generator().manual_seed(1))
+    seen, scorer = scene.seen, CriticalKV(inner=base)
+    plain, first = base.score(scene.seen), {}
+    for b, g in scene.places():
+        mine = plain[b, g, : len(scene.held[b][g])].tolist()
+        first[b, g] = [x - min(0.0, *mine, 0.0) for x in mine]
+    score = scorer.score(seen)
+    second, share = scorer.second(seen, score)
+    agree(scene, score, first)
+    product = {
+        (b, g): [(s + 1e-4) * u for s, u in zip(first[b, g], sizes(scene, b, g), strict=True)]
+        for b, g in scene.places()
+    }
+    agree(scene, second, product, rtol=1e-4)
+    assert share == 0.5
+    again, _ = scorer.second(seen, score)  # remembered
+    assert torch.equal(again, second)
+
+
+def two_stages(score, product, protected, count, first):
+    """The protected and the best of ``score`` up to a share of the count, then the best of the product; sorted."""
+    kept = [p for p, safe in enumerate(protected) if safe]
+    for values, limit in ((score, int(first * count)), (product, count)):
+        rest = sorted((p for p in range(len(score)) if p not in kept), key=lambda p, v=values: (-v[p], p))
+        kept += rest[: max(0, limit - len(kept))]
+    return sorted(kept)
+
+
+def two_score_ballot(seed=0, heads=3, n=20, capacity=9):
+    make = torch.Generator().manual_seed(seed)
+    score, second = torch.rand(2, 1, heads, n, generator=make)
+    protected = torch.zeros(1, heads, n, dtype=torch.bool)
+    protected[..., -2:] = True
+    numbers = torch.tensor([capacity]), torch.tensor([n]), torch.tensor([True])
+    return Ballot(score, protected, torch.ones_like(protected), *numbers, second=second, leads=0.5)
+
+
+@pytest.mark.parametrize("first", [0.0, 0.3, 0.5, 1.0])
+def test_the_second_score_fills_what_the_first_leaves(first):
+    ballot = replace(two_score_ballot(), leads=first)
+    keep = ballot.keep(torch.tensor([9]))
+    for h in range(3):
+        parts = ballot.score[0, h].tolist(), ballot.second[0, h].tolist(), ballot.protected[0, h].tolist()
+        assert keep[0, h].nonzero().flatten().tolist() == two_stages(*parts, 9, first)
+    if first == 1:
+        assert torch.equal(keep, replace(ballot, second=None).keep(torch.tensor([9])))
+
+
+def test_a_constant_size_is_the_base_selection():
+    ballot = two_score_ballot()
+    ballot.second = ballot.score * 3
+    assert torch.equal(ballot.keep(torch.tensor([9])), replace(ballot, second=None).keep(torch.tensor([9])))
+
+
+def test_less_and_less_of_two_scores_is_one_decision():
+    """What a smaller share keeps is among what a larger one keeps, also when the ballot was cut in between."""
+    for seed in range(30):
+        ballot = two_score_ballot(seed, n=30)
+        columns, left = torch.arange(30).expand(1, 3, 30), ballot
+        for share in (25, 17, 16, 9, 5, 3):
+            keep = left.keep(torch.tensor([share]))
+            order = [columns[0, h][keep[0, h]] for h in range(3)]
+            columns, left = torch.stack(order)[None], left.after(keep)
+            whole = ballot.keep(torch.tensor([share]))
+            assert [x.tolist() for x in order] == [whole[0, h].nonzero().flatten().tolist() for h in range(3)]
+
+
+def test_heads_share_by_the_first_score_alone():
+    ballot = two_score_ballot(capacity=9)
+    keep = Heads(floor=0.2).keep_later(0, ballot, None)
+    plain = Heads(floor=0.2).keep_later(0, replace(ballot, second=None), None)
+    assert keep.sum(-1).tolist() == plain.sum(-1).tolist()
+    assert int(keep.sum()) == 27 and not torch.equal(keep, plain)
+    for h, count in enumerate(keep[0].sum(-1).tolist()):
+        parts = ballot.score[0, h].tolist(), ballot.second[0, h].tolist(), ballot.protected[0, h].tolist()
+        assert keep[0, h].nonzero().flatten().tolist() == two_stages(*parts, count, 0.5)
+
+
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen3"])
+def test_the_output_projection_of_a_model(family, request):
+    """Also with LoRA beside it, which is merged by hand here."""
+    model = request.getfixturevalue(family)()
+    attention = model.get_decoder().layers[1].self_attn
+    project = attention.o_proj.weight.detach().double().clone()
+    got = output_weight(attention, 4)
+    assert got.shape == (4, 16, 64)
+    v = torch.randn(2, 2, 5, 16)
+    for order in (1, 2):
+        norms = projected_norms(v, got, order)
+        for h in range(4):
+            wanted = v[:, h // 2].double() @ project[:, h * 16 : (h + 1) * 16].T
+            torch.testing.assert_close(norms[:, h].double(), wanted.norm(p=order, dim=-1), rtol=1e-5, atol=1e-6)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False))
+    beside = tuned.get_base_model().get_decoder().layers[1].self_attn.o_proj
+    low, high = beside.lora_A["default"].weight.double(), beside.lora_B["default"].weight.double()
+    merged = (project + beside.scaling["default"] * high @ low).T.unflatten(0, (4, 16))
+    torch.testing.assert_close(output_weight(attention, 4).double(), merged.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_without_a_known_projection_is_named():
+    with pytest.raises(UserError, match="Identity has no output projection called o_proj, out_proj"):
+        output_weight(torch.nn.Identity(), 4)
 
 
 # ---- all wrappers

@@ -6,6 +6,8 @@ Lengths are odd, so that every mask is used, and each result is held to its refe
 import pytest
 import torch
 
+from ag.kernels.column_max import column_max
+from ag.kernels.column_max.reference import reference_column_max
 from ag.kernels.column_sums import column_sums
 from ag.kernels.column_sums.reference import reference_column_sums
 from ag.kernels.gated_attention import gated_attention
@@ -42,6 +44,13 @@ def test_column_sums():
     options |= {"queries": options["key_valid"], "power": 2, "skip": 1, "mean": True}
     want = reference_column_sums(q.double(), k.double(), **options)
     near(column_sums(q, k, **options), want, 1e-4, "sums")
+
+
+def test_column_max():
+    (q, k, _), _, options = arguments(**SMALL, padding="left", window=11)
+    options |= {"queries": options["key_valid"]}
+    want = reference_column_max(q.double(), k.double(), **options)
+    near(column_max(q, k, **options), want, 1e-4, "maxima")
 
 
 def test_ragged_decode():

@@ -69,3 +69,12 @@ def check_column_sums(
     want = reference(q.double(), k.double(), SCALING, queries, power=power)
     got = sums(q, k, SCALING, queries, power=power).double()
     assert ((got - want).abs() <= 1e-5 * torch.maximum(want, 0.01 * want.max())).all()
+
+
+def check_column_max(maxima: Callable[..., Tensor], reference: Callable[..., Tensor], name: str, length: int) -> None:
+    """Hold column maxima to float64, relative to the value or to a hundredth of the largest."""
+    q, k, *_ = hard(name, length)
+    queries = torch.ones(1, length, dtype=torch.bool)
+    want = reference(q.double(), k.double(), SCALING, queries)
+    got = maxima(q, k, SCALING, queries).double()
+    assert ((got - want).abs() <= 1e-5 * torch.maximum(want, 0.01 * want.max())).all()

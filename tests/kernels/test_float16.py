@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ag.kernels.column_max.chunked import chunked_column_max
 from ag.kernels.column_sums.chunked import chunked_column_sums
 from ag.kernels.gated_attention.chunked import chunked_gated_attention
 from ag.kernels.gated_prefill.chunked import chunked_gated_prefill
@@ -45,3 +46,9 @@ def test_column_sums(tensors):
     q, k, _ = tensors
     sums = chunked_column_sums(q, k, 0.1, torch.ones(1, LENGTH, dtype=torch.bool))
     assert (sums[:, :, 0] == LENGTH).all() and (sums[:, :, 1:] == 0).all()
+
+
+def test_column_max(tensors):
+    q, k, _ = tensors
+    most = chunked_column_max(q, k, 0.1, torch.ones(1, LENGTH, dtype=torch.bool))
+    assert (most[:, :, 0] == 1).all() and (most[:, :, 1:] == 0).all()

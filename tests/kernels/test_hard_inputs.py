@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from hard import HARD, SCALING, check_column_sums, check_gated_attention, hard
+from hard import HARD, SCALING, check_column_max, check_column_sums, check_gated_attention, hard
 
 from ag.kernels import native
+from ag.kernels.column_max.chunked import chunked_column_max
+from ag.kernels.column_max.reference import reference_column_max
 from ag.kernels.column_sums.chunked import chunked_column_sums
 from ag.kernels.column_sums.reference import reference_column_sums
 from ag.kernels.gated_attention.chunked import chunked_gated_attention
@@ -26,6 +28,11 @@ def test_gated_attention(name):
 @pytest.mark.parametrize("power", [1, 2])
 def test_column_sums(name, power):
     check_column_sums(chunked_column_sums, reference_column_sums, name, 300, power)
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_column_max(name):
+    check_column_max(chunked_column_max, reference_column_max, name, 300)
 
 
 @pytest.mark.parametrize("name", HARD)

@@ -16,6 +16,7 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
+from ag.kernels.column_max.triton import triton_column_max  # noqa: E402
 from ag.kernels.column_sums.triton import triton_column_sums  # noqa: E402
 from ag.kernels.gated_attention.triton import triton_gated_attention  # noqa: E402
 from ag.kernels.gated_prefill.triton import triton_gated_prefill  # noqa: E402
@@ -103,6 +104,16 @@ def test_column_sums_compile(compiled, dim, dtype):
     q, k = draw(4, dim, dtype).detach(), draw(2, dim, dtype).detach()
     triton_column_sums(q, k, 0.1, torch.ones(2, 300, dtype=torch.bool), None, 100, 2, 4, True)
     assert set(compiled) == {"_row_sums", "_columns"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [128, 256])
+@WIDE
+def test_column_max_compiles(compiled, dim, dtype):
+    q, k = draw(4, dim, dtype).detach(), draw(2, dim, dtype).detach()
+    valid = torch.ones(2, 300, dtype=torch.bool)
+    triton_column_max(q, k, 0.1, valid, valid, 100)
+    assert set(compiled) == {"_row_sums", "_maxima"}
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The allocators by name: to add one, write its file and a line here."""
 
 from ag.engine.allocators.base import Allocator as Allocator
+from ag.engine.allocators.global_ import Global
 from ag.engine.allocators.heads import Heads
 from ag.engine.allocators.preference import Preference
 from ag.engine.allocators.pyramid import Pyramid
@@ -11,4 +12,5 @@ ALLOCATORS: dict[str, type[Allocator]] = {
     "pyramid": Pyramid,
     "preference": Preference,
     "heads": Heads,
+    "global": Global,
 }

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.select import best, closing_order, places
+from ag.engine.select import best, closing_order, places, select
+
+BY_TOKEN = ("score", "protected", "second", "place")  # what a ballot has of each token
 
 
 @dataclass
@@ -27,6 +29,8 @@ class Ballot:
         due: ``[B]`` bool, sequences of which something may go; the others keep all.
         preference: ``[B]`` float64, how much the layer wants, where the allocator asks.
         first: ``[B]`` long, the capacity at the end of the prompt, where it grows with the text; None: it does not.
+        second: ``[B, Hkv, N]`` float32, a score that decides over the rest of a head's share; None: there is one score.
+        leads: share of a head's tokens that ``score`` decides over, where there are two.
     """
 
     score: Tensor
@@ -37,6 +41,8 @@ class Ballot:
     due: Tensor
     preference: Tensor | None = None
     first: Tensor | None = None
+    second: Tensor | None = None
+    leads: float = 1.0
 
     @cached_property
     def fixed(self) -> Tensor:
@@ -60,15 +66,25 @@ class Ballot:
 
     def keep(self, share: Tensor) -> Tensor:
         """Return the mask of ``share`` ``[B]`` tokens in each head, and of all where nothing is due."""
-        share = share[:, None].expand(self.valid.shape[:2])
-        return best(self.place, self.protected, self.valid, share) | self.exempt
+        return self.keep_heads(share[:, None].expand(self.valid.shape[:2]))
+
+    def keep_heads(self, share: Tensor) -> Tensor:
+        """Return the mask of ``share`` ``[B, Hkv]`` tokens, and of all where nothing is due."""
+        if self.second is None:
+            return best(self.place, self.protected, self.valid, share) | self.exempt
+        sure = best(self.place, self.protected, self.valid, (share * self.leads + 1e-6).long())
+        return select(self.second, sure, self.valid, share) | self.exempt
+
+    def as_many(self, keep: Tensor) -> Tensor:
+        """Return as many tokens of each head as ``keep`` ``[B, Hkv, N]`` has, which one score chose, by both scores."""
+        return keep if self.second is None else self.keep_heads(keep.sum(-1))
 
     def after(self, keep: Tensor) -> Ballot:
         """Return this ballot restricted to ``keep``, closed up as the store closes up."""
         order = closing_order(keep)
-        score, protected, valid, place = (x.gather(-1, order) for x in (self.score, self.protected, keep, self.place))
-        left = Ballot(score, protected, valid, self.capacity, self.prompt, self.due, self.preference)
-        left.place = place  # the worst went, so that nobody moves up
+        parts = {name: x.gather(-1, order) for name, x in vars(self).items() if name in BY_TOKEN and x is not None}
+        left = replace(self, **{name: x for name, x in parts.items() if name != "place"}, valid=keep.gather(-1, order))
+        vars(left).update({name: x for name, x in parts.items() if name == "place"})  # no worse one moves up
         return left
 
 
@@ -79,20 +95,23 @@ class Shares:
     Attributes:
         layers: indices of the layers that share the budget, ascending.
         open: by layer, ballots of which an allocator may yet take something.
-        settled: by layer, tokens per KV head ``[B]`` kept at the end of the prompt, which also bound it while decoding.
+        votes: by layer, those with the tokens that the first score alone would keep, by which layers compete.
+        settled: by layer, tokens ``[B]`` kept at the end of the prompt, which also bound it while decoding: per KV
+            head, or of all heads where layers compete for them.
     """
 
     layers: list[int]
     open: dict[int, Ballot] = field(default_factory=dict)
+    votes: dict[int, Ballot] = field(default_factory=dict)
     settled: dict[int, Tensor] = field(default_factory=dict)
 
-    def settle(self, layer: int, ballot: Ballot, share: Tensor) -> None:
-        """Fix a layer's share for decoding; a prompt that fitted leaves every layer the mean.
+    def settle(self, layer: int, ballot: Ballot, share: Tensor, mean: Tensor | None = None) -> None:
+        """Fix a layer's share for decoding; a prompt that fitted leaves every layer the mean, which is the capacity.
 
         In blocks, a prompt that ended before the others of its batch is due no more, and settled.
         """
         fitted = ballot.prompt <= ballot.capacity
-        share = share.where(~fitted, ballot.capacity)
+        share = share.where(~fitted, ballot.capacity if mean is None else mean)
         self.settled[layer] = share.where(ballot.due, self.settled.get(layer, share))
 
     def select_sequences(self, indices: Tensor) -> None:

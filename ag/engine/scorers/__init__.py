@@ -4,8 +4,11 @@ from ag.engine.scorers.base import RowScorer as RowScorer
 from ag.engine.scorers.base import Scorer as Scorer
 from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.controls import KNorm, Random
+from ag.engine.scorers.expected_attention import ExpectedAttention
 from ag.engine.scorers.gates import Gates
 from ag.engine.scorers.h2o import H2O
+from ag.engine.scorers.keydiff import KeyDiff
+from ag.engine.scorers.kvzip import KVzip
 from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
@@ -18,6 +21,9 @@ SCORERS: dict[str, type[Scorer]] = {
     "tova": Tova,
     "snapkv": SnapKV,
     "cake": Cake,
+    "expected_attention": ExpectedAttention,
+    "keydiff": KeyDiff,
+    "kvzip": KVzip,
     "gates": Gates,
     "random": Random,
     "knorm": KNorm,

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -47,6 +47,12 @@ class Scorer(ABC):
     reads_gates: ClassVar[bool] = False
     #: Whether it has to see every query, also when nothing is evicted.
     follows: ClassVar[bool] = False
+    #: Whether it scores a prompt by a second reading, after which it is evicted once; see :mod:`ag.engine.repeat`.
+    rereads: ClassVar[bool] = False
+    #: Whether it turns queries to other places, which takes a model whose rotations are known for every place.
+    turns: ClassVar[bool] = False
+    #: Option that multiplies its score by the size of the values, which wrappers do themselves; empty: there is none.
+    weighs: ClassVar[str] = ""
     #: Whether its score is made of differences, which the rounding of float32 logits shows in.
     precise: ClassVar[bool] = False
 
@@ -65,9 +71,29 @@ class Scorer(ABC):
         """Width of the observation window, in which an allocator may measure too; None: there is none."""
         return None
 
+    def trained_with(self, sinks: int, recent: int) -> Self:
+        """Return the scorer that protects what the training of its gates did, where it says nothing itself.
+
+        Args:
+            sinks: first tokens that every query saw.
+            recent: newest tokens of a prompt that a query behind it saw.
+        """
+        return self
+
+    def with_tokenizer(self, tokenizer: Any) -> Self:
+        """Return the scorer with what it needs of the model's tokenizer."""
+        return self
+
     @abstractmethod
     def score(self, seen: Observation) -> Tensor:
         """Return ``[B, Hkv, N]`` float32, higher is kept; finite on every slot that competes."""
+
+    def second(self, seen: Observation, score: Tensor) -> tuple[Tensor, float] | None:
+        """Return another score ``[B, Hkv, N]``, and the share of a head's tokens that ``score`` decides over.
+
+        The other one decides over the rest. How many tokens a head gets is decided by ``score``. None: it is alone.
+        """
+        return None
 
     def heads(self, seen: Observation) -> Tensor:
         """Return a score of at least 0 by query head, ``[B, H, N]``, over all held tokens; CAOTE normalises it."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -32,6 +32,11 @@ class Wrapper(Scorer):
         return self.inner.reads_gates
 
     @property
+    def turns(self) -> bool:  # type: ignore[override]
+        """Whether the inner scorer turns queries."""
+        return self.inner.turns
+
+    @property
     def follows(self) -> bool:  # type: ignore[override]
         """Whether the inner scorer has to see every query."""
         return self.inner.follows
@@ -45,6 +50,19 @@ class Wrapper(Scorer):
     def observers(self) -> int | None:
         """Queries of the inner scorer's observation window."""
         return self.inner.observers
+
+    @property
+    def rereads(self) -> bool:  # type: ignore[override]
+        """Whether the inner scorer reads a prompt twice."""
+        return self.inner.rereads
+
+    def with_tokenizer(self, tokenizer: Any) -> Self:
+        """Return the same on an inner scorer that has what it needs of a tokenizer."""
+        return replace(self, inner=self.inner.with_tokenizer(tokenizer))
+
+    def trained_with(self, sinks: int, recent: int) -> Self:
+        """Return the same on an inner scorer that protects what the training of its gates did."""
+        return replace(self, inner=self.inner.trained_with(sinks, recent))
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return what the inner scorer protects, and what this one does."""

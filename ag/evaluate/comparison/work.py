@@ -100,7 +100,8 @@ class _Worker:
             self.run([cell], bar, whole)
 
     def _run(self, cells: Sequence[Cell], bar: Progress, whole: TaskID) -> None:
-        samples, policies = self.loaded.samples, [cell.policy for cell in cells]
+        samples = self.loaded.samples
+        policies = [cell.policy.with_tokenizer(self.tokenizer) for cell in cells]
         if not samples:
             raise UserError(
                 f"no sample can be run: {self.loaded.too_long} are longer than {self.max_tokens} tokens, "

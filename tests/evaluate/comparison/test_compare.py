@@ -14,7 +14,9 @@ import pytest
 import torch
 from gates_for import gates_for
 from refused import refuses
+from transformers import AutoModelForCausalLM
 
+import ag
 from ag.compare import CompareConfig, compare, main
 from ag.config.keys import ConfigError
 from ag.config.recipes import resolve
@@ -69,6 +71,27 @@ def test_cells_hold_what_a_plain_computation_gives(config, quiet, tiny_folder):
     assert h2o.paired.difference == pytest.approx(h2o.row.mean - full.row.mean)
     assert h2o.row.policy == "ag.policy('h2o', budget=0.5, strict=False)"
     assert h2o.row.versions["torch"] == torch.__version__
+
+
+def test_kvzip_is_asked_in_the_models_own_tokens(config, quiet, tiny_folder, tiny_tokenizer):
+    """Beside another policy, which shares the prompt's pass; its second reading is part of the time."""
+    comparison = compare(config(policies=["full", "kvzip"], budgets=[0.5]), quiet)
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    policy, losses = ag.policy("kvzip", 0.5, strict=False).with_tokenizer(tiny_tokenizer), []
+    assert "Repeat" in tiny_tokenizer.decode([int(x) for x in policy.scorer.ask.split()])
+    for line in (tiny_folder / "corpus" / "test.jsonl").read_text().splitlines():
+        ids = torch.tensor([tiny_tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"][:48]])
+        if ids.shape[1] == 48:
+            cache = ag.EvictionCache(model, policy)
+            with torch.no_grad():
+                first = model(ids[:, :40], past_key_values=cache).logits[:, -1:]
+                rest = model(ids[:, 40:-1], past_key_values=cache).logits
+            logits = torch.cat([first, rest], 1)[0]
+            losses.append(float(torch.nn.functional.cross_entropy(logits, ids[0, 40:])))
+    entry = comparison.entries[1]
+    assert (entry.row.label, len(losses)) == ("kvzip", 6)
+    assert [outcome.score for outcome in entry.outcomes] == pytest.approx(losses, abs=1e-4)
+    assert entry.row.kept == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_second_run_computes_nothing_and_changes_nothing(config, quiet, monkeypatch):

@@ -1,0 +1,88 @@
+"""One top-k over the heads of all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ag.engine.allocators.base import Allocator, Ballot, Shares
+from ag.engine.select import at_least, select, select_over_heads
+from ag.errors import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Global(Allocator):
+    """One top-k over layers, heads and tokens, so that scores must mean the same everywhere.
+
+    While the prompt is read layers come one after the other; what is not among the best of all so far goes at once, so
+    that at most the budget and one whole layer are held. While decoding each layer keeps the total that it had at the
+    end of the prompt, shared among its heads by one top-k.
+
+    Source: Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", without a floor;
+    with one ngocbh/trimkv.
+
+    Attributes:
+        floor: share of the budget that every head of every layer keeps at least.
+    """
+
+    floor: float = 0.0
+    compares_layers: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        require(self, "floor", 0 <= self.floor <= 1, "a share from 0 to 1")
+
+    def keep(self, layer: int, ballot: Ballot, shares: Shares) -> dict[int, Tensor]:
+        """Return what stays of the layer and of those before it, so that the budget and one whole layer are held.
+
+        The result is that of one decision at the end: what is not among the best so far is not among the best of all.
+        """
+        shares.open[layer] = shares.votes[layer] = ballot
+        last, masks = len(shares.open) == len(shares.layers), {}
+        for other, chosen in self._best(shares, ballot.due.device).items():
+            mine = shares.open[other]
+            keep = mine.as_many(chosen)
+            if last:
+                shares.settle(other, mine, keep.sum((1, 2)), mean=mine.capacity * keep.shape[1])
+            if other == layer or bool((mine.valid & ~keep).any()):
+                masks[other] = keep
+                shares.open[other] = mine.after(keep)
+            shares.votes[other] = shares.open[other] if mine.second is None else shares.votes[other].after(chosen)
+        if last:
+            shares.open.clear()
+            shares.votes.clear()
+        return masks
+
+    def keep_later(self, layer: int, ballot: Ballot, shares: Shares) -> Tensor:
+        """Return what stays of the layer: how its total is shared among heads is decided anew each time."""
+        total = shares.settled[layer]
+        if ballot.first is not None:
+            total = total * ballot.capacity // ballot.first
+        keep = select_over_heads(
+            ballot.score, ballot.protected, ballot.valid, ballot.capacity, floor=self.floor, total=total
+        )
+        return ballot.as_many(keep | ballot.exempt)
+
+    def _best(self, shares: Shares, device: torch.device) -> dict[int, Tensor]:
+        """Return, by layer so far, the best of all of them ``[B, Hkv, N]``: as many as the budget of all layers."""
+        votes = shares.votes.values()
+        sure = [
+            select(
+                vote.score, vote.protected, vote.valid, at_least(vote.capacity, self.floor, vote.protected & vote.valid)
+            )
+            for vote in votes
+        ]
+        score, always, held = (
+            torch.cat([x.flatten(1).to(device) for x in column], 1)[:, None]
+            for column in ([vote.score for vote in votes], sure, [vote.valid for vote in votes])
+        )
+        budgets = [vote.capacity.to(device) * vote.valid.shape[1] for vote in votes]
+        total = torch.stack(budgets).sum(0) + (len(shares.layers) - len(budgets)) * budgets[-1]
+        best = select(score, always, held, total[:, None])[:, 0].split([vote.valid[0].numel() for vote in votes], 1)
+        return {
+            layer: part.view_as(vote.valid).to(vote.valid.device) | vote.exempt
+            for (layer, vote), part in zip(shares.votes.items(), best, strict=True)
+        }

@@ -1,0 +1,53 @@
+"""What a token's value writes to the residual stream: norms of values behind the layer's output projection."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ag.errors import UserError
+
+TOKENS = 1024  # tokens projected at once
+NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+
+
+@torch.no_grad()
+def output_weight(attention: nn.Module, heads: int) -> Tensor:
+    """Return the output projection of an attention module by query head, ``[H, D, M]`` float32, without its bias.
+
+    A module that is not a plain linear layer (LoRA beside the weight, a quantised weight) is applied to unit vectors.
+
+    Raises:
+        UserError: when the module has no output projection under a name that is known.
+    """
+    project = next((getattr(attention, name) for name in NAMES if hasattr(attention, name)), None)
+    if project is None:
+        raise UserError(
+            f"{type(attention).__name__} has no output projection called {', '.join(NAMES)}, by which this policy "
+            "weighs values; use another policy."
+        )
+    if type(project) is nn.Linear and project.weight.device.type != "meta":
+        weight = project.weight.float().T
+    else:
+        example = next(x for x in project.parameters() if x.is_floating_point())
+        unit = torch.eye(project.in_features, dtype=example.dtype, device=example.device)
+        weight = project(unit).float() - project(unit[:1] * 0).float()
+    by_head: Tensor = weight.unflatten(0, (heads, -1))
+    return by_head
+
+
+def projected_norms(v: Tensor, weight: Tensor, order: int) -> Tensor:
+    """Return the norms of projected values by query head, ``[B, H, N]``.
+
+    Args:
+        v: values ``[B, Hkv, N, D]`` float32.
+        weight: ``[H, D, M]`` float32.
+        order: of the norm: 1, or 2.
+    """
+    group = len(weight) // v.shape[1]
+    out = v.new_empty(len(v), len(weight), v.shape[2])
+    for start in range(0, v.shape[2], TOKENS):
+        part = slice(start, start + TOKENS)
+        for head, matrix in enumerate(weight):
+            out[:, head, part] = torch.linalg.vector_norm(v[:, head // group, part] @ matrix, ord=order, dim=-1)
+    return out

@@ -1,0 +1,184 @@
+"""The second reading of a prompt: the model repeats it under the whole cache, which measures and then evicts once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ag.engine.decide import Decision
+from ag.engine.layer import EvictionLayer
+from ag.engine.passes import Pass
+from ag.engine.policy import Policy
+from ag.engine.projection import output_weight, projected_norms
+from ag.engine.scorers.kvzip import KVzip
+from ag.errors import UserError
+from ag.kernels.column_max import column_max
+from ag.model.hooks import AttentionCall
+
+
+class Reread(Protocol):
+    """What is repeated: a cache that has read a prompt; see :class:`ag.engine.cache.EvictionCache`."""
+
+    decoder: Any
+    policy: Policy
+    valid: Tensor
+    prompt_columns: int
+    prompt_lengths: Tensor
+    now: Pass | None
+    decision: Decision | None
+    evicting_layers: list[EvictionLayer]
+
+    @property
+    def seen_tokens(self) -> int:
+        """Columns of the input that went by."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens."""
+
+
+class Repetition:
+    """What a cache has to do between a prompt and the tokens that follow it, for a scorer that reads twice.
+
+    Args:
+        scorer: says what is repeated.
+    """
+
+    def __init__(self, scorer: KVzip) -> None:
+        self.scorer = scorer
+        #: Whether the model repeats at present, and whether it has.
+        self.active = self.done = False
+        self._tokens: list[Tensor] = []
+        self._places: list[range] = []  # what is repeated at present, by sequence
+        self._scores: dict[int, Tensor] = {}  # by layer, [B, Hkv, N]
+        self._calls: dict[int, AttentionCall] = {}  # by layer, one without tokens
+        self._norms: Tensor | None = None  # of what the layer at hand reads, [B, m]
+
+    def note(self, tokens: Tensor) -> None:
+        """Take note of the tokens ``[B, T]`` of a forward pass.
+
+        Raises:
+            UserError: when they are embeddings.
+        """
+        if self.active or self.done:
+            return
+        if tokens.ndim != 2:
+            raise UserError("kvzip repeats the prompt by its token ids: give input_ids, not inputs_embeds.")
+        self._tokens.append(tokens)
+
+    @torch.no_grad()
+    def run(self, cache: Reread, following: Tensor) -> None:
+        """Let the model repeat the prompt that a cache holds, and evict.
+
+        Args:
+            cache: has read the prompt, whole, and nothing else.
+            following: ``[B]`` long, positions that the model would rotate the next tokens by.
+        """
+        start, ids = time.perf_counter(), torch.cat(self._tokens, 1)
+        if ids.shape[1] != cache.valid.shape[1] or cache.seen_tokens > cache.prompt_columns:
+            raise UserError(
+                f"{cache.policy!r} repeats a prompt before anything follows it, and {cache.seen_tokens} tokens came "
+                f"with a prompt of {cache.prompt_columns}; generate without an assistant model and prompt lookup."
+            )
+        own = [row[valid].tolist() for row, valid in zip(ids.cpu(), cache.valid.cpu(), strict=True)]
+        inputs = [self.scorer.inputs(row) for row in own]
+        self.active = True
+        for number in range(max(map(len, inputs))):
+            parts = [chunks[number] if number < len(chunks) else (range(0), []) for chunks in inputs]
+            self._places = [places for places, _ in parts]
+            self._repeat(cache, [asked for _, asked in parts], following)
+        self.active, self.done = False, True
+        self._tokens.clear()
+        seconds = time.perf_counter() - start
+        for layer in cache.evicting_layers:
+            layer.scoring_seconds += seconds / len(cache.evicting_layers)
+        self._evict(cache)
+
+    def _repeat(self, cache: Reread, rows: Sequence[list[int]], following: Tensor) -> None:
+        """Read rows of tokens, padded on their left, and forget them."""
+        width, device = max(map(len, rows)), cache.valid.device
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
+        real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+        cache.decoder(
+            input_ids=ids,
+            attention_mask=torch.cat([cache.valid.long(), real], 1),
+            position_ids=(following.to(device)[:, None] + real.cumsum(1) - 1).clamp_min(0),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache.crop(width)
+
+    def enter_layer(self, hidden: Tensor) -> None:
+        """Look at the hidden states ``[B, m, d]`` that enter the attention of a layer."""
+        if self.active and self.scorer.normalize:
+            self._norms = torch.linalg.vector_norm(hidden.float(), dim=-1)
+
+    def measure(self, layer: EvictionLayer, call: AttentionCall, now: Pass) -> None:
+        """Measure what the queries of a repetition pay the chunk that they repeat.
+
+        Args:
+            layer: holds the prompt and the repetition.
+            call: the layer's, of the repetition.
+            now: the same pass.
+        """
+        if call.window is not None and now.seen > call.window:
+            raise UserError(
+                f"kvzip: the model attends within a window of {call.window} tokens, which hides a prompt of "
+                f"{now.prompt_columns} tokens from its repetition of up to {call.q.shape[2]}; use a shorter chunk, a "
+                "shorter prompt or another policy."
+            )
+        assert layer.store is not None
+        batch, kv_heads = call.k.shape[:2]
+        held = layer.rotation.keys(layer.store.padded())
+        q = layer.rotation.queries(layer.rotation.unrotated(call, now).q, held, now.ranks)
+        slots, mine = self._slots(q.device)
+        at, width = torch.cat([slots, now.ranks.clamp_min(0)], 1), slots.shape[1]  # all is held: a slot is a rank
+        k, v = (
+            x.unflatten(0, (batch, kv_heads)).gather(2, i[:, None, :, None].expand(-1, kv_heads, -1, x.shape[-1]))
+            for x, i in ((held.keys, at), (held.values, slots))
+        )
+        largest = column_max(
+            torch.cat([q.new_zeros(*q.shape[:2], width, q.shape[3]), q], 2).to(k.dtype),
+            k,
+            call.scaling,
+            torch.cat([mine & False, now.real], 1),
+            torch.cat([mine, now.real], 1),
+            factors=self._factors(width),
+        )[:, :, :width]
+        if self.scorer.normalize:
+            largest = largest * projected_norms(v.float(), output_weight(call.module, q.shape[1]), 2)
+        scored = (mine & (slots >= self.scorer.sinks))[:, None].expand(-1, kv_heads, -1)
+        best = largest.unflatten(1, (kv_heads, -1)).amax(2).float().masked_fill(~scored, 0.0)
+        if call.layer not in self._scores:
+            self._scores[call.layer] = best.new_zeros(batch, kv_heads, now.prompt_columns)
+            none = slice(0)
+            self._calls[call.layer] = replace(call, q=q[:, :, none], k=k[:, :, none], v=v[:, :, none], memo={})
+        self._scores[call.layer].scatter_reduce_(2, slots[:, None].expand_as(best), best, "amax")
+
+    def _slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the slots ``[B, P]`` of the sinks and of the chunk, padded on the left, and which exist."""
+        rows = [[*range(min(self.scorer.sinks, places.start)), *places] for places in self._places]
+        width = max(map(len, rows))
+        padded = torch.tensor([[-1] * (width - len(row)) + row for row in rows], device=device)
+        return padded.clamp_min(0), padded >= 0
+
+    def _factors(self, width: int) -> Tensor | None:
+        """Return what the weights of each query are multiplied by, ``[B, width + m]``."""
+        if self._norms is None:
+            return None
+        return torch.nn.functional.pad(1 / self._norms.clamp_min(1e-12), (width, 0), value=1.0)
+
+    def _evict(self, cache: Reread) -> None:
+        """Decide and evict, layer by layer."""
+        assert cache.now is not None and cache.decision is not None
+        now = replace(cache.now, reading=True, due=torch.ones_like(cache.prompt_lengths, dtype=torch.bool))
+        for index, scores in self._scores.items():
+            layer, call = cache.evicting_layers[index], self._calls[index]
+            layer.memory["repeated"] = scores
+            layer.decide_later(call, now.to(scores.device), cache.decision, cache.evicting_layers)
+        self._scores.clear()
+        self._calls.clear()

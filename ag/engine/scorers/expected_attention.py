@@ -1,0 +1,120 @@
+"""Expected attention: what queries that are still to come would pay, if they were drawn like those of the prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ag.engine.observe import Observation
+from ag.engine.scorers.base import Scorer, grouped
+from ag.errors import require
+
+TILE = 2**24  # elements of rotated covariances at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(Scorer):
+    """``(mean_g softmax_p E[exp(q k_p)] + eps) ||v_p||`` for future queries ``q`` of a Gaussian.
+
+    Mean and covariance of the queries are taken before their rotation, by query head, over the prompt's queries behind
+    the sinks; in blocks, and while decoding, over the new ones and as many as ``window`` before them. Both are then
+    turned by the mean of the rotations to the next ``future`` places. The logarithm of the expectation is
+    ``z_p = s k mu' + s^2/2 k Sigma' k``, and the softmax runs over the keys behind the sinks.
+
+    Source: Devoto et al. 2025, "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+    Distribution"; code NVIDIA/kvpress. There ``eps`` is 0, and 0.01 in its benchmark (with Ada-KV: ``@heads``).
+
+    Attributes:
+        sinks: first tokens that stay, and are left out of the statistics.
+        future: places whose rotations are averaged.
+        covariance: whether queries vary, or all are the mean one.
+        mixture: use the covariance of the queries over all future places, in which pairs of dimensions that turn fast
+            spread out; as published the covariance is turned by the mean rotation, which shrinks them to 0.
+        values: multiply by the norms of the values; a wrapper, which weighs values itself, turns it off.
+        eps: added to the weight, so that a value counts where nothing is expected.
+        window: queries to look back at when those of the whole prompt are not at hand.
+    """
+
+    sinks: int = 4
+    future: int = 512
+    covariance: bool = True
+    mixture: bool = False
+    values: bool = True
+    eps: float = 0.0
+    window: int = 512
+
+    turns: ClassVar[bool] = True
+    weighs: ClassVar[str] = "values"
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        super().__post_init__()
+        require(self, "future", self.future >= 1, "1 or more")
+        require(self, "window", self.window >= 1, "1 or more")
+        require(self, "eps", self.eps >= 0, "0 or more")
+        require(self, "mixture", self.covariance or not self.mixture, "no covariance=False")
+
+    @property
+    def lookback(self) -> int:
+        """Earlier queries of the statistics."""
+        return self.window
+
+    def score(self, seen: Observation) -> Tensor:
+        """Return the expected weight times the value's norm."""
+        competes = seen.key_valid & (seen.key_ranks >= self.sinks)
+        logits = self._logits(seen, seen.k.float().masked_fill(~seen.key_valid[..., None], 0.0))
+        hidden = ~competes.repeat_interleave(seen.group, 1)
+        weights = logits.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0.0)
+        score = grouped(weights, seen, "mean") + self.eps
+        if not self.values:
+            return score
+        norms: Tensor = torch.linalg.vector_norm(seen.v, dim=-1)
+        return score * norms
+
+    def _logits(self, seen: Observation, k: Tensor) -> Tensor:
+        """Return ``log E[exp(q k_p)]``, ``[B, H, N]``."""
+        mean, spread = self._future(seen, *self._statistics(seen))
+        keys = k.unsqueeze(2)  # [B, Hkv, 1, N, D]
+        mean, spread = (x.unflatten(1, (-1, seen.group)) for x in (mean, spread))
+        logits: Tensor = (keys @ mean[..., None])[..., 0] * seen.scaling
+        if self.covariance:
+            logits = logits + ((keys @ spread) * keys).sum(-1) * (seen.scaling**2 / 2)
+        return logits.flatten(1, 2)
+
+    def _statistics(self, seen: Observation) -> tuple[Tensor, Tensor]:
+        """Return mean ``[B, H, D]`` and covariance ``[B, H, D, D]`` of the queries without their rotation."""
+        counted = (seen.query_valid & (seen.query_ranks >= self.sinks))[:, None, :, None]
+        # A place further on, for all queries of a sequence, turns the statistics and the future places alike.
+        q = seen.turn(seen.q.float(), -seen.query_ranks[:, None]).masked_fill(~counted, 0.0)
+        number = counted.sum(2).clamp_min(1)
+        mean = q.sum(2) / number
+        centred = (q - mean[:, :, None]).masked_fill(~counted, 0.0)
+        return mean, (centred.mT @ centred) / number[..., None]
+
+    def _future(self, seen: Observation, mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn mean and covariance to the places that follow."""
+        first = seen.lengths[:, None, None]
+        ahead = seen.turn(mean[:, :, None], first, self.future)[:, :, 0]
+        if not self.covariance:
+            return ahead, spread
+        if not self.mixture:
+            return ahead, _both_sides(seen, spread, first, self.future)
+        second, total = spread + mean[..., None] * mean[..., None, :], torch.zeros_like(spread)
+        step = max(1, TILE // second.numel())
+        for start in range(0, self.future, step):
+            places = first + torch.arange(start, min(start + step, self.future), device=first.device)
+            many = second[:, :, None].expand(-1, -1, places.shape[-1], -1, -1)
+            total += _both_sides(seen, many, places).sum(2)
+        return ahead, total / self.future - ahead[..., None] * ahead[..., None, :]
+
+
+def _both_sides(seen: Observation, matrix: Tensor, places: Tensor, span: int = 1) -> Tensor:
+    """Return ``R M R^T`` for symmetric ``[B, H, (n,) D, D]``, R the (mean) rotation to places ``[B, 1, n]``."""
+    dim = matrix.shape[-1]
+    flat = matrix.reshape(*matrix.shape[:2], -1, dim)
+    places = places.repeat_interleave(flat.shape[2] // places.shape[-1], -1)
+    once = seen.turn(flat, places, span).view_as(matrix).mT
+    return seen.turn(once.reshape_as(flat), places, span).view_as(matrix)

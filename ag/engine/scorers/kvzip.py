@@ -1,0 +1,104 @@
+"""KVzip: what the model attends to while it repeats the context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ag.engine.observe import Observation
+from ag.engine.scorers.base import Scorer
+from ag.errors import UserError, require
+
+ASK = "\n\nRepeat the context above exactly, word for word."
+ASK_PART = "\n\nRepeat the part of the context above that begins exactly so: "
+MARK = "\x00"  # stands for the user's text while a chat template is cut open
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVzip(Scorer):
+    """``max A_ip`` over the queries of a repetition of the context, and over the query heads of the group.
+
+    After the prompt was read, the context behind the sinks is repeated chunk by chunk under the whole cache: an
+    instruction, then the tokens of the chunk. The softmax runs over the sinks, the chunk and its repetition alone, in
+    float32. Nothing of a repetition stays in the cache. Scores are made once, so that the schedule is ``prefill``.
+
+    Source: Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", code
+    snu-mllab/KVzip; KVzip+ after NVIDIA/kvpress. Deviations: the prefix (system prompt) that stays is said by
+    ``sinks``, and counts within the budget, as in kvpress; as many tokens are kept as the budget says, which the
+    paper's code misses by one.
+
+    Attributes:
+        sinks: first tokens, which stay, are in every softmax and are not repeated.
+        chunk: tokens that are repeated at once.
+        overlap: last tokens of the chunk before, with which the instruction names the next one.
+        normalize: KVzip+: multiply weights by ``||W_O v_p|| / ||x_i||``, ``x_i`` what the query was made of.
+        ask: token ids, separated by blanks, of the instruction before the first chunk; None: those of a tokenizer,
+            where a command has one (:meth:`with_tokenizer`), else none.
+        ask_part: the same before the others, whose first tokens follow.
+        answer: the same between instruction and chunk: the user's turn ends, the assistant's begins.
+    """
+
+    sinks: int = 4
+    chunk: int = 2000
+    overlap: int = 8
+    normalize: bool = False
+    ask: str | None = None
+    ask_part: str | None = None
+    answer: str | None = None
+
+    default_allocator: ClassVar[str] = "global"
+    rereads: ClassVar[bool] = True
+    weighs: ClassVar[str] = "normalize"
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, and token ids that are none."""
+        super().__post_init__()
+        require(self, "chunk", self.chunk >= 1, "1 or more")
+        require(self, "overlap", self.overlap >= 0, "0 or more")
+        for name in ("ask", "ask_part", "answer"):
+            text = getattr(self, name)
+            if text is not None and not all(part.isdecimal() for part in text.split()):
+                raise UserError(f"KVzip: {name}={text!r:.60}: expected token ids separated by blanks, such as 17 4 9.")
+
+    def with_tokenizer(self, tokenizer: Any) -> Self:
+        """Return the scorer with the instructions that it was not given, in the tokens of a tokenizer."""
+        made = {"ask": ASK, "ask_part": ASK_PART, "answer": answer_of(tokenizer)}
+        ids: dict[str, Any] = {
+            name: " ".join(map(str, tokenizer(text, add_special_tokens=False)["input_ids"]))
+            for name, text in made.items()
+            if getattr(self, name) is None
+        }
+        return replace(self, **ids)
+
+    def score(self, seen: Observation) -> Tensor:
+        """Return the largest weight; 0 for what was not repeated."""
+        found = seen.memory.get("repeated")
+        return torch.zeros_like(seen.key_ranks, dtype=torch.float32) if found is None else found
+
+    def inputs(self, context: list[int]) -> list[tuple[range, list[int]]]:
+        """Return the chunks of a sequence's own tokens, and what the model reads to repeat each.
+
+        Args:
+            context: ids of the prompt.
+        """
+        given = self.ask, self.ask_part, self.answer
+        ask, ask_part, answer = ([int(x) for x in (text or "").split()] for text in given)
+        found = []
+        for start in range(self.sinks, len(context), self.chunk):
+            places = range(start, min(start + self.chunk, len(context)))
+            before = context[max(start - self.overlap, self.sinks) : start] if ask_part else []
+            asked = ask if start == self.sinks else ask_part + before
+            found.append((places, asked + answer + context[start : places.stop]))
+        return found
+
+
+def answer_of(tokenizer: Any) -> str:
+    """Return what ends a user's turn and begins the assistant's in a tokenizer's chat template; else a line's end."""
+    if not getattr(tokenizer, "chat_template", None):
+        return "\n"
+    turn = [{"role": "user", "content": MARK}]
+    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    return str(text).partition(MARK)[2]

@@ -1,0 +1,63 @@
+"""CriticalKV: half of the budget by the base score, half by that times the size of the projected value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ag.engine.observe import Observation
+from ag.engine.projection import projected_norms
+from ag.engine.scorers.base import grouped
+from ag.engine.wrappers.base import Wrapper
+from ag.errors import require
+
+SMALL = 1e-4  # added to the base score, as published
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticalKV(Wrapper):
+    """``(S_p + 1e-4) mean_g ||W_O v_p||_1`` decides over what the best of ``S`` leave of each head's budget.
+
+    How many tokens a head gets is decided by the base score alone. A base score that falls below 0 is shifted, so that
+    its least one is 0.
+
+    Source: Feng et al. 2025, "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
+    after NVIDIA/kvpress; there tokens that the base protects count as its best too.
+
+    Attributes:
+        first: share of each head's budget that the base score fills.
+    """
+
+    first: float = 0.5
+    scores_heads: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        super().__post_init__()
+        require(self, "first", 0 <= self.first <= 1, "a share from 0 to 1")
+
+    def score(self, seen: Observation) -> Tensor:
+        """Return the base score, not below 0."""
+        score = self.inner.score(seen)
+        lowest = score.masked_fill(~seen.key_valid, float("inf")).amin(-1, keepdim=True)
+        return score - lowest.clamp_max(0.0)
+
+    def second(self, seen: Observation, score: Tensor) -> tuple[Tensor, float]:
+        """Return the product, and the share that the first score fills."""
+        return (score + SMALL) * self._sizes(seen), self.first
+
+    def _sizes(self, seen: Observation) -> Tensor:
+        """Return ``mean_g ||W_O v||_1``, ``[B, Hkv, N]``, computed once for each token."""
+        known = seen.memory.get("size", torch.zeros_like(seen.v[..., 0]))  # tokens that came since have 0
+        missing = seen.key_valid & (known == 0)
+        width = int(missing.sum(-1).max())
+        if width:
+            order = missing.long().argsort(dim=-1, descending=True, stable=True)[..., :width]
+            values = seen.v.gather(2, order[..., None].expand(-1, -1, -1, seen.v.shape[-1]))
+            sizes = grouped(projected_norms(values, seen.output, 1), seen, "mean")
+            known = known.scatter(-1, order, sizes)
+        seen.memory["size"] = known
+        return known

@@ -1,0 +1,142 @@
+"""Expected attention against its definition in plain loops, and the identities of its closed form."""
+
+import math
+
+import pytest
+import torch
+from attention_by_hand import Scene, agree, rotation
+
+import ag
+from ag.engine.scorers.expected_attention import ExpectedAttention
+from ag.errors import UserError
+from ag.model.hooks import rotate
+
+SCENES = {
+    "one": {"lengths": (12,)},
+    "left": {"lengths": (13, 6), "padding": "left"},
+    "right": {"lengths": (7, 14), "padding": "right"},
+    "ragged": {"lengths": (16, 9), "ragged": True, "heads": 6},
+    "window": {"lengths": (16,), "queries": 7},
+}
+OPTIONS = {
+    "plain": {},
+    "sinks": {"sinks": 2},
+    "mean": {"covariance": False},
+    "eps": {"eps": 0.02, "sinks": 1},
+    "keys": {"values": False},
+    "mixture": {"mixture": True, "sinks": 1},
+    "one place": {"future": 1, "sinks": 0},
+}
+DIM = 8
+
+
+def by_hand(scene, b, g, sinks, future, covariance=True, mixture=False, values=True, eps=0.0):
+    """The score of what a KV head holds, and the weights of its query heads, one token at a time in float64."""
+    length = scene.lengths[b]
+    turns = [rotation(length + t, DIM) for t in range(future)]
+    mean_turn = sum(turns) / future
+    weights = []
+    for h in scene.query_heads(g):
+        plain = [
+            rotation(rank, DIM).T @ scene.q[b, h, column] for column, rank in scene.columns[b] if rank >= sinks
+        ]  # before RoPE
+        mu = sum(plain) / len(plain)
+        sigma = sum(torch.outer(x - mu, x - mu) for x in plain) / len(plain)
+        ahead = mean_turn @ mu
+        if mixture:
+            spread = sum(r @ sigma @ r.T + torch.outer(r @ mu - ahead, r @ mu - ahead) for r in turns) / future
+        else:
+            spread = mean_turn @ sigma @ mean_turn.T
+        logits = {}
+        for slot, p in enumerate(scene.held[b][g]):
+            if p >= sinks:
+                k = scene.k[b, g, slot]
+                logits[slot] = scene.scaling * float(k @ ahead)
+                if covariance:
+                    logits[slot] += scene.scaling**2 / 2 * float(k @ spread @ k)
+        total = sum(math.exp(x) for x in logits.values())
+        weights.append({slot: math.exp(x) / total for slot, x in logits.items()})
+    result = []
+    for slot in range(len(scene.held[b][g])):
+        score = sum(w.get(slot, 0.0) for w in weights) / len(weights) + eps
+        result.append(score * float(scene.values(b, g)[slot].norm()) if values else score)
+    return result
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("shape", SCENES.values(), ids=SCENES)
+def test_equals_loops(shape, options):
+    scene, options = Scene(seed=6, **shape), {"sinks": 0, "future": 5} | options
+    expected = {(b, g): by_hand(scene, b, g, **options) for b, g in scene.places()}
+    agree(scene, ExpectedAttention(**options).score(scene.seen), expected, rtol=1e-4)
+
+
+def test_defaults_and_protection():
+    scorer = ExpectedAttention()
+    assert (scorer.sinks, scorer.future, scorer.covariance, scorer.mixture, scorer.eps) == (4, 512, True, False, 0.0)
+    scene = Scene(lengths=(9,))
+    assert scorer.protected(scene.seen, torch.tensor([5]))[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3]
+
+
+def test_a_large_eps_ranks_by_the_values():
+    scene = Scene(seed=2, lengths=(14,))
+    score = ExpectedAttention(eps=1e6, sinks=0, future=3).score(scene.seen)
+    for g in range(2):
+        assert score[0, g].argsort().tolist() == scene.values(0, g).norm(dim=-1).argsort().tolist()
+
+
+def test_the_closed_form_is_the_mean_over_gaussian_queries():
+    """E exp(s q k) for q of a normal distribution, by 200,000 draws."""
+    make = torch.Generator().manual_seed(0)
+    mu, k = torch.randn(2, DIM, generator=make, dtype=torch.float64)
+    root = torch.randn(DIM, DIM, generator=make, dtype=torch.float64) / 3
+    draws = mu + torch.randn(200_000, DIM, generator=make, dtype=torch.float64) @ root.T
+    z = 0.3 * k @ mu + 0.3**2 / 2 * k @ (root @ root.T) @ k
+    assert float(torch.exp(0.3 * draws @ k).mean()) == pytest.approx(math.exp(float(z)), rel=0.01)
+
+
+def test_the_mean_rotation_of_a_model(tiny_llama):
+    """Each pair of dimensions shrinks by sin(F a / 2) / (F sin(a / 2)); one place keeps norms."""
+    decoder, count = tiny_llama().get_decoder(), 11
+    x = torch.randn(1, 2, 3, 16)
+    places = torch.tensor([[[0, 5, 40]]])
+    got = rotate(decoder, x, places, count)
+    angles = decoder.rotary_emb.inv_freq.double()
+    shrunk = (torch.sin(count * angles / 2) / (count * torch.sin(angles / 2))).abs()
+    pairs = torch.stack(x.double().chunk(2, -1)).norm(dim=0)
+    torch.testing.assert_close(torch.stack(got.double().chunk(2, -1)).norm(dim=0), pairs * shrunk, atol=1e-5, rtol=1e-4)
+    want = sum(rotate(decoder, x, places + t) for t in range(count)) / count
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(rotate(decoder, x, places).norm(dim=-1), x.norm(dim=-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rotate(decoder, rotate(decoder, x, places), -places), x, atol=1e-5, rtol=1e-5)
+
+
+def test_places_that_begin_later_change_nothing(tiny_llama):
+    """Left padding without position_ids moves all tokens of a sequence on by as many places."""
+    model, row = tiny_llama(), torch.randint(3, 128, (1, 30), generator=torch.Generator().manual_seed(1))
+    held = []
+    for first in (0, 7):
+        cache = ag.EvictionCache(model, "expected_attention@heads", 0.4)
+        model(row, past_key_values=cache, position_ids=torch.arange(first, first + 30)[None])
+        held.append([[x.tolist() for x in cache.kept_positions(layer)[0]] for layer in range(3)])
+    assert held[0] == held[1]
+
+
+def test_a_rotation_that_depends_on_the_length_is_refused(tiny_llama):
+    model = tiny_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(UserError, match=r"ag.policy\('expected_attention', budget=0.5\): LlamaModel rotates keys by d"):
+        ag.EvictionCache(model, "expected_attention", 0.5)
+
+
+@pytest.mark.parametrize(("options", "message"), [({"future": 0}, "future"), ({"eps": -1.0}, "eps")])
+def test_values_out_of_range(options, message):
+    with pytest.raises(UserError, match=message):
+        ag.policy("expected_attention", 0.5, **options)
+
+
+def test_mixture_needs_a_covariance_and_wrappers_weigh_values():
+    with pytest.raises(UserError, match="mixture"):
+        ag.policy("expected_attention", 0.5, mixture=True, covariance=False)
+    assert ag.policy("expected_attention+caote", 0.5).scorer.inner.values is False
+    with pytest.raises(UserError, match="values=True has no meaning, because caote weighs values; leave it out"):
+        ag.policy("expected_attention+caote", 0.5, values=True)

@@ -1,0 +1,311 @@
+"""KVzip against a second reading written out with dense masks, and what a cache does around it."""
+
+import math
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import ag
+from ag.engine.scorers.kvzip import KVzip
+from ag.errors import UserError
+
+OPTIONS = {"chunk": 11, "overlap": 3, "sinks": 2, "ask": "7 8 9", "ask_part": "5 6", "answer": "11"}
+ROW = torch.randint(12, 128, (1, 30), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def layers_of(model, ids, visible, positions):
+    """By layer: q, k, v ``[heads, T, D]`` post-RoPE, and the input ``[T, M]``, when queries see ``visible [T, T]``."""
+    decoder, out = model.get_decoder(), []
+    x = decoder.embed_tokens(ids)[None]
+    turn = decoder.rotary_emb(x, positions[None])
+    for layer in decoder.layers:
+        hidden, attention = layer.input_layernorm(x), layer.self_attn
+        q, k, v = (
+            proj(hidden).view(1, len(ids), -1, attention.head_dim).transpose(1, 2)
+            for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        q, k = apply_rotary_pos_emb(q, k, *turn)
+        out.append((q[0], k[0], v[0], hidden[0]))
+        group = q.shape[1] // k.shape[1]
+        scores = q @ k.repeat_interleave(group, 1).mT * attention.head_dim**-0.5
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        mixed = (weights @ v.repeat_interleave(group, 1)).transpose(1, 2).flatten(2)
+        x = x + attention.o_proj(mixed)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return out
+
+
+def numbers(text):
+    return [int(x) for x in text.split()] if text else []
+
+
+@torch.no_grad()
+def by_hand(model, context, *, sinks, chunk, overlap=8, ask="", ask_part="", answer="", normalize=False):
+    """Scores ``[L, Hkv, n]`` of a prompt, pair by pair from dense attention of context and repetition in float64."""
+    model, n = model.double(), len(context)
+    scores = torch.zeros(len(model.get_decoder().layers), model.config.num_key_value_heads, n, dtype=torch.float64)
+    for start in range(sinks, n, chunk):
+        stop = min(start + chunk, n)
+        asked = numbers(ask)
+        if start > sinks:
+            asked = numbers(ask_part)
+            asked += context[max(start - overlap, sinks) : start] if ask_part else []
+        row = torch.tensor(context + asked + numbers(answer) + context[start:stop])
+        causal = torch.ones(len(row), len(row), dtype=torch.bool).tril()
+        for index, (q, k, v, hidden) in enumerate(layers_of(model, row, causal, torch.arange(len(row)))):
+            project = model.get_decoder().layers[index].self_attn.o_proj.weight
+            group, dim = len(q) // len(k), q.shape[-1]
+            for h in range(len(q)):
+                for i in range(n, len(row)):
+                    seen = [*range(sinks), *range(start, stop), *range(n, i + 1)]
+                    logits = [float(q[h, i] @ k[h // group, p]) / math.sqrt(dim) for p in seen]
+                    total = sum(map(math.exp, logits))
+                    for p, s in zip(seen, logits, strict=True):
+                        if start <= p < stop:
+                            weight = math.exp(s) / total
+                            if normalize:
+                                written = project[:, h * dim : (h + 1) * dim] @ v[h // group, p]
+                                weight *= float(written.norm() / hidden[i].norm())
+                            scores[index, h // group, p] = max(scores[index, h // group, p], weight)
+    model.float()
+    return scores
+
+
+def scores_of(monkeypatch):
+    """By layer, the scores of every decision that comes."""
+    found, score = {}, KVzip.score
+
+    def recording(self, seen):
+        found[seen.layer] = score(self, seen)
+        return found[seen.layer]
+
+    monkeypatch.setattr(KVzip, "score", recording)
+    return found
+
+
+CASES = {
+    "instructions": OPTIONS,
+    "chunks alone": {"chunk": 11, "sinks": 2},
+    "one chunk": OPTIONS | {"chunk": 100, "sinks": 0},
+    "plus": OPTIONS | {"normalize": True},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen3"])
+def test_equals_a_second_reading_by_hand(family, options, request, monkeypatch):
+    model, found = request.getfixturevalue(family)(), scores_of(monkeypatch)
+    cache = ag.EvictionCache(model, "kvzip@heads", 12, **options)
+    with torch.no_grad():
+        model(ROW, past_key_values=cache)
+    wanted = by_hand(model, ROW[0].tolist(), **options)
+    assert sorted(found) == [0, 1, 2]
+    for layer, score in found.items():
+        torch.testing.assert_close(score[0].double(), wanted[layer], atol=1e-5, rtol=1e-4)
+    counts = [layer.store.lengths.tolist() for layer in cache.evicting_layers]
+    assert [sum(x) for x in counts] == [24] * 3
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_sequences_of_a_batch_are_repeated_apart(tiny_llama, monkeypatch, side):
+    """Other lengths, other numbers of chunks: each is scored, and keeps, what it does alone."""
+    model, found = tiny_llama(), scores_of(monkeypatch)
+    rows = [ROW[0].tolist(), ROW[0, 3:20].tolist(), ROW[0, 5:17].tolist()]
+    alone = []
+    for row in rows:
+        cache = ag.EvictionCache(model, "kvzip", 0.4, **OPTIONS)
+        model(torch.tensor([row]), past_key_values=cache)
+        alone.append((dict(found), [cache.kept_positions(layer)[0] for layer in range(3)]))
+    ids, mask = torch.zeros(3, 30, dtype=torch.long), torch.zeros(3, 30, dtype=torch.long)
+    for b, row in enumerate(rows):
+        place = slice(30 - len(row), 30) if side == "left" else slice(0, len(row))
+        ids[b, place], mask[b, place] = torch.tensor(row), 1
+    cache = ag.EvictionCache(model, "kvzip", 0.4, **OPTIONS)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    for b, (scores, held) in enumerate(alone):
+        first = 30 - len(rows[b]) if side == "left" else 0
+        for layer in range(3):
+            mine = found[layer][b, :, : len(rows[b])]
+            torch.testing.assert_close(mine, scores[layer][0], atol=1e-5, rtol=1e-4)
+            assert [(x - first).tolist() for x in cache.kept_positions(layer)[b]] == [x.tolist() for x in held[layer]]
+
+
+def test_a_prompt_in_parts_that_are_padding_of_a_sequence(tiny_llama):
+    """Chunks of a prompt padded on the right: the shorter sequence is repeated from where it ended."""
+    model, held = tiny_llama(), []
+    ids, mask = ROW.repeat(2, 1), torch.ones(2, 30, dtype=torch.long)
+    ids[1, 17:], mask[1, 17:] = 0, 0
+    for size in (30, 9):
+        cache = ag.EvictionCache(model, "kvzip", 0.4, **OPTIONS)
+        cache.expect(mask.bool(), ids)
+        for start in range(0, 30, size):
+            stop = min(start + size, 30)
+            model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+        held.append([[x.tolist() for x in row] for layer in range(3) for row in cache.kept_positions(layer)])
+    assert held[0] == held[1]
+
+
+def test_nothing_of_a_repetition_stays(tiny_llama):
+    """With a budget of everything the cache is that of full, to the bit, and goes on like it."""
+    model = tiny_llama()
+    caches = [ag.EvictionCache(model, "full"), ag.EvictionCache(model, "kvzip", 1.0, **OPTIONS)]
+    outs = [model(ROW, past_key_values=cache).logits for cache in caches]
+    assert torch.equal(*outs)
+    for mine, other in zip(*(cache.evicting_layers for cache in caches), strict=True):
+        for left, right in zip(mine.store.padded()[:3], other.store.padded()[:3], strict=True):
+            assert torch.equal(left, right)
+    assert [cache.seen_tokens for cache in caches] == [30, 30]
+    assert torch.equal(caches[0].valid, caches[1].valid)
+    nexts = [model(torch.tensor([[17]]), past_key_values=cache).logits for cache in caches]
+    assert torch.equal(*nexts)
+
+
+def test_one_chunk_without_sinks_is_ordinary_attention_and_others_are_not_below_it(tiny_llama, monkeypatch):
+    """The softmax of a later chunk leaves the earlier ones out, so that its weights are larger."""
+    model, found = tiny_llama(), scores_of(monkeypatch)
+    context = ROW[0].tolist()
+    for chunk in (30, 15):
+        model(ROW, past_key_values=ag.EvictionCache(model, "kvzip", 1.0, sinks=0, chunk=chunk))
+        row = torch.tensor(context + context[-chunk:])
+        causal = torch.ones(len(row), len(row), dtype=torch.bool).tril()
+        for index, (q, k, _, _) in enumerate(layers_of(model, row, causal, torch.arange(len(row)))):
+            logits = (q[:, 30:] @ k.repeat_interleave(2, 0).mT / 4).masked_fill(~causal[30:], float("-inf"))
+            full = logits.softmax(-1).amax(1)[:, 30 - chunk : 30].view(2, 2, chunk).amax(1)
+            score = found[index][0, :, 30 - chunk :]
+            if chunk == 30:
+                torch.testing.assert_close(score, full, atol=1e-5, rtol=1e-4)
+            else:
+                assert (score > full).all() and (score <= 1).all()
+
+
+def test_generate_repeats_once_and_goes_on_from_the_prompt(tiny_llama, monkeypatch):
+    model, found = tiny_llama(), scores_of(monkeypatch)
+    greedy = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    cache = ag.EvictionCache(model, "kvzip@global", 0.5, **OPTIONS)
+    out = model.generate(ROW, past_key_values=cache, **greedy)
+    assert len(found) == 3
+    counts = torch.stack([layer.store.lengths for layer in cache.evicting_layers])
+    assert int(counts.sum()) == 6 * (15 + 5)  # half of the prompt, and what was generated but for the last token
+    assert cache.report().seconds[0] > 0
+    found.clear()
+    whole = model.generate(torch.cat([out, ROW[:, :4]], 1), past_key_values=cache, **greedy)
+    assert whole.shape == (1, 46) and not found  # a later turn is not repeated
+    chunked = ag.EvictionCache(model, "kvzip@global", 0.5, **OPTIONS)
+    assert torch.equal(model.generate(ROW, past_key_values=chunked, prefill_chunk_size=7, **greedy), out)
+    full = ag.EvictionCache(model, "kvzip", 1.0)
+    plain = model.generate(ROW, **greedy)
+    assert torch.equal(model.generate(ROW, past_key_values=full, **greedy), plain)
+
+
+@pytest.mark.parametrize("spec", ["kvzip@uniform", "kvzip@heads", "kvzip@preference", "kvzip@pyramid", "kvzip+caote"])
+def test_every_allocator_holds_the_budget(tiny_llama, spec):
+    model = tiny_llama()
+    options = OPTIONS | ({"observers": 4} if "preference" in spec else {})
+    cache = ag.EvictionCache(model, spec, 10, **options)
+    model(ROW.expand(2, -1), past_key_values=cache)
+    assert sum(int(layer.store.lengths.sum()) for layer in cache.evicting_layers) == 2 * 60
+    for layer in range(3):
+        for heads in cache.kept_positions(layer):
+            assert all({0, 1} <= set(x.tolist()) for x in heads)
+
+
+def test_preference_measures_the_prompts_last_queries(tiny_llama):
+    """Not those of the repetition: shares are those that any other scorer gets."""
+    model, shares = tiny_llama(), []
+    for name, options in (("kvzip", OPTIONS), ("knorm", {"sinks": 2})):
+        cache = ag.EvictionCache(model, f"{name}@preference", 10, observers=4, **options)
+        model(ROW, past_key_values=cache)
+        shares.append([layer.store.lengths.tolist() for layer in cache.evicting_layers])
+    assert shares[0] == shares[1]
+
+
+def test_slots(tiny_llama, monkeypatch):
+    """Before anything goes a slot is a rank, so that the scores are the same."""
+    model, found, scores = tiny_llama(), scores_of(monkeypatch), []
+    for positions in ("original", "slot"):
+        cache = ag.EvictionCache(model, "kvzip@heads", 12, positions=positions, **OPTIONS)
+        model(ROW, past_key_values=cache)
+        scores.append(torch.stack([found[layer] for layer in range(3)]))
+    torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-4)
+
+
+def test_prefill_shares_the_prompt_with_other_policies(tiny_llama):
+    model = tiny_llama()
+    policies = [ag.policy("h2o", 0.5), ag.policy("kvzip", 0.5, **OPTIONS), ag.policy("kvzip@heads", 0.3, **OPTIONS)]
+    together = ag.engine.prefill(model, policies, ROW)
+    for policy, (cache, last) in zip(policies, together, strict=True):
+        ((alone, state),) = ag.engine.prefill(model, [policy], ROW)
+        torch.testing.assert_close(last, state)
+        for layer in range(3):
+            pairs = zip(cache.kept_positions(layer)[0], alone.kept_positions(layer)[0], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+        token = torch.tensor([[17]])
+        logits = [model(token, past_key_values=x).logits for x in (cache, alone)]
+        torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-4)
+
+
+def test_instructions_come_from_a_tokenizer(tiny_tokenizer):
+    policy = ag.policy("kvzip+criticalkv", 0.5, ask="3 4").with_tokenizer(tiny_tokenizer)
+    scorer = policy.scorer.inner
+    assert scorer.ask == "3 4"
+    said = tiny_tokenizer.decode([int(x) for x in scorer.ask_part.split()])
+    assert said.strip().startswith("Repeat the part of the context above")
+    assert tiny_tokenizer.decode([int(x) for x in scorer.answer.split()]) == "\n"
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    tiny_tokenizer.chat_template = template
+    try:
+        answer = ag.policy("kvzip", 0.5).with_tokenizer(tiny_tokenizer).scorer.answer
+    finally:
+        tiny_tokenizer.chat_template = None
+    assert tiny_tokenizer.decode([int(x) for x in answer.split()]) == ">A:"
+    assert ag.policy("h2o", 0.5).with_tokenizer(tiny_tokenizer) == ag.policy("h2o", 0.5)
+
+
+def test_the_rows_that_are_read():
+    scorer = KVzip(sinks=2, chunk=3, overlap=2, ask="90", ask_part="80 81", answer="70")
+    assert scorer.inputs(list(range(9))) == [
+        (range(2, 5), [90, 70, 2, 3, 4]),
+        (range(5, 8), [80, 81, 3, 4, 70, 5, 6, 7]),
+        (range(8, 9), [80, 81, 6, 7, 70, 8]),
+    ]
+    assert KVzip(sinks=4).inputs([1, 2, 3]) == []
+
+
+def test_a_prompt_of_sinks_alone_is_not_repeated(tiny_llama):
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "kvzip", 0.5, strict=False)
+    model(ROW[:, :3], past_key_values=cache)
+    assert cache.kept_share() == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"schedule": "every"}, "scores a prompt once, after it: schedule='every': expected prefill"),
+        ({"schedule": "blocks:8"}, "schedule='blocks:8': expected prefill"),
+        ({"evict_before_attend": True}, "leave evict_before_attend out"),
+        ({"chunk": 0}, "chunk"),
+        ({"ask": "seven"}, "ask='seven': expected token ids separated by blanks"),
+    ],
+)
+def test_what_is_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        ag.policy("kvzip", 0.5, **given)
+
+
+def test_embeddings_drafts_and_windows_are_refused(tiny_llama, tiny_mistral):
+    model = tiny_llama()
+    with pytest.raises(UserError, match="give input_ids, not inputs_embeds"):
+        model(inputs_embeds=torch.randn(1, 9, 64), past_key_values=ag.EvictionCache(model, "kvzip", 0.5))
+    with pytest.raises(UserError, match="generate without an assistant model"):
+        model.generate(ROW, past_key_values=ag.EvictionCache(model, "kvzip", 0.5), prompt_lookup_num_tokens=2)
+    windowed = tiny_mistral()
+    with pytest.raises(UserError, match="within a window of 16 tokens, which hides a prompt of 30 tokens"):
+        windowed(ROW, past_key_values=ag.EvictionCache(windowed, "kvzip", 0.5))
+    with pytest.raises(UserError, match="normalize=True has no meaning, because criticalkv weighs values"):
+        ag.policy("kvzip+criticalkv", 0.5, normalize=True)

@@ -1,0 +1,89 @@
+"""Gates under a budget: they protect what their training did, and rank to the set of their own flags."""
+
+import pytest
+import torch
+from gates_for import gates_for
+
+import ag
+from ag.engine.scorers.gates import Gates
+from ag.engine.wrappers.caote import Caote
+from ag.errors import UserError
+
+
+def kept(model, policy, length=40, seed=0, **options):
+    """What a cache holds after a prompt, sets of (layer, head, column)."""
+    cache = ag.EvictionCache(model, policy, **options)
+    row = torch.randint(3, 128, (1, length), generator=torch.Generator().manual_seed(seed))
+    model(row, past_key_values=cache)
+    return {
+        (layer, head, column)
+        for layer in range(len(cache.evicting_layers))
+        for head, columns in enumerate(cache.kept_positions(layer)[0])
+        for column in columns.tolist()
+    }
+
+
+@pytest.fixture
+def trained(tiny_llama, tmp_path):
+    """A model, and gates trained with 2 sinks and 6 recents, dense prefill."""
+    model = tiny_llama()
+    gates = gates_for(model, sink_tokens=2, recent_tokens=6, prefill="dense")
+    gates.save_pretrained(tmp_path / "gates")
+    return model, gates, tmp_path / "gates"
+
+
+ENDS = (0, 1, 35, 36, 37, 38, 39)  # a query behind the prompt sees itself and 5 more
+
+
+@pytest.mark.parametrize("spec", ["gates", "gates@heads", "gates@global", "gates+caote@heads", "gates@pyramid"])
+@pytest.mark.parametrize("attached", [True, False], ids=["attached", "exported"])
+def test_sinks_and_recents_of_the_training_stay(trained, spec, attached):
+    model, gates, path = trained
+    if attached:
+        ag.attach(model, gates)
+    held = kept(model, spec if attached else spec.replace("gates", f"gates:{path}", 1), budget=12)
+    assert {(layer, head, x) for layer in range(3) for head in range(2) for x in ENDS} <= held
+    assert len(held) == 12 * 6
+    loose = kept(model, spec if attached else spec.replace("gates", f"gates:{path}", 1), budget=12, sinks=0, recent=0)
+    assert len(loose) == 12 * 6
+    missing = {(layer, head, x) for layer in range(3) for head in range(2) for x in ENDS} - loose
+    assert missing, "without protection some of these go"
+
+
+def test_as_many_as_the_flags_keep_are_the_flagged(trained):
+    """Over all layers and heads, since one threshold holds for all; the budget is per KV head, 6 of them."""
+    model, gates, _ = trained
+    ag.attach(model, gates)
+    compared = 0
+    for seed in range(60):
+        flagged = kept(model, "gates", seed=seed)
+        if len(flagged) % 6 == 0:
+            assert kept(model, "gates@global", budget=len(flagged) // 6, seed=seed) == flagged
+            compared += 1
+    assert compared > 3
+
+
+def test_what_the_policy_says_comes_first(trained):
+    model, gates, path = trained
+    assert ag.policy(f"gates:{path}@heads", 0.5).scorer == Gates(sinks=2, recent=5)
+    assert ag.policy(f"gates:{path}", 0.5, recent=0).scorer == Gates(sinks=2, recent=0)
+    assert ag.policy(f"gates:{path}+caote", 0.5, sinks=7).scorer.inner == Gates(sinks=7, recent=5)
+    assert ag.policy("gates", 0.5).scorer == Gates()  # which gates is known when there is a model
+    ag.attach(model, gates)
+    assert ag.EvictionCache(model, "gates+caote", 0.5).policy.scorer == Caote(inner=Gates(sinks=2, recent=5))
+    policy = ag.policy(f"gates:{path}@heads", 0.5)
+    assert eval(repr(policy)).scorer == policy.scorer
+
+
+def test_a_budget_below_what_training_had_is_refused(trained):
+    model, _, path = trained
+    with pytest.raises(UserError, match="6 tokens per KV head are fewer than the 7 that it protects"):
+        kept(model, f"gates:{path}", budget=6)
+    assert len(kept(model, f"gates:{path}", budget=6, strict=False)) == 7 * 6
+
+
+def test_values_out_of_range():
+    with pytest.raises(UserError, match="sinks"):
+        Gates(sinks=-1)
+    with pytest.raises(UserError, match="recent"):
+        Gates(recent=-1)

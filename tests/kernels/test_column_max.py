@@ -1,0 +1,128 @@
+import math
+
+import pytest
+import torch
+from test_column_sums import inputs as plain_inputs
+
+from ag.kernels.column_max import column_max
+from ag.kernels.column_max.reference import reference_column_max
+
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 9},
+    "left-padding": {"padding": "left"},
+    "right-padding": {"padding": "right"},
+    "responses": {"queries": "last"},
+    "factors": {"factors": 0},
+    "all": {"padding": "left", "window": 31, "queries": "some", "factors": 3},
+}
+
+
+def inputs(length, heads, kv_heads, dim=12, factors=None, **options):
+    """As for column sums; ``factors``: the number of queries whose factor is 0."""
+    q, k, options = plain_inputs(length, heads, kv_heads, dim, **options)
+    if factors is not None:
+        draw = torch.rand(2, length, generator=torch.Generator().manual_seed(length), dtype=torch.float64) * 3 + 0.1
+        draw[:, -factors:] *= factors == 0
+        options["factors"] = draw
+    return q, k, options
+
+
+def loops(q, k, scaling, queries, key_valid=None, window=None, factors=None):
+    """The definition, one pair at a time."""
+    batch, heads, length, _ = q.shape
+    out = torch.zeros(batch, heads, length, dtype=q.dtype)
+    for b in range(batch):
+        for h in range(heads):
+            for j in range(length):
+                seen = [t for t in range(j + 1) if window is None or j - t < window]
+                seen = [t for t in seen if key_valid is None or key_valid[b, t]]
+                weights = [math.exp(scaling * float(q[b, h, j] @ k[b, h * k.shape[1] // heads, t])) for t in seen]
+                factor = 1.0 if factors is None else float(factors[b, j])
+                for t, weight in zip(seen, weights, strict=True):
+                    if queries[b, j]:
+                        out[b, h, t] = max(float(out[b, h, t]), factor * weight / sum(weights))
+    return out
+
+
+@pytest.mark.parametrize("case", OPTIONS, ids=str)
+def test_both_versions_equal_loops(case):
+    q, k, options = inputs(23, 4, 2, **OPTIONS[case])
+    want = loops(q, k, **options)
+    for function in (column_max, reference_column_max):
+        torch.testing.assert_close(function(q, k, **options), want, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("case", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("length", "heads", "kv_heads"), [(1, 2, 1), (127, 2, 2), (129, 6, 2), (300, 3, 3), (257, 4, 1)]
+)
+def test_chunked_equals_reference(length, heads, kv_heads, case):
+    q, k, options = inputs(length, heads, kv_heads, **OPTIONS[case])
+    want = reference_column_max(q, k, **options)
+    got = column_max(q, k, **options)
+    assert got.shape == (2, heads, length)
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
+    single = column_max(q.float(), k.float(), **options)
+    assert single.dtype == torch.float32
+    assert (single.double() - want).norm() <= 1e-5 * want.norm()
+    assert column_max(q.bfloat16(), k.bfloat16(), **options).dtype == torch.float32
+
+
+def test_padding_gets_nothing_and_the_first_token_its_own_row():
+    q, k, options = inputs(140, 4, 2, padding="left")
+    got = column_max(q, k, **options)
+    valid = options["key_valid"]
+    assert (got[~valid[:, None].expand_as(got)] == 0).all()
+    first = valid.long().argmax(1)
+    assert (got[torch.arange(2), :, first] == 1).all()  # it sees itself alone
+
+
+def test_more_queries_never_lower_a_maximum_and_none_give_zero():
+    q, k, options = inputs(150, 4, 2)
+    queries, last = options["queries"], torch.zeros(2, 150, 4)
+    for step in (16, 4, 1):
+        options["queries"] = queries & (torch.arange(150) % step == 0)
+        got = column_max(q, k, **options).mT
+        assert (got >= last).all()
+        last = got
+    options["queries"] = queries & False
+    assert column_max(q, k, **options).abs().sum() == 0
+
+
+def test_keys_left_out_leave_the_softmax():
+    """Over a part of the keys, in their order: the restricted softmax of KVzip."""
+    q, k, options = inputs(60, 2, 1)
+    part = torch.tensor([*range(4), *range(20, 30), *range(50, 60)])  # prefix, chunk, repetition
+    counted = (part >= 50).expand(2, -1)
+    got = column_max(q[:, :, part], k[:, :, part], options["scaling"], counted)
+    for b in range(2):
+        for h in range(2):
+            rows = []
+            for i in range(50, 60):
+                seen = [t for t in part.tolist() if t <= i]
+                weights = (options["scaling"] * (k[b, 0, seen] @ q[b, h, i])).softmax(0)
+                rows.append(dict(zip(seen, weights.tolist(), strict=True)))
+            want = [max(row.get(t, 0.0) for row in rows) for t in part.tolist()]
+            assert got[b, h].tolist() == pytest.approx(want, abs=1e-12)
+
+
+def test_memory_is_linear_in_length():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            self.size = max(self.size, *(x.numel() for x in [out] if isinstance(x, torch.Tensor)), 0)
+            return out
+
+    sizes = []
+    for length in (512, 1024, 2048):
+        q, k, options = inputs(length, 2, 1)
+        with Largest() as largest:
+            column_max(q, k, **options)
+        sizes.append(largest.size)
+    assert sizes[1] <= 2.01 * sizes[0]
+    assert sizes[2] <= 2.01 * sizes[1]

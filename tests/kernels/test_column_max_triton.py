@@ -1,0 +1,62 @@
+"""Run by test_triton.py in a process of its own."""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
+
+from hard import HARD, check_column_max
+from test_column_max import OPTIONS, inputs
+
+from ag.kernels.column_max.reference import reference_column_max
+from ag.kernels.column_max.triton import triton_column_max
+
+
+@pytest.mark.parametrize("case", OPTIONS, ids=str)
+def test_equals_reference(case):
+    q, k, options = inputs(37, 2, 1, **OPTIONS[case])
+    got = triton_column_max(q.float(), k.float(), **options)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), reference_column_max(q, k, **options), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "dim"), [(63, 4, 2, 60), (48, 3, 3, 16), (1, 2, 1, 5)])
+def test_odd_shapes(length, heads, kv_heads, dim):
+    q, k, options = inputs(length, heads, kv_heads, dim, padding="left")
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    got = triton_column_max(q.float(), k.float(), **options)
+    torch.testing.assert_close(got.double(), reference_column_max(q, k, **options), atol=1e-5, rtol=1e-5)
+
+
+def test_transposed_masks():
+    q, k, options = inputs(37, 2, 1, padding="left", queries="some")
+    turned = {name: options[name].mT.contiguous().mT for name in ("queries", "key_valid")}
+    got = triton_column_max(q.float(), k.float(), **options | turned)
+    torch.testing.assert_close(got.double(), reference_column_max(q, k, **options), atol=1e-5, rtol=1e-5)
+
+
+def test_half_precision():
+    q, k, options = inputs(37, 2, 1, 32)
+    q, k = q.half(), k.half()
+    got, want = triton_column_max(q, k, **options), reference_column_max(q.double(), k.double(), **options)
+    assert got.dtype == torch.float32 and (got - want).norm() < 2e-2 * want.norm()
+
+
+def test_no_query_counts():
+    q, k, options = inputs(20, 2, 1)
+    options["queries"] = torch.zeros(2, 20, dtype=torch.bool)
+    assert triton_column_max(q.float(), k.float(), **options).abs().sum() == 0
+
+
+def test_two_runs_agree_to_the_bit():
+    q, k, options = inputs(40, 2, 1)
+    first, second = (triton_column_max(q.float(), k.float(), **options) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_inputs(name):
+    check_column_max(triton_column_max, reference_column_max, name, 70)
