@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from gates_for import gates_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_allocators import Scripted, ballots_of
@@ -138,13 +137,6 @@ def test_a_cache_holds_the_budget_in_total(tiny_llama, name, schedule):
         model(torch.full((2, 1), 7), past_key_values=cache)
     later = torch.stack([layer.store.lengths.view(2, -1).sum(1) for layer in cache.evicting_layers]).sum(0)
     assert later.tolist() == ([60, 60] if "every" in schedule else [78, 78])
-
-
-def test_gates_read_a_prompt_whole(tiny_llama):
-    model = tiny_llama()
-    ag.attach(model, gates_for(model))
-    with pytest.raises(UserError, match="global compares all layers after each block"):
-        ag.policy("gates@global", 0.5, "blocks:8")
 
 
 def test_floor_out_of_range():
