@@ -57,6 +57,8 @@ class EvictionCache(Cache, Plan):
     _decided: Tensor
     #: Columns seen when something could last be evicted by flags: before the last forward pass, or after the prompt.
     _settled: int
+    #: Columns that came without padding: each sequence has at least so many own tokens.
+    _unpadded: int
     #: The most own tokens ``[B]`` of each sequence in such columns when :meth:`crop` was called; None: it was not.
     _taken: Tensor | None
     #: What ``model.generate`` said of the text so far, ``[B, T]``; None where it said nothing.
@@ -265,6 +267,7 @@ class EvictionCache(Cache, Plan):
         self._right_padded = padded and not bool(new[:, -1].all())
         self._gaps |= self._right_padded
         tokens = Tokens(ranks=(self.valid.cumsum(1) - 1)[:, seen:], real=new)
+        self._unpadded += 0 if padded else length
         self._turn(tokens, padded=padded, reading=seen < self.prompt_columns)
 
     def _begin_prompt(self, new: Tensor) -> None:
@@ -301,6 +304,7 @@ class EvictionCache(Cache, Plan):
             prompt_lengths=self.prompt_lengths,
             due=self._due(tokens, reading),
             places=self.rotation.places(tokens, seen, stores),
+            at_least=max(0, self._unpadded - tokens.ranks.shape[1]),
             judged=self.gates is not None and (reading or later),
             remember=self.gates is not None and (later or (reading and not ends)),
         )
@@ -425,7 +429,7 @@ class EvictionCache(Cache, Plan):
             return
         self._check_crop(remove)
         self._taken, self._settled = self._settled_tokens(), min(self._settled, self.valid.shape[1] - remove)
-        self.valid = self.valid[:, :-remove]
+        self.valid, self._unpadded = self.valid[:, :-remove], max(0, self._unpadded - remove)
         self.prompt_columns = min(self.prompt_columns, self.valid.shape[1])
         if len(self._decided):
             self._decided = self._decided.minimum(self.valid.sum(1))
@@ -476,7 +480,7 @@ class EvictionCache(Cache, Plan):
         self._decided = torch.empty(0, dtype=torch.long)
         self.prompt_columns = 0
         self._gaps = False  # whether some sequence was padded on its right
-        self._settled = 0
+        self._settled = self._unpadded = 0
         self._expected = self._text = self._ends = self._taken = self.decision = self.now = None
         for layer in self.evicting_layers:
             layer.reset()

@@ -84,7 +84,9 @@ class GatedLayer(EvictionLayer):
         if step.logits is None:
             return torch.ones(k.shape[:3], dtype=torch.bool, device=k.device)
         flags = self.gates.flags(step.logits)
-        return flags | (step.now.ranks < config.sink_tokens)[:, None] if config.sink_tokens else flags
+        return (
+            flags if step.now.at_least >= config.sink_tokens else flags | (step.now.ranks < config.sink_tokens)[:, None]
+        )
 
     def _pushes(self, step: Step) -> bool:
         """Whether the pass stores one token that may evict at once."""
