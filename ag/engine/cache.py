@@ -304,7 +304,7 @@ class EvictionCache(Cache, Plan):
             prompt_lengths=self.prompt_lengths,
             due=self._due(tokens, reading),
             places=self.rotation.places(tokens, seen, stores),
-            at_least=max(0, self._unpadded - tokens.ranks.shape[1]),
+            at_least=0 if reading else max(0, self._unpadded - tokens.ranks.shape[1]),
             judged=self.gates is not None and (reading or later),
             remember=self.gates is not None and (later or (reading and not ends)),
         )
