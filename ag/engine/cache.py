@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -375,7 +376,7 @@ class EvictionCache(Cache, Plan):
         target = str(layer + self.gates.config.layer_offset)
         if target in self.gates.layers:
             gate = cast("AttentionGate", self.gates.layers[target])
-            with torch.no_grad():
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # a step has little time for each layer
                 self.evicting_layers[int(target)].judge(gate, hidden, self._near(hidden.device))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -96,7 +96,7 @@ class AttentionGate(nn.Module):
                 "TokenGate if it looks at each token by itself, else define step, or use gate.covers=prompt and whole "
                 "prompts."
             )
-        hidden = self._typed(hidden)
+        hidden = hidden.to(self.q_proj.weight.dtype)
         q, k, v = self._projected(hidden)
         before = bool(memory)
         memory.add(k, v, ranks, real)
