@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -60,6 +61,8 @@ class EvictionCache(Cache, Plan):
     _decided: Tensor
     #: Columns seen when something could last be evicted by flags: before the last forward pass, or after the prompt.
     _settled: int
+    #: Columns that came without padding: each sequence has at least so many own tokens.
+    _unpadded: int
     #: The most own tokens ``[B]`` of each sequence in such columns when :meth:`crop` was called; None: it was not.
     _taken: Tensor | None
     #: What ``model.generate`` said of the text so far, ``[B, T]``; None where it said nothing.
@@ -273,6 +276,7 @@ class EvictionCache(Cache, Plan):
         self._right_padded = padded and not bool(new[:, -1].all())
         self._gaps |= self._right_padded
         tokens = Tokens(ranks=(self.valid.cumsum(1) - 1)[:, seen:], real=new)
+        self._unpadded += 0 if padded else length
         self._turn(tokens, padded=padded, reading=seen < self.prompt_columns)
 
     def _begin_prompt(self, new: Tensor) -> None:
@@ -309,6 +313,7 @@ class EvictionCache(Cache, Plan):
             prompt_lengths=self.prompt_lengths,
             due=self._due(tokens, reading),
             places=self.rotation.places(tokens, seen, stores),
+            at_least=0 if reading else max(0, self._unpadded - tokens.ranks.shape[1]),
             judged=self.gates is not None and (reading or later),
             remember=self.gates is not None and (later or (reading and not ends)),
         )
@@ -398,7 +403,7 @@ class EvictionCache(Cache, Plan):
         target = str(layer + self.gates.config.layer_offset)
         if target in self.gates.layers:
             gate = cast("AttentionGate", self.gates.layers[target])
-            with torch.no_grad():
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # a step has little time for each layer
                 self.evicting_layers[int(target)].judge(gate, hidden, self._near(hidden.device))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -470,7 +475,7 @@ class EvictionCache(Cache, Plan):
             return
         self._check_crop(remove)
         self._taken, self._settled = self._settled_tokens(), min(self._settled, self.valid.shape[1] - remove)
-        self.valid = self.valid[:, :-remove]
+        self.valid, self._unpadded = self.valid[:, :-remove], max(0, self._unpadded - remove)
         self.prompt_columns = min(self.prompt_columns, self.valid.shape[1])
         if len(self._decided):
             self._decided = self._decided.minimum(self.valid.sum(1))
@@ -526,7 +531,7 @@ class EvictionCache(Cache, Plan):
         self._decided = torch.empty(0, dtype=torch.long)
         self.prompt_columns = 0
         self._gaps = False  # whether some sequence was padded on its right
-        self._settled = 0
+        self._settled = self._unpadded = 0
         scorer = getattr(self.policy.scorer, "inner", self.policy.scorer)
         #: What lets the model repeat the prompt, for a policy that scores by that.
         self.repetition = Repetition(scorer) if isinstance(scorer, KVzip) else None

@@ -40,12 +40,16 @@ class GatedLayer(EvictionLayer):
         if not store.open and not (self._pushes(step) and store.before is None):
             store.settle()
         if self._pushes(step):
-            store.push(call.k, call.v, now.ranks.masked_fill(~now.real, -1) if now.padded else now.ranks, flags)
+            ranks = now.ranks.masked_fill(~now.real, -1) if now.padded else now.ranks
+            if flags is None and now.padded:
+                flags = torch.ones(call.k.shape[:3], dtype=torch.bool, device=call.k.device)
+            store.push(call.k, call.v, ranks, flags)
             return
         store.open = self._dense_prompt(step)
         keep = now.real[:, None] if now.padded else None
         if step.fresh and self._ends(step):
             recent = now.ranks > torch.where(now.real, now.ranks, -1).amax(1, keepdim=True) - store.recent
+            assert flags is not None
             keep = now.real[:, None] & (flags | recent[:, None])
         store.append(call.k, call.v, now.ranks, keep, flags)
 
@@ -78,13 +82,15 @@ class GatedLayer(EvictionLayer):
             )
         return self.store
 
-    def _flags(self, step: Step) -> Tensor:
-        """Return the flags ``[B, Hkv, T]`` of the new tokens: those of the gate, and open for sinks."""
-        k, config = step.unrotated.k, self.gates.config
+    def _flags(self, step: Step) -> Tensor | None:
+        """Return the flags ``[B, Hkv, T]`` of the new tokens, 1 for sinks; None: the gate was not asked, all stay."""
+        config = self.gates.config
         if step.logits is None:
-            return torch.ones(k.shape[:3], dtype=torch.bool, device=k.device)
+            return None
         flags = self.gates.flags(step.logits)
-        return flags | (step.now.ranks < config.sink_tokens)[:, None] if config.sink_tokens else flags
+        return (
+            flags if step.now.at_least >= config.sink_tokens else flags | (step.now.ranks < config.sink_tokens)[:, None]
+        )
 
     def _pushes(self, step: Step) -> bool:
         """Whether the pass stores one token that may evict at once."""

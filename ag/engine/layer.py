@@ -44,7 +44,7 @@ class Step:
         fresh: whether nothing was held before.
         unrotated: the call with keys as they are stored.
         logits: of the layer's gate, ``[B, Hkv, T]``; None: it was not asked.
-        flags: what the gate decided of the new tokens, ``[B, Hkv, T]``; None until a stage asks.
+        flags: what the gate decided of the new tokens, ``[B, Hkv, T]``; None: nothing.
         held: what is held, keys as queries meet them; None until a stage asks.
         seen: what the scorer is shown; None: nothing.
         masks: what stays ``[B, Hkv, N]``, by layer.

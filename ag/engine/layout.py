@@ -55,14 +55,20 @@ class Layout:
         self.rows = self.rows[0], on_device
         self.room -= more
 
-    def push(self) -> None:
+    def push(self, grew: bool) -> None:
         """Take note that a kernel wrote one token to each row and changed the lengths in ``rows``; nothing waits.
 
-        A row may have grown by one token. On another device than the CPU only that one knows, until somebody asks.
+        Args:
+            grew: whether every row has become longer by one token; else each may have, and on another device than the
+                CPU only that one knows, until somebody asks.
         """
         self.room -= 1
-        self.step = None
-        self._behind = self.rows[1] is not self._lengths
+        if self.rows[1] is self._lengths:
+            self.step = None
+        elif grew and not self._behind:
+            self._lengths = self._lengths + 1
+        else:
+            self.step, self._behind = None, True
 
     @property
     def lengths(self) -> Tensor:

@@ -38,6 +38,7 @@ class RingStore(RaggedStore):
         self.before: Tensor | None = None
         #: Whether nothing is held that the next query cannot see.
         self.settled = True
+        self._flagged = 0  # newest tokens of each row that the host knows to be flagged
         #: Whether every query sees all that is held, as in a prompt that is read densely.
         self.open = False
 
@@ -51,18 +52,21 @@ class RingStore(RaggedStore):
         """Add the tokens of a pass at the ends of the rows; the arguments are those of the base."""
         if self.before is None:
             self.before = self.lengths.clone()
-        self.settled = False
+        self.settled, self._flagged = False, 0
         super().append(k, v, ranks, keep, gate)
 
-    def push(self, k: Tensor, v: Tensor, ranks: Tensor, flags: Tensor) -> None:
+    def push(self, k: Tensor, v: Tensor, ranks: Tensor, flags: Tensor | None) -> None:
         """Store one new token of each sequence in the ring; what nobody sees any longer goes.
 
         Args:
             k: keys ``[B, Hkv, 1, D]``.
             v: values ``[B, Hkv, 1, D]``.
             ranks: ``[B, 1]`` long; below 0 where a sequence has no new token.
-            flags: ``[B, Hkv, 1]`` bool.
+            flags: ``[B, Hkv, 1]`` bool; None: every sequence has a new token, and it is flagged.
         """
+        grows = flags is None and self._flagged >= self.recent  # what leaves the ring is flagged too
+        self._flagged = 0 if flags is not None else self._flagged + 1
+        flags = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device) if flags is None else flags
         if self.layout.room < 1 and self.layout.count_room() < 1:
             self._lay_out(self.lengths + 1)
         starts, lengths = self.rows
@@ -80,8 +84,10 @@ class RingStore(RaggedStore):
             ring=self.recent,
             window=self.window,
         )
-        self.layout.push()
+        self.layout.push(grows)
         self.settled = False
+        if self._flagged == self.recent:
+            self.layout.count_room()  # the host waits for the lengths, and knows them from now on
 
     def settle(self) -> None:
         """Put the tokens of the last pass where they belong, and free what no query after it sees."""
@@ -132,7 +138,7 @@ class RingStore(RaggedStore):
         Args:
             counts: ``[B]``, own tokens of each sequence, beyond which all go; None: as many as there are.
         """
-        self.before, self.settled, self.open = None, True, False
+        self.before, self.settled, self.open, self._flagged = None, True, False, 0
         longest = int(self.lengths.max())
         if not longest:
             return

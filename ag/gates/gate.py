@@ -5,6 +5,7 @@ Source: Zeng et al., "In-context KV-Cache Eviction for LLMs via Attention-Gate",
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -71,7 +72,8 @@ class AttentionGate(nn.Module):
 
     def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
         """Return the logits ``[B, T, heads]`` of hidden states in the type of the parameters; see :meth:`forward`."""
-        return self._out(self._attend(*self._projected(hidden), valid, left_padded, first), hidden)
+        q, k, v = map(self._by_head, self._projected(hidden))
+        return self._out(self._attend(q, k, v, valid, left_padded, first), hidden)
 
     def step(self, hidden: Tensor, ranks: Tensor, real: Tensor | None, memory: GateMemory) -> Tensor:
         """Compute the logits of the next tokens of a text, causally, and remember what later ones look back at.
@@ -94,25 +96,30 @@ class AttentionGate(nn.Module):
                 "TokenGate if it looks at each token by itself, else define step, or use gate.covers=prompt and whole "
                 "prompts."
             )
-        hidden = self._typed(hidden)
+        hidden = hidden.to(self.q_proj.weight.dtype)
         q, k, v = self._projected(hidden)
         before = bool(memory)
-        ranks = ranks if real is None else ranks.masked_fill(~real, -1)
-        memory.add(k, v, ranks)
-        mixed = memory.attend(q, ranks) if before else self._attend(q, k, v, real, real is not None, None)
+        memory.add(k, v, ranks, real)
+        if before:
+            mixed = memory.attend(self._by_head(q), ranks)
+        else:
+            q, k, v = map(self._by_head, (q, k, v))
+            mixed = self._attend(q, k, v, real, real is not None, None)
         return self._by_kv_head(self._out(mixed, hidden))
 
     def _typed(self, hidden: Tensor) -> Tensor:
         return hidden.to(next(self.parameters()).dtype)  # a 16-bit model may have float32 gates
 
     def _by_kv_head(self, logits: Tensor) -> Tensor:
-        batch, length, _ = logits.shape
-        return logits.float().view(batch, length, self.kv_heads, -1).amax(-1).transpose(1, 2)
+        if logits.shape[2] > self.kv_heads:
+            logits = logits.unflatten(2, (self.kv_heads, -1)).amax(-1)
+        return logits.float().transpose(1, 2)
 
     def _projected(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        shape = (*hidden.shape[:2], self.config.num_heads, self.config.head_dim)
-        q, k, v = (proj(hidden).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        return q, k, v
+        return self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.config.num_heads, -1).transpose(1, 2)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None
@@ -217,7 +224,8 @@ class AttentionGates(export.Gates):
 
     def flags(self, logits: Tensor) -> Tensor:
         """Hard flags: True where a token is kept (Eq. 4, strict inequality)."""
-        return self.probability(logits) > self.config.threshold
+        odds = self.config.threshold / (1 - self.config.threshold)
+        return logits > math.log(odds) - self.config.bias  # probability > threshold, in one operation
 
     def keep(self, logits: Tensor) -> Tensor:
         """Differentiable keep flags for attention, float32 and of the shape of ``logits``.

@@ -143,11 +143,6 @@ class Gating(Dense):
         shared |= {"dense_until": _to(self._dense_until, device), "first": _to(self.first, device)}
         return gated_attention(call.q, call.k, call.v, keep.to(device), **shared)
 
-    def forget(self, layer: int) -> None:
-        """Free what is held for a layer."""
-        self.logits.pop(layer, None)
-        self._keep.pop(layer, None)
-
     def _run_gate(self, layer: int, hidden: Tensor) -> Tensor | None:
         name = str(layer + self.gates.config.layer_offset)
         if name not in self.gates.layers:

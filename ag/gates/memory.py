@@ -26,11 +26,12 @@ class GateMemory:
 
     def clear(self) -> None:
         """Forget everything."""
-        #: Keys and values ``[B, N, 2, h', d']``, and the rank ``[B, N]`` of each slot's token, -1 where there is none.
+        #: Keys and values ``[B, N, 2 h' d']``, and the rank ``[B, N]`` of each slot's token, -1 where there is none.
         self.stored: tuple[Tensor, Tensor] | None = None
         #: The same of the last pass.
         self.new: tuple[Tensor, Tensor] | None = None
-        self._seen = 0  # a sequence has at most so many tokens
+        self._seen = 0  # a sequence has at most so many tokens, and exactly so many where none was padded
+        self._even = True
 
     def __bool__(self) -> bool:
         return self.stored is not None or self.new is not None
@@ -40,28 +41,44 @@ class GateMemory:
         """Bytes allocated for keys and values."""
         return sum(part[0].nbytes for part in (self.stored, self.new) if part is not None)
 
-    def add(self, k: Tensor, v: Tensor, ranks: Tensor) -> None:
+    def add(self, k: Tensor, v: Tensor, ranks: Tensor, real: Tensor | None) -> None:
         """Take in the tokens of a pass.
 
         Args:
-            k: keys ``[B, h', T, d']``.
-            v: values ``[B, h', T, d']``.
-            ranks: ``[B, T]`` long, the place of each token among its sequence's own ones; -1: there is none.
+            k: keys ``[B, T, h' d']``.
+            v: values ``[B, T, h' d']``.
+            ranks: ``[B, T]`` long, the place of each token among its sequence's own ones.
+            real: ``[B, T]`` bool, False on padding; None: there is none.
         """
         self.settle()
-        self.new = torch.stack([k, v], 1).permute(0, 3, 1, 2, 4), ranks
         self._seen += ranks.shape[1]
+        self._even = self._even and real is None
+        if self._even and ranks.shape[1] == 1:
+            self._put(k, v)
+            return
+        self.new = torch.cat([k, v], -1), ranks if real is None else ranks.masked_fill(~real, -1)
         if ranks.shape[1] == 1:
             self.settle()
+
+    def _put(self, k: Tensor, v: Tensor) -> None:
+        """Store one token of each sequence where all sequences are equally long; the host knows its slot."""
+        stored, held = self._room(k, 2 * k.shape[2])
+        slot = (self._seen - 1) % held.shape[1]
+        place = stored[:, slot : slot + 1]
+        place[..., : k.shape[2]] = k
+        place[..., k.shape[2] :] = v
+        held[:, slot].fill_(self._seen - 1)
 
     def attend(self, q: Tensor, ranks: Tensor) -> Tensor:
         """Attend from the tokens taken in last, ``[B, h', T, d']``, to what they may look at; the same shape."""
         parts = [part for part in (self.stored, self.new) if part is not None]
         both = torch.cat([part[0] for part in parts], 1) if len(parts) > 1 else parts[0][0]
         held = torch.cat([part[1] for part in parts], 1) if len(parts) > 1 else parts[0][1]
-        k, v = both.permute(2, 0, 3, 1, 4)
-        if self.new is None:  # one query, to which nothing stored is too far
-            return F.scaled_dot_product_attention(q, k, v, (held >= 0)[:, None, None])
+        if self.new is None and self._even:  # one query, to which nothing stored is too far
+            both = both[:, : self._seen]
+        k, v = both.view(*both.shape[:2], 2, q.shape[1], -1).permute(2, 0, 3, 1, 4)
+        if self.new is None:
+            return F.scaled_dot_product_attention(q, k, v, None if self._even else (held >= 0)[:, None, None])
         outs = []
         for block, rank in zip(q.split(QUERY_BLOCK, 2), ranks.split(QUERY_BLOCK, 1), strict=True):
             distance = rank[:, :, None] - held[:, None]
@@ -76,18 +93,18 @@ class GateMemory:
         if self.new is None:
             return
         (both, ranks), self.new = self.new, None
-        stored, held = self._room(both)
-        if ranks.shape[1] == 1:
-            rows = torch.arange(len(ranks), device=ranks.device)
-            slots = (ranks % held.shape[1])[:, 0]
+        stored, held = self._room(both, both.shape[2])
+        size = held.shape[1]
+        if ranks.shape[1] == 1:  # the host does not wait
+            rows, slots = torch.arange(len(ranks), device=ranks.device), (ranks % size)[:, 0]
             real = ranks >= 0
-            stored[rows, slots] = torch.where(real[:, :, None, None], both[:, 0], stored[rows, slots])
-            held[rows, slots] = torch.where(real, ranks, held.gather(1, slots[:, None]))[:, 0]
-        else:
-            wanted = (ranks >= 0) & (ranks > ranks.amax(1, keepdim=True) - held.shape[1])
-            rows, columns = wanted.nonzero(as_tuple=True)
-            slots = ranks[rows, columns] % held.shape[1]
-            stored[rows, slots], held[rows, slots] = both[rows, columns], ranks[rows, columns]
+            stored[rows, slots] = torch.where(real, both[:, 0], stored[rows, slots])
+            held[rows, slots] = torch.where(real[:, 0], ranks[:, 0], held[rows, slots])
+            return
+        wanted = (ranks >= 0) & (ranks > ranks.amax(1, keepdim=True) - size)
+        rows, columns = wanted.nonzero(as_tuple=True)
+        slots = ranks[rows, columns] % size
+        stored[rows, slots], held[rows, slots] = both[rows, columns], ranks[rows, columns]
 
     def crop(self, counts: Tensor) -> None:
         """Forget the tokens whose rank is not below ``counts[b]`` ``[B]``."""
@@ -104,14 +121,14 @@ class GateMemory:
 
         self.stored, self.new = picked(self.stored), picked(self.new)
 
-    def _room(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is stored, with a slot for every token that is to come into it."""
+    def _room(self, like: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Return what is stored, ``width`` numbers a token, with a slot for every token that is to come into it."""
         needed = min(self._seen, self.window or self._seen)
         if self.stored is not None and self.stored[1].shape[1] >= needed:
             return self.stored
         size = needed + max(16, needed // 16)
         size = min(size, self.window or size)
-        grown = like.new_zeros(like.shape[0], size, *like.shape[2:])
+        grown = like.new_zeros(like.shape[0], size, width)
         ranks = torch.full((like.shape[0], size), -1, device=like.device)
         if self.stored is not None:  # it was as long as the text, so that every token keeps its slot
             before = self.stored[1].shape[1]

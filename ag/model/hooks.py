@@ -15,7 +15,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -52,14 +52,6 @@ class AttentionCall:
     scaling: float
     window: int | None
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-
-    def at(self, columns: Tensor) -> AttentionCall:
-        """Return the same call for the tokens in ``columns`` ``[B, T']``."""
-
-        def pick(x: Tensor) -> Tensor:
-            return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
-        return replace(self, q=pick(self.q), k=pick(self.k), v=pick(self.v), memo={})
 
     def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
         """Attend causally to every new token, ``[B, H, T, D]``; by the model's own implementation where it can.

@@ -1,6 +1,8 @@
 """Gates that act on every token (``gate.covers=all``): inference against the training forward and an oracle."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -402,3 +404,22 @@ def best(rivals, own, capacity, heads):
     for _, g, t in sorted(others)[: capacity * len(rivals) - least * len(rivals)]:
         kept[g].add(t)
     return kept
+
+
+def test_the_chat_of_the_docs_stays_bounded(tiny_llama, tiny_tokenizer, tmp_path, capsys):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "gates.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(example.strip().splitlines()) <= 20
+    model = tiny_llama(max_position_embeddings=1024)
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    gates_for(model, covers="all", window=6).save_pretrained(tmp_path / "export")
+    names = {}
+    exec(example.replace("MODEL", str(tmp_path / "model")).replace("EXPORT", str(tmp_path / "export")), names)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" bytes")]
+    sizes = [int(line.split()[-2].replace(",", "")) for line in lines]
+    assert len(sizes) == 5
+    assert sizes[-1] == sizes[-2] <= 3 * 2 * (96 + 16) * 34 / 32 * 2 * 16 * 4 + 3 * 8 * 2 * 16 * 4
+    cache = names["cache"]
+    assert cache.seen_tokens > 300
+    assert {len(head) for layer in range(3) for head in cache.kept_positions(layer)[0]} == {96}

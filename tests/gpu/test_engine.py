@@ -108,9 +108,9 @@ def test_a_windowed_model_does_not_wait(tiny_mistral, triton_untuned):
 
 @pytest.mark.parametrize("why", ["evicts", "mask", "recent"])
 def test_what_has_to_wait(tiny_llama, triton_untuned, why):
-    """A step that evicts, one with a mask, and the first after a prompt whose recent tokens are to go."""
+    """A step that evicts, one with a mask, and the one after which no recent token of the prompt is left."""
     model = tiny_llama().to(DEVICE)
-    ag.attach(model, gates_for(model, recent_tokens=6))
+    ag.attach(model, gates_for(model, recent_tokens=2))
     given = ("tova", 20, "every") if why == "evicts" else ("gates",) if why == "recent" else ("full",)
     cache, new = ag.EvictionCache(model, *given), tokens(1, 1)
     step(model, cache, tokens(1, 40))
@@ -158,3 +158,23 @@ def test_evicted_memory_is_free(tiny_llama, card):
     del cache
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() - before < 0.05 * held["gates"]  # and all of it goes with the cache
+
+
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+def test_gates_on_every_token_wait_for_room_alone(tiny_llama, triton_untuned, monkeypatch, kind):
+    """Eviction and the gate's memory are the card's business until a row may be full."""
+    model = tiny_llama(num_hidden_layers=2).to(DEVICE)
+    window = {"window": 4} if kind == "attention" else {}
+    ag.attach(model, gates_for(model, kind=kind, covers="all", recent_tokens=3, sink_tokens=2, **window))
+    cache, new = ag.EvictionCache(model, "gates"), tokens(2, 1)
+    with monkeypatch.context() as patch:
+        if REHEARSAL:
+            patch.setenv("AG_KERNELS", "chunked")
+        step(model, cache, tokens(2, 40))
+    step(model, cache, new)
+    with no_waiting(model, cache, new):
+        for _ in range(10):
+            step(model, cache, new)
+    held = cache.kept_positions(1)[0][0].tolist()
+    assert held[-3:] == [48, 49, 50]
+    assert len(held) < 51
