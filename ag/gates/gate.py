@@ -37,8 +37,11 @@ class AttentionGate(nn.Module):
         self.config = config
         self.kv_heads = kv_heads
         self.build(hidden_size, heads)
-        for parameter in self.parameters():
-            nn.init.xavier_uniform_(parameter) if parameter.ndim > 1 else nn.init.zeros_(parameter)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.xavier_uniform_(parameter)
 
     def build(self, hidden_size: int, heads: int) -> None:
         """Make the parameters; the arguments are those of the class."""

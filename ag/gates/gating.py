@@ -160,7 +160,7 @@ class Gating(Dense):
 
 
 class Open(Gating):
-    """A dense forward pass that runs the gates without a gradient, for their logits."""
+    """A dense forward pass that runs the gates without a gradient, for their logits; nothing is evicted."""
 
     @torch.no_grad()
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
@@ -174,10 +174,16 @@ class Open(Gating):
         return Dense.attend(self, call)
 
     def boundary(self, share: float) -> float:
-        """Return the logit above which this share of the tokens lies, over all layers and heads."""
+        """Return a logit above which this share of the logits of :meth:`counted` lies, over all layers and heads.
+
+        It lies halfway between two logits, so that rounding moves none across it.
+        """
         counted = self.counted()
-        logits = torch.cat([x.movedim(1, -1)[counted.to(x.device)].flatten().cpu() for x in self.logits.values()])
-        return float(logits.kthvalue(max(1, min(len(logits), round((1 - share) * len(logits))))).values)
+        logits = torch.cat([x.mT[counted.to(x.device)].flatten().cpu() for x in self.logits.values()]).sort().values
+        first = round((1 - share) * len(logits))  # the lowest of those above
+        if not 0 < first < len(logits):
+            return float(logits[0]) - 1 if first == 0 else float(logits[-1]) + 1
+        return float(logits[first - 1 : first + 1].double().mean())
 
 
 class Observing(Gating):
@@ -194,8 +200,8 @@ class Observing(Gating):
         prompt_length: ``[B]`` long, or None: then every token counts.
         target: ``attention``: the mean over queries of the summed weights; ``obcache_value``: the root of the mean of
             squared weights, times the norm of the value (OBCache, value term, of the future); ``kvzip``: the largest
-            weight that a query of the response gives, times the norm of the value (KVzip, where the response repeats
-            the prompt).
+            weight that any query of the response, in any query head of the group, gives, times the norm of the value
+            (KVzip, where the response repeats the prompt). Then only tokens of the prompt have a target.
     """
 
     def __init__(
@@ -243,7 +249,7 @@ class Observing(Gating):
         """Return the target of each key ``[B, Hkv, T]``."""
         shared: dict[str, Any] = {"queries": self._queries, "key_valid": self.valid, "window": call.window}
         shape = (*call.k.shape[:2], -1, call.k.shape[2])
-        sizes = call.v.float().norm(dim=-1).clamp_min(1e-12).log()
+        sizes: Tensor = call.v.float().norm(dim=-1).clamp_min(1e-12).log()
         if self.target == "kvzip":
             largest = column_max(call.q, call.k, call.scaling, **shared).view(shape).amax(2)
             return largest.clamp_min(1e-12).log() + sizes

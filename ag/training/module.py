@@ -28,7 +28,7 @@ SAMPLES = 4  # validation rows whose flags are kept for the pictures
 
 
 class GatedLM(L.LightningModule):
-    """Train gates and adapters with ``objective + alpha * |mean gate - beta|``.
+    """Train gates and adapters with ``objective + alpha * |mean gate - beta|``, or with shares drawn for each batch.
 
     Args:
         config: the whole configuration.
@@ -75,7 +75,7 @@ class GatedLM(L.LightningModule):
         if self.config.loss.objective == "regress" or self.global_step < self.config.warmup.regress_steps:
             return self._regress(batch)
         self._forget("train/regress_loss")
-        boundary, teacher = self._drawn_boundary(batch) if self.config.loss.share_high > 0 else (None, None)
+        boundary, teacher = self._drawn_boundary(batch) if self.config.loss.draws_share else (None, None)
         gating = self._gating(batch, boundary=boundary) if self.gates is not None else None
         name, values, rows = self._objective(batch, self.hidden(batch, gating), teacher)
         loss = losses.sample_mean(values, rows, len(batch["input_ids"]))
@@ -131,8 +131,9 @@ class GatedLM(L.LightningModule):
             self.evicted = self.evicted_share.compute().float().cpu()
             values["evicted"] = self._over_all_layers(self.evicted.mean())
             values["gate_mean_soft"], values["gate_mean_hard"] = self.soft.compute(), self.hard.compute()
-            mean = values[f"gate_mean_{self.config.loss.mean}"]
-            loss = loss + self.config.loss.alpha * losses.eviction_loss(mean, self.config.loss.beta)
+            if not self.config.loss.draws_share:
+                mean = values[f"gate_mean_{self.config.loss.mean}"]
+                loss = loss + self.config.loss.alpha * losses.eviction_loss(mean, self.config.loss.beta)
         values["loss"] = loss
         self.log_dict({f"val/{name}": value.float() for name, value in values.items()}, prog_bar=False)
         self.validated_step = self.global_step
@@ -229,15 +230,14 @@ class GatedLM(L.LightningModule):
 
     @torch.no_grad()
     def _drawn_boundary(self, batch: dict[str, Tensor]) -> tuple[float, Tensor]:
-        """Draw a share; returns the logit above which that share of the batch lies, and the teacher's hidden states."""
+        """Draw the share of flags that are 1; returns the logit they lie above, and the teacher's hidden states."""
         assert self.gates is not None
         low, high = self.config.loss.share_low, self.config.loss.share_high
-        share = low + (high - low) * float(torch.rand(()))
-        gating = Open(
-            self.gates, batch["attention_mask"], batch.get("prompt_length"), first=batch.get("document_start")
-        )
-        teacher = self._teacher(batch, gating)
-        return gating.boundary(share), teacher
+        share = low + (high - low) * torch.rand(())
+        self._log("train/share", share)
+        dense = self._open(batch)
+        teacher = self._teacher(batch, dense)
+        return dense.boundary(float(share)), teacher
 
     @torch.no_grad()
     def _teacher(self, batch: dict[str, Tensor], gating: Gating | None = None) -> Tensor:
@@ -281,6 +281,11 @@ class GatedLM(L.LightningModule):
         assert self.gates is not None
         documents = batch.get("document_start")
         return Gating(self.gates, batch["attention_mask"], batch.get("prompt_length"), hard, documents, boundary)
+
+    def _open(self, batch: dict[str, Tensor]) -> Open:
+        assert self.gates is not None
+        documents = batch.get("document_start")
+        return Open(self.gates, batch["attention_mask"], batch.get("prompt_length"), first=documents)
 
     def _evicted_flags(self, gating: Gating) -> Tensor:
         """Return ``[L, B, Hkv, T']`` bool: the tokens that are gone once they are no longer recent."""

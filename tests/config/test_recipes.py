@@ -32,7 +32,8 @@ TASKS = {
     "obqa_sft": "openbookqa",
 }
 CPT = ["redpajama_cpt", "mistral_cpt", "redpajama_cpt_gates_only"]
-OTHERS = ["quickstart", "smollm2_boolq", "smollm2_corpus", "smollm2_quarter", "smollm2_stream", "smollm2_worked"]
+SMALL = ["boolq", "corpus", "quarter", "remember", "stream", "worked"]
+OTHERS = ["quickstart", *(f"smollm2_{name}" for name in SMALL)]
 COMPARISONS = {  # cells, and the published score of the full cache that the comment must name
     "compare_parts": (1 + 31 * 3, "docs/results.md"),
     "compare_small": ((1 + 10 * 2) * 2, "docs/results.md"),
