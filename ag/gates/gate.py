@@ -18,6 +18,7 @@ from ag.config.gate import GateConfig
 from ag.errors import UserError
 from ag.gates import export
 from ag.gates.adapted import Adapter
+from ag.gates.calibration import Calibration
 from ag.kernels.gated_attention import gated_attention
 from ag.model.geometry import fingerprint
 
@@ -140,6 +141,8 @@ class AttentionGates(export.Gates):
         self.fingerprint = dict(model_config)
         #: The LoRA adapter of the export that the gates were loaded from, or None.
         self.adapter: Adapter | None = None
+        #: What the last validation measured, or the export records: the boundary of each share. None: not measured.
+        self.calibration: Calibration | None = None
         if config.kind not in KINDS:
             raise UserError(f"gate.kind={config.kind!r}: expected {' or '.join(KINDS)}.")
         geometry = self.fingerprint

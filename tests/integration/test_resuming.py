@@ -128,6 +128,7 @@ def test_drawn_shares_are_drawn_again(recipe: Path, tmp_path: Path, monkeypatch:
     exported = [AttentionGates.from_pretrained(folder / "export") for folder in (run, whole)]
     assert exported[0].layers["0"].outer.bias.abs().sum() > 0
     torch.testing.assert_close(exported[0].state_dict(), exported[1].state_dict(), rtol=0, atol=0)
+    assert exported[0].calibration is not None and exported[0].calibration == exported[1].calibration
 
 
 EPOCHS = ["trainer.max_epochs=3", "data.num_workers=2", "data.batch_size=4", "checkpoint.patience=3"]

@@ -433,6 +433,33 @@ def test_validation_under_drawn_shares_has_no_eviction_loss(tiny_llama, tmp_path
     assert got["val/loss"] == got["val/lm_loss"]
 
 
+@pytest.mark.parametrize("share_high", [0.0, 0.7])
+@pytest.mark.parametrize("covers", ["prompt", "all"])
+def test_validation_measures_the_boundaries_of_shares(tiny_llama, tmp_path, covers, share_high):
+    """From the logits under the flags, or from dense ones where training draws shares; padding rows do not count."""
+    module = build(tiny_llama, gate={"covers": covers}, loss=LossConfig(share_high=share_high))
+    data, said = batch([(30, 44), (61, 70), (22, 40)], seed=3), []
+    home = module.gates.config
+    module.gates.config = replace(home, bias=1e3) if share_high else home
+    for tokens, prompt in rows_of(data):
+        gating = ag.Gating(module.gates, torch.ones(1, len(tokens)), torch.tensor([prompt]), hard=True)
+        with torch.no_grad():
+            module.model(tokens[None], gating=gating, use_cache=False)
+        said += [x.flatten() for x in gating.logits.values()]
+    module.gates.config = home
+    assert module.gates.calibration is None
+    validate(module, tmp_path, data, batch([(1, 1)], seed=4))
+    logits, table = torch.cat(said), module.gates.calibration
+    for share, boundary in zip(table.shares, table.boundaries, strict=True):
+        assert float((logits > boundary).float().mean()) == pytest.approx(share, abs=2.5 / len(logits))
+    if not share_high:  # asked for what the flags keep, between two rows of the table, it keeps that
+        kept = float(module.gates.flags(logits).float().mean())
+        assert float((logits > table.boundary(kept)).float().mean()) == pytest.approx(kept, abs=0.02)
+    saved = {"state_dict": {}}
+    module.on_save_checkpoint(saved)
+    assert saved["calibration"] == table.record()
+
+
 def test_the_optimiser_has_a_group_for_each_part(tiny_llama, tmp_path):
     optim = OptimConfig(gate_lr=0.5, lora_lr=0.25, weight_decay=0.1, beta1=0.8, beta2=0.7, warmup_steps=2)
     for train, names in (("gates+lora", ["gates", "lora"]), ("gates", ["gates"]), ("lora", ["lora"])):
