@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 
 ENGINE = ("positions", "evict_before_attend", "strict")  # options of every policy; the latter two where a budget is
+
+FLAGS = ("threshold", "share")  # options of gates whose flags decide: where the boundary lies
 
 Option = str | int | float | bool | None
 Part = TypeVar("Part", bound=Scorer | Allocator)
@@ -113,7 +115,10 @@ def policy(
             ``positions="slot"`` rotates keys and queries by their slots in the cache instead of their places in the
             text (StreamingLLM), so that a stream may run past the model's context; ``evict_before_attend=True`` lets
             queries attend to what is kept, and to themselves, instead of to all that is held when they come (CAOTE,
-            Eq. 7); ``strict=False`` keeps what is protected where the budget is smaller, instead of raising.
+            Eq. 7); ``strict=False`` keeps what is protected where the budget is smaller, instead of raising. Of
+            ``gates:PATH`` without a budget: ``share=0.3`` moves the boundary of the flags to where the export's
+            calibration found that share of the tokens above it, ``threshold=0.2`` takes the place of the
+            configuration's; see :meth:`ag.gates.gate.AttentionGates.at`.
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
@@ -126,14 +131,16 @@ def policy(
     if budget is None and (not spec.bare or schedule != "prefill"):
         raise UserError(f"Policy '{spec}' needs a budget: tokens per KV head (256), or a share of the prompt (0.25).")
     _check_schedule(parts, schedule)
+    moved = {name: rest.pop(name) for name in FLAGS if name in rest and spec.reads_gates}
     engine = _engine_options(spec, budget, rest)
-    gates = AttentionGates.from_pretrained(Path(spec.path)) if spec.path else None
+    gates = _gates(spec, budget, moved)
     scorer = _scorer(parts, rest) if spec.evicts else None
     allocator = _allocator(parts, scorer, budget, rest)
     if rest:
         made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
         own = {f.name for part in made for f in fields(part)} - {"inner"} | set(_options(type(allocator)))
-        check_known(next(iter(rest)), sorted(own | set(ENGINE[: 3 if made else 1])), "option", str(spec))
+        common = {*ENGINE[: 3 if made else 1], *(FLAGS if spec.reads_gates else ())}
+        check_known(next(iter(rest)), sorted(own | common), "option", str(spec))
     return Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
 
 
@@ -154,6 +161,10 @@ def _check_full(spec: PolicySpec, budget: int | float | None, schedule: str) -> 
 def _engine_options(spec: PolicySpec, budget: int | float | None, options: dict[str, Option]) -> dict[str, Any]:
     """Take the options of every policy out of ``options``, and refuse those that mean nothing without a budget."""
     engine = {name: options.pop(name) for name in ENGINE if name in options}
+    if spec.reads_gates and budget is None:
+        known = {*FLAGS, *ENGINE, *(f.name for f in fields(SCORERS[spec.scorer]))}
+        for name in options:
+            check_known(name, sorted(known), "option", str(spec))
     idle = [*(options if spec.evicts else ()), *(name for name in ENGINE[1:] if name in engine)]
     if idle and budget is None:
         why = "without a budget the gates' flags decide" if spec.evicts else "nothing is evicted"
@@ -161,6 +172,31 @@ def _engine_options(spec: PolicySpec, budget: int | float | None, options: dict[
     for name, value in engine.items():
         _check_type(f"Policy '{spec}': {name}={value!r}", value, get_type_hints(Policy)[name])
     return engine
+
+
+def _gates(spec: PolicySpec, budget: int | float | None, options: Mapping[str, Option]) -> AttentionGates | None:
+    """Read the gates of a folder, and move the boundary of their flags as the options say."""
+    for name, value in options.items():
+        if budget is not None:
+            raise UserError(
+                f"Policy '{spec}': {name}={value} moves the boundary of the flags, and with budget={budget} the most "
+                f"probable tokens stay whatever their flags; leave one of the two out."
+            )
+        _check_type(f"Policy '{spec}': {name}={value!r}", value, float)
+        if spec.path is None:
+            raise UserError(
+                f"Policy '{spec}': {name}={value} needs gates:PATH; for gates in memory use ag.attach(model, "
+                f"gates.at({name}={value}))."
+            )
+    if spec.path is None:
+        return None
+    gates = AttentionGates.from_pretrained(Path(spec.path))
+    if not options:
+        return gates
+    try:
+        return gates.at(**cast("Any", options))
+    except UserError as error:
+        raise UserError(f"Policy '{spec}': {error}") from None
 
 
 def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
