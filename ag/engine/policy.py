@@ -23,10 +23,9 @@ from ag.gates.gate import AttentionGates
 
 ENGINE = ("positions", "evict_before_attend", "strict")  # options of every policy; the latter two where a budget is
 
-FLAGS = ("threshold", "share")  # options of gates whose flags decide: where the boundary lies
-
 Option = str | int | float | bool | None
 Part = TypeVar("Part", bound=Scorer | Allocator)
+FLAGS = ("threshold", "share")  # options of gates whose flags decide: where the boundary lies
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,9 @@ def policy(
             obcache_joint. Allocators: uniform, pyramid, preference, heads. The name pyramidkv stands for
             ``snapkv@pyramid`` (also before a wrapper), and cake without one for ``cake@preference``.
         budget: tokens per KV head, or as a float in (0, 1] a share of each prompt's own tokens. Gates without a
-            budget keep what their flags say; with one the most probable tokens stay.
+            budget keep what their flags say; with one the most probable tokens stay. Of ``gates:PATH`` without one
+            the options ``share=0.3`` and ``threshold=0.2`` move the boundary of the flags; see
+            :meth:`ag.gates.gate.AttentionGates.at`.
         schedule: ``prefill``: once, after the prompt; ``blocks:m``: also within the prompt, after every m tokens, so
             that never more than the budget and a block are held; ``every``: after every forward pass behind the prompt;
             ``steps:n``: there, after every n tokens. Parts are joined by +, for example ``blocks:128+every``.
@@ -115,10 +116,7 @@ def policy(
             ``positions="slot"`` rotates keys and queries by their slots in the cache instead of their places in the
             text (StreamingLLM), so that a stream may run past the model's context; ``evict_before_attend=True`` lets
             queries attend to what is kept, and to themselves, instead of to all that is held when they come (CAOTE,
-            Eq. 7); ``strict=False`` keeps what is protected where the budget is smaller, instead of raising. Of
-            ``gates:PATH`` without a budget: ``share=0.3`` moves the boundary of the flags to where the export's
-            calibration found that share of the tokens above it, ``threshold=0.2`` takes the place of the
-            configuration's; see :meth:`ag.gates.gate.AttentionGates.at`.
+            Eq. 7); ``strict=False`` keeps what is protected where the budget is smaller, instead of raising.
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
@@ -127,20 +125,20 @@ def policy(
     spec = PolicySpec.parse(spec) if isinstance(spec, str) else spec
     budget = None if budget is None else parse_budget(budget)
     parts, rest = spec.resolved(), dict(options)
+    boundary = {name: rest.pop(name) for name in FLAGS if name in rest and spec.reads_gates}
     _check_full(spec, budget, schedule)
     if budget is None and (not spec.bare or schedule != "prefill"):
         raise UserError(f"Policy '{spec}' needs a budget: tokens per KV head (256), or a share of the prompt (0.25).")
     _check_schedule(parts, schedule)
-    moved = {name: rest.pop(name) for name in FLAGS if name in rest and spec.reads_gates}
     engine = _engine_options(spec, budget, rest)
-    gates = _gates(spec, budget, moved)
+    gates = AttentionGates.from_pretrained(Path(spec.path)) if spec.path else None
     scorer = _scorer(parts, rest) if spec.evicts else None
     allocator = _allocator(parts, scorer, budget, rest)
+    gates = _moved(gates, boundary, spec, budget)
     if rest:
         made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
         own = {f.name for part in made for f in fields(part)} - {"inner"} | set(_options(type(allocator)))
-        common = {*ENGINE[: 3 if made else 1], *(FLAGS if spec.reads_gates else ())}
-        check_known(next(iter(rest)), sorted(own | common), "option", str(spec))
+        check_known(next(iter(rest)), sorted(own | set(ENGINE[: 3 if made else 1])), "option", str(spec))
     return Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
 
 
@@ -174,27 +172,26 @@ def _engine_options(spec: PolicySpec, budget: int | float | None, options: dict[
     return engine
 
 
-def _gates(spec: PolicySpec, budget: int | float | None, options: Mapping[str, Option]) -> AttentionGates | None:
-    """Read the gates of a folder, and move the boundary of their flags as the options say."""
-    for name, value in options.items():
+def _moved(
+    gates: AttentionGates | None, boundary: Mapping[str, Option], spec: PolicySpec, budget: int | float | None
+) -> AttentionGates | None:
+    """Return the gates with the boundary of their flags moved as the options say."""
+    for name, value in boundary.items():
         if budget is not None:
             raise UserError(
                 f"Policy '{spec}': {name}={value} moves the boundary of the flags, and with budget={budget} the most "
-                f"probable tokens stay whatever their flags; leave one of the two out."
+                "probable tokens stay whatever their flags; leave one of the two out."
             )
         _check_type(f"Policy '{spec}': {name}={value!r}", value, float)
-        if spec.path is None:
+        if gates is None:
             raise UserError(
                 f"Policy '{spec}': {name}={value} needs gates:PATH; for gates in memory use ag.attach(model, "
                 f"gates.at({name}={value}))."
             )
-    if spec.path is None:
-        return None
-    gates = AttentionGates.from_pretrained(Path(spec.path))
-    if not options:
+    if gates is None or not boundary:
         return gates
     try:
-        return gates.at(**cast("Any", options))
+        return gates.at(**cast("Any", boundary))
     except UserError as error:
         raise UserError(f"Policy '{spec}': {error}") from None
 
