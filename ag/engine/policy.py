@@ -172,30 +172,6 @@ def _engine_options(spec: PolicySpec, budget: int | float | None, options: dict[
     return engine
 
 
-def _moved(
-    gates: AttentionGates | None, boundary: Mapping[str, Option], spec: PolicySpec, budget: int | float | None
-) -> AttentionGates | None:
-    """Return the gates with the boundary of their flags moved as the options say."""
-    for name, value in boundary.items():
-        if budget is not None:
-            raise UserError(
-                f"Policy '{spec}': {name}={value} moves the boundary of the flags, and with budget={budget} the most "
-                "probable tokens stay whatever their flags; leave one of the two out."
-            )
-        _check_type(f"Policy '{spec}': {name}={value!r}", value, float)
-        if gates is None:
-            raise UserError(
-                f"Policy '{spec}': {name}={value} needs gates:PATH; for gates in memory use ag.attach(model, "
-                f"gates.at({name}={value}))."
-            )
-    if gates is None or not boundary:
-        return gates
-    try:
-        return gates.at(**cast("Any", boundary))
-    except UserError as error:
-        raise UserError(f"Policy '{spec}': {error}") from None
-
-
 def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
     """Make the scorer and its wrapper; an option goes to the wrapper when that defines it, else to the base."""
     base = SCORERS[spec.scorer]
@@ -225,6 +201,30 @@ def _allocator(
     kind = ALLOCATORS[str(spec.allocator)]
     mine = {name: options.pop(name) for name in _options(kind) if name in options}
     return _make(kind, kind.completed(mine, budget, None if scorer is None else scorer.observers))
+
+
+def _moved(
+    gates: AttentionGates | None, boundary: Mapping[str, Option], spec: PolicySpec, budget: int | float | None
+) -> AttentionGates | None:
+    """Return the gates with the boundary of their flags moved as the options say."""
+    for name, value in boundary.items():
+        if budget is not None:
+            raise UserError(
+                f"Policy '{spec}': {name}={value} moves the boundary of the flags, and with budget={budget} the most "
+                "probable tokens stay whatever their flags; leave one of the two out."
+            )
+        _check_type(f"Policy '{spec}': {name}={value!r}", value, float)
+        if gates is None:
+            raise UserError(
+                f"Policy '{spec}': {name}={value} needs gates:PATH; for gates in memory use ag.attach(model, "
+                f"gates.at({name}={value}))."
+            )
+    if gates is None or not boundary:
+        return gates
+    try:
+        return gates.at(**cast("Any", boundary))
+    except UserError as error:
+        raise UserError(f"Policy '{spec}': {error}") from None
 
 
 def _options(kind: type[Allocator]) -> list[str]:

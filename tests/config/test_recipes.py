@@ -32,8 +32,7 @@ TASKS = {
     "obqa_sft": "openbookqa",
 }
 CPT = ["redpajama_cpt", "mistral_cpt", "redpajama_cpt_gates_only"]
-SMALL = ["boolq", "corpus", "quarter", "remember", "stream", "worked"]
-OTHERS = ["quickstart", *(f"smollm2_{name}" for name in SMALL)]
+OTHERS = ["quickstart", *(f"smollm2_{name}" for name in ("boolq", "corpus", "quarter", "remember", "stream", "worked"))]
 COMPARISONS = {  # cells, and the published score of the full cache that the comment must name
     "compare_parts": (1 + 31 * 3, "docs/results.md"),
     "compare_small": ((1 + 10 * 2) * 2, "docs/results.md"),
