@@ -21,6 +21,7 @@ from ag.config.command_line import parse
 from ag.config.recipes import dump
 from ag.errors import UserError
 from ag.gates import export, hub
+from ag.gates.calibration import Calibration
 from ag.gates.gate import AttentionGates
 from ag.model import base as models
 from ag.model.hooks import decoder_of
@@ -224,6 +225,9 @@ def load_best(module: GatedLM, run_dir: Path) -> dict[str, float]:
     """Put the weights of the best checkpoint into the module; returns the metrics of its step."""
     best = torch.load(run_dir / "checkpoints" / "best.ckpt", map_location="cpu", weights_only=True)
     module.load_state_dict(best["state_dict"], strict=False)
+    if module.gates is not None:
+        table = best.get("calibration")
+        module.gates.calibration = None if table is None else Calibration(**table)
     rows = {row["step"]: row for row in read_metrics(run_dir / "metrics.csv")}
     return rows[best["global_step"]]
 

@@ -33,15 +33,13 @@ class Row(NamedTuple):
 
     Attributes:
         tokens: its tokens, BOS included where the tokenizer adds one, ``[T]``.
-        prompt_length: so many tokens are the prompt and carry no loss; None: plain text, all carry loss.
+        prompt_length: so many tokens are the prompt, which carries no loss; None: plain text, all carry loss.
         answer: set in the validation rows of multiple-choice tasks.
-        whole: the prompt carries loss too.
     """
 
     tokens: Tokens
     prompt_length: int | None = None
     answer: Answer | None = None
-    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,12 @@ class Collator:
     Attributes:
         pad_id: padding token; its value does not matter, because the attention mask excludes it.
         end: the token that ends a document; the token after it begins the next one. None: a row is one document.
+        whole: prompts carry loss too.
     """
 
     pad_id: int
     end: int | None = None
+    whole: bool = False
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Collate.
@@ -80,7 +80,7 @@ class Collator:
         mask = np.zeros((len(rows), longest), dtype=np.bool_)
         labels = np.full((len(rows), longest), IGNORED, dtype=np.int64)
         for i, row in enumerate(rows):
-            n, start = len(row.tokens), 0 if row.whole else row.prompt_length or 0
+            n, start = len(row.tokens), 0 if self.whole else row.prompt_length or 0
             ids[i, :n] = row.tokens
             mask[i, :n] = True
             labels[i, start:n] = row.tokens[start:]

@@ -84,7 +84,7 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     return DataModule(
         train=training,
         validation=groups,
-        collator=Collator(padding_token(tokenizer), end),
+        collator=Collator(padding_token(tokenizer), end, whole=data.packing == "repeated"),
         data=data,
         seed=config.seed,
         counts=counts,
@@ -276,7 +276,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Passages, each followed by a sentence and by itself once more; all tokens but the first carry loss.
+    """Passages, each followed by a sentence and by itself once more; the whole row carries loss.
 
     Attributes:
         length: tokens of a passage.
@@ -294,11 +294,13 @@ class Repeated:
     def of(cls, data: DataConfig, tokenizer: PreTrainedTokenizerBase, context: int, counts: Counts) -> Repeated:
         """Read the settings; the arguments are those of :meth:`Windows.of`."""
         start, again = start_tokens(tokenizer), tokenize(tokenizer, [AGAIN])[0]
-        length = (min(data.max_length, context) - len(start) - len(again)) // 2
+        longest = min(data.max_length, context)
+        length = (longest - len(start) - len(again)) // 2
         if length < STEP:
             raise DataError(
-                f"data.packing=repeated: data.max_length={data.max_length} leaves {length} tokens for a passage, "
-                f"expected at least {STEP}: raise data.max_length"
+                f"data.packing=repeated: rows of {longest} tokens leave {length} for a passage, expected at least "
+                f"{STEP}: use a data.max_length of {2 * STEP + len(start) + len(again)} or more, and a model with that "
+                "context"
             )
         return cls(length, start, again, counts)
 
@@ -306,17 +308,18 @@ class Repeated:
         """Cut each document into passages; what remains at its end is left out."""
         for tokens in documents:
             starts = range(0, len(tokens) - self.length + 1, self.length)
-            yield from (self._row(tokens[at : at + self.length]) for at in starts)
+            yield from (self.row(tokens[at : at + self.length]) for at in starts)
             self.counts.skipped += not starts
 
     def validation(self, documents: Iterable[list[int]]) -> Iterator[Row]:
         """Take the first passage of each document."""
         for tokens in documents:
             if len(tokens) >= self.length:
-                yield self._row(tokens[: self.length])
+                yield self.row(tokens[: self.length])
             else:
                 self.counts.skipped += 1
 
-    def _row(self, passage: list[int]) -> Row:
+    def row(self, passage: list[int]) -> Row:
+        """Return a passage with its copy; the passage is the prompt."""
         tokens = [*self.start, *passage, *self.again, *passage]
-        return Row(np.array(tokens, dtype=np.int32), len(self.start) + len(passage), whole=True)
+        return Row(np.array(tokens, dtype=np.int32), len(self.start) + len(passage))

@@ -63,7 +63,8 @@ class DataConfig:
     text_field: str = key("text", "the field that holds a document (text)")
     max_length: int = key(1024, "longest row in tokens; a longer prompt loses its left part, and is counted", low=2)
     packing: Literal["packed", "split", "repeated"] = key(
-        "split", "text: packed rows of max_length tokens; prompt and continuation; or a passage that is repeated"
+        "split",
+        "text; packed: rows of max_length tokens; split: prompt and continuation; repeated: a passage and its copy",
     )
     cross_documents: bool = key(
         True, "text, packed: attention runs on across the documents of a row; false: it stays inside each"
@@ -84,20 +85,29 @@ class DataConfig:
 
 @dataclass
 class LossConfig:
-    """What is minimised: objective + alpha * |mean gate - beta|."""
+    """What is minimised: objective + alpha * |mean gate - beta|; the objective alone where shares are drawn."""
 
     objective: Literal["lm", "kl", "regress"] = key(
         "lm", "lm: cross-entropy; kl: to the model with open gates and no adapter; regress: no backward"
     )
     alpha: float = key(1.0, "weight of the eviction loss", low=0)
     beta: float = key(0.28, "target of the mean gate", low=0, high=1)
-    share_low: float = key(0.1, "least share of the tokens that is drawn, see share_high", low=0.01, high=1)
+    share_low: float = key(0.1, "with share_high: the smallest share that is drawn", low=0.01, high=1)
     share_high: float = key(
-        0.0, "above 0: each step draws the share that the gates keep, up to this one; beta is not used", low=0, high=1
+        0.0,
+        "above 0: gates for any share; each batch draws one from share_low to this, and the gates keep so much of it "
+        "(no alpha, no beta)",
+        low=0,
+        high=1,
     )
     anneal_steps: int = key(0, "steps after the warm start in which beta falls linearly from 1 to its value", low=0)
     mean: Literal["soft", "hard"] = key("soft", "mean over sigmoids, or over flags")
     chunk_tokens: int = key(1024, "tokens whose logits exist at once in the loss", low=1)
+
+    @property
+    def draws_share(self) -> bool:
+        """Whether each batch draws the share that the gates keep."""
+        return self.share_high > 0
 
 
 @dataclass
@@ -108,11 +118,11 @@ class WarmupConfig:
     lr: float = key(3e-3, "peak learning rate of those steps (one cycle)", low=0)
     target: Literal["attention", "obcache_value", "kvzip"] = key(
         "attention",
-        "what gates predict of a key, from later queries: their attention on it; sqrt(sum A^2) * ||v||; or kvzip: the "
-        "largest attention of the response, times ||v|| (data.packing=repeated)",
+        "what gates predict of a key, from later queries: their attention on it; sqrt(sum A^2) * ||v||; kvzip: the "
+        "largest attention that a token of the response pays, times ||v|| (meant for data.packing=repeated)",
     )
     scale: Literal["head", "global"] = key(
-        "head", "targets are standardised in each head, or over all heads and layers, so that heads compare"
+        "head", "targets are standardised in each head by itself, or over all layers and heads, so that heads compare"
     )
     keep: float = key(0.5, "share of the tokens that the flags keep after the warm start", low=0.01, high=0.99)
 

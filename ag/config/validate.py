@@ -45,7 +45,12 @@ def validate(config: Run) -> None:
     _data(config)
     _hardware(config)
     gated = config.train != "lora" and config.loss.objective != "regress" and config.loss.alpha > 0
-    if gated and config.loss.mean == "soft" and config.loss.beta > config.gate.threshold:
+    if (
+        gated
+        and not config.loss.draws_share
+        and config.loss.mean == "soft"
+        and config.loss.beta > config.gate.threshold
+    ):
         warnings.warn(
             f"loss.beta={config.loss.beta} is above gate.threshold={config.gate.threshold}: gates with that "
             "mean keep nearly every token; choose a smaller loss.beta, or loss.mean=hard",
@@ -89,6 +94,14 @@ def _objective(config: Run) -> None:
         f"loss.anneal_steps={config.loss.anneal_steps} with loss.objective=regress: regression has no target of the "
         "mean gate; set it to 0",
     )
+    _shares(config)
+    _refuse(
+        config.warmup.target == "kvzip"
+        and (objective == "regress" or regress_steps > 0)
+        and config.data.packing == "packed",
+        "warmup.target=kvzip with data.packing=packed: it is the attention of a response, and packed rows have none; "
+        "use data.packing=repeated, or warmup.target=attention",
+    )
     _refuse(
         0 < max_steps - regress_steps < config.loss.anneal_steps,
         f"loss.anneal_steps={config.loss.anneal_steps} is more than the {max_steps - regress_steps} steps of "
@@ -114,9 +127,28 @@ def _objective(config: Run) -> None:
     )
 
 
+def _shares(config: Run) -> None:
+    loss = config.loss
+    _refuse(
+        not loss.draws_share and loss.share_low != type(loss).share_low,
+        f"loss.share_low={loss.share_low} without loss.share_high: no share is drawn; set loss.share_high too",
+    )
+    for clash, other, why in (
+        (loss.share_low > loss.share_high, f"loss.share_low={loss.share_low}", "no share lies between; swap them"),
+        (config.train == "lora", "train=lora", "there are no gates to keep a share; set loss.share_high=0"),
+        (loss.objective == "regress", "loss.objective=regress", "nothing is evicted; set loss.share_high=0"),
+        (
+            loss.anneal_steps > 0,
+            f"loss.anneal_steps={loss.anneal_steps}",
+            "drawn shares take the place of loss.beta, so nothing falls to it; set one of the two to 0",
+        ),
+    ):
+        _refuse(loss.draws_share and clash, f"loss.share_high={loss.share_high} with {other}: {why}")
+
+
 def _data(config: Run) -> None:
     data, gate = config.data, config.gate
-    packed = data.kind == "text" and data.packing != "split"
+    plain = data.kind == "text" and data.packing != "split"
     _refuse(
         data.kind == "facts" and data.name != "facts",
         f"data.name={data.name} with data.kind=facts: use data.kind=sft for a task, text for documents, worked "
@@ -151,11 +183,12 @@ def _data(config: Run) -> None:
         f"data.root={data.root} with data.kind={data.kind}: that data is generated; use data.kind=sft or text",
     )
     _refuse(
-        data.kind != "text" and data.packing == "packed",
-        f"data.packing=packed with data.kind={data.kind}: only plain text is packed; use data.packing=split",
+        data.kind != "text" and data.packing != "split",
+        f"data.packing={data.packing} with data.kind={data.kind}: only plain text is {data.packing}; use "
+        "data.packing=split",
     )
     _refuse(
-        not data.cross_documents and not packed,
+        not data.cross_documents and (data.kind != "text" or data.packing != "packed"),
         f"data.cross_documents=false with data.kind={data.kind}, data.packing={data.packing}: only packed rows hold "
         "several documents; use data.packing=packed, or leave it out",
     )
@@ -166,12 +199,12 @@ def _data(config: Run) -> None:
         "data.cross_documents=true, or train without it",
     )
     _refuse(
-        packed and config.train != "lora" and gate.scope != "causal",
-        f"gate.scope={gate.scope} with data.packing=packed: a gate that sees later tokens leaks them into "
+        plain and config.train != "lora" and gate.scope != "causal",
+        f"gate.scope={gate.scope} with data.packing={data.packing}: a gate that sees later tokens leaks them into "
         "the loss; use gate.scope=causal",
     )
     _refuse(
-        packed and config.train != "lora" and gate.prefill != "sparse",
+        plain and data.packing == "packed" and config.train != "lora" and gate.prefill != "sparse",
         f"gate.prefill={gate.prefill} with data.packing=packed: there is no response to see what was "
         "evicted; use gate.prefill=sparse or data.packing=split",
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ ENGINE = (
 
 Option = str | int | float | bool | None
 Part = TypeVar("Part", bound=Scorer | Allocator)
+FLAGS = ("threshold", "share")  # options of gates whose flags decide: where the boundary lies
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,9 @@ def policy(
             global. The name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), cake without one for
             ``cake@preference``, and kvzip for ``kvzip@global``.
         budget: tokens per KV head, or as a float in (0, 1] a share of each prompt's own tokens. Gates without a
-            budget keep what their flags say; with one the most probable tokens stay.
+            budget keep what their flags say; with one the most probable tokens stay. Of ``gates:PATH`` without one
+            the options ``share=0.3`` and ``threshold=0.2`` move the boundary of the flags; see
+            :meth:`ag.gates.gate.AttentionGates.at`.
         schedule: ``prefill``: once, after the prompt; ``blocks:m``: also within the prompt, after every m tokens, so
             that never more than the budget and a block are held; ``every``: after every forward pass behind the prompt;
             ``steps:n``: there, after every n tokens. Parts are joined by +, for example ``blocks:128+every``.
@@ -153,6 +156,7 @@ def policy(
     spec = PolicySpec.parse(spec) if isinstance(spec, str) else spec
     budget = None if budget is None else parse_budget(budget)
     parts, rest = spec.resolved(), dict(options)
+    boundary = {name: rest.pop(name) for name in FLAGS if name in rest and spec.reads_gates}
     _check_full(spec, budget, schedule)
     later = {part.partition(":")[0] for part in schedule.split("+")} - {"prefill", "blocks"}
     if budget is None and (not spec.bare or later):
@@ -163,6 +167,7 @@ def policy(
     gates = AttentionGates.from_pretrained(Path(spec.path)) if spec.path else None
     scorer = _scorer(parts, rest) if spec.evicts else None
     allocator = _allocator(parts, scorer, budget, rest)
+    gates = _moved(gates, boundary, spec, budget)
     if rest:
         made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
         own = {f.name for part in made for f in fields(part)} - {"inner"} | set(_options(type(allocator)))
@@ -190,6 +195,10 @@ def _check_full(spec: PolicySpec, budget: int | float | None, schedule: str) -> 
 def _engine_options(spec: PolicySpec, budget: int | float | None, options: dict[str, Option]) -> dict[str, Any]:
     """Take the options of every policy out of ``options``, and refuse those that mean nothing without a budget."""
     engine = {name: options.pop(name) for name in ENGINE if name in options}
+    if spec.reads_gates and budget is None:
+        known = {*FLAGS, *ENGINE, *(f.name for f in fields(SCORERS[spec.scorer]))}
+        for name in options:
+            check_known(name, sorted(known), "option", str(spec))
     idle = [*(options if spec.evicts else ()), *(name for name in ENGINE[1:] if name in engine)]
     if idle and budget is None:
         why = "without a budget the gates' flags decide" if spec.evicts else "nothing is evicted"
@@ -245,6 +254,30 @@ def _allocator(
     kind = ALLOCATORS[str(spec.allocator)]
     mine = {name: options.pop(name) for name in _options(kind) if name in options}
     return _make(kind, kind.completed(mine, budget, None if scorer is None else scorer.observers))
+
+
+def _moved(
+    gates: AttentionGates | None, boundary: Mapping[str, Option], spec: PolicySpec, budget: int | float | None
+) -> AttentionGates | None:
+    """Return the gates with the boundary of their flags moved as the options say."""
+    for name, value in boundary.items():
+        if budget is not None:
+            raise UserError(
+                f"Policy '{spec}': {name}={value} moves the boundary of the flags, and with budget={budget} the most "
+                "probable tokens stay whatever their flags; leave one of the two out."
+            )
+        _check_type(f"Policy '{spec}': {name}={value!r}", value, float)
+        if gates is None:
+            raise UserError(
+                f"Policy '{spec}': {name}={value} needs gates:PATH; for gates in memory use ag.attach(model, "
+                f"gates.at({name}={value}))."
+            )
+    if gates is None or not boundary:
+        return gates
+    try:
+        return gates.at(**cast("Any", boundary))
+    except UserError as error:
+        raise UserError(f"Policy '{spec}': {error}") from None
 
 
 def _options(kind: type[Allocator]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ag.gates.manifest import ADAPTER_FILES
+from ag.gates.manifest import ADAPTER_FILES, CALIBRATION
 
 _CARD = """\
 ---
@@ -44,10 +44,20 @@ python -m ag.generate gates=PATH prompt="Once upon a time"
 ## Measured
 
 {metrics}
-{figure}
+{figure}{shares}
 ## Gate configuration
 
 {gate}
+"""
+
+
+_SHARES = """
+## Other shares
+
+`ag.policy("gates:PATH", share=0.3)` keeps about that share of the tokens, over all layers and KV heads. The boundaries
+are those of the validation data: a token is kept when its logit lies above.
+
+{table}
 """
 
 
@@ -92,13 +102,21 @@ def model_card(info: Mapping[str, Any], figure: str | None) -> str:
         load_adapter='model = ag.gates.export.load_adapter(model, "PATH")\n' if adapter else "",
         metrics=_table("metric", {"kept share of the prompt's entries": info["keep_rate"], **info["metrics"]}),
         figure=f"\n![Measurements of the gates]({figure})\n" if figure else "",
+        shares="" if info[CALIBRATION] is None else _SHARES.format(table=_shares(info[CALIBRATION])),
         gate=_table("key", info["gate"]),
     )
 
 
-def _table(name: str, rows: Mapping[str, Any]) -> str:
+def _shares(table: Mapping[str, list[float]]) -> str:
+    rows = zip(table["shares"], table["boundaries"], strict=True)
+    return _table("share", {f"{share:.2f}": boundary for share, boundary in rows}, "boundary")
+
+
+def _table(name: str, rows: Mapping[str, Any], values: str = "value") -> str:
     cells = {
         key: "not measured" if value is None else f"{value:.6g}" if isinstance(value, float) else value
         for key, value in rows.items()
     }
-    return "\n".join([f"| {name} | value |", "| --- | --- |", *(f"| {key} | {cell} |" for key, cell in cells.items())])
+    return "\n".join(
+        [f"| {name} | {values} |", "| --- | --- |", *(f"| {key} | {cell} |" for key, cell in cells.items())]
+    )

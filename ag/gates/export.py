@@ -29,16 +29,19 @@ from ag.config.gate import GateConfig
 from ag.files import fsync
 from ag.gates import adapted
 from ag.gates.adapted import Adapter
+from ag.gates.calibration import Calibration
 from ag.gates.card import merged_card, model_card
 from ag.gates.manifest import (
     ADAPTER,
     ADAPTER_FILES,
     BEFORE_1_2,
+    CALIBRATION,
     SCHEMA_VERSION,
     WEIGHTS,
     ExportError,
     check_keys,
     checksum,
+    minor,
     validate,
 )
 from ag.model import base as models
@@ -73,6 +76,7 @@ class Gates(nn.Module):
     config: GateConfig
     fingerprint: dict[str, Any]
     adapter: Adapter | None
+    calibration: Calibration | None
 
 
 G = TypeVar("G", bound=Gates)
@@ -129,6 +133,7 @@ def save(
             "metrics": numbers,
             "sha256": sha256,
             "adapter": [] if adapter is None else adapted.record(adapter),
+            CALIBRATION: None if gates.calibration is None else gates.calibration.record(),
         }
         info["checksum"] = checksum(info)
         validate(target / CONFIG, info)
@@ -159,6 +164,9 @@ def load(
         except ValueError as error:
             raise ExportError(f"{folder / CONFIG}: {error}") from error
     expected = gates.state_dict()
+    biases = [name for name in expected if name.endswith(".bias")]
+    before = gates.config.kind == "mlp" and minor(info["schema_version"]) < 3  # without biases, which is with 0
+    unwritten = {name: torch.zeros(expected.pop(name).shape) for name in biases} if before else {}
     size = sum(4 * tensor.numel() for tensor in expected.values())
     raw = _read(folder, WEIGHTS, size + MEGABYTE)
     whole = 8 + int.from_bytes(raw[:8], "little") + size  # size of the header, header, weights
@@ -172,8 +180,9 @@ def load(
         if found != wanted:
             raise ExportError(f"{file}: {name} is {found}: expected {wanted} from {CONFIG}; export the gates again.")
     _check_finite(file, tensors)
-    gates.load_state_dict(tensors, assign=True)
+    gates.load_state_dict(tensors | unwritten, assign=True)
     gates.adapter = _adapter(folder, info)
+    gates.calibration = None if info.get(CALIBRATION) is None else Calibration(**info[CALIBRATION])
     return gates.eval()
 
 

@@ -5,8 +5,10 @@ Source: Zeng et al., "In-context KV-Cache Eviction for LLMs via Attention-Gate",
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -19,6 +21,7 @@ from ag.config.gate import GateConfig
 from ag.errors import UserError
 from ag.gates import export
 from ag.gates.adapted import Adapter
+from ag.gates.calibration import Calibration
 from ag.gates.memory import GateMemory
 from ag.kernels.gated_attention import gated_attention
 from ag.model.geometry import fingerprint
@@ -39,8 +42,11 @@ class AttentionGate(nn.Module):
         self.config = config
         self.kv_heads = kv_heads
         self.build(hidden_size, heads)
-        for parameter in self.parameters():
-            nn.init.xavier_uniform_(parameter) if parameter.ndim > 1 else nn.init.zeros_(parameter)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.xavier_uniform_(parameter)
 
     def build(self, hidden_size: int, heads: int) -> None:
         """Make the parameters; the arguments are those of the class."""
@@ -196,6 +202,8 @@ class AttentionGates(export.Gates):
         self.fingerprint = dict(model_config)
         #: The LoRA adapter of the export that the gates were loaded from, or None.
         self.adapter: Adapter | None = None
+        #: What the last validation measured, or the export records: the boundary of each share. None: not measured.
+        self.calibration: Calibration | None = None
         if config.kind not in KINDS:
             raise UserError(f"gate.kind={config.kind!r}: expected {' or '.join(KINDS)}.")
         geometry = self.fingerprint
@@ -239,6 +247,35 @@ class AttentionGates(export.Gates):
             return self.probability(logits + torch.logit(uniform))
         probability = self.probability(logits)
         return (probability > self.config.threshold).float() + (probability - probability.detach())
+
+    def at(self, *, threshold: float | None = None, share: float | None = None) -> AttentionGates:
+        """Return gates with the same weights, shared with these, and other flags.
+
+        Args:
+            threshold: probability above which a token is kept, in place of the configuration's.
+            share: share of the tokens that the flags keep, over all layers and KV heads of the validation data; the
+                boundary is that of the calibration. Another text may keep more or less; sinks and recents stay too.
+
+        Raises:
+            UserError: unless exactly one is given, for a value out of range, or a share without a calibration.
+        """
+        if (threshold is None) == (share is None):
+            raise UserError("Gates have one boundary: give threshold= or share=, and not both.")
+        other = copy.copy(self)
+        if threshold is not None:
+            if not 0 < threshold < 1:
+                raise UserError(f"threshold={threshold}: expected a probability between 0 and 1.")
+            other.config = replace(self.config, threshold=threshold)
+        elif share is not None:
+            if self.calibration is None:
+                raise UserError(
+                    f"share={share}: these gates have no table of shares (exports have one since schema 1.3); measure "
+                    "it by a validation of their recipe, which exports them again: ag.fit recipe=RECIPE init=EXPORT "
+                    "optim.gate_lr=0 warmup.regress_steps=0 trainer.max_steps=1; or give threshold= or a budget."
+                )
+            moved = self.calibration.boundary(share) - self.config.boundary
+            other.config = replace(self.config, bias=self.config.bias - moved)
+        return other
 
     def save_pretrained(self, path: str | PathLike[str]) -> None:
         """Write the gates to a folder; see :func:`ag.gates.export.save`."""

@@ -155,7 +155,7 @@ class Gating(Dense):
 
 
 class Open(Gating):
-    """A dense forward pass that runs the gates without a gradient, for their logits."""
+    """A dense forward pass that runs the gates without a gradient, for their logits; nothing is evicted."""
 
     @torch.no_grad()
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
@@ -169,10 +169,16 @@ class Open(Gating):
         return Dense.attend(self, call)
 
     def boundary(self, share: float) -> float:
-        """Return the logit above which this share of the tokens lies, over all layers and heads."""
+        """Return a logit above which this share of the logits of :meth:`counted` lies, over all layers and heads.
+
+        It lies halfway between two logits, so that rounding moves none across it.
+        """
         counted = self.counted()
-        logits = torch.cat([x.movedim(1, -1)[counted.to(x.device)].flatten().cpu() for x in self.logits.values()])
-        return float(logits.kthvalue(max(1, min(len(logits), round((1 - share) * len(logits))))).values)
+        logits = torch.cat([x.mT[counted.to(x.device)].flatten().cpu() for x in self.logits.values()]).sort().values
+        first = round((1 - share) * len(logits))  # the lowest of those above
+        if not 0 < first < len(logits):
+            return float(logits[0]) - 1 if first == 0 else float(logits[-1]) + 1
+        return float(logits[first - 1 : first + 1].double().mean())
 
 
 class Observing(Gating):
@@ -189,8 +195,8 @@ class Observing(Gating):
         prompt_length: ``[B]`` long, or None: then every token counts.
         target: ``attention``: the mean over queries of the summed weights; ``obcache_value``: the root of the mean of
             squared weights, times the norm of the value (OBCache, value term, of the future); ``kvzip``: the largest
-            weight that a query of the response gives, times the norm of the value (KVzip, where the response repeats
-            the prompt).
+            weight that any query of the response, in any query head of the group, gives, times the norm of the value
+            (KVzip, where the response repeats the prompt). Then only tokens of the prompt have a target.
     """
 
     def __init__(

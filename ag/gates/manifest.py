@@ -13,10 +13,12 @@ from typing import Any
 
 from ag.config.gate import GateConfig
 from ag.errors import UserError
+from ag.gates.calibration import Calibration
 
-SCHEMA_VERSION = "1.2"
+SCHEMA_VERSION = "1.3"
 WEIGHTS = "gates.safetensors"
 ADAPTER = "adapter"
+CALIBRATION = "calibration"
 ADAPTER_FILES = (f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapter_model.safetensors")
 
 KEYS = ("schema_version", "versions", "base_model", "gate", "keep_rate", "metrics", "sha256", "checksum")
@@ -69,8 +71,10 @@ def validate(file: Path, info: Any) -> None:
     check(readable, "schema_version", schema, "1.x", "update ag, or export the gates with this version")
     if minor(schema) > minor(SCHEMA_VERSION):
         check.newer(info, schema)
-    check.keys("content", info, KEYS if schema == "1.0" else (*KEYS, ADAPTER))  # 1.0 recorded nothing of the adapter
+    since = {ADAPTER: 1, CALIBRATION: 3}  # the schemas that these came with
+    check.keys("content", info, (*KEYS, *(name for name, first in since.items() if minor(schema) >= first)))
     _validate_adapter(check, info.get(ADAPTER, []))
+    _validate_calibration(check, info.get(CALIBRATION))
     check.texts("versions", info["versions"])
     keep_rate = info["keep_rate"]
     share = keep_rate is None or (_is_number(keep_rate) and 0 <= keep_rate <= 1)
@@ -137,6 +141,18 @@ def _validate_adapter(check: _Checker, rows: Any) -> None:
             check(_is_number(row[name]), f"{ADAPTER}.{name}", row[name], "a finite number")
 
 
+def _validate_calibration(check: _Checker, table: Any) -> None:
+    if table is None:
+        return
+    check.keys(CALIBRATION, table, ("shares", "boundaries"))
+    for name, values in table.items():
+        check(isinstance(values, list) and all(map(_is_number, values)), f"{CALIBRATION}.{name}", values, "numbers")
+    try:
+        Calibration(**table)
+    except ValueError as error:
+        raise ExportError(f"{check.file}: {error}") from error
+
+
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
@@ -158,7 +174,7 @@ class _Checker:
     def newer(self, info: Mapping[str, Any], schema: str) -> None:
         """Refuse keys that only a newer version of ag can have written."""
         gate = info.get("gate")
-        known = {*KEYS, ADAPTER, *(item.name for item in fields(GateConfig))}
+        known = {*KEYS, ADAPTER, CALIBRATION, *(item.name for item in fields(GateConfig))}
         unknown = sorted({*info, *(gate if isinstance(gate, dict) else ())} - known)
         self(
             not unknown,

@@ -129,7 +129,8 @@ def regression_loss(
     """Regress gate logits on the log attention of later queries on each token (a warm start; no gradient in the model).
 
     The targets are standardised, and shifted so that the share ``keep`` of them lies above the gate's threshold: in
-    each head of a sequence by itself, or over all of them. Tokens that no later query could see do not count.
+    each head of a sequence by itself, or over all layers, sequences and heads of this device's batch. Tokens that no
+    later query could see do not count.
 
     Args:
         gates: the gates.
@@ -139,11 +140,11 @@ def regression_loss(
     """
     mask = observed.payable(observed.window)[:, None]
     targets = {layer: target.masked_fill(~mask, float("nan")) for layer, target in observed.targets.items()}
-    if scale == "global" and targets:
-        every = torch.stack([target.to(mask.device) for target in targets.values()])
-        wanted = dict(zip(targets, _standardised(every, keep, None), strict=True))
+    if scale == "global":
+        every = torch.stack(list(targets.values()))
+        wanted = dict(zip(targets, _standardised(every.flatten(), keep).view(every.shape), strict=True))
     else:
-        wanted = {layer: _standardised(target, keep, -1) for layer, target in targets.items()}
+        wanted = {layer: _standardised(target, keep) for layer, target in targets.items()}
     total = torch.zeros((), device=observed.prompt.device)
     tokens = global_sum(mask.sum()) / world_size()
     for layer, z in wanted.items():
@@ -152,24 +153,18 @@ def regression_loss(
     return total / max(len(wanted), 1)
 
 
-def _standardised(values: Tensor, keep: float, dim: int | None) -> Tensor:
-    """Return values less their quantile at ``1 - keep``, over their standard deviation; NaN does not count, and is 0.
+def _standardised(values: Tensor, keep: float) -> Tensor:
+    """Return values less their quantile at ``1 - keep``, over their standard deviation, along the last dimension.
 
-    Args:
-        values: any shape.
-        keep: share that is to be positive.
-        dim: what is standardised together; None: all.
+    NaN does not count, and becomes 0.
     """
-    flat = values.flatten() if dim is None else values
-    centred = flat - flat.nanmean(-1, keepdim=True)
+    ranked = values.sort(-1).values  # NaN last; torch.nanquantile takes at most 2^24 numbers
+    place = (1 - keep) * ((~values.isnan()).sum(-1, keepdim=True) - 1).clamp_min(0)
+    low, high = (ranked.gather(-1, end.long()) for end in (place.floor(), place.ceil()))
+    cut = low.lerp(high, (place - place.floor()).to(low.dtype))
+    centred = values - values.nanmean(-1, keepdim=True)
     deviation = centred.square().nanmean(-1, keepdim=True).sqrt().clamp_min(1e-6)
-    ranked = flat[~flat.isnan()] if dim is None else flat
-    if dim is None:  # nanquantile takes at most 2^24 numbers
-        place = max(1, min(len(ranked), round((1 - keep) * len(ranked))))
-        cut = ranked.kthvalue(place).values
-    else:
-        cut = flat.nanquantile(1 - keep, dim=-1, keepdim=True)
-    return ((flat - cut) / deviation).nan_to_num(0.0).view(values.shape)
+    return ((values - cut) / deviation).nan_to_num(0.0)
 
 
 def _in_chunks(function: Callable[..., Tensor], chunk: int, *tensors: Tensor) -> Tensor:

@@ -206,7 +206,7 @@ class _Full(Gating):
         self.gates, self.hard, self.left_padded = gates, False, False
         self.valid = self.first = self._seen = self._dense_until = None
         self.prompt = torch.ones(batch, length, dtype=torch.bool)
-        self._end = length
+        self._end, self._shift = length, 0.0
         self.logits, self._keep = {}, {}
 
 
@@ -334,7 +334,8 @@ def _step(config: Config, geometry: PretrainedConfig, length: int, checkpointing
             saved = live.peak = live.now
             torch.autograd.backward([states, *means], [torch.ones_like(states), *map(torch.ones_like, means)])
             gradients = sum(p.nbytes for p in trained if p.grad is not None)
-        total = flops.get_total_flops() + (forward if config.loss.objective == "kl" else 0)  # and the teacher
+        teacher = config.loss.objective == "kl" or config.loss.draws_share
+        total = flops.get_total_flops() + (forward if teacher else 0)
         return Step(float(saved), float(max(live.peak - saved - gradients, 0)), float(total))
 
 

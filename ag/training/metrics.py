@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from ag.gates.calibration import SHARES
+
 
 class EvictedShare(Metric):
     """Share of gated tokens that are evicted, by layer and head.
@@ -36,6 +38,34 @@ class EvictedShare(Metric):
     def compute(self) -> Tensor:
         """Return ``[L, Hkv]``."""
         return self.evicted / self.tokens.clamp_min(1)
+
+
+class LogitCounts(Metric):
+    """Counts of gate logits in narrow bins, for the boundary above which a share of them lies.
+
+    The bins are equal in ``asinh`` of the logit: 0.0001 wide near 0, and wider in proportion to large logits.
+    """
+
+    BINS, REACH = 1 << 18, 12.0  # asinh of logits up to 80 thousand
+
+    counts: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("counts", torch.zeros(self.BINS, dtype=torch.double), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor) -> None:
+        """Count logits ``[N]``."""
+        place = (logits.detach().double().asinh() / self.REACH + 1) * (self.BINS / 2)
+        self.counts += torch.bincount(place.long().clamp(0, self.BINS - 1), minlength=self.BINS)
+
+    def compute(self) -> Tensor:
+        """Return the logits ``[19]``, double, above which the shares 0.05, 0.1, ... 0.95 lie; nan without logits."""
+        below = self.counts.cumsum(0)
+        wanted = (1 - torch.tensor(SHARES, dtype=torch.double, device=below.device)) * below[-1]
+        place = torch.searchsorted(below, wanted).clamp_max(self.BINS - 1)
+        inside = 1 - (below[place] - wanted) / self.counts[place]
+        return (((place + inside) * (2 / self.BINS) - 1) * self.REACH).sinh()
 
 
 class MultipleChoiceAccuracy(Metric):

@@ -16,19 +16,20 @@ from torchmetrics import MeanMetric, Metric
 
 from ag.config import Config
 from ag.errors import UserError
+from ag.gates.calibration import SHARES, Calibration
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Dense, Gating, Observing, Open
 from ag.kernels.gated_attention.masks import sink_mask
 from ag.model.hooks import decoder_of, instrument
 from ag.training import losses
-from ag.training.metrics import EvictedShare, MultipleChoiceAccuracy
+from ag.training.metrics import EvictedShare, LogitCounts, MultipleChoiceAccuracy
 from ag.training.sharded import shard, whole
 
 SAMPLES = 4  # validation rows whose flags are kept for the pictures
 
 
 class GatedLM(L.LightningModule):
-    """Train gates and adapters with ``objective + alpha * |mean gate - beta|``.
+    """Train gates and adapters with ``objective + alpha * |mean gate - beta|``, or with shares drawn for each batch.
 
     Args:
         config: the whole configuration.
@@ -46,6 +47,7 @@ class GatedLM(L.LightningModule):
         self.accuracy, self.accuracy_norm = MultipleChoiceAccuracy(), MultipleChoiceAccuracy(normalise=True)
         if gates is not None:
             self.evicted_share = EvictedShare(len(gates.layers), gates.fingerprint["num_kv_heads"])
+            self.logit_counts = LogitCounts()
         #: Share of evicted tokens by gated layer and KV head ``[L, Hkv]``, of the last validation.
         self.evicted: Tensor | None = None
         #: Share of evicted tokens by gated layer ``[L]``, of the last training batch of this rank.
@@ -75,7 +77,7 @@ class GatedLM(L.LightningModule):
         if self.config.loss.objective == "regress" or self.global_step < self.config.warmup.regress_steps:
             return self._regress(batch)
         self._forget("train/regress_loss")
-        boundary, teacher = self._drawn_boundary(batch) if self.config.loss.share_high > 0 else (None, None)
+        boundary, teacher = self._drawn_boundary(batch) if self.config.loss.draws_share else (None, None)
         gating = self._gating(batch, boundary=boundary) if self.gates is not None else None
         name, values, rows = self._objective(batch, self.hidden(batch, gating), teacher)
         loss = losses.sample_mean(values, rows, len(batch["input_ids"]))
@@ -96,6 +98,8 @@ class GatedLM(L.LightningModule):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Measure a batch under hard flags."""
         gating = None if self.gates is None else self._gating(batch, hard=True)
+        dense = self._open(batch) if self.config.loss.draws_share else None
+        teacher = None if dense is None and self.config.loss.objective != "kl" else self._teacher(batch, dense)
         hidden = self.hidden(batch, gating)
         nll, rows = losses.token_nll(self.model, hidden, batch["labels"], self.config.loss.chunk_tokens)
         right = torch.ones_like(rows, dtype=torch.bool)
@@ -106,13 +110,11 @@ class GatedLM(L.LightningModule):
             right = ((batch["choice"] == batch["target"]) & (batch["question"] >= 0))[rows]
         if right.any():
             self.nll.update(nll[right])
-        if self.config.loss.objective == "kl":
-            values, _ = losses.token_kl(
-                self.model, hidden, self._teacher(batch), batch["labels"], self.config.loss.chunk_tokens
-            )
+        if self.config.loss.objective == "kl" and teacher is not None:
+            values, _ = losses.token_kl(self.model, hidden, teacher, batch["labels"], self.config.loss.chunk_tokens)
             self.objective.update(values[right])
         if gating is not None:
-            self._measure_gates(batch, gating, keep_samples=batch_idx == 0)
+            self._measure_gates(batch, gating, dense or gating, keep_samples=batch_idx == 0)
 
     def on_validation_epoch_start(self) -> None:
         """Drop the flags of the previous validation."""
@@ -131,8 +133,11 @@ class GatedLM(L.LightningModule):
             self.evicted = self.evicted_share.compute().float().cpu()
             values["evicted"] = self._over_all_layers(self.evicted.mean())
             values["gate_mean_soft"], values["gate_mean_hard"] = self.soft.compute(), self.hard.compute()
-            mean = values[f"gate_mean_{self.config.loss.mean}"]
-            loss = loss + self.config.loss.alpha * losses.eviction_loss(mean, self.config.loss.beta)
+            boundaries = tuple(self.logit_counts.compute().tolist())
+            self.gates.calibration = None if math.isnan(boundaries[0]) else Calibration(SHARES, boundaries)
+            if not self.config.loss.draws_share:
+                mean = values[f"gate_mean_{self.config.loss.mean}"]
+                loss = loss + self.config.loss.alpha * losses.eviction_loss(mean, self.config.loss.beta)
         values["loss"] = loss
         self.log_dict({f"val/{name}": value.float() for name, value in values.items()}, prog_bar=False)
         self.validated_step = self.global_step
@@ -199,10 +204,12 @@ class GatedLM(L.LightningModule):
         return {"gates": gates, "lora": [p for p in self.model.parameters() if p.requires_grad]}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep only what is trained."""
+        """Keep only what is trained, and the boundaries of the last validation."""
         names = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: value for name, value in state.items() if name in names}
+        if self.gates is not None and self.gates.calibration is not None:
+            checkpoint["calibration"] = self.gates.calibration.record()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that the checkpoint holds exactly what is trained here.
@@ -229,15 +236,14 @@ class GatedLM(L.LightningModule):
 
     @torch.no_grad()
     def _drawn_boundary(self, batch: dict[str, Tensor]) -> tuple[float, Tensor]:
-        """Draw a share; returns the logit above which that share of the batch lies, and the teacher's hidden states."""
+        """Draw the share of flags that are 1; returns the logit they lie above, and the teacher's hidden states."""
         assert self.gates is not None
         low, high = self.config.loss.share_low, self.config.loss.share_high
-        share = low + (high - low) * float(torch.rand(()))
-        gating = Open(
-            self.gates, batch["attention_mask"], batch.get("prompt_length"), first=batch.get("document_start")
-        )
-        teacher = self._teacher(batch, gating)
-        return gating.boundary(share), teacher
+        share = low + (high - low) * torch.rand(())
+        self._log("train/share", share)
+        dense = self._open(batch)
+        teacher = self._teacher(batch, dense)
+        return dense.boundary(float(share)), teacher
 
     @torch.no_grad()
     def _teacher(self, batch: dict[str, Tensor], gating: Gating | None = None) -> Tensor:
@@ -259,8 +265,12 @@ class GatedLM(L.LightningModule):
         # every trained parameter takes part, else DistributedDataParallel waits for the adapters' gradients
         return loss + 0.0 * sum(whole(parameter.sum()) for parameter in self.trainable()["lora"])
 
-    def _measure_gates(self, batch: dict[str, Tensor], gating: Gating, keep_samples: bool) -> None:
-        """Count evicted tokens and gate means of a validation batch; keep flags for the pictures."""
+    def _measure_gates(self, batch: dict[str, Tensor], gating: Gating, ruled: Gating, keep_samples: bool) -> None:
+        """Count evicted tokens and gate means of a validation batch; keep flags for the pictures.
+
+        The logits of ``ruled`` are counted for the boundaries of shares: those that training takes its boundary from,
+        which is the configuration's in the pass under flags, or that of a drawn share in a dense pass.
+        """
         assert self.gates is not None
         not_filler = (batch["labels"][:, 1:] != -100).any(1, keepdim=True)
         counted = gating.counted() & not_filler
@@ -271,6 +281,8 @@ class GatedLM(L.LightningModule):
         if len(probability):
             self.soft.update(probability)
             self.hard.update((probability > self.gates.config.threshold).float())
+        for logits in ruled.logits.values():
+            self.logit_counts.update(logits.mT[counted].flatten())
         if keep_samples:
             first = not_filler[:, 0] if "choice" not in batch else not_filler[:, 0] & (batch["choice"] == 0)
             for row in first.nonzero().flatten()[:SAMPLES].tolist():
@@ -281,6 +293,11 @@ class GatedLM(L.LightningModule):
         assert self.gates is not None
         documents = batch.get("document_start")
         return Gating(self.gates, batch["attention_mask"], batch.get("prompt_length"), hard, documents, boundary)
+
+    def _open(self, batch: dict[str, Tensor]) -> Open:
+        assert self.gates is not None
+        documents = batch.get("document_start")
+        return Open(self.gates, batch["attention_mask"], batch.get("prompt_length"), first=documents)
 
     def _evicted_flags(self, gating: Gating) -> Tensor:
         """Return ``[L, B, Hkv, T']`` bool: the tokens that are gone once they are no longer recent."""

@@ -31,6 +31,15 @@ DOCUMENTS = "data.kind=text data.name=c data.packing=packed data.cross_documents
             "loss.anneal_steps=8 warmup.regress_steps=3",
         ),
         ("train=gates loss.objective=regress loss.anneal_steps=5", "loss.anneal_steps=5 loss.objective=regress"),
+        ("loss.share_high=0.05", "loss.share_high=0.05 loss.share_low=0.1"),
+        ("loss.share_low=0.2", "loss.share_low=0.2 loss.share_high"),
+        ("loss.share_high=0.5 train=lora", "loss.share_high=0.5 train=lora loss.share_high=0"),
+        ("loss.share_high=0.5 train=gates loss.objective=regress", "loss.share_high=0.5 loss.objective=regress"),
+        ("loss.share_high=0.5 loss.anneal_steps=3", "loss.share_high=0.5 loss.anneal_steps=3 loss.beta"),
+        (
+            "data.kind=text data.name=c data.packing=packed warmup.target=kvzip warmup.regress_steps=5",
+            "warmup.target=kvzip data.packing=packed data.packing=repeated",
+        ),
         ("lora.targets=[]", "lora.targets=[] train=gates"),
         ("export.merge=true train=gates", "export.merge=true train=gates export.merge=false"),
         ("export.merge=true model.quantization=nf4", "export.merge=true model.quantization=nf4 export.merge=false"),
@@ -56,6 +65,15 @@ DOCUMENTS = "data.kind=text data.name=c data.packing=packed data.cross_documents
         (
             "data.kind=text data.name=c data.packing=packed gate.prefill=dense",
             "gate.prefill=dense data.packing=packed gate.prefill=sparse",
+        ),
+        ("data.packing=repeated", "data.packing=repeated data.kind=facts data.packing=split"),
+        (
+            "data.kind=text data.name=c data.packing=repeated gate.scope=prompt",
+            "gate.scope=prompt data.packing=repeated gate.scope=causal",
+        ),
+        (
+            "data.kind=text data.name=c data.packing=repeated data.cross_documents=false",
+            "data.cross_documents=false data.packing=repeated data.packing=packed",
         ),
         ("data.cross_documents=false", "data.cross_documents=false data.packing=split data.packing=packed"),
         (
@@ -120,6 +138,10 @@ def test_combinations_that_make_no_sense(error: Any, argv: str, expected: str) -
         "loss.anneal_steps=7",
         "data.kind=worked data.name=sorting data.solution_min=400 data.solution_max=400",
         "gate.layer_offset=1 gate.first_layer=1",
+        "loss.share_high=0.1",
+        "loss.share_low=0.3 loss.share_high=1 warmup.regress_steps=3",
+        "data.kind=text data.name=c data.packing=repeated gate.prefill=dense warmup.target=kvzip",
+        "data.kind=text data.name=c data.packing=repeated gate.covers=all loss.share_high=0.7",
     ],
 )
 def test_their_neighbours_do(argv: str) -> None:
@@ -134,6 +156,7 @@ def test_their_neighbours_do(argv: str) -> None:
         ("loss.beta=0.51 loss.mean=hard", False),
         ("loss.beta=0.51 train=lora", False),
         ("loss.beta=0.51 loss.alpha=0", False),
+        ("loss.beta=0.51 loss.share_high=0.5", False),
     ],
 )
 def test_a_target_above_the_threshold_is_a_warning(capsys: Any, argv: str, warned: bool) -> None:

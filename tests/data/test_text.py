@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 import ag.data
 from ag.data.sources import DataError
+from ag.data.text import AGAIN
 
 WORDS = """
 the quick brown fox jumps over a lazy dog near an old bridge while rain falls on quiet streets
@@ -229,3 +230,34 @@ def test_a_token_that_opens_and_closes_documents(make_config, corpus, bos_tokeni
     with refuses(DataError, "data.cross_documents=true"):
         build(make_config, tok, corpus, packing="packed", cross_documents=False)
     assert build(make_config, tok, corpus, packing="packed").train_rows
+
+
+REPEATED = {"packing": "repeated", "max_length": 170}
+
+
+@pytest.mark.parametrize("context", [10_000, 165])
+def test_passages_are_repeated_word_for_word(make_config, corpus, bos_tokenizer, context):
+    module = build(make_config, bos_tokenizer, corpus, context, **REPEATED)
+    again = plain(bos_tokenizer, AGAIN)
+    size = (min(170, context) - 1 - len(again)) // 2  # BOS comes once
+    expected, first = [], []
+    for text in DOCUMENTS:
+        tokens = plain(bos_tokenizer, text)
+        passages = [tokens[at : at + size] for at in range(0, len(tokens), size)]
+        whole = [[0, *passage, *again, *passage] for passage in passages if len(passage) == size]
+        expected, first = expected + whole, first + whole[:1]
+    assert [row.tokens.tolist() for row in module.train_rows] == expected and len(expected) > len(first) > 1
+    assert [row.tokens.tolist() for [row] in module.val_rows] == first
+    assert {row.prompt_length for row in module.train_rows} == {1 + size}
+    assert module.skipped == 2 * (len(DOCUMENTS) - len(first)) == 2 * module.val_skipped > 0
+    for batches in (module.train_dataloader(), module.val_dataloader()):
+        for batch in batches:
+            assert torch.equal(batch["labels"], batch["input_ids"]) and batch["attention_mask"].all()
+            assert set(batch["prompt_length"].tolist()) == {1 + size}
+
+
+def test_rows_too_short_to_repeat_a_passage(make_config, corpus, tokenizer):
+    again = len(plain(tokenizer, AGAIN))
+    with refuses(DataError, "data.packing=repeated", "63", "64", f"data.max_length of {128 + again}"):
+        build(make_config, tokenizer, corpus, packing="repeated", max_length=127 + again)
+    assert build(make_config, tokenizer, corpus, packing="repeated", max_length=128 + again).train_rows

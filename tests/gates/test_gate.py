@@ -93,15 +93,24 @@ def test_gate_of_two_layers_sees_one_token_only():
     gate = KINDS["mlp"](12, 6, 2, small(kind="mlp", hidden=5))
     assert {name: tuple(p.shape) for name, p in gate.named_parameters()} == {
         "inner.weight": (5, 12),
+        "inner.bias": (5,),
         "outer.weight": (6, 5),
+        "outer.bias": (6,),
     }
-    for parameter in gate.parameters():  # Xavier's rule: uniform, and each weight has its own bound
+    biases = [gate.inner.bias, gate.outer.bias]
+    for bias in biases:
+        assert not bias.any()
+        torch.nn.init.normal_(bias)
+    for parameter in (
+        gate.inner.weight,
+        gate.outer.weight,
+    ):  # Xavier's rule: uniform, and each weight has its own bound
         bound = (6 / sum(parameter.shape)) ** 0.5
         assert bound / 2 < parameter.abs().max() <= bound
     hidden = torch.randn(2, 7, 12)
-    inner = hidden.double() @ gate.inner.weight.double().T
+    inner = hidden.double() @ gate.inner.weight.double().T + biases[0].double()
     inner = inner * 0.5 * (1 + torch.erf(inner / 2**0.5))
-    want = (inner @ gate.outer.weight.double().T).view(2, 7, 2, 3).amax(-1).mT
+    want = (inner @ gate.outer.weight.double().T + biases[1].double()).view(2, 7, 2, 3).amax(-1).mT
     torch.testing.assert_close(gate(hidden).double(), want, rtol=1e-4, atol=1e-6)
     assert torch.equal(gate(hidden, torch.zeros(2, 7, dtype=torch.bool), True), gate(hidden))
 
@@ -114,7 +123,7 @@ def test_parameter_counts_of_the_gates_for_streams():
         with torch.device("meta"):
             return sum(p.numel() for p in ag.AttentionGates(config, ag.GateConfig(**changes)).parameters())
 
-    assert count(kind="mlp", hidden=64) == 30 * (576 * 64 + 64 * 3)
+    assert count(kind="mlp", hidden=64) == 30 * (576 * 64 + 64 + 64 * 3 + 3)
     assert count(window=64) == count()
 
 

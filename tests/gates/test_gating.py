@@ -10,6 +10,7 @@ from refused import refuses
 import ag
 from ag.data.collate import Collator, Row
 from ag.errors import UserError
+from ag.gates.gating import Open
 
 LENGTHS, PROMPTS = (26, 19, 8), (18, 11, 2)
 VARIANTS = {
@@ -175,3 +176,34 @@ def test_documents_have_no_prompt(tiny_llama):
     ids = torch.ones(1, 4, dtype=torch.long)
     with refuses(UserError, "first", "prompt_length"):
         ag.Gating(gates_for(tiny_llama()), ids, torch.tensor([2]), first=ids)
+
+
+@pytest.mark.parametrize("covers", ["prompt", "all"])
+@pytest.mark.parametrize("share", [0.1, 0.37, 1.0])
+def test_the_boundary_of_a_share(tiny_llama, covers, share):
+    """A dense pass; exactly the share of its flags, of all layers and heads together, is 1 under the boundary."""
+    model = tiny_llama()
+    gates = gates_for(model, covers=covers, threshold=0.3, bias=0.7)
+    ag.attach(model, gates)
+    rows, places, ids, valid = padded("left")
+    dense = Open(gates, valid, torch.tensor(PROMPTS))
+    logits = run(model, dense, ids, valid)
+    boundary = dense.boundary(share)
+    kept = total = 0
+    for b, (row, place, prompt) in enumerate(zip(rows, places, PROMPTS, strict=True)):
+        with torch.no_grad():
+            want = model(row[None], use_cache=False).logits[0]
+        assert (logits[b, place] - want).abs().max() < 1e-4
+        length = len(row) if covers == "all" else prompt
+        for said in dense.logits.values():
+            mine = said[b][:, place.start : place.start + length]
+            kept, total = kept + int((mine > boundary).sum()), total + mine.numel()
+    assert kept == round(share * total)
+    moved = ag.Gating(gates, valid, torch.tensor(PROMPTS), hard=True, boundary=boundary)
+    first = gates.layer_indices[0]  # what it reads depends on no flag
+    run(model, moved, ids, valid)
+    assert torch.equal(gates.flags(moved.logits[first]), dense.logits[first] > boundary)
+    at_home = ag.Gating(gates, valid, torch.tensor(PROMPTS), boundary=gates.config.boundary)
+    assert torch.equal(
+        run(model, at_home, ids, valid), run(model, ag.Gating(gates, valid, torch.tensor(PROMPTS)), ids, valid)
+    )

@@ -13,6 +13,7 @@ from command import column, logged, resume, runs, start, train, weights
 
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
+from ag.gates.gate import AttentionGates
 from ag.training.module import GatedLM
 
 # noise in the gates and the adapters, a target that falls, optimiser steps of two batches, epochs of 12 batches
@@ -92,6 +93,42 @@ def test_resumed_twice_from_the_end_of_an_epoch(
     assert checkpoints(run)[0].name == "step=000012.ckpt"
     resume(run)
     equal(run, whole)
+
+
+REMEMBER = [
+    "data.kind=text",
+    "data.name=words",
+    "data.packing=repeated",
+    "data.max_length=200",
+    "data.train_samples=12",
+    "data.num_workers=0",
+    "gate.kind=mlp",
+    "gate.hidden=8",
+    "gate.scope=causal",
+    "gate.covers=all",
+    "loss.objective=kl",
+    "loss.share_high=0.8",
+    "warmup.regress_steps=2",
+    "warmup.target=kvzip",
+    "warmup.scale=global",
+    "trainer.max_steps=8",
+    "trainer.val_every=4",
+    "checkpoint.every_steps=2",
+]
+
+
+def test_drawn_shares_are_drawn_again(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(recipe, tmp_path / "whole", *REMEMBER)
+    shares = column(whole, "train/share")
+    assert len(set(shares)) == 6 and all(0.1 <= share <= 0.8 for share in shares)
+    interrupted(monkeypatch, "training_step", 4, f"recipe={recipe}", f"output={tmp_path / 'cut'}", *REMEMBER)
+    [run] = runs(tmp_path / "cut")
+    resume(run)
+    equal(run, whole)
+    exported = [AttentionGates.from_pretrained(folder / "export") for folder in (run, whole)]
+    assert exported[0].layers["0"].outer.bias.abs().sum() > 0
+    torch.testing.assert_close(exported[0].state_dict(), exported[1].state_dict(), rtol=0, atol=0)
+    assert exported[0].calibration is not None and exported[0].calibration == exported[1].calibration
 
 
 EPOCHS = ["trainer.max_epochs=3", "data.num_workers=2", "data.batch_size=4", "checkpoint.patience=3"]

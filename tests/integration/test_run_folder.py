@@ -220,7 +220,25 @@ def test_early_stopping_exports_the_best_weights_with_their_metrics(recipe: Path
     assert state["global_step"] == best
     gates = {name.removeprefix("gates."): tensor for name, tensor in state["state_dict"].items() if "gates." in name}
     torch.testing.assert_close(load_file(run / "export" / "gates.safetensors"), gates, rtol=0, atol=0)
-    assert json.loads((run / "export" / "gate_config.json").read_text())["metrics"]["loss"] == min(losses)
+    info = json.loads((run / "export" / "gate_config.json").read_text())
+    assert info["metrics"]["loss"] == min(losses)
+    assert info["calibration"] == state["calibration"]
+
+
+def test_an_export_is_calibrated_by_a_step_of_0(recipe: Path, tmp_path: Path) -> None:
+    first = train(recipe, tmp_path, "trainer.max_steps=2")
+    again = train(
+        recipe,
+        tmp_path,
+        f"init={first / 'export'}",
+        "optim.gate_lr=0",
+        "warmup.regress_steps=0",
+        "trainer.max_steps=1",
+    )
+    weights = [load_file(run / "export" / "gates.safetensors") for run in (first, again)]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+    tables = [json.loads((run / "export" / "gate_config.json").read_text())["calibration"] for run in (first, again)]
+    assert tables[0] == tables[1] and len(tables[0]["shares"]) == 19
 
 
 @pytest.mark.slow

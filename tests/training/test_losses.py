@@ -250,6 +250,73 @@ def test_observed_payments(tiny_llama, tiny_mistral, target, covers, prefill, re
             assert not payable[b, gated[b] :].any()
 
 
+@pytest.mark.parametrize(
+    ("covers", "prefill", "window"), [("prompt", "sparse", None), ("all", "dense", None), ("all", "sparse", 6)]
+)
+def test_observed_repetition(tiny_llama, tiny_mistral, covers, prefill, window):
+    """The largest weight that a response pays to a token of the prompt, from the eager model's attention matrices."""
+    options = {"attn_implementation": "eager"}
+    model = tiny_llama(**options) if window is None else tiny_mistral(sliding_window=window, **options)
+    gates = gates_for(model, covers=covers, prefill=prefill, recent_tokens=2)
+    ids = torch.randint(3, 128, (2, 14), generator=torch.Generator().manual_seed(2))
+    valid, prompts, lengths = torch.ones_like(ids), [6, 5], [14, 11]
+    valid[1, 11:] = 0
+    plain = model(ids, attention_mask=valid, output_attentions=True, use_cache=False)
+    values = {}
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, index=index: values.update({index: out}))
+    ag.attach(model, gates)
+    observed = Observing(gates, valid, torch.tensor(prompts), "kvzip")
+    with torch.no_grad():
+        model(ids, gating=observed, use_cache=False)
+    payable, found = observed.payable(observed.window), 0
+    for layer in range(3):
+        for b in range(2):
+            assert not payable[b, prompts[b] :].any()
+            for t in range(prompts[b]):
+                near = [j for j in range(prompts[b], lengths[b]) if window is None or j - t < window]
+                assert bool(payable[b, t]) == any(j - t >= 2 for j in near)
+                for kv in range(2) if payable[b, t] else ():
+                    most = max(
+                        float(plain.attentions[layer][b, head, j, t]) for j in near for head in (2 * kv, 2 * kv + 1)
+                    )
+                    want = math.log(most * float(values[layer][b, t].view(2, 16)[kv].norm()))
+                    assert float(observed.targets[layer][b, kv, t]) == pytest.approx(want, abs=2e-4)
+                    found += 1
+    assert found > 40
+
+
+def test_global_regression_by_hand(tiny_llama):
+    """One mean, one deviation and one quantile over layers, rows and heads; masked tokens are in none of them."""
+    gates = gates_for(tiny_llama(), threshold=0.3, bias=0.5)
+    draw = torch.Generator().manual_seed(0)
+    mask = torch.arange(9) < torch.tensor([[9], [4]])
+    targets = {layer: torch.randn(2, 2, 9, generator=draw) * (1 + layer) - 3 * layer for layer in (0, 2)}
+    logits = {layer: torch.randn(2, 2, 9, generator=draw) for layer in targets}
+    counted = [
+        (float(targets[layer][b, h, t]), float(logits[layer][b, h, t]))
+        for layer in targets
+        for b, length in enumerate((9, 4))
+        for h in range(2)
+        for t in range(length)
+    ]
+    values = [value for value, _ in counted]
+    mean = sum(values) / len(values)
+    deviation = (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
+    ranked = sorted(values)  # 52 values; 0.75 * 51 is 38.25
+    cut = ranked[38] + 0.25 * (ranked[39] - ranked[38])
+    boundary = math.log(0.3 / 0.7) - 0.5
+    wanted = [((value - cut) / deviation + boundary, logit) for value, logit in counted]
+    distances = [abs(want - logit) for want, logit in wanted]
+    want = sum(0.5 * d * d if d < 1 else d - 0.5 for d in distances) / len(distances)
+    loss = losses.regression_loss(gates, Seen(targets, logits, mask), 0.25, "global")
+    assert float(loss) == pytest.approx(want, rel=1e-5)
+    assert sum(want > boundary for want, _ in wanted) == 13
+    other = {layer: torch.where(mask[:, None], x, 1e4) for layer, x in targets.items()}
+    assert losses.regression_loss(gates, Seen(other, logits, mask), 0.25, "global") == loss
+    assert losses.regression_loss(gates, Seen(targets, logits, mask & False), 0.25, "global") == 0
+
+
 def test_regression_trains_the_gates_only(tiny_llama):
     model = tiny_llama()
     gates = gates_for(model)

@@ -109,6 +109,17 @@ def test_activations_are_those_that_the_step_saves(folder, train, precision):
     assert kept < plain / 3
 
 
+def test_drawn_shares_cost_a_teacher(folder):
+    config = config_of(folder, "gates")
+    config.data.packing = "repeated"
+    plain = plan(config)
+    config.loss.share_high = 0.7
+    drawn = plan(config)
+    config.loss.share_high, config.loss.objective = 0.0, "kl"
+    assert plain.tokens == drawn.tokens == 2 * LENGTH
+    assert plain.flops < drawn.flops == plan(config).flops
+
+
 @pytest.mark.slow
 def test_checkpointing_chooses_what_is_summed_and_costs_a_second_forward_pass(folder):
     plain, kept = (plan(config_of(folder, gradient_checkpointing=on)) for on in (False, True))

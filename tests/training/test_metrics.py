@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from ag.training.metrics import EvictedShare, MultipleChoiceAccuracy
+from ag.gates.calibration import SHARES
+from ag.training.metrics import EvictedShare, LogitCounts, MultipleChoiceAccuracy
 
 
 def merged(first, second):
@@ -103,3 +104,26 @@ def test_accuracy_over_two_ranks():
     parts[0].update(*answers([1, 1], [0.1, 0.5], [0, 0], [0, 1], [0, 0]))
     parts[1].update(*answers([1, 1, 1, 1], [0.1, 0.5, 0.1, 0.5], [1, 1, 2, 2], [0, 1, 0, 1], [1, 1, 1, 1]))
     assert float(merged(*parts).compute()) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 3e3])
+def test_boundaries_of_shares(scale):
+    """Two ranks, one of which saw few logits; against the sorted logits."""
+    draw = torch.Generator().manual_seed(0)
+    parts = [(torch.randn(n, generator=draw) * 2 - 1) * scale for n in (2500, 1500, 37)]
+    first, second = LogitCounts(), LogitCounts()
+    for part in parts[:2]:
+        first.update(part)
+    second.update(parts[2])
+    second.update(parts[2][:0])
+    found = merged(first, second).compute()
+    every = torch.cat(parts).double()
+    for share, boundary in zip(SHARES, found, strict=True):
+        assert float((every > boundary).double().mean()) == pytest.approx(share, abs=0.002)
+        assert float(boundary) == pytest.approx(float(every.quantile(1 - share)), rel=0.01, abs=0.02 * scale)
+
+
+def test_boundaries_without_logits():
+    metric = LogitCounts()
+    metric.update(torch.zeros(0))
+    assert metric.compute().isnan().all()

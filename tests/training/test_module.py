@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import by_hand
@@ -13,6 +14,7 @@ from gates_for import gates_for
 from lightning.pytorch.loggers.logger import Logger
 from refused import refuses
 
+import ag
 from ag.config import Config, LoraConfig, LossConfig, OptimConfig, WarmupConfig
 from ag.config.validate import ConfigWarning
 from ag.data.collate import Collator, Row
@@ -379,6 +381,83 @@ def test_the_validation_loss_has_the_final_target(tiny_llama, tmp_path):
     assert falling == constant
     wanted = constant["val/lm_loss"] + 3 * abs(constant["val/gate_mean_soft"] - 0.2)
     assert falling["val/loss"] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["lm", "kl"])
+@pytest.mark.parametrize("covers", ["prompt", "all"])
+def test_a_step_under_a_drawn_share(tiny_llama, objective, covers):
+    """The boundary is a quantile of the logits that the model without adapters gives each token alone, densely."""
+    loss = LossConfig(objective=objective, share_low=0.2, share_high=0.9, alpha=7.0)
+    module = build(tiny_llama, train="gates+lora", gate={"covers": covers, "bias": 0.4}, loss=loss, lora_noise=0.1)
+    module._trainer = SimpleNamespace(current_epoch=1, global_rank=0, global_step=0, _results=None)
+    data, base = batch(), tiny_llama()
+    ag.attach(base, module.gates)
+    said, shares, home = [], [], module.gates.config
+    module.gates.config = replace(home, bias=1e3)  # every gate is open
+    for tokens, prompt in rows_of(data):
+        gating = ag.Gating(module.gates, torch.ones(1, len(tokens)), torch.tensor([prompt]))
+        with torch.no_grad():
+            base(tokens[None], gating=gating, use_cache=False)
+        said += [x.flatten() for x in gating.logits.values()]
+    ranked = torch.cat(said).sort().values
+    for place in (3, 4, 3):
+        module.gates.config = home
+        module.on_train_batch_start(data, place)
+        got = float(module.training_step(data, place).detach())
+        share = module.logged["train/share"]
+        shares.append((share, got))
+        boundary = float(ranked[round((1 - share) * len(ranked)) - 1 :][:2].mean())
+        module.gates.config = replace(home, bias=-boundary)
+        plain_loss = build_like(module, loss)
+        assert got == pytest.approx(float(plain_loss.training_step(data, place)), abs=1e-4)
+        assert {"train/eviction_loss", "train/beta"}.isdisjoint(module.logged)
+        assert module.logged["train/loss"] == got
+        for name in ("train/gate_mean_hard", "train/gate_mean_soft", "train/evicted"):
+            assert module.logged[name] == pytest.approx(plain_loss.logged[name], abs=1e-5), name
+    assert shares[0] == shares[2] != shares[1]
+    assert all(0.2 <= share <= 0.9 for share, _ in shares)
+
+
+def build_like(module, loss):
+    """The same module with the share of its gates as they are, and no eviction loss."""
+    config = replace(module.config, loss=replace(loss, share_low=0.1, share_high=0.0, alpha=0.0))
+    other = GatedLM(config, module.model, module.gates)
+    other.logged = {}
+    other.log = lambda name, value, **_: other.logged.update({name: float(value)})
+    return other
+
+
+def test_validation_under_drawn_shares_has_no_eviction_loss(tiny_llama, tmp_path):
+    module = build(tiny_llama, loss=LossConfig(alpha=3.0, beta=0.2, share_high=0.7))
+    got = validate(module, tmp_path, batch())
+    assert got["val/loss"] == got["val/lm_loss"]
+
+
+@pytest.mark.parametrize("share_high", [0.0, 0.7])
+@pytest.mark.parametrize("covers", ["prompt", "all"])
+def test_validation_measures_the_boundaries_of_shares(tiny_llama, tmp_path, covers, share_high):
+    """From the logits under the flags, or from dense ones where training draws shares; padding rows do not count."""
+    module = build(tiny_llama, gate={"covers": covers}, loss=LossConfig(share_high=share_high))
+    data, said = batch([(30, 44), (61, 70), (22, 40)], seed=3), []
+    home = module.gates.config
+    module.gates.config = replace(home, bias=1e3) if share_high else home
+    for tokens, prompt in rows_of(data):
+        gating = ag.Gating(module.gates, torch.ones(1, len(tokens)), torch.tensor([prompt]), hard=True)
+        with torch.no_grad():
+            module.model(tokens[None], gating=gating, use_cache=False)
+        said += [x.flatten() for x in gating.logits.values()]
+    module.gates.config = home
+    assert module.gates.calibration is None
+    validate(module, tmp_path, data, batch([(1, 1)], seed=4))
+    logits, table = torch.cat(said), module.gates.calibration
+    for share, boundary in zip(table.shares, table.boundaries, strict=True):
+        assert float((logits > boundary).float().mean()) == pytest.approx(share, abs=2.5 / len(logits))
+    if not share_high:  # asked for what the flags keep, between two rows of the table, it keeps that
+        kept = float(module.gates.flags(logits).float().mean())
+        assert float((logits > table.boundary(kept)).float().mean()) == pytest.approx(kept, abs=0.02)
+    saved = {"state_dict": {}}
+    module.on_save_checkpoint(saved)
+    assert saved["calibration"] == table.record()
 
 
 def test_the_optimiser_has_a_group_for_each_part(tiny_llama, tmp_path):

@@ -203,7 +203,7 @@ def trained(config: Config, job: Row) -> Row:
     rows = read_metrics(folder / "metrics.csv")[before:]
     speeds = [row["train/tokens_per_second"] for row in rows if "train/tokens_per_second" in row]
     speed = statistics.median(speeds[SETTLED:] or speeds)
-    tokens = config.data.max_length if config.data.packing == "packed" else config.data.prompt_max
+    tokens = config.data.prompt_max if config.data.packing == "split" else config.data.max_length
     step = tokens * config.data.batch_size * config.trainer.accumulate
     if config.train != "lora":
         AttentionGates.from_pretrained(folder / "export")

@@ -99,7 +99,8 @@ class Responses(PromptTask):
         if self.prompt is not None:
             part.prompt_min = part.prompt_max = self.prompt
         part.continuation = self.continuation or part.continuation
-        part.max_length = max(part.max_length, part.prompt_max + part.continuation)
+        if part.packing == "split":
+            part.max_length = max(part.max_length, part.prompt_max + part.continuation)
         part.train_samples = 1  # read, and not used
         return recipe
 

@@ -1,0 +1,56 @@
+"""Which boundary of the logits keeps which share of the tokens, as a validation measured it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ag.errors import UserError
+
+SHARES = tuple(place / 20 for place in range(1, 20))  # 0.05 to 0.95
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A table of shares of flags that are 1, over all layers and KV heads, and of the logits that they lie above.
+
+    Attributes:
+        shares: rising, between 0 and 1, at least two.
+        boundaries: a logit for each, none above the one before.
+
+    Raises:
+        ValueError: when the numbers are no such table.
+    """
+
+    shares: Sequence[float]
+    boundaries: Sequence[float]
+
+    def __post_init__(self) -> None:
+        rising = len(self.shares) > 1 and all(a < b for a, b in pairwise((0, *self.shares, 1)))
+        if not rising or len(self.shares) != len(self.boundaries):
+            raise ValueError(
+                f"calibration.shares={list(self.shares)!r:.80}: expected rising numbers between 0 and 1, at least two, "
+                f"and as many boundaries (found {len(self.boundaries)})."
+            )
+        falling = all(a >= b for a, b in pairwise(self.boundaries))
+        if not falling or not all(map(math.isfinite, self.boundaries)):
+            raise ValueError(f"calibration.boundaries={list(self.boundaries)!r:.80}: expected falling finite numbers.")
+
+    def record(self) -> Mapping[str, list[float]]:
+        """Return the numbers as JSON has them."""
+        return {"shares": list(self.shares), "boundaries": list(self.boundaries)}
+
+    def boundary(self, share: float) -> float:
+        """Return the logit above which a share of the tokens lies, linear between the rows of the table.
+
+        Raises:
+            UserError: for a share outside of the table.
+        """
+        low, high = self.shares[0], self.shares[-1]
+        if not low <= share <= high:
+            raise UserError(f"share={share}: expected one from {low} to {high}, which were measured after training.")
+        above = next(place for place, known in enumerate(self.shares[1:], 1) if share <= known)
+        (a, first), (b, second) = ((self.shares[i], self.boundaries[i]) for i in (above - 1, above))
+        return first + (second - first) * (share - a) / (b - a)

@@ -1,0 +1,108 @@
+"""The table of shares and boundaries that an export records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from exports import assert_same, change, make_export, make_gates, read_json, reseal, reweigh
+from refused import refuses
+
+from ag.config.gate import GateConfig
+from ag.errors import UserError
+from ag.gates import export
+from ag.gates.calibration import SHARES, Calibration
+from ag.gates.export import ExportError
+from ag.gates.gate import AttentionGates
+
+TABLE = Calibration((0.2, 0.3, 0.7), (3.0, 1.0, -1.0))
+
+
+@pytest.mark.parametrize(
+    ("share", "boundary"), [(0.2, 3.0), (0.25, 2.0), (0.3, 1.0), (0.4, 0.5), (0.6, -0.5), (0.7, -1.0)]
+)
+def test_between_two_rows(share: float, boundary: float) -> None:
+    assert TABLE.boundary(share) == pytest.approx(boundary)
+
+
+@pytest.mark.parametrize("share", [0.19, 0.71, 0.0, 1.0, -1.0, float("nan")])
+def test_outside_of_the_table(share: float) -> None:
+    with refuses(UserError, f"share={share}", "0.2", "0.7"):
+        TABLE.boundary(share)
+
+
+def test_an_export_keeps_it(tmp_path: Path) -> None:
+    gates = make_gates()
+    gates.calibration = TABLE
+    export.save(tmp_path / "a", gates)
+    loaded = AttentionGates.from_pretrained(tmp_path / "a")
+    assert loaded.calibration is not None and loaded.calibration.record() == TABLE.record()
+    loaded.save_pretrained(tmp_path / "b")
+    assert read_json(tmp_path / "b")["calibration"] == {"shares": [0.2, 0.3, 0.7], "boundaries": [3.0, 1.0, -1.0]}
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert "| 0.20 | 3 |\n| 0.30 | 1 |\n| 0.70 | -1 |" in card and "share=0.3" in card
+    assert make_gates().calibration is None
+    export.save(tmp_path / "a", make_gates())
+    assert AttentionGates.from_pretrained(tmp_path / "a").calibration is None
+    assert "share=" not in (tmp_path / "a" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("table", "parts"),
+    [
+        ([], "calibration=[] JSON"),
+        ({"shares": [0.1, 0.2]}, "calibration: missing ['boundaries']"),
+        ({"shares": [0.1, 0.2], "boundaries": [1.0, "a"]}, "calibration.boundaries 'a' numbers"),
+        ({"shares": [0.1, 0.2], "boundaries": [1.0, float("inf")]}, "calibration.boundaries inf numbers"),
+        ({"shares": 3, "boundaries": [1.0]}, "calibration.shares=3 numbers"),
+        ({"shares": [0.2, 0.1], "boundaries": [1.0, 0.0]}, "calibration.shares=[0.2, rising"),
+        ({"shares": [0.1, 1.0], "boundaries": [1.0, 0.0]}, "calibration.shares=[0.1, 1.0] between 1"),
+        ({"shares": [0.1, 0.2], "boundaries": [1.0]}, "calibration.shares=[0.1, boundaries 1"),
+        ({"shares": [0.1, 0.2], "boundaries": [1.0, 2.0]}, "calibration.boundaries=[1.0, falling"),
+        ({"shares": [], "boundaries": []}, "calibration.shares=[] two"),
+    ],
+)
+def test_a_damaged_table(tmp_path: Path, table: object, parts: str) -> None:
+    folder = make_export(tmp_path / "e")
+    change("calibration", value=table)(folder)
+    with refuses(ExportError, str(folder / "gate_config.json"), *parts.split()):
+        AttentionGates.from_pretrained(folder)
+
+
+def test_exports_from_before_have_none(tmp_path: Path) -> None:
+    folder = make_export(tmp_path / "e")
+    info = read_json(folder)
+    del info["calibration"]
+    reseal(folder, info | {"schema_version": "1.2"})
+    loaded = AttentionGates.from_pretrained(folder)
+    assert_same(loaded, make_gates())
+    assert loaded.calibration is None
+    reseal(folder, info | {"schema_version": "1.2", "calibration": None})
+    with refuses(ExportError, "unknown", "calibration"):
+        AttentionGates.from_pretrained(folder)
+    reseal(folder, info | {"schema_version": "1.3"})
+    with refuses(ExportError, "missing", "calibration"):
+        AttentionGates.from_pretrained(folder)
+
+
+def test_gates_of_two_layers_from_before_have_biases_of_0(tmp_path: Path) -> None:
+    gates = make_gates(config=GateConfig(kind="mlp", hidden=9))
+    export.save(tmp_path / "e", gates)
+    biases = [f"layers.{layer}.{part}.bias" for layer in range(3) for part in ("inner", "outer")]
+    reweigh(lambda tensors: [tensors.pop(name) for name in biases].clear())(tmp_path / "e")
+    with refuses(ExportError, "gates.safetensors: 7624 bytes", "7756"):
+        AttentionGates.from_pretrained(tmp_path / "e")
+    info = read_json(tmp_path / "e")
+    del info["calibration"]
+    reseal(tmp_path / "e", info | {"schema_version": "1.2"})
+    loaded = AttentionGates.from_pretrained(tmp_path / "e")
+    assert_same(loaded, gates)  # whose biases are 0, being fresh
+    hidden = torch.randn(2, 5, 64)
+    assert torch.equal(loaded.layers["1"](hidden), gates.layers["1"](hidden))
+
+
+def test_shares_are_twentieths() -> None:
+    assert [round(share * 20) for share in SHARES] == list(range(1, 20))
+    assert replace(TABLE, shares=(0.1, 0.3, 0.5)).boundary(0.2) == pytest.approx(2.0)
