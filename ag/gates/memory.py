@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 QUERY_BLOCK = 256  # queries that meet the remembered tokens at once
 
 
+@dataclass
 class GateMemory:
     """Keys and values that the gate of one layer looks back at.
 
@@ -20,18 +23,17 @@ class GateMemory:
         window: newest tokens that a token's gate looks at, its own included; 0: all.
     """
 
-    def __init__(self, window: int) -> None:
-        self.window = window
-        self.clear()
+    window: int
+    #: Keys and values ``[B, N, 2 h' d']``, and the rank ``[B, N]`` of each slot's token, -1 where there is none.
+    stored: tuple[Tensor, Tensor] | None = None
+    #: The same of the last pass.
+    new: tuple[Tensor, Tensor] | None = None
+    _seen: int = 0  # a sequence has at most so many tokens, and exactly so many where none was padded
+    _even: bool = True
 
     def clear(self) -> None:
         """Forget everything."""
-        #: Keys and values ``[B, N, 2 h' d']``, and the rank ``[B, N]`` of each slot's token, -1 where there is none.
-        self.stored: tuple[Tensor, Tensor] | None = None
-        #: The same of the last pass.
-        self.new: tuple[Tensor, Tensor] | None = None
-        self._seen = 0  # a sequence has at most so many tokens, and exactly so many where none was padded
-        self._even = True
+        self.stored, self.new, self._seen, self._even = None, None, 0, True
 
     def __bool__(self) -> bool:
         return self.stored is not None or self.new is not None

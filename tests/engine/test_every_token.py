@@ -326,42 +326,38 @@ def test_crop_refuses_what_is_gone_and_loses_nothing(tiny_llama):
             short.crop(2)
 
 
-@pytest.mark.parametrize("draft", ["prompt lookup", "assistant", "beams", "chunks"])
-def test_generation(tiny_llama, draft):
+GREEDY = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
+
+
+@pytest.mark.parametrize("draft", ["prompt lookup", "assistant", "chunks"])
+def test_drafts_and_chunks_change_no_word(tiny_llama, draft):
     model = tiny_llama()
     everywhere(model, window=6)
     ids = rows_of([12])[0].repeat(3)[None]
-    greedy = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
-    if draft == "beams":
-        greedy |= {"num_beams": 3}
-    wanted = ids
-    if draft != "beams":
-        wanted = model.generate(ids, past_key_values=ag.EvictionCache(model, "gates"), **greedy)
+    wanted = model.generate(ids, past_key_values=ag.EvictionCache(model, "gates"), **GREEDY)
     options = {
         "prompt lookup": {"prompt_lookup_num_tokens": 5},
         "assistant": {"assistant_model": tiny_llama(seed=1)},
         "chunks": {"prefill_chunk_size": 7},
-        "beams": {},
     }[draft]
     cache, crops = ag.EvictionCache(model, "gates"), []
     crop = cache.crop
     cache.crop = lambda n: (crops.append(n), crop(n))
-    text = model.generate(ids, past_key_values=cache, **options, **greedy)
-    if draft == "beams":  # the sum of the words' log probabilities is that of the text read through the cache
-        out = model.generate(
-            ids,
-            past_key_values=ag.EvictionCache(model, "gates"),
-            output_scores=True,
-            return_dict_in_generate=True,
-            **greedy,
-        )
-        again = feed(ag.EvictionCache(model, "gates"), model, [text[0]], [[36], *[[1]] * 30]).logits[0][35:-1]
-        nats = again.log_softmax(-1).gather(1, text[0, 36:, None]).mean()
-        assert float(out.sequences_scores[0]) == pytest.approx(float(nats), abs=1e-3)
-        return
-    assert torch.equal(text, wanted)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options, **GREEDY), wanted)
     assert any(crops) == (draft != "chunks")
     assert cache.kept_share() < 0.95
+
+
+def test_beams_are_scored_by_their_own_words(tiny_llama):
+    model = tiny_llama()
+    everywhere(model, window=6)
+    ids = rows_of([12])[0].repeat(3)[None]
+    options = GREEDY | {"num_beams": 3, "output_scores": True, "return_dict_in_generate": True}
+    out = model.generate(ids, past_key_values=ag.EvictionCache(model, "gates"), **options)
+    text = out.sequences[0]
+    again = feed(ag.EvictionCache(model, "gates"), model, [text], [[36], *[[1]] * 30]).logits[0][35:-1]
+    nats = again.log_softmax(-1).gather(1, text[36:, None]).mean()
+    assert float(out.sequences_scores[0]) == pytest.approx(float(nats), abs=1e-3)
 
 
 @pytest.mark.parametrize("covers", ["all", "prompt"])

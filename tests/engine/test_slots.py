@@ -255,3 +255,34 @@ def test_bfloat16_does_not_drift(tiny_llama):
     error = (logits[0] - logits[1]).norm(dim=-1) / logits[1].norm(dim=-1)
     assert float(error.mean()) < 0.05
     assert float(error[-100:].mean()) < 1.3 * float(error[1:101].mean())
+
+
+def test_gates_on_every_token(tiny_llama):
+    """What each head holds follows from the flags that the gates gave, and slots from what it holds."""
+    model, exact, recent, passes = tiny_llama(), tiny_llama().double(), 4, [20, *[1] * 6, 5, *[1] * 6]
+    ag.attach(model, gates_for(model, covers="all", sink_tokens=1, recent_tokens=recent, window=5))
+    row, judged, flag = ROWS[0][: sum(passes)], [], ag.AttentionGates.flags
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ag.AttentionGates, "flags", lambda self, x: judged.append(flag(self, x)[0]) or flag(self, x))
+        cache = ag.EvictionCache(model, ag.policy("gates", positions="slot"))
+        result = feed(cache, model, [row], [[n] for n in passes])
+    events = []
+    for layer in range(3):
+        flags = torch.cat(judged[layer::3], 1).tolist()
+        happened, done = [], 0
+        for size in passes:
+            first, end = done, done + size
+            held = [[t for t in range(end) if not done or t < 1 or head[t] or first - t < recent] for head in flags]
+            gone = {
+                (g, i, t)
+                for g, head in enumerate(flags)
+                for i in range(first, end)
+                for t in held[g]
+                if not (t < 1 or head[t] or i - t < recent)
+            }
+            happened.append((list(range(first, end)), held, gone))
+            done = end
+        events.append(happened)
+    wanted = slot_logits(exact, row, events)
+    assert (result.logits[0] - wanted).abs().max() < 1e-4
+    assert cache.kept_share() < 0.9
