@@ -383,6 +383,24 @@ def test_the_validation_loss_has_the_final_target(tiny_llama, tmp_path):
     assert falling["val/loss"] == pytest.approx(wanted, abs=1e-5)
 
 
+@pytest.mark.parametrize("covers", ["prompt", "all"])
+def test_the_loss_of_repeated_passages(tiny_llama, covers):
+    """All tokens but the first carry loss; under ``covers="prompt"`` only the first reading is gated."""
+    module = build(tiny_llama, gate={"covers": covers}, loss=LossConfig(alpha=0.0))
+    collator = Collator(0, whole=True)
+    rows = [Row(data.numpy().astype(np.int32), prompt) for data, prompt in rows_of(batch([(9, 20), (6, 14)]))]
+    data = collator([*rows, collator.filler(rows[0])])
+    loss = float(module.training_step(data, 0))
+    want, gated = [], 0
+    for row in rows:
+        tokens = torch.from_numpy(row.tokens).long()
+        logits, flags = by_hand.forward(plain(module), module.gates, tokens, row.prompt_length)
+        want.append(float(nll_of(logits, tokens, 1).mean()))
+        gated += sum(said.shape[-1] for said in flags.values())
+    assert loss == pytest.approx(sum(want) / 2, abs=1e-5)
+    assert gated == 3 * (34 if covers == "all" else 15)
+
+
 @pytest.mark.parametrize("objective", ["lm", "kl"])
 @pytest.mark.parametrize("covers", ["prompt", "all"])
 def test_a_step_under_a_drawn_share(tiny_llama, objective, covers):
