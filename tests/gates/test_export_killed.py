@@ -121,7 +121,8 @@ def test_an_export_set_aside_by_a_kill_survives_a_failing_one(tmp_path: Path) ->
 
 def run_here(call: str, *prefix: str) -> str:
     """Run a function of this file in a fresh process and return what it prints."""
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_export_killed; {call}"
+    folders = [str(folder) for folder in Path(__file__).parents[:2]]
+    code = f"import sys; sys.path[:0] = {folders!r}; import test_export_killed; {call}"
     done = subprocess.run(
         [*prefix, sys.executable, "-c", code],
         capture_output=True,
