@@ -335,6 +335,15 @@ def test_crop_beyond_a_pass_of_several_tokens(tiny_llama, order):
         assert (logits - trained(model, gates, rows[i], prompts[i])[0][-20:]).abs().max() < 1e-4
 
 
+def test_answers_cross_the_window_of_the_model(tiny_mistral):
+    model = tiny_mistral()
+    window = model.config.sliding_window
+    gates, (row,), prompt = gates_for(model, recent_tokens=4, sink_tokens=2), rows_of([window + 20]), window - 3
+    ag.attach(model, gates)
+    result = feed(ag.EvictionCache(model, "gates"), model, [row], [[prompt], *[[1]] * 23])
+    assert (result.logits[0] - trained(model, gates, row, prompt)[0]).abs().max() < 1e-4
+
+
 def test_crop_refuses_what_is_gone_and_loses_nothing(tiny_llama):
     model = tiny_llama()
     gates = everywhere(model, window=3)
