@@ -99,6 +99,18 @@ def test_a_pass_can_be_taken_back(name, wrong, taken):
 
 
 @torch.no_grad()
+def test_a_crop_leaves_room_for_the_longest_row():
+    """Of 35 tokens, beside rows of 5."""
+    gate, (hidden, ranks, real) = gate_for("attention"), text(False)
+    real[1:, :30] = False
+    ranks, memory = real.cumsum(1) - 1, GateMemory(0)
+    read(gate, memory, hidden[:, :36], ranks[:, :36], real[:, :36], True)
+    memory.crop(real[:, :35].sum(1))
+    got = [read(gate, memory, hidden[:, t, None], ranks[:, t, None], real[:, t, None], True) for t in range(35, 40)]
+    assert (torch.cat(got, 2) - alone(gate, hidden, real)[:, :, 35:]).abs().max() < 1e-5
+
+
+@torch.no_grad()
 def test_sequences_change_places():
     gate, (hidden, ranks, real) = gate_for("window"), text(True)
     memory, order = GateMemory(5), torch.tensor([2, 0, 0, 1])

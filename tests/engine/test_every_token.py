@@ -32,6 +32,7 @@ PASSES = {
     "blocks:9": [[300, 241]],
     "chunks-64": [[64, 49], *[[64, 64]] * 3, [44, 0]],
     "turns": [[120, 90], *[[1, 1]] * 30, [64, 31], *[[1, 1]] * 40, [5, 5], *[[1, 1]] * 41, [0, 1], [0, 3]],
+    "pauses": [[210, 181], *[[1, n % 3 > 0] for n in range(90)]],
 }
 
 
@@ -59,9 +60,9 @@ def rows_of(lengths=LENGTHS, seed=0):
 
 
 @torch.no_grad()
-def trained(model, gates, row):
+def trained(model, gates, row, prompt=None):
     """Logits ``[T, V]`` of a packed row through the training forward, and the flags by layer ``[Hkv, T]``."""
-    gating = ag.Gating(gates, torch.ones(1, len(row)))
+    gating = ag.Gating(gates, torch.ones(1, len(row)), None if prompt is None else torch.tensor([prompt]))
     logits = model(row[None], gating=gating, use_cache=False).logits[0]
     return logits, {layer: gates.flags(found)[0] for layer, found in gating.logits.items()}
 
@@ -91,6 +92,7 @@ def expecting(model, lengths, side, schedule="prefill"):
 CASES = [
     ("tiny_llama", "attention", "decode", "left"),
     ("tiny_llama", "window", "turns", "right"),
+    ("tiny_llama", "window", "pauses", "left"),
     ("tiny_llama", "linear", "chunks-7", "left"),
     ("tiny_mistral", "window", "chunks-64", "left"),
     ("tiny_mistral", "mlp", "turns", "left"),
@@ -203,6 +205,15 @@ def test_chunks_hold_survivors_recents_and_one_chunk(tiny_llama):
         assert result.held[-1][layer][0] == oracle(gates, flags[layer], 120, 120)
 
 
+def test_a_prompt_that_is_read_densely_in_parts(tiny_llama):
+    model, rows, prompts = tiny_llama(), rows_of([60, 45]), [40, 25]
+    gates = everywhere(model, prefill="dense")
+    passes = [[16, 1], [16, 16], [8, 8], *[[1, 1]] * 20]
+    result = feed(expecting(model, prompts, "left"), model, rows, passes)
+    for row, prompt, got in zip(rows, prompts, result.logits, strict=True):
+        assert (got - trained(model, gates, row, prompt)[0]).abs().max() < 1e-4
+
+
 def test_what_gates_cannot_do_is_refused_and_loses_nothing(tiny_llama):
     model, (row,) = tiny_llama(), rows_of([40])
     gates = gates_for(model, scope="prompt")
@@ -301,6 +312,36 @@ def test_copies_crops_and_beams(tiny_llama):
     picked.batch_select_indices(torch.tensor([3, 0, 1]))
     ask(picked, (1, 0, 0), (0, 0, 1), [1, 1, 21])
     ask(cache, (0, 1), (0, 0), [23])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", [[0, 1], [1, 1]])
+def test_crop_beyond_a_pass_of_several_tokens(tiny_llama, order):
+    """Answers stay, so that more than the last pass can go, of rows of which one is shorter than the other was."""
+    model, rows, prompts = tiny_llama(), rows_of([41, 59]), [12, 30]
+    gates = gates_for(model, recent_tokens=9, sink_tokens=2)
+    ag.attach(model, gates)
+    cache = ag.EvictionCache(model, "gates")
+    feed(cache, model, rows, [prompts, *[[1, 1]] * 12, [5, 5]])
+    cache.reorder_cache(torch.tensor(order))
+    cache.crop(8)
+    ids = torch.stack([rows[i][prompts[i] + 9 :] for i in order])
+    mask, got = cache.valid.long(), []
+    for part in ids.split([1] * 10 + [10], 1):
+        mask = torch.cat([mask, torch.ones_like(part)], 1)
+        places = (mask.cumsum(1) - 1)[:, -part.shape[1] :]
+        got.append(model(part, attention_mask=mask, position_ids=places, past_key_values=cache).logits)
+    for i, logits in zip(order, torch.cat(got, 1), strict=True):
+        assert (logits - trained(model, gates, rows[i], prompts[i])[0][-20:]).abs().max() < 1e-4
+
+
+def test_answers_cross_the_window_of_the_model(tiny_mistral):
+    model = tiny_mistral()
+    window = model.config.sliding_window
+    gates, (row,), prompt = gates_for(model, recent_tokens=4, sink_tokens=2), rows_of([window + 20]), window - 3
+    ag.attach(model, gates)
+    result = feed(ag.EvictionCache(model, "gates"), model, [row], [[prompt], *[[1]] * 23])
+    assert (result.logits[0] - trained(model, gates, row, prompt)[0]).abs().max() < 1e-4
 
 
 def test_crop_refuses_what_is_gone_and_loses_nothing(tiny_llama):

@@ -38,7 +38,7 @@ def test_the_share_is_held_at_every_decision(tiny_llama, schedule, step):
 
 
 @pytest.mark.parametrize(
-    "spec", ["h2o", "snapkv", "tova", "random", "h2o@heads", "snapkv@pyramid", "snapkv@preference"]
+    "spec", ["h2o", "snapkv", "tova", "random", "h2o@heads", "knorm@global", "snapkv@pyramid", "snapkv@preference"]
 )
 def test_layers_grow_in_proportion(tiny_llama, spec):
     options = {"window": 4} if "snapkv" in spec else {}
@@ -49,7 +49,9 @@ def test_layers_grow_in_proportion(tiny_llama, spec):
         layers = held.double().mean(-1)
         first = layers if first is None else first
         assert layers.mean(0).sub(seen // 2).abs().max() < 1  # rounded down in each layer
-        if "heads" not in spec:
+        if "global" in spec:  # a layer's total grows, however its heads share it
+            assert torch.equal((2 * layers).long(), (2 * first).long() * (seen // 2) // 15)
+        elif "heads" not in spec:
             assert torch.equal(layers.long(), first.long() * (seen // 2) // 15)
 
 

@@ -39,8 +39,9 @@ def by_row(q, keys, values, starts, lengths, scaling):
         ([1, 70, 33, 200], 4, 60, 60),
         ([0, 45], 3, 16, 20),
         ([31, 32, 33, 64, 5, 0], 3, 5, 5),
+        ([2000, 1100], 3, 8, 8),  # chunks of 32 tokens, of which 32 are mixed at once
     ],
-    ids=["B2-H4-D60", "B2-H3-D16-E20", "B2-H3-D5"],
+    ids=["B2-H4-D60", "B2-H3-D16-E20", "B2-H3-D5", "more-chunks-than-are-mixed-at-once"],
 )
 def test_equals_attention_by_row(lengths, heads, dim, width):
     arguments = storage(lengths, heads, dim, width)
