@@ -59,7 +59,8 @@ UNEVEN = ["pyramid", "preference", "heads", "global"]
 
 def possible(base: str, wrapper: str | None, allocator: str, schedule: str, **others: object) -> bool:
     """Whether the parts combine, as far as this file tries."""
-    refused = base == "kvzip" and schedule != "prefill"
+    # a repetition does not fit the small Mistral's window
+    refused = base == "kvzip" and (schedule != "prefill" or others.get("family") == "tiny_mistral")
     return not refused and (wrapper is None or wrapper in WRAPPED.get(base, []))
 
 
