@@ -16,5 +16,5 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("first", [0, 1])  # every other file, for two processors
 def test_under_the_interpreter(first):
     pytest.importorskip("triton", reason="needs Triton")
-    files = sorted(HERE.glob("test_*_triton.py"), key=lambda file: "tuned" not in file.name)  # the tuner comes fresh
+    files = sorted(HERE.glob("test_*_triton.py"))
     assert "skipped" not in passed(*files[first::2], TRITON_INTERPRET="1")
