@@ -213,6 +213,7 @@ def write_export(
             adapter=adapter,
             metrics=measured,
             figure=figures[-1] if figures else None,
+            weights=module.config.export.weights,
         )
     elif adapter is not None:
         export.save_adapter(folder, adapter, base_model=models.hub_name(module.config.model.name))

@@ -189,5 +189,6 @@ class WandbConfig:
 class ExportConfig:
     """What is written at the end of a run."""
 
+    weights: Literal["float32", "int8"] = key("float32", "data type of the gates' matrices in the export")
     merge: bool = key(False, "write a full copy of the base model with the adapter merged into it as well (merged/)")
     push_to_hub: str | None = key(None, "upload the finished export, with its model card, to this hub repository")

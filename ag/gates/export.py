@@ -1,6 +1,6 @@
 """Exported gates: a folder that is whole or absent, and that is checked from end to end when it loads.
 
-- ``gates.safetensors``: the weights, float32;
+- ``gates.safetensors``: the weights, float32, or eight bits (ag.gates.packed);
 - ``gate_config.json``: schema, versions, base model, gate configuration, measurements, hashes (ag.gates.manifest);
 - ``adapter/``: the LoRA adapter in PEFT's own format, where one was trained;
 - ``README.md``: a model card (ag.gates.card), with ``figure.png`` where one was drawn.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import safetensors.torch
 import torch
@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ag.config.gate import GateConfig
 from ag.files import fsync
-from ag.gates import adapted
+from ag.gates import adapted, packed
 from ag.gates.adapted import Adapter
 from ag.gates.calibration import Calibration
 from ag.gates.card import merged_card, model_card
@@ -36,6 +36,7 @@ from ag.gates.manifest import (
     ADAPTER_FILES,
     BEFORE_1_2,
     CALIBRATION,
+    PRECISION,
     SCHEMA_VERSION,
     WEIGHTS,
     ExportError,
@@ -91,6 +92,7 @@ def save(
     adapter: PeftModel | None = None,
     metrics: Mapping[str, float] | None = None,
     figure: StrPath | None = None,
+    weights: Literal["float32", "int8"] = "float32",
 ) -> None:
     """Write an export, or replace one; the folder takes its name only when all of it is on disk.
 
@@ -99,12 +101,13 @@ def save(
 
     Args:
         path: folder to write.
-        gates: the gates, of any floating type and on any device; float32 is written.
+        gates: the gates, of any floating type and on any device.
         base_model: hub id or folder of the base model, for the reader.
         base_revision: git revision of a hub model.
         adapter: the model with a LoRA adapter named ``default`` that was trained with the gates.
         metrics: numbers for the model card; ``kept`` is the measured share of prompt entries that stay.
         figure: a PNG for the model card.
+        weights: data type of the matrices in the file; int8 takes a quarter of the space.
 
     Raises:
         ExportError: when something else is in the way, a weight is not finite, or the disk refuses; an
@@ -116,10 +119,11 @@ def save(
     picture = None if figure is None else Path(figure).read_bytes()
     tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in gates.state_dict().items()}
     _check_finite(target / WEIGHTS, tensors)
+    written = packed.pack(tensors) if weights == "int8" else tensors
     measured = {name: float(value) for name, value in (metrics or {}).items()}
     numbers = {name: value if math.isfinite(value) else None for name, value in measured.items()}
     with _staged(target) as folder:
-        sha256 = {WEIGHTS: _write(folder / WEIGHTS, safetensors.torch.save(tensors))}
+        sha256 = {WEIGHTS: _write(folder / WEIGHTS, safetensors.torch.save(written))}
         if adapter is not None:
             sha256 |= _save_adapter(adapter, folder, base_model)
         if picture is not None:
@@ -134,6 +138,7 @@ def save(
             "sha256": sha256,
             "adapter": [] if adapter is None else adapted.record(adapter),
             CALIBRATION: None if gates.calibration is None else gates.calibration.record(),
+            PRECISION: weights,
         }
         info["checksum"] = checksum(info)
         validate(target / CONFIG, info)
@@ -167,20 +172,22 @@ def load(
     biases = [name for name in expected if name.endswith(".bias")]
     before = gates.config.kind == "mlp" and minor(info["schema_version"]) < 3  # without biases, which is with 0
     unwritten = {name: torch.zeros(expected.pop(name).shape) for name in biases} if before else {}
-    size = sum(4 * tensor.numel() for tensor in expected.values())
+    plain = {name: (torch.float32, tuple(tensor.shape)) for name, tensor in expected.items()}
+    stored = packed.shapes(expected) if info.get(PRECISION) == "int8" else plain
+    size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in stored.values())
     raw = _read(folder, WEIGHTS, size + MEGABYTE)
     whole = 8 + int.from_bytes(raw[:8], "little") + size  # size of the header, header, weights
     if len(raw) < whole:
         raise ExportError(f"{file}: {len(raw)} bytes: expected {whole}; it was truncated, copy it again.")
     _check_hash(file, raw, info["sha256"][WEIGHTS])
     tensors = _parse(file, raw)
-    check_keys(file, tensors, expected)
+    check_keys(file, tensors, stored)
     for name, tensor in tensors.items():
-        found, wanted = (tensor.dtype, tuple(tensor.shape)), (torch.float32, tuple(expected[name].shape))
+        found, wanted = (tensor.dtype, tuple(tensor.shape)), stored[name]
         if found != wanted:
             raise ExportError(f"{file}: {name} is {found}: expected {wanted} from {CONFIG}; export the gates again.")
     _check_finite(file, tensors)
-    gates.load_state_dict(tensors | unwritten, assign=True)
+    gates.load_state_dict(packed.unpack(tensors) | unwritten, assign=True)
     gates.adapter = _adapter(folder, info)
     gates.calibration = None if info.get(CALIBRATION) is None else Calibration(**info[CALIBRATION])
     return gates.eval()

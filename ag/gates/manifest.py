@@ -15,10 +15,11 @@ from ag.config.gate import GateConfig
 from ag.errors import UserError
 from ag.gates.calibration import Calibration
 
-SCHEMA_VERSION = "1.3"
+SCHEMA_VERSION = "1.4"
 WEIGHTS = "gates.safetensors"
 ADAPTER = "adapter"
 CALIBRATION = "calibration"
+PRECISION = "weights"
 ADAPTER_FILES = (f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapter_model.safetensors")
 
 KEYS = ("schema_version", "versions", "base_model", "gate", "keep_rate", "metrics", "sha256", "checksum")
@@ -71,10 +72,12 @@ def validate(file: Path, info: Any) -> None:
     check(readable, "schema_version", schema, "1.x", "update ag, or export the gates with this version")
     if minor(schema) > minor(SCHEMA_VERSION):
         check.newer(info, schema)
-    since = {ADAPTER: 1, CALIBRATION: 3}  # the schemas that these came with
+    since = {ADAPTER: 1, CALIBRATION: 3, PRECISION: 4}  # the schemas that these came with
     check.keys("content", info, (*KEYS, *(name for name, first in since.items() if minor(schema) >= first)))
     _validate_adapter(check, info.get(ADAPTER, []))
     _validate_calibration(check, info.get(CALIBRATION))
+    precision = info.get(PRECISION, "float32")
+    check(precision in ("float32", "int8"), PRECISION, precision, "float32 or int8")
     check.texts("versions", info["versions"])
     keep_rate = info["keep_rate"]
     share = keep_rate is None or (_is_number(keep_rate) and 0 <= keep_rate <= 1)
@@ -174,7 +177,7 @@ class _Checker:
     def newer(self, info: Mapping[str, Any], schema: str) -> None:
         """Refuse keys that only a newer version of ag can have written."""
         gate = info.get("gate")
-        known = {*KEYS, ADAPTER, CALIBRATION, *(item.name for item in fields(GateConfig))}
+        known = {*KEYS, ADAPTER, CALIBRATION, PRECISION, *(item.name for item in fields(GateConfig))}
         unknown = sorted({*info, *(gate if isinstance(gate, dict) else ())} - known)
         self(
             not unknown,

@@ -93,7 +93,7 @@ def test_content_of_the_folder(tmp_path: Path) -> None:
     ]
     assert hidden(folder) == []
     info = export.read_info(folder)
-    assert info["schema_version"] == "1.3"
+    assert info["schema_version"] == "1.4"
     assert info["versions"]["torch"] == torch.__version__
     assert info["base_model"]["name"] == "org/base"
     assert info["base_model"]["revision"] == "abc"
