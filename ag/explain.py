@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ag.config import ModelConfig, key, mapping
 from ag.config.command_line import parse
 from ag.engine import EvictionCache, Policy, policy
-from ag.engine.spec import BUDGET, PolicySpec, parse_budget
+from ag.engine.spec import BUDGET, PolicySpec, named, parse_budget
 from ag.errors import UserError
 from ag.evaluate import inside, inside_plots, tasks
 from ag.evaluate.comparison.views import View, record
@@ -154,10 +154,9 @@ def _attention(config: ExplainConfig, gates: AttentionGates, reading: inside.Rea
 
 
 def _policies(config: ExplainConfig) -> dict[str, Policy]:
-    specs = {name: PolicySpec.parse(name) for name in config.policies}
+    specs = named([*config.policies, *([f"gates={PolicySpec('gates', path=config.gates)}"] if config.gates else [])])
     budget = parse_budget(config.budget)
-    plan = {name: policy(spec, budget if spec.evicts else None) for name, spec in specs.items()}
-    return plan | ({"gates": policy(PolicySpec("gates", path=config.gates))} if config.gates else {})
+    return {name: policy(spec, None if spec.bare else budget) for name, spec in specs.items()}
 
 
 def _file(name: str) -> str:

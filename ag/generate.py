@@ -19,7 +19,7 @@ from ag.config import ModelConfig, key, mapping
 from ag.config.command_line import parse
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.report import Report
-from ag.engine.spec import BUDGET, PolicySpec
+from ag.engine.spec import BUDGET, PolicySpec, named
 from ag.errors import UserError
 from ag.gates import export
 from ag.model import base as models
@@ -113,7 +113,7 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
             f"The prompt has {length} tokens: expected 1 to {context - config.max_new_tokens}, which leave room for "
             f"max_new_tokens={config.max_new_tokens} in the model's context."
         )
-    policies = {} if chosen.scorer is None else {config.policy or "gates": chosen}
+    policies = {} if chosen.scorer is None else {_called(config): chosen}
     if config.compare or not policies:
         policies["full cache"] = policy("full")
     return {name: _generate(model, tokenizer, ids.long(), policy, config) for name, policy in policies.items()}
@@ -141,6 +141,11 @@ def _read_prompt(config: GenerateConfig) -> str:
         return Path(str(config.file)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"file={config.file}: {error}; expected a text file in UTF-8.") from error
+
+
+def _called(config: GenerateConfig) -> str:
+    """What the table calls the policy: its label, or its text with a path shortened."""
+    return next(iter(named([config.policy or "gates"])))
 
 
 def _policy(config: GenerateConfig) -> Policy:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any, NoReturn
 
 from ag.engine.allocators import ALLOCATORS
@@ -36,7 +37,7 @@ def parse_budget(value: Any) -> int | float:
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """What a policy is made of: ``SCORER[:PATH][+WRAPPER][@ALLOCATOR]``; its str is that text.
+    """What a policy is made of: ``[LABEL=]SCORER[:PATH][+WRAPPER][@ALLOCATOR]``; its str is that without the label.
 
     A path may hold any sign. After its last slash ``+NAME`` and ``@NAME`` belong to the grammar where NAME is that of a
     wrapper or an allocator, or close to one; a folder whose own name ends so is written with a slash behind it
@@ -47,12 +48,14 @@ class PolicySpec:
         wrapper: name of the wrapper, or None.
         allocator: name of the allocator; None: the scorer's own.
         path: folder of exported gates, for a scorer that reads gates; None: those attached to the model.
+        label: what tables call it; two specs that differ in it alone are equal.
     """
 
     scorer: str
     wrapper: str | None = None
     allocator: str | None = None
     path: str | None = None
+    label: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Write a path without slashes at its end, and an empty one as None."""
@@ -65,6 +68,9 @@ class PolicySpec:
         Raises:
             UserError: for an unknown name (the nearest is suggested), or a sign that is out of place (where it stands).
         """
+        label, bare = split_label(text)
+        if label is not None:
+            return replace(cls.parse(bare), label=_checked(label, bare, text))
         scorer = re.split("[:+@]", text, maxsplit=1)[0]
         start, path = len(scorer), None
         if text and not scorer:
@@ -111,6 +117,54 @@ class PolicySpec:
             return replace(self, scorer=scorer, allocator=allocator)
         own = SCORERS[self.scorer].default_allocator if self.evicts else next(iter(ALLOCATORS))
         return replace(self, allocator=self.allocator or own)
+
+
+def split_label(text: str) -> tuple[str | None, str]:
+    """Split ``LABEL=POLICY`` into its two parts; the label is None where there is none, as in ``gates:a=b``."""
+    label, equals, rest = text.partition("=")
+    return (label, rest) if equals and not re.search("[:+@]", label) else (None, text)
+
+
+def _checked(label: str, bare: str, text: str) -> str:
+    """Return a label that can be a name in tables and in keys."""
+    scorer = re.split("[:+@=]", bare, maxsplit=1)[0]
+    if "=" in bare[len(scorer) : len(scorer) + 1]:
+        _misplaced(text, len(text) - len(bare) + len(scorer), "expected one label")
+    if not re.fullmatch(r"\w[\w.-]*", label):
+        _misplaced(text, 0, "expected a label of letters, digits, _, - and . before the =")
+    if scorer == FULL or (label in (FULL, *SCORERS, *ALIASES) and label != scorer):
+        other = f"{FULL} goes without" if scorer == FULL else f"{label} is a policy of its own"
+        raise UserError(f"Policy {text!r}: label {label!r}: {other}; choose another label.")
+    return label
+
+
+def named(texts: Sequence[str]) -> dict[str, PolicySpec]:
+    """Read policies and return them, in their order, by what tables call each: its label, or else its text.
+
+    In a text a path is shortened to its last two parts, or as many more as tell it from the other paths.
+
+    Raises:
+        UserError: a text is no policy, or two policies have the same name.
+    """
+    found: dict[str, PolicySpec] = {}
+    specs = [PolicySpec.parse(text) for text in texts]
+    paths = {PurePath(spec.path).parts for spec in specs if spec.path}
+    for spec in specs:
+        name = spec.label or str(spec if spec.path is None else replace(spec, path=_short(spec.path, paths)))
+        if name in found:
+            hint = f"write LABEL={spec} for one of them" if spec.label is None else "choose another label"
+            raise UserError(f"Two policies are called {name!r} ({found[name]} and {spec}): {hint}.")
+        found[name] = spec
+    return found
+
+
+def _short(path: str, paths: Collection[tuple[str, ...]]) -> str:
+    """Return the last parts of a path behind a ``…``, or the whole where little is gained."""
+    parts = PurePath(path).parts
+    for count in range(2, len(parts) - 1):
+        if sum(other[-count:] == parts[-count:] for other in paths) == 1:
+            return "/".join(("…", *parts[-count:]))
+    return path
 
 
 def _reads_gates(scorer: str) -> bool:

@@ -19,7 +19,7 @@ from rich.table import Table
 from ag.config import Config, ModelConfig, key
 from ag.config.command_line import parse
 from ag.config.recipes import load_config
-from ag.engine.spec import BUDGET, PolicySpec
+from ag.engine.spec import BUDGET, PolicySpec, named
 from ag.errors import UserError
 from ag.evaluate.comparison import CompareConfig, compare
 from ag.evaluate.comparison.cells import plan
@@ -107,8 +107,8 @@ def translate(config: EvaluateConfig) -> Preset:
     recipe = None if config.run is None else load_config(Path(config.run) / "config.yaml", Config)
     base = ModelConfig(name=config.model) if recipe is None else recipe.model
     trained = "" if recipe is None else recipe.train
-    names = _policies(config, trained)
-    if not names:
+    listed = _policies(config, trained)
+    if not listed:
         raise UserError("policies=[]: expected at least one, such as full.")
     options = {"run_folder": config.run, "prompt": config.prompt, "continuation": config.continuation}
     return Preset(
@@ -121,25 +121,25 @@ def translate(config: EvaluateConfig) -> Preset:
             attn_implementation=base.attn_implementation,
             trust_remote_code=base.trust_remote_code,
             adapter=f"{config.run}/export" if "lora" in trained else None,
-            policies=list(names),
+            policies=list(listed),
             budgets=config.budgets,
             schedule=config.schedule,
             tasks=[TASK],
             root=config.root,
             samples=config.samples,
             task_options={TASK: {name: value for name, value in options.items() if value is not None}},
-            baseline=next(iter(names)),
+            baseline=next(iter(listed)),
             device=config.device,
             output=str(config.file.with_suffix("")),
             retry=True,
         ),
-        names,
+        dict(zip(named(list(listed)), listed.values(), strict=True)),
     )
 
 
 def _policies(config: EvaluateConfig, trained: str) -> dict[str, str]:
     """Return the policies with what they are called; ``gates`` are the run's, at the budgets ranked as well."""
-    names: dict[str, str] = {}
+    listed: dict[str, str] = {}
     for text in config.policies:
         spec = PolicySpec.parse(text)
         if spec.reads_gates and spec.path is None:
@@ -148,10 +148,11 @@ def _policies(config: EvaluateConfig, trained: str) -> dict[str, str]:
             if "gates" not in trained:
                 raise UserError(f"policy {text!r}: there are no gates; give run=RUN of a run that trained some.")
             spec = replace(spec, path=f"{config.run}/export")
-        names[str(spec)] = text if spec.evicts else "full cache"
+        name = spec.label or text
+        listed[f"{name}={spec}" if spec.label else str(spec)] = name if spec.evicts else "full cache"
         if spec.bare and spec.evicts and config.budgets:
-            names[str(spec.resolved())] = text
-    return names
+            listed[str(spec.resolved())] = name
+    return listed
 
 
 def figures(entry: Entry) -> dict[str, Any]:

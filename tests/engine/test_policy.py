@@ -9,6 +9,7 @@ from attention_by_hand import Scene
 from gates_for import gates_for
 from hypothesis import given
 from hypothesis import strategies as st
+from refused import refuses
 
 import ag
 import ag.gates.export
@@ -31,7 +32,7 @@ from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
 from ag.engine.scorers.tova import Tova
-from ag.engine.spec import ALIASES, PolicySpec
+from ag.engine.spec import ALIASES, PolicySpec, named
 from ag.engine.wrappers import WRAPPERS
 from ag.engine.wrappers.caote import Caote, FastCaote
 from ag.engine.wrappers.criticalkv import CriticalKV
@@ -530,6 +531,47 @@ def test_a_spec_is_what_its_text_says(scorer, wrapper, allocator, path):
     spec = PolicySpec(scorer, wrapper, None if scorer in ALIASES else allocator, path if scorer == "gates" else None)
     assert PolicySpec.parse(str(spec)) == spec
     assert str(PolicySpec.parse(str(spec))) == str(spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "same"),
+    [
+        ("mine=gates:a@heads", "mine", "gates:a@heads"),
+        ("g-0.5=h2o+vatp", "g-0.5", "h2o+vatp"),
+        ("gates=gates:x=y", "gates", "gates:x=y"),
+        ("gates:x=y", None, "gates:x=y"),
+    ],
+)
+def test_labels(text, label, same):
+    spec = PolicySpec.parse(text)
+    assert (spec.label, str(spec), spec) == (label, same, PolicySpec.parse(same))
+
+
+@pytest.mark.parametrize(
+    ("texts", "parts"),
+    [
+        (["a=h2o", "a=tova"], "'a' h2o tova label"),
+        (["h2o", "h2o=h2o+vatp"], "'h2o' h2o+vatp label"),
+        (["h2o", "h2o"], "'h2o' LABEL=h2o"),
+        (["tova=h2o"], "'tova=h2o' 'tova' label"),
+        (["all=full"], "'all=full' full label"),
+        (["full=h2o"], "'full=h2o' label"),
+        (["=h2o"], "'=h2o' label"),
+        (["a b=h2o"], "'a b=h2o' label"),
+        (["a=b=h2o"], "'a=b=h2o' label"),
+        (["a=h20"], "'h20' h2o?"),
+    ],
+)
+def test_labels_that_cannot_be(texts, parts):
+    with refuses(UserError, *parts.split()):
+        named(texts)
+
+
+def test_names_of_paths_are_short_and_differ():
+    texts = ["h2o", "gates:/a/b/c/d", "gates:x/y/c/d@heads", "gates:/a/b/c/d@heads", "gates:/r/s/t", "gates:u/v"]
+    names = ["h2o", "gates:…/b/c/d", "gates:x/y/c/d@heads", "gates:…/b/c/d@heads", "gates:…/s/t", "gates:u/v"]
+    assert list(named(texts)) == names
+    assert [str(spec) for spec in named(texts).values()] == texts
 
 
 @given(NAMES)

@@ -31,7 +31,7 @@ class Cell:
 
     Attributes:
         key: a hash of all that the result depends on; the same in every process and run.
-        label: the policy as it was listed.
+        label: what tables call the policy; see :func:`ag.engine.spec.named`.
         policy: what is evicted.
         task: what it is tried on.
         model: hub id or folder.
@@ -98,7 +98,17 @@ def plan(config: CompareConfig) -> list[Cell]:
         UserError: naming a policy, budget or task, what was expected and the nearest name.
     """
     budgets = [parse_budget(budget) for budget in config.budgets]
-    policies = [(label, one) for label in config.policies for one in _policies(label, budgets, config)]
+    specs = config.specs
+    named_options = {config.called.get(name, name): options for name, options in config.policy_options.items()}
+    for name in named_options:
+        if name not in specs:
+            listed = nearest(name, [*specs, *config.policies])
+            raise UserError(f"policy_options.{name}: policies= does not list {name!r}{listed}.")
+    policies = [
+        (name, one)
+        for name, spec in specs.items()
+        for one in _policies(name, spec, named_options.get(name, {}), budgets, config)
+    ]
     adapter = None if config.adapter is None else export.adapter_checksum(config.adapter)
     samples = None if config.samples is None else f"the first {config.samples} that can be run"
     same = (asdict(config.base), adapter, samples, config.max_tokens)
@@ -112,14 +122,19 @@ def plan(config: CompareConfig) -> list[Cell]:
             text = json.dumps(question, sort_keys=True, default=str)
             key = hashlib.sha256(text.encode()).hexdigest()[:20]
             cells.append(Cell(key, label, one, task, config.model))
-    if len({cell.key for cell in cells}) < len(cells):
-        raise UserError("policies=, budgets= or tasks= name something twice; name each once.")
+    seen: dict[str, Cell] = {}
+    for cell in cells:
+        if (other := seen.setdefault(cell.key, cell)) is not cell:
+            raise UserError(
+                f"{other.name!r} and {cell.name!r} are the same twice: policies=, budgets=, tasks=; leave one out."
+            )
     return cells
 
 
-def _policies(label: str, budgets: Sequence[int | float], config: CompareConfig) -> list[Policy]:
+def _policies(
+    label: str, spec: PolicySpec, options: dict[str, Any], budgets: Sequence[int | float], config: CompareConfig
+) -> list[Policy]:
     """Return a listed policy at each budget; full and gates that no allocator ranks need none."""
-    spec, options = PolicySpec.parse(label), config.policy_options.get(label, {})
     if spec.reads_gates:
         _check_gates(label, spec.path, config)
     places = {} if config.positions == "original" else {"positions": config.positions}
@@ -149,15 +164,13 @@ def _check_gates(label: str, path: str | None, config: CompareConfig) -> None:
 def _tasks(config: CompareConfig) -> list[Task]:
     """Return the listed tasks, groups spelt out; what is said of a group holds for each of its tasks."""
     names = tasks.expand(config.tasks)
-    for what, named, listed in (
+    for what, given, listed in (
         ("task_options", config.task_options, [*config.tasks, *names]),
         ("roots", config.roots, [*config.tasks, *names]),
-        ("policy_options", config.policy_options, config.policies),
     ):
-        for name in named:
+        for name in given:
             if name not in listed:
-                owner = "policies" if listed is config.policies else "tasks"
-                raise UserError(f"{what}.{name}: {owner}= does not list {name!r}{nearest(name, listed)}.")
+                raise UserError(f"{what}.{name}: tasks= does not list {name!r}{nearest(name, listed)}.")
     return [_task(name, config) for name in names]
 
 

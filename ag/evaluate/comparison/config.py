@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ag.config import ModelConfig, key, mapping
-from ag.engine.spec import BUDGET
+from ag.engine.spec import BUDGET, PolicySpec, named, split_label
 
 
 @dataclass
@@ -21,7 +21,7 @@ class CompareConfig:
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key("sdpa", "the model's own attention")
     trust_remote_code: bool = key(False, "run code from the model's repository; only for repositories you trust")
     adapter: str | None = key(None, "export whose LoRA adapter every policy runs with, with or without gates")
-    policies: list[str] = key(["full", "h2o", "snapkv"], "what to compare, such as snapkv+caote or gates:EXPORT")
+    policies: list[str] = key(["full", "h2o", "snapkv"], "what to compare, such as snapkv+caote or mine=gates:EXPORT")
     also: list[str] = key([], "policies beside those of policies, such as gates of your own beside a recipe's")
     budgets: list[Any] = key([], "what policies that need a budget keep", words=f"list of {BUDGET}")
     schedule: str = key("prefill", "when something is evicted, for policies with a budget")
@@ -49,8 +49,18 @@ class CompareConfig:
 
     def __post_init__(self) -> None:
         self.policies, self.also = [*self.policies, *self.also], []  # once: a dumped configuration is read again
-        if self.baseline not in self.policies:
+        if self.baseline not in [*self.policies, *(split_label(text)[0] for text in self.policies)]:
             raise ValueError(f"baseline={self.baseline}: expected one of policies={self.policies}")
+
+    @property
+    def specs(self) -> dict[str, PolicySpec]:
+        """The policies by what tables call them; see :func:`ag.engine.spec.named`."""
+        return named(self.policies)
+
+    @property
+    def called(self) -> dict[str, str]:
+        """What tables call each policy, by its text."""
+        return dict(zip(self.policies, self.specs, strict=True))
 
     @property
     def base(self) -> ModelConfig:

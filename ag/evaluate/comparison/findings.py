@@ -122,10 +122,11 @@ class Comparison:
         """Gather what belongs to the cells, and test each against the baseline."""
         entries = []
         for cell in cells:
-            row = rows[cell.key]
+            row = replace(rows[cell.key], label=cell.label)  # an earlier run may have called it otherwise
             outcomes = results.outcomes(row) if row.problem is None else []
             entries.append(Entry(row, outcomes, results.views(row.key)))
-        return cls(results.folder, config.baseline, [_tested(entry, config.baseline, entries) for entry in entries])
+        baseline = config.called.get(config.baseline, config.baseline)
+        return cls(results.folder, baseline, [_tested(entry, baseline, entries) for entry in entries])
 
     @property
     def tasks(self) -> list[str]:
@@ -141,6 +142,11 @@ class Comparison:
     def names(self) -> list[str]:
         """The policies with their budgets, in their order."""
         return list(dict.fromkeys(entry.name for entry in self.entries))
+
+    @property
+    def meanings(self) -> dict[str, str]:
+        """What the names stand for that do not say it themselves: labels, and shortened paths."""
+        return {entry.name: entry.row.policy for entry in self.entries if repr(entry.row.label) not in entry.row.policy}
 
     @property
     def budgets(self) -> list[str]:

@@ -28,7 +28,8 @@ def markdown(comparison: Comparison) -> str:
     for name, rows, averages in comparison.leaders():
         scores = ["" if row is None else "none" if row.mean is None else f"{row.mean:.4f}" for row in rows]
         lines.append([name, *scores, *("none" if mean is None else f"{mean:.4f}" for mean in averages)])
-    parts = [_markdown_table(head, lines, 1)]
+    parts = [_markdown_table(head, lines, 1), *(f"- {name}: `{one}`" for name, one in comparison.meanings.items())]
+    parts += [""] if comparison.meanings else []
     for task in comparison.tasks:
         entries = comparison.of_task(task)
         row = entries[0].row

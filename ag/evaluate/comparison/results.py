@@ -42,7 +42,7 @@ class Row:
     Attributes:
         key: of the cell; the same for the same question asked again.
         policy: repr of the policy.
-        label: the policy as it was listed.
+        label: what tables call the policy.
         budget: asked for: a share of the prompt, or tokens per KV head; None: none.
         kept: share of the prompts' (token, layer, KV head) entries that was held, measured in the cache.
         task: its name.

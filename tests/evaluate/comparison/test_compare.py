@@ -26,6 +26,7 @@ from ag.evaluate.comparison.cells import plan
 from ag.evaluate.comparison.results import Results
 from ag.evaluate.tasks import Outcome
 from ag.gates import export
+from ag.gates.calibration import Calibration
 
 
 @pytest.fixture(autouse=True)
@@ -362,8 +363,10 @@ def test_gates_by_their_flags_and_ranked(config, quiet, tiny_llama, tmp_path):
     gates = gates_for(tiny_llama(), prefill="sparse", recent_tokens=2)
     export.save(tmp_path / "gates", gates, base_model="tiny")
     label = f"gates:{tmp_path / 'gates'}"
+    short = f"gates:…/{tmp_path.name}/gates"
     comparison = compare(config(policies=["full", label, f"{label}@uniform", f"{label}@heads"]), quiet)
-    rows = [(e.row.label == label, e.row.budget, e.row.prefill) for e in comparison.entries[1:]]
+    assert comparison.labels == ["full", short, f"{short}@uniform", f"{short}@heads"]
+    rows = [(e.row.label == short, e.row.budget, e.row.prefill) for e in comparison.entries[1:]]
     assert rows == [
         (True, None, "sparse"),
         *[(False, 0.5, "dense"), (False, 0.25, "dense")] * 2,
@@ -376,6 +379,44 @@ def test_gates_by_their_flags_and_ranked(config, quiet, tiny_llama, tmp_path):
     export.save(tmp_path / "gates", gates, base_model="tiny")
     again = [cell.key for cell in plan(config(policies=["full", label, f"{label}@uniform", f"{label}@heads"]))]
     assert again[0] == keys[0] and not set(again[1:]) & set(keys)
+
+
+def test_one_export_at_several_shares_under_labels(config, quiet, tiny_llama, tmp_path, capsys, monkeypatch):
+    """Each label has its own share, row, samples and line; a new name computes nothing anew."""
+    gates = gates_for(tiny_llama(), prefill="sparse", recent_tokens=2)
+    gates.calibration = Calibration((0.1, 0.9), (5.0, -5.0))
+    export.save(tmp_path / "deep" / "gates", gates, base_model="tiny")
+    path = f"gates:{tmp_path / 'deep' / 'gates'}"
+
+    def labelled(*names, **others):
+        options = {name: {"share": share} for name, share in zip(names, (0.9, 0.1), strict=True)}
+        return config(policies=["full", *(f"{n}={path}" for n in names)], policy_options=options, **others)
+
+    comparison = compare(labelled("g90", "g10"), quiet)
+    assert comparison.labels == comparison.names == ["full", "g90", "g10"]
+    kept = []
+    for entry, share in zip(comparison.entries[1:], (0.9, 0.1), strict=True):
+        alone = config(policies=["full", path], policy_options={path: {"share": share}}, output=str(tmp_path / "alone"))
+        one = compare(alone, quiet).entries[1]
+        assert one.scores == pytest.approx(entry.scores)
+        assert entry.row.policy == f"ag.policy('{path}', share={share})" and entry.paired.n == 6
+        kept.append(entry.row.kept)
+    assert kept[0] > kept[1] + 0.1
+    table = (comparison.folder / "table.md").read_text()
+    assert f"- g10: `ag.policy('{path}', share=0.1)`" in table and table.count(path) == 2
+    assert f"<code>ag.policy(&#39;{path}&#39;, share=0.1)" in (comparison.folder / "report.html").read_text()
+    monkeypatch.setattr("ag.model.base.load_base", None)
+    again = compare(labelled("high", "low", baseline="high"), quiet)
+    assert again.labels == ["full", "high", "low"] and again.baseline == "high"
+    assert [entry.row.mean for entry in again.entries] == [entry.row.mean for entry in comparison.entries]
+    assert again.entries[1].paired is None and again.entries[2].paired is not None
+    words = [f"model={config().model}", "tasks=[ppl]", f"root={config().root}", f"policies=[full,a={path},b={path}]"]
+    assert main([*words, "policy_options.b.share=0.3", "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["ppl: full", "ppl: a", "ppl: b"]
+    with refuses(UserError, "'ppl: a'", "'ppl: b'", "the same"):
+        plan(config(policies=["full", f"a={path}", f"b={path}"]))
+    with refuses(UserError, "policy_options.low", "'low'"):
+        plan(config(policies=["full", f"a={path}"], policy_options={"low": {"share": 0.3}}))
 
 
 @pytest.mark.parametrize(
