@@ -205,10 +205,16 @@ def decoder_of(model: nn.Module) -> Any:
     return decoder
 
 
+def lm_head(model: nn.Module) -> nn.Module:
+    """Return the language model head."""
+    head: nn.Module = _unwrapped(model).get_output_embeddings()
+    return head
+
+
 def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     """Apply the language model head to final hidden states ``[..., d]``, with the model's own soft cap."""
     base = _unwrapped(model)
-    logits: Tensor = base.get_output_embeddings()(hidden)
+    logits: Tensor = lm_head(model)(hidden)
     cap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 

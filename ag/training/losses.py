@@ -7,7 +7,7 @@ averages gradients over the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating, Observing
-from ag.model.hooks import lm_logits
+from ag.model.hooks import lm_head, lm_logits
 
 
 def world_size() -> int:
@@ -46,7 +46,7 @@ def token_nll(model: nn.Module, hidden: Tensor, labels: Tensor, chunk: int = 102
         model: the language model, for its head.
         hidden: final hidden states ``[B, T, d]``.
         labels: ``[B, T]``, aligned with the input, -100 where there is no loss.
-        chunk: tokens whose logits exist at once; the backward pass computes them again.
+        chunk: tokens whose logits exist at once.
 
     Returns:
         The losses ``[N]`` in nats, float32, and the row ``[N]`` of each.
@@ -56,7 +56,7 @@ def token_nll(model: nn.Module, hidden: Tensor, labels: Tensor, chunk: int = 102
     def nll(states: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(lm_logits(model, states).float(), target, reduction="none")
 
-    return _in_chunks(nll, chunk, hidden[rows, columns], labels[rows, columns + 1]), rows
+    return _in_chunks(model, nll, chunk, hidden[rows, columns], labels[rows, columns + 1]), rows
 
 
 def token_kl(
@@ -77,12 +77,16 @@ def token_kl(
     rows, columns = response_positions(labels)
 
     def divergence(student_states: Tensor, teacher_states: Tensor) -> Tensor:
-        student = lm_logits(model, student_states).float().log_softmax(-1)
+        student = lm_logits(model, student_states).float()
         with torch.no_grad():
-            target = lm_logits(model, teacher_states).float().log_softmax(-1)
-        return F.kl_div(student, target, reduction="none", log_target=True).sum(-1)
+            target = lm_logits(model, teacher_states).float()
+            total = target.logsumexp(-1)
+            probability = (target - total[:, None]).exp_()
+        # few passes over the vocabulary, which on a CPU cost as much as the model
+        cross: Tensor = torch.linalg.vecdot(probability, target - student)
+        return cross + student.logsumexp(-1) - total
 
-    return _in_chunks(divergence, chunk, hidden[rows, columns], teacher[rows, columns]), rows
+    return _in_chunks(model, divergence, chunk, hidden[rows, columns], teacher[rows, columns]), rows
 
 
 def sample_mean(values: Tensor, rows: Tensor, batch: int) -> Tensor:
@@ -167,11 +171,35 @@ def _standardised(values: Tensor, keep: float) -> Tensor:
     return ((values - cut) / deviation).nan_to_num(0.0)
 
 
-def _in_chunks(function: Callable[..., Tensor], chunk: int, *tensors: Tensor) -> Tensor:
-    count = len(tensors[0])
-    if count <= chunk:
-        return function(*tensors)
-    parts = zip(*(tensor.split(chunk) for tensor in tensors), strict=True)
-    if not torch.is_grad_enabled():
+class _WithGradient(torch.autograd.Function):
+    """Losses of tokens, each of which depends on its own state only; their gradients are computed in the same pass.
+
+    So logits are neither kept for the backward pass nor computed again in it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], states: Tensor, *rest: Tensor) -> Tensor:
+        """Compute ``function(states, *rest)`` of states ``[N, d]``, and each loss's gradient."""
+        states = states.detach().requires_grad_()
+        with torch.enable_grad():
+            values = function(states, *rest)
+            ctx.save_for_backward(*torch.autograd.grad(values.sum(), states))
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Any) -> Any:
+        """Scale the gradient of each token."""
+        [gradient] = ctx.saved_tensors
+        return None, outer[0][:, None].to(gradient.dtype) * gradient, *[None] * (len(ctx.needs_input_grad) - 2)
+
+
+def _in_chunks(model: nn.Module, function: Callable[..., Tensor], chunk: int, states: Tensor, *rest: Tensor) -> Tensor:
+    """Compute losses of tokens in chunks, with a gradient to the states, and to the head where it is trained."""
+    if len(states) == 0:
+        return function(states, *rest)
+    parts = zip(*(tensor.split(chunk) for tensor in (states, *rest)), strict=True)
+    if not (torch.is_grad_enabled() and states.requires_grad):
         return torch.cat([function(*part) for part in parts])
-    return torch.cat([checkpoint(function, *part, use_reentrant=False) for part in parts])
+    if any(parameter.requires_grad for parameter in lm_head(model).parameters()):
+        return torch.cat([checkpoint(function, *part, use_reentrant=False) for part in parts])
+    return torch.cat([_WithGradient.apply(function, *part) for part in parts])  # type: ignore[no-untyped-call]

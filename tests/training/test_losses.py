@@ -45,9 +45,11 @@ def test_token_nll_and_its_gradient(tiny_llama, chunk, cap):
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("chunk", [3, 1024])
-def test_token_kl_and_its_gradient(tiny_llama, chunk):
+def test_token_kl_and_its_gradient(tiny_llama, chunk, trained):
     model, hidden, teacher = head(tiny_llama()), states(1), states(2)
+    model.lm_head.requires_grad_(trained)
     kl, rows = losses.token_kl(model, hidden, teacher, LABELS, chunk)
     assert rows.tolist() == [0, 0, 0, 0, 1, 1, 1]
     carries = LABELS[:, 1:] != -100
