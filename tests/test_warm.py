@@ -30,6 +30,7 @@ def run(python, *words, **options):
         ("-c", "import os, sys; print(sys.argv, os.getcwd(), os.environ['MARK'], __name__)", "a", "b c"),
         ("-m", "here", "a"),
         ("here.py", "a"),
+        ("-u", "-c", "import sys; print(sys.argv)", "a"),
         ("-c", "raise SystemExit(3)"),
         ("-c", "raise SystemExit('said')"),
         ("-c", "1 / 0"),

@@ -50,7 +50,7 @@ os._exit(code)
 
 @contextmanager
 def warm_python(folder: Path, **environment: str) -> Iterator[Path]:
-    """Give a program that stands for Python: ``-m MODULE``, ``-c CODE`` or a script, and arguments."""
+    """Give a program that stands for Python: ``-u`` or not, ``-m MODULE``, ``-c CODE`` or a script, and arguments."""
     address, python = folder / "warm.socket", folder / "python"
     python.write_text(CLIENT.format(python=sys.executable, address=str(address)))
     python.chmod(0o755)
@@ -141,6 +141,9 @@ def work(words: list[str], environment: dict[str, str], folder: str, python: str
 
 
 def _run(words: list[str]) -> None:
+    if words[0] == "-u":  # torchrun's
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        words = words[1:]
     first, *rest = words
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     place = str(Path(first).resolve().parent) if first not in ("-m", "-c") else os.getcwd() if first == "-m" else ""
