@@ -23,6 +23,7 @@ if os.environ.get("AG_GPU_REHEARSAL") == "1":  # tests/gpu on a CPU: before Trit
     os.environ["TRITON_INTERPRET"] = "1"
 
 import hypothesis
+import interpreter
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -40,6 +41,9 @@ from transformers import (
 )
 
 from ag.model import smollm2 as smollm2_wheel
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    interpreter.replace_once_a_launch()
 
 ROOT = Path(__file__).resolve().parents[1]
 GEOMETRY = {

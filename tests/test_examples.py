@@ -2,10 +2,10 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm import started
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "scripts" / "examples"
@@ -13,7 +13,7 @@ EXAMPLES = ROOT / "scripts" / "examples"
 
 def run(name, *words):
     done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [started(), EXAMPLES / name, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

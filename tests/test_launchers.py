@@ -3,10 +3,10 @@
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm import started
 
 from ag.config import Config
 from ag.config.command_line import parse
@@ -118,7 +118,7 @@ def test_torchrun_with_two_ranks(tmp_path, tiny_llama, tiny_tokenizer):
     for name in ("scripts/torchrun.sh", "scripts/setup.sh"):
         executable(tmp_path / name, (ROOT / name).read_text())
     (tmp_path / "scripts/setup.sh").write_text('set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
-    executable(tmp_path / ".venv/bin/python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    executable(tmp_path / ".venv/bin/python", f'#!/bin/sh\nexec {shlex.quote(started())} "$@"\n')
     words = (
         "model.name=base train=gates trainer.accelerator=cpu trainer.strategy=ddp trainer.max_steps=2 data.kind=facts"
     )

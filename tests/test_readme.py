@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm import started
 
 import ag
 from ag.bench.__main__ import main, named
@@ -63,7 +64,7 @@ ALL = [(page.name, words) for page in PAGES for words in commands(page)]
 
 
 def run(*words, **options):
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=550, cwd=ROOT, **options)
+    return subprocess.run([started(), *words], capture_output=True, text=True, timeout=550, cwd=ROOT, **options)
 
 
 @pytest.mark.parametrize(("page", "words"), ALL, ids=[f"{page}: {' '.join(words)[:90]}" for page, words in ALL])

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from imports import graph
+from warm import started
 
 #: From the bottom: what each room may load beside itself.
 BELOW = {
@@ -50,7 +51,7 @@ for name in sys.argv[1:]:
 @pytest.mark.slow
 def test_a_room_loads_nothing_above_it():
     """Each in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", LOADED, *BELOW], capture_output=True, text=True)
+    done = subprocess.run([started(), "-c", LOADED, *BELOW], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     for (room, below), loaded in zip(BELOW.items(), done.stdout.splitlines(), strict=True):
         assert room in loaded.split()

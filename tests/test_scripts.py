@@ -4,10 +4,10 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm import started
 
 from ag.config import Config
 from ag.config.keys import keys
@@ -53,7 +53,7 @@ def test_quickstart_at_a_reduced_size(smollm2, tmp_path):
     (tmp_path / "scripts" / "setup.sh").write_text('set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(started())} "$@"\n')
     python.chmod(0o755)
     small = "trainer.max_steps=2 warmup.regress_steps=1 optim.warmup_steps=0 data.batch_size=1 data.train_samples=2"
     reduced = f"{small} data.val_samples=2 data.prompt_min=60 data.prompt_max=80".split()

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from warm import warm_python
@@ -29,6 +30,7 @@ def run(python, *words, **options):
         ("-c", "import os, sys; print(sys.argv, os.getcwd(), os.environ['MARK'], __name__)", "a", "b c"),
         ("-m", "here", "a"),
         ("here.py", "a"),
+        ("-u", "-c", "import sys; print(sys.argv)", "a"),
         ("-c", "raise SystemExit(3)"),
         ("-c", "raise SystemExit('said')"),
         ("-c", "1 / 0"),
@@ -62,3 +64,22 @@ def test_a_client_that_is_killed_takes_its_command_with_it(python):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert client.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda signum: signum.name)
+def test_signals_reach_the_command(python, signum):
+    code = "import signal, sys\n"
+    code += f"signal.signal({int(signum)}, lambda *_: sys.exit(7)); print('ready', flush=True); signal.pause()"
+    with subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout.readline() == "ready\n"
+        client.send_signal(signum)
+        assert client.wait(timeout=20) == 7
+
+
+def test_the_server_ends_with_the_process_that_started_it(tmp_path):
+    code = f"import warm; warm.LIBRARIES = (); warm.serve({str(tmp_path / 'socket')!r}, 'python')"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent, **pipes) as server:
+        assert server.stdout.readline() == "ready\n"
+        server.stdin.close()  # as the end of that process closes it
+        assert server.wait(timeout=20) == 0

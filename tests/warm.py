@@ -7,6 +7,7 @@ libraries read while they are imported is that of the first process.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import runpy
@@ -15,11 +16,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -34,6 +36,9 @@ server.connect({address!r})
 told = json.dumps({{"words": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}}).encode()
 socket.send_fds(server, [len(told).to_bytes(8, "big")], [0, 1, 2])
 server.sendall(told)
+worker = int.from_bytes(server.recv(4), "big")
+for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(signum, lambda signum, _: os.kill(worker, signum))
 code = int.from_bytes(server.recv(4), "big", signed=True)
 if code < 0:
     if -code != signal.SIGKILL:
@@ -45,18 +50,27 @@ os._exit(code)
 
 @contextmanager
 def warm_python(folder: Path, **environment: str) -> Iterator[Path]:
-    """Give a program that stands for Python: ``-m MODULE``, ``-c CODE`` or a script, and arguments."""
+    """Give a program that stands for Python: ``-u`` or not, ``-m MODULE``, ``-c CODE`` or a script, and arguments."""
     address, python = folder / "warm.socket", folder / "python"
     python.write_text(CLIENT.format(python=sys.executable, address=str(address)))
     python.chmod(0o755)
     command = [sys.executable, __file__, str(address), str(python)]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
-    try:
-        assert server.stdout is not None and server.stdout.readline() == "ready\n"
-        yield python
-    finally:
-        server.kill()
-        server.wait()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}  # the first ends with this process
+    with subprocess.Popen(command, text=True, env=os.environ | environment, **pipes) as server:
+        try:
+            assert server.stdout is not None and server.stdout.readline() == "ready\n"
+            yield python
+        finally:
+            server.kill()
+
+
+@functools.cache
+def started() -> str:
+    """Return the path of a warm Python that lasts as long as this process."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    return str(stack.enter_context(warm_python(Path(folder))))
 
 
 def serve(address: str, python: str) -> NoReturn:
@@ -67,7 +81,7 @@ def serve(address: str, python: str) -> NoReturn:
     listener.bind(address)
     listener.listen()
     print("ready", flush=True)
-    while True:
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         client, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
@@ -75,6 +89,7 @@ def serve(address: str, python: str) -> NoReturn:
         client.close()
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
             pass
+    os._exit(0)
 
 
 def attend(client: socket.socket, python: str) -> NoReturn:
@@ -91,6 +106,7 @@ def attend(client: socket.socket, python: str) -> NoReturn:
         os._exit(work(told["words"], told["environment"], told["folder"], python))
     for descriptor in descriptors:
         os.close(descriptor)
+    client.sendall(worker.to_bytes(4, "big"))
     ended = os.pidfd_open(worker)
     if ended not in select.select([client.fileno(), ended], [], [])[0]:
         os.kill(worker, signal.SIGKILL)
@@ -125,6 +141,9 @@ def work(words: list[str], environment: dict[str, str], folder: str, python: str
 
 
 def _run(words: list[str]) -> None:
+    if words[0] == "-u":  # torchrun's
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        words = words[1:]
     first, *rest = words
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     place = str(Path(first).resolve().parent) if first not in ("-m", "-c") else os.getcwd() if first == "-m" else ""

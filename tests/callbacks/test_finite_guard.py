@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ import tiny_run
 import torch
 from refused import refuses
 from tiny_run import Tiny, fit, weights
+from warm import started
 
 from ag.callbacks import NonFiniteError, newest_valid
 from ag.callbacks.finite import FiniteGuard
@@ -85,7 +85,7 @@ def test_all_ranks_stop_when_one_loss_is_nan(tmp_path: Path) -> None:
         "checkpoint": {"every_steps": 2},
     }
     result = subprocess.run(
-        [sys.executable, str(Path(tiny_run.__file__)), str(tmp_path), json.dumps(options)],
+        [started(), str(Path(tiny_run.__file__)), str(tmp_path), json.dumps(options)],
         capture_output=True,
         text=True,
         timeout=90,

@@ -15,6 +15,7 @@ import pytest
 import torch
 from refused import refuses
 from tiny_run import fit, weights
+from warm import started
 
 from ag.callbacks import Stopped, newest_valid
 from ag.callbacks.stop import SIGNALS
@@ -23,9 +24,11 @@ from ag.training.loggers import read_metrics
 SCRIPT = Path(__file__).parent / "tiny_run.py"
 
 
-def start(run_dir: Path, **options: Any) -> subprocess.Popen[str]:
+def start(run_dir: Path, python: str = "", **options: Any) -> subprocess.Popen[str]:
+    """Run tiny_run.py, in a fork of a process that has imported the libraries, or under a Python of its own."""
+    python = python or started()
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(run_dir), json.dumps(options)],
+        [python, str(SCRIPT), str(run_dir), json.dumps(options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -118,7 +121,8 @@ def test_handlers_are_given_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_gets_the_signal_and_both_stop(tmp_path: Path, rank: int) -> None:
     options: dict[str, Any] = {"trainer": {"devices": 2, "strategy": "ddp"}, "batches": 40}
-    process = start(tmp_path, module={"pause": 0.2}, **options)
+    # of the second rank, which the first starts, only /proc knows the number
+    process = start(tmp_path, sys.executable if rank else "", module={"pause": 0.2}, **options)
     wait_for(process, "batch 3")
     if rank == 0:
         os.kill(process.pid, signal.SIGTERM)

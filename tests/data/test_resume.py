@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from refused import refuses
+from warm import started
 
 from ag.callbacks.checkpoint import RunCheckpoint
 from ag.config import Config
@@ -181,7 +181,7 @@ def test_two_processes_see_the_batches_of_one_and_resume(tmp_path):
             (folder / f"{{rank}}.json").write_text(json.dumps([full.seen, *resumed]))
         """)
     )
-    subprocess.run([sys.executable, str(script)], check=True, timeout=300, cwd=tmp_path)
+    subprocess.run([started(), str(script)], check=True, timeout=300, cwd=tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     full, *resumed = [[a + b for a, b in zip(*ranks, strict=True)] for ranks in zip(first, second, strict=True)]
     assert full == run(tmp_path, data_module(batch_size=8)).seen

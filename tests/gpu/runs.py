@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm import started
 
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
@@ -42,7 +43,8 @@ def _fit(arguments: list[str], alone: bool) -> None:
         if not alone:
             assert fit.main(arguments) == 0
             return
-        command = [sys.executable, "-m", "ag.fit", *arguments]
+        python = started() if REHEARSAL else sys.executable
+        command = [python, "-m", "ag.fit", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-4000:]
 

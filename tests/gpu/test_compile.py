@@ -20,9 +20,9 @@ def fresh():
     torch._dynamo.reset()
 
 
-def decoded(model, forward, policy, steps=6):
+def decoded(model, forward, policy, steps=2 if REHEARSAL else 6):
     """The logits of a prompt and of some tokens, one at a time."""
-    ids = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    ids = torch.randint(3, 128, (2, 20 if REHEARSAL else 40), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     cache, logits = ag.EvictionCache(model, *policy), []
     with torch.no_grad():
         logits.append(model(ids, past_key_values=cache).logits[:, -1])

@@ -21,9 +21,8 @@ def tokens(*shape):
     return torch.randint(3, 128, shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("dtype", [torch.float32, *([] if REHEARSAL else [torch.bfloat16])], ids=name)
 def test_a_batch_generates_the_text_of_single_prompts(tiny_llama, triton_untuned, dtype):
-    dtype = torch.float32 if REHEARSAL else dtype
     model = tiny_llama().to(DEVICE, dtype)
     ag.attach(model, gates_for(model, scope="prompt"))
     row = tokens(1, 40)
@@ -74,7 +73,8 @@ def test_logits_are_those_of_the_plain_versions(tiny_llama, monkeypatch, policy)
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_decoding_step_does_not_wait(tiny_llama, triton_untuned, monkeypatch, policy):
-    model = tiny_llama(num_hidden_layers=2).to(DEVICE)
+    uneven = policy in ("tova@pyramid", "cake")  # over layers
+    model = tiny_llama(num_hidden_layers=1 if REHEARSAL and not uneven else 2).to(DEVICE)
     if policy == "gates":
         ag.attach(model, gates_for(model, recent_tokens=3))
     cache = ag.EvictionCache(model, policy, **POLICIES[policy])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from warm import started
 
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
@@ -32,7 +32,7 @@ def start(*arguments: str | Path, script: Path | None = None, **options: Any) ->
     """Run the command, or a script in its place, in a process of its own."""
     program = ["-m", "ag.fit"] if script is None else [str(script)]
     return subprocess.Popen(
-        [sys.executable, *program, *map(str, arguments)],
+        [started(), *program, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -7,16 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing
 from command import column, logged, runs, start, train, weights
-from two_ranks import LENGTHS, Losses, hidden_states, values_and_gradients, work
+from two_ranks import LENGTHS, Losses, hidden_states, values_and_gradients
+from warm import started
 
 TWO_RANKS = ["trainer.devices=2", "trainer.strategy=ddp"]
 
 
 @pytest.mark.slow
 def test_losses_and_gradients_are_those_of_the_global_batch(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import two_ranks; two_ranks.work"
+    words = [[started(), "-c", f"{code}({rank}, {str(tmp_path)!r})"] for rank in (0, 1)]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in words]
+    for process in processes:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     whole = values_and_gradients(Losses(), hidden_states().flatten(0, 1), LENGTHS.flatten())
     parts = [values_and_gradients(Losses(), hidden_states()[rank], LENGTHS[rank]) for rank in (0, 1)]

@@ -55,11 +55,12 @@ def squeeze(source: Path, target: Path, room: int, texts: Iterable[str]) -> dict
     weights = {name: x.float() for name, x in load_file(source / WEIGHTS).items()}
     columns = importance(model, ids[:-1])
     count = sum(x.numel() for x in weights.values())
-    low, high, packed = 0.05, 4.0, b""
-    while high / low > 1.01:
-        middle = math.sqrt(low * high)
-        tried = compress(rounded(weights, columns, middle))
-        low, high, packed = (middle, high, packed) if len(tried) > room else (low, middle, tried)
+    low, high, step, packed = 0.05, 4.0, 1.0, b""
+    while high / low > 1.01 and len(packed) < 0.995 * room:
+        tried = compress(rounded(weights, columns, step))
+        low, high, packed = (step, high, packed) if len(tried) > room else (low, step, tried)
+        step *= 2 ** (8 * (len(tried) - 0.998 * room) / count)  # twice the step: about a bit a weight less
+        step = step if low < step < high else math.sqrt(low * high)
     bits = 8 * len(packed) / count
     if bits < LEAST_BITS:
         raise UserError(f"{room:,} bytes are left for {count:,} weights: expected at least {LEAST_BITS:g} bits each.")
