@@ -25,13 +25,13 @@ from ag.engine.schedule import Schedule
 from ag.engine.spec import PolicySpec
 from ag.engine.undo import Undo
 from ag.errors import UserError
-from ag.gates.attach import attached_gates, check_geometry, place
+from ag.gates.attach import attached_gates, check_geometry, move_to_layers
 from ag.gates.gate import AttentionGate
 from ag.model.geometry import fingerprint
-from ag.model.hooks import AttentionCall, Plan, check_rotations, decoder_of, device_of, instrument
+from ag.model.hooks import AttentionCall, Interceptor, check_rotations, decoder_of, device_of, instrument
 
 
-class EvictionCache(Cache, Plan):
+class EvictionCache(Cache, Interceptor):
     """A key-value cache that forgets: evicted keys and values are dropped from memory, per sequence and KV head.
 
     The first forward pass is the prompt. The policy's schedule says when something goes: after the prompt, within it
@@ -80,7 +80,7 @@ class EvictionCache(Cache, Plan):
             check_geometry(model, self.gates)
             if self.gates.adapter is not None:
                 self.gates.adapter.check(model, times=1)
-            place(model, self.gates)
+            move_to_layers(model, self.gates)
             if self.gates.config.scope == "prompt" and self.policy.block is not None:
                 raise UserError(
                     f"{self.policy!r}: gates of gate.scope=prompt read a prompt in one forward pass; use the schedule "
@@ -137,7 +137,7 @@ class EvictionCache(Cache, Plan):
         return sum(layer.nbytes for layer in self.evicting_layers)
 
     @property
-    def prefill(self) -> Literal["dense", "sparse", "blocks"]:
+    def prompt_sees(self) -> Literal["dense", "sparse", "blocks"]:
         """What later tokens of a prompt see of earlier ones: all, what the gates leave, what blocks left."""
         if self.policy.block is not None:
             return "blocks"
@@ -203,7 +203,7 @@ class EvictionCache(Cache, Plan):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
-        """Take the padding of the coming tokens; see :class:`ag.model.hooks.Plan`.
+        """Take the padding of the coming tokens; see :class:`ag.model.hooks.Interceptor`.
 
         With an ``attention_mask`` the host waits here, once a forward pass, to learn whether the new tokens are padded.
         """

@@ -135,8 +135,8 @@ class History:
             given: ``position_ids`` ``[B or 1, T]`` of the forward pass, or None.
             columns: ``[B, w]``, those of the pass among the new tokens; None: all.
         """
-        if now.places is not None:
-            return now.places
+        if now.positions is not None:
+            return now.positions
         if self.gaps:  # transformers goes on counting from the padding
             return now.ranks.clamp_min(0)
         if columns is None:

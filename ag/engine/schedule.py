@@ -82,7 +82,7 @@ class Schedule:
             prompt_columns=history.prompt_columns,
             prompt_lengths=history.prompt_lengths,
             due=self._due(tokens, history, reading),
-            places=self.rotation.places(tokens, history.seen, stores),
+            positions=self.rotation.positions(tokens, history.seen, stores),
             at_least=0 if reading else max(0, history.unpadded - tokens.ranks.shape[1]),
             judged=self.gates is not None and (reading or later),
             remember=self.gates is not None and (later or (reading and not ends)),
