@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     invocation = parse(sys.argv[1:] if argv is None else argv, Config, "ag.fit")
     try:
+        data.check(invocation.config.data)
         if invocation.config.plan:
             from ag.training.memory_plan import report  # imports the fake tensors of PyTorch's compiler
 
@@ -72,6 +73,7 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
         ag.callbacks.NonFiniteError: a loss or gradient was not finite; the last checkpoint is kept.
         ag.callbacks.Stopped: on SIGTERM, SIGUSR1 or Ctrl-C, after a checkpoint.
     """
+    data.check(config.data)
     L.seed_everything(config.seed, workers=True, verbose=False)
     base, tokenizer = models.load_base(config.model)
     decoder_of(base)  # raises for a model that gates cannot be attached to, before the data are read

@@ -6,16 +6,32 @@ from typing import TYPE_CHECKING
 
 from ag.data import facts, sft, text, worked
 from ag.data.module import DataModule
+from ag.data.problems import ANY
+from ag.data.problems import KINDS as PROBLEMS
 from ag.data.sources import DataError
+from ag.data.templates import find_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ag.config import Config
+    from ag.config.sections import DataConfig
 
-__all__ = ["DataError", "DataModule", "build"]
+__all__ = ["DataError", "DataModule", "build", "check"]
 
 _BUILDERS = {"sft": sft.build, "text": text.build, "facts": facts.build, "worked": worked.build}
+
+
+def check(data: DataConfig) -> None:
+    """Refuse a name that nothing here knows, before anything is loaded.
+
+    Raises:
+        DataError: naming what there is.
+    """
+    if data.kind == "sft":
+        find_task(data.name)
+    if data.kind == "worked" and data.name not in (ANY, *PROBLEMS):
+        raise DataError(f"data.name={data.name} with data.kind=worked: expected {ANY} or one of {', '.join(PROBLEMS)}")
 
 
 def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:

@@ -158,17 +158,7 @@ def _data(config: Run) -> None:
         data.kind in ("sft", "text") and data.name == "facts",
         f"data.name=facts with data.kind={data.kind}: name a dataset with data.name, or use data.kind=facts",
     )
-    if data.kind == "sft":
-        from ag.data.templates import find_task
-
-        find_task(data.name)
     if data.kind == "worked":
-        from ag.data.problems import ANY, KINDS
-
-        _refuse(
-            data.name not in (ANY, *KINDS),
-            f"data.name={data.name} with data.kind=worked: expected {ANY} or one of {', '.join(KINDS)}",
-        )
         _refuse(
             data.solution_min > data.solution_max,
             f"data.solution_min={data.solution_min} is more than data.solution_max={data.solution_max}: swap them",

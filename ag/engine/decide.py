@@ -49,12 +49,20 @@ class Decision:
         score, protected, valid = scorer.score(seen), scorer.protected(seen, capacity), seen.key_valid
         if not bool(torch.isfinite(score).logical_or(~valid | protected | ~due[:, None, None]).all()):
             raise FloatingPointError(f"layer {seen.layer}: {self.policy!r} gave a score that is not finite.")
-        second, leads = scorer.second(seen, score) or (None, 1.0)
+        second, first_share = scorer.second(seen, score) or (None, 1.0)
         ballot = Ballot(
-            score, protected, valid, capacity, seen.prompt_lengths, due, preference=wish, second=second, leads=leads
+            score,
+            protected,
+            valid,
+            capacity,
+            seen.prompt_lengths,
+            due,
+            preference=wish,
+            second=second,
+            first_share=first_share,
         )
         if grows:
-            ballot.first = self.policy.capacity(seen.prompt_lengths)
+            ballot.prompt_capacity = self.policy.capacity(seen.prompt_lengths)
         tight = due & (ballot.fixed > capacity) & (valid.sum(-1).amax(1) > capacity)
         if not self.policy.strict:
             ballot.capacity = ballot.fixed.where(tight, capacity)

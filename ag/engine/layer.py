@@ -293,7 +293,7 @@ class EvictionLayer(CacheLayerMixin):
             context=Context(
                 scaling=call.scaling,
                 layer=call.layer,
-                window=call.window,
+                sliding_window=call.window,
                 gate=None if held.gate is None else held.gate.unflatten(0, shape).masked_fill(~filled, 0.0),
                 prompt_lengths=now.prompt_lengths,
                 decoding=not now.reading,

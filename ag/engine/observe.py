@@ -105,7 +105,7 @@ class Context:
     Attributes:
         scaling: factor of the logits.
         layer: index of the layer.
-        window: sliding window of the model, or None.
+        sliding_window: of the model's layer, or None.
         gate: probabilities ``[B, Hkv, N]`` of the layer's gate, or None.
         prompt_lengths: ``[B]`` long, own tokens of each prompt as far as they are known; None: all tokens seen.
         decoding: whether the prompt is over.
@@ -120,7 +120,7 @@ class Context:
 
     scaling: float
     layer: int = 0
-    window: int | None = None
+    sliding_window: int | None = None
     gate: Tensor | None = None
     prompt_lengths: Tensor | None = None
     decoding: bool = False
@@ -147,7 +147,8 @@ class Observation:
         )  # fmt: skip
         self._turn, self._output = context.turn, context.output
         self._precise = context.precise and not context.decoding
-        self.scaling, self.window, self._prompt_lengths = context.scaling, context.window, context.prompt_lengths
+        self.scaling, self.sliding_window = context.scaling, context.sliding_window
+        self._prompt_lengths = context.prompt_lengths
         self.q, self.query_ranks, self.query_valid = queries.q, queries.ranks, queries.valid
         self.k, self.key_ranks, self.key_valid = keys.k, keys.ranks, keys.valid
         self.new = queries.q.shape[2] if queries.new is None else queries.new
@@ -238,7 +239,7 @@ class Observation:
             order = torch.where(chosen, self.query_ranks, -1).argsort(dim=1, stable=True)[:, -width:]
             ranks = self.query_ranks.gather(1, order)
             (span,) = self._spans(ranks.amin(1, keepdim=True), ranks.amax(1, keepdim=True))
-            everything = Span(0, 0 if self.window is not None else span.open_until, self.k.shape[2])
+            everything = Span(0, 0 if self.sliding_window is not None else span.open_until, self.k.shape[2])
             rows = self._rows(order, slice(None), everything, precise=self._precise)
             rows.counted = chosen.gather(1, order)
             self._memo["rows", last, only_new, self._precise] = rows
@@ -291,8 +292,8 @@ class Observation:
 
         stop, open_until = slots(newest).amax((0, 1)), slots(oldest).amin((0, 1))
         start = torch.zeros_like(stop)
-        if self.window is not None:
-            start = open_until = slots(oldest - self.window).amin((0, 1))
+        if self.sliding_window is not None:
+            start = open_until = slots(oldest - self.sliding_window).amin((0, 1))
         return [Span(*slots) for slots in zip(start.tolist(), open_until.tolist(), stop.tolist(), strict=True)]
 
     def _blocks(self) -> Iterator[tuple[slice, slice, AttentionRows]]:
@@ -330,8 +331,8 @@ class Observation:
         )
         distance = ranks[:, None, :, None] - self.key_ranks[:, heads, None, open_until:stop]
         hidden = (distance < 0) | ~self.key_valid[:, heads, None, open_until:stop]
-        if self.window is not None:
-            hidden = hidden | (distance >= self.window)
+        if self.sliding_window is not None:
+            hidden = hidden | (distance >= self.sliding_window)
         s[..., open_until - start :].masked_fill_(hidden[:, :, None], float("-inf"))
 
         def values() -> Values:

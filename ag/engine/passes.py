@@ -68,7 +68,7 @@ class Pass(Tokens):
         prompt_columns: columns of the prompt.
         prompt_lengths: ``[B]`` long, own tokens of each prompt, as far as they are known.
         due: ``[B]`` bool, sequences of which something may go after these tokens; None: of none.
-        places: ``[B, w]`` long, positions that the model rotates the tokens by, where slots decide; else None.
+        positions: ``[B, w]`` long, positions that the model rotates the tokens by, where slots decide; else None.
         at_least: a rank that each of these tokens has at least, as far as the host knows.
         judged: whether gates are asked about these tokens.
         remember: whether they will be asked about later ones.
@@ -83,7 +83,7 @@ class Pass(Tokens):
     prompt_columns: int
     prompt_lengths: Tensor
     due: Tensor | None = None
-    places: Tensor | None = None
+    positions: Tensor | None = None
     at_least: int = 0
     judged: bool = False
     remember: bool = False

@@ -85,6 +85,11 @@ class Policy:
         """Whether a prompt is scored by a second reading, and evicted after that."""
         return self.scorer is not None and self.scorer.rereads
 
+    def asks_later(self, gates: AttentionGates | None) -> bool:
+        """Whether gates are asked about the tokens that follow the prompt."""
+        wanted = self.budget is None or self.steps is not None
+        return gates is not None and gates.config.covers == "all" and wanted
+
     def with_tokenizer(self, tokenizer: Any) -> Policy:
         """Return the policy with what it needs of the model's tokenizer: the instructions of ``kvzip``."""
         return self if self.scorer is None else replace(self, scorer=self.scorer.with_tokenizer(tokenizer))

@@ -26,7 +26,7 @@ class Original:
     #: Whether stored keys can be attended to where they lie.
     in_place: ClassVar[bool] = True
 
-    def places(self, tokens: Tokens, seen: int, stores: Sequence[RaggedStore]) -> Tensor | None:
+    def positions(self, tokens: Tokens, seen: int, stores: Sequence[RaggedStore]) -> Tensor | None:
         """Return the positions ``[B, w]`` that the model is to rotate new tokens by; None: the usual ones.
 
         Args:
@@ -70,7 +70,7 @@ class Slots(Original):
         """Refuse models whose keys cannot be rotated anew."""
         check_slots(self.decoder)
 
-    def places(self, tokens: Tokens, seen: int, stores: Sequence[RaggedStore]) -> Tensor | None:
+    def positions(self, tokens: Tokens, seen: int, stores: Sequence[RaggedStore]) -> Tensor | None:
         """Return positions near the number of tokens held: any would do, as layers turn back and rotate again."""
         first = torch.where(tokens.real, tokens.ranks, seen).amin(1, keepdim=True)
         places = tokens.ranks - first
@@ -81,8 +81,8 @@ class Slots(Original):
 
     def unrotated(self, call: AttentionCall, now: Pass) -> AttentionCall:
         """Undo the model's rotation."""
-        assert now.places is not None
-        back = -now.places[:, None]
+        assert now.positions is not None
+        back = -now.positions[:, None]
         return replace(call, q=rotate(self.decoder, call.q, back), k=rotate(self.decoder, call.k, back))
 
     def keys(self, rows: Rows) -> Rows:

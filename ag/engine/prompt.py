@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import Policy
-from ag.model.hooks import AttentionCall, Plan, decoder_of
+from ag.model.hooks import AttentionCall, Interceptor, decoder_of
 
 
 @torch.no_grad()
@@ -38,16 +38,16 @@ def prefill(
     decoder = decoder_of(model)
     caches = [EvictionCache(model, policy) for policy in policies]
 
-    def read(plan: dict[str, object]) -> Tensor:
+    def read(taking_part: dict[str, object]) -> Tensor:
         states: Tensor = decoder(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **plan
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **taking_part
         ).last_hidden_state
         return states[:, -1]
 
-    together = [cache for cache in caches if cache.prefill == "dense"]
+    together = [cache for cache in caches if cache.prompt_sees == "dense"]
     shared = read({"gating": _Together(together), "use_cache": False}) if together else None
     return [
-        (cache, read({"past_key_values": cache}) if shared is None or cache.prefill != "dense" else shared)
+        (cache, read({"past_key_values": cache}) if shared is None or cache.prompt_sees != "dense" else shared)
         for cache in caches
     ]
 
@@ -62,7 +62,7 @@ class _Attended(AttentionCall):
         return self.output
 
 
-class _Together(Plan):
+class _Together(Interceptor):
     """Several caches that see the same forward pass."""
 
     def __init__(self, caches: list[EvictionCache]) -> None:

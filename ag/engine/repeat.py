@@ -10,32 +10,55 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ag.engine.decide import Decision
-from ag.engine.layer import EvictionLayer
+from ag.engine.history import History
 from ag.engine.passes import Pass
-from ag.engine.policy import Policy
+from ag.engine.positions import Original
 from ag.engine.projection import output_weight, projected_norms
-from ag.engine.scorers.kvzip import KVzip
+from ag.engine.storage import RaggedStore
 from ag.errors import UserError
 from ag.kernels.column_max import column_max
 from ag.model.hooks import AttentionCall
+
+
+class Reader(Protocol):
+    """The scorer: says what is repeated; see :class:`ag.engine.scorers.kvzip.KVzip`."""
+
+    @property
+    def sinks(self) -> int:
+        """First tokens, which are in every softmax and are not repeated."""
+
+    @property
+    def normalize(self) -> bool:
+        """Whether weights are multiplied by the size of projected values, and divided by that of hidden states."""
+
+    def inputs(self, context: list[int]) -> list[tuple[range, list[int]]]:
+        """Return the chunks of a sequence's own tokens, and what the model reads to repeat each."""
+
+
+class Layer(Protocol):
+    """A layer of the cache; see :class:`ag.engine.layer.EvictionLayer`."""
+
+    store: RaggedStore | None
+    rotation: Original
+    memory: dict[str, Tensor]
+    scoring_seconds: float
+
+    def decide_later(self, call: AttentionCall, now: Pass, decision: Any, layers: Sequence[Any]) -> None:
+        """Decide about a prompt that was stored, attended to and observed, and evict."""
 
 
 class Reread(Protocol):
     """What is repeated: a cache that has read a prompt; see :class:`ag.engine.cache.EvictionCache`."""
 
     decoder: Any
-    policy: Policy
-    valid: Tensor
-    prompt_columns: int
-    prompt_lengths: Tensor
+    policy: Any
+    history: History
     now: Pass | None
-    decision: Decision | None
-    evicting_layers: list[EvictionLayer]
+    decision: Any
 
     @property
-    def seen_tokens(self) -> int:
-        """Columns of the input that went by."""
+    def evicting_layers(self) -> Sequence[Layer]:
+        """The layers."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest tokens."""
@@ -48,7 +71,7 @@ class Repetition:
         scorer: says what is repeated.
     """
 
-    def __init__(self, scorer: KVzip) -> None:
+    def __init__(self, scorer: Reader) -> None:
         self.scorer = scorer
         #: Whether the model repeats at present, and whether it has.
         self.active = self.done = False
@@ -57,6 +80,7 @@ class Repetition:
         self._scores: dict[int, Tensor] = {}  # by layer, [B, Hkv, N]
         self._calls: dict[int, AttentionCall] = {}  # by layer, one without tokens
         self._norms: Tensor | None = None  # of what the layer at hand reads, [B, m]
+        self._following: Tensor | None = None  # positions [B] that the next tokens would be rotated by
 
     def note(self, tokens: Tensor) -> None:
         """Take note of the tokens ``[B, T]`` of a forward pass.
@@ -70,27 +94,34 @@ class Repetition:
             raise UserError("kvzip repeats the prompt by its token ids: give input_ids, not inputs_embeds.")
         self._tokens.append(tokens)
 
-    @torch.no_grad()
-    def run(self, cache: Reread, following: Tensor) -> None:
-        """Let the model repeat the prompt that a cache holds, and evict.
+    def follow(self, now: Pass, history: History, positions: Tensor | None) -> None:
+        """Take note of the positions ``[B or 1, w]`` that the tokens of a pass are rotated by; None: their columns."""
+        if self.active or self.done:
+            return
+        columns = torch.arange(history.before, history.seen, device=now.real.device)
+        used = columns if positions is None else positions.to(now.real.device)
+        following = torch.where(now.real, used, -1).amax(1) + 1
+        if self._following is not None:  # a later part of the prompt may hold nothing but padding of a sequence
+            following = following.maximum(self._following.to(following.device))
+        self._following = following
 
-        Args:
-            cache: has read the prompt, whole, and nothing else.
-            following: ``[B]`` long, positions that the model would rotate the next tokens by.
-        """
+    @torch.no_grad()
+    def run(self, cache: Reread) -> None:
+        """Let the model repeat the prompt that a cache holds, whole and nothing else, and evict."""
         start, ids = time.perf_counter(), torch.cat(self._tokens, 1)
-        if ids.shape[1] != cache.valid.shape[1] or cache.seen_tokens > cache.prompt_columns:
+        seen, prompt = cache.history.seen, cache.history.prompt_columns
+        if ids.shape[1] != seen or seen > prompt:
             raise UserError(
-                f"{cache.policy!r} repeats a prompt before anything follows it, and {cache.seen_tokens} tokens came "
-                f"with a prompt of {cache.prompt_columns}; generate without an assistant model and prompt lookup."
+                f"{cache.policy!r} repeats a prompt before anything follows it, and {seen} tokens came with a prompt "
+                f"of {prompt}; generate without an assistant model and prompt lookup."
             )
-        own = [row[valid].tolist() for row, valid in zip(ids.cpu(), cache.valid.cpu(), strict=True)]
+        own = [row[valid].tolist() for row, valid in zip(ids.cpu(), cache.history.valid.cpu(), strict=True)]
         inputs = [self.scorer.inputs(row) for row in own]
         self.active = True
         for number in range(max(map(len, inputs))):
             parts = [chunks[number] if number < len(chunks) else (range(0), []) for chunks in inputs]
             self._places = [places for places, _ in parts]
-            self._repeat(cache, [asked for _, asked in parts], following)
+            self._repeat(cache, [asked for _, asked in parts])
         self.active, self.done = False, True
         self._tokens.clear()
         seconds = time.perf_counter() - start
@@ -98,15 +129,16 @@ class Repetition:
             layer.scoring_seconds += seconds / len(cache.evicting_layers)
         self._evict(cache)
 
-    def _repeat(self, cache: Reread, rows: Sequence[list[int]], following: Tensor) -> None:
+    def _repeat(self, cache: Reread, rows: Sequence[list[int]]) -> None:
         """Read rows of tokens, padded on their left, and forget them."""
-        width, device = max(map(len, rows)), cache.valid.device
+        assert self._following is not None
+        width, device = max(map(len, rows)), cache.history.valid.device
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
         real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
         cache.decoder(
             input_ids=ids,
-            attention_mask=torch.cat([cache.valid.long(), real], 1),
-            position_ids=(following.to(device)[:, None] + real.cumsum(1) - 1).clamp_min(0),
+            attention_mask=torch.cat([cache.history.valid.long(), real], 1),
+            position_ids=(self._following.to(device)[:, None] + real.cumsum(1) - 1).clamp_min(0),
             past_key_values=cache,
             use_cache=True,
         )
@@ -117,7 +149,7 @@ class Repetition:
         if self.active and self.scorer.normalize:
             self._norms = torch.linalg.vector_norm(hidden.float(), dim=-1)
 
-    def measure(self, layer: EvictionLayer, call: AttentionCall, now: Pass) -> None:
+    def measure(self, layer: Layer, call: AttentionCall, now: Pass) -> None:
         """Measure what the queries of a repetition pay the chunk that they repeat.
 
         Args:
@@ -175,7 +207,7 @@ class Repetition:
     def _evict(self, cache: Reread) -> None:
         """Decide and evict, layer by layer."""
         assert cache.now is not None and cache.decision is not None
-        now = replace(cache.now, reading=True, due=torch.ones_like(cache.prompt_lengths, dtype=torch.bool))
+        now = replace(cache.now, reading=True, due=torch.ones(len(cache.history.valid), dtype=torch.bool))
         for index, scores in self._scores.items():
             layer, call = cache.evicting_layers[index], self._calls[index]
             layer.memory["repeated"] = scores

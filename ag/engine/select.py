@@ -18,21 +18,21 @@ def select(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) ->
     Returns:
         ``[B, Hkv, N]`` bool.
     """
-    return best(places(score, valid & ~protected), protected, valid, capacity)
+    return best(standings(score, valid & ~protected), protected, valid, capacity)
 
 
-def places(score: Tensor, rivals: Tensor) -> Tensor:
+def standings(score: Tensor, rivals: Tensor) -> Tensor:
     """Return the place of each of the ``rivals`` in its head, 0 for the best, ``[B, Hkv, N]`` long; any elsewhere."""
     order = score.masked_fill(~rivals, float("-inf")).argsort(dim=-1, descending=True, stable=True)
     index = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, index)
 
 
-def best(place: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -> Tensor:
+def best(standing: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -> Tensor:
     """Do what :func:`select` does, from the :func:`places` of what is not protected."""
     protected = protected & valid
     room = capacity - protected.sum(-1)
-    return protected | (valid & (place < room[..., None]))
+    return protected | (valid & (standing < room[..., None]))
 
 
 def at_least(capacity: Tensor, floor: float, protected: Tensor) -> Tensor:

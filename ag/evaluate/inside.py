@@ -11,10 +11,10 @@ from ag.engine.allocators.preference import entropy_and_variance
 from ag.engine.observe import Context, Keys, Observation, Queries
 from ag.engine.select import closing_order
 from ag.gates.gate import AttentionGate
-from ag.model.hooks import AttentionCall, Plan, decoder_of, instrument
+from ag.model.hooks import AttentionCall, Interceptor, decoder_of, instrument
 
 
-class Reading(Plan):
+class Reading(Interceptor):
     """A dense forward pass over one sequence that keeps what each layer was shown.
 
     Attributes:
@@ -63,7 +63,7 @@ class Reading(Plan):
         return Observation(
             keys=Keys(k=k.gather(2, index), v=v.gather(2, index), ranks=slots, valid=valid),
             queries=Queries(q=call.q[:, :, first:last], ranks=ranks, valid=torch.ones_like(ranks, dtype=torch.bool)),
-            context=Context(scaling=call.scaling, layer=layer, window=call.window),
+            context=Context(scaling=call.scaling, layer=layer, sliding_window=call.window),
         )
 
 

@@ -30,7 +30,7 @@ def attach(model: nn.Module, gates: AttentionGates) -> None:
     if attachment is not None and attachment.gates is not None:
         raise UserError("The model has gates attached already; call ag.detach(model) first.")
     check_geometry(model, gates)
-    place(model, gates)
+    move_to_layers(model, gates)
     instrument(model).gates = gates
 
 
@@ -48,7 +48,7 @@ def check_geometry(model: nn.Module, gates: AttentionGates) -> None:
         raise UserError(f"The gates were made for another model: {', '.join(wrong)}.")
 
 
-def place(model: nn.Module, gates: AttentionGates) -> None:
+def move_to_layers(model: nn.Module, gates: AttentionGates) -> None:
     """Move each gate to the device of the layer whose input it reads."""
     layers = decoder_of(model).layers
     for index in gates.layer_indices:

@@ -13,10 +13,10 @@ from ag.kernels.column_max import column_max
 from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
-from ag.model.hooks import AttentionCall, Plan
+from ag.model.hooks import AttentionCall, Interceptor
 
 
-class Dense(Plan):
+class Dense(Interceptor):
     """Causal attention to every token of the same document, by the model's own implementation where possible.
 
     Args:

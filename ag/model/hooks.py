@@ -1,11 +1,11 @@
-"""How a plan takes part in the forward pass of a Hugging Face model: hooks, the attention interface, decoder and head.
+"""How an interceptor takes part in a Hugging Face model's forward pass: hooks, attention interface, decoder and head.
 
-A *plan* (:class:`Plan`: the gates of a training step, or an eviction cache) arrives as keyword argument ``gating`` or
-``past_key_values``. The decoder's forward passes it the padding, and runs the tokens in blocks if the plan asks for
-them; a hook on each attention module passes it the hidden states; the attention function passes it q, k and v. Without
-a plan the model's own attention runs. Nothing global changes: each attention module gets its own shallow copy of the
-configuration, whose attention implementation is ``ag``, so that recomputation under gradient checkpointing takes the
-same path.
+An *interceptor* (:class:`Interceptor`: the gates of a training step, or an eviction cache) arrives as keyword argument
+``gating`` or ``past_key_values``. The decoder's forward passes it the padding, and runs the tokens in blocks if it asks
+for them; a hook on each attention module passes it the hidden states; the attention function passes it q, k and v.
+Without one the model's own attention runs. Nothing global changes: each attention module gets its own shallow copy of
+the configuration, whose attention implementation is ``ag``, so that recomputation under gradient checkpointing takes
+the same path.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class AttentionCall:
         return out.transpose(1, 2)
 
 
-class Plan(ABC):
+class Interceptor(ABC):
     """What to do in each layer of a forward pass."""
 
     @abstractmethod
@@ -228,7 +228,7 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     cache = kwargs.get("past_key_values")
     given = (*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
     tokens = next((x for x in given if x is not None), None)
-    if not isinstance(cache, Plan) or tokens is None:
+    if not isinstance(cache, Interceptor) or tokens is None:
         return type(model).generate(model, *args, **kwargs)
     mask, ids = kwargs.get("attention_mask"), tokens if tokens.ndim == 2 else None
     cache.expect(torch.ones(tokens.shape[:2], dtype=torch.bool) if mask is None else mask.bool(), ids)
@@ -240,32 +240,32 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the decoder under a plan, or as it is when there is none."""
+    """Run the decoder under an interceptor, or as it is when there is none."""
     named = kwargs
     if args:
         names = list(inspect.signature(type(decoder).forward).parameters)[1:]
         named = dict(zip(names, args, strict=False)) | kwargs
-    plan = named.get("gating") or named.get("past_key_values")
-    if not isinstance(plan, Plan):
+    interceptor = named.get("gating") or named.get("past_key_values")
+    if not isinstance(interceptor, Interceptor):
         return forward(*args, **kwargs)
     name = "input_ids" if named.get("inputs_embeds") is None else "inputs_embeds"
     tokens: Tensor = named[name]
-    plan.begin(decoder, named.get("attention_mask"), tokens.shape[0], tokens.shape[1])
-    plan.note(tokens)
-    # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the plan knows the padding
+    interceptor.begin(decoder, named.get("attention_mask"), tokens.shape[0], tokens.shape[1])
+    interceptor.note(tokens)
+    # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the interceptor knows the padding
     named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
-    given, blocks = named.pop("position_ids", None), plan.blocks()
+    given, blocks = named.pop("position_ids", None), interceptor.blocks()
     if blocks is None:
-        out = forward(**named, position_ids=plan.positions(given, None))
+        out = forward(**named, position_ids=interceptor.positions(given, None))
     else:
         parts = []
         for columns in blocks:
             index = columns.clamp_min(0).to(tokens.device)
             part = tokens.gather(1, index) if tokens.ndim == 2 else tokens.gather(1, _wide(index, tokens))
-            parts.append((columns, forward(**named | {name: part}, position_ids=plan.positions(given, columns))))
+            parts.append((columns, forward(**named | {name: part}, position_ids=interceptor.positions(given, columns))))
         out = _joined(parts, tokens.shape[1])
     if hasattr(out, "last_hidden_state"):  # not a tuple
-        out.last_hidden_state = plan.finish(out.last_hidden_state)
+        out.last_hidden_state = interceptor.finish(out.last_hidden_state)
     return out
 
 
@@ -348,11 +348,11 @@ def rotate(decoder: Any, x: Tensor, positions: Tensor, span: int = 1) -> Tensor:
 
 
 def _before_attention(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    plan = kwargs.pop("gating", None) or kwargs.get("past_key_values")
-    if not isinstance(plan, Plan):
+    interceptor = kwargs.pop("gating", None) or kwargs.get("past_key_values")
+    if not isinstance(interceptor, Interceptor):
         return None
-    plan.enter_layer(index, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
-    return args, kwargs | {"ag_plan": plan, "ag_layer": index}
+    interceptor.enter_layer(index, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+    return args, kwargs | {"ag_interceptor": interceptor, "ag_layer": index}
 
 
 def _attention(
@@ -362,12 +362,12 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    ag_plan: Plan | None = None,
+    ag_interceptor: Interceptor | None = None,
     ag_layer: int = 0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Serve the attention interface: the plan's attention, or the model's own when there is no plan."""
-    if ag_plan is None:
+    """Serve the attention interface: the interceptor's attention, or the model's own when there is no interceptor."""
+    if ag_interceptor is None:
         eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         own: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(_own_implementation(module), eager)
         result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **kwargs)
@@ -385,7 +385,7 @@ def _attention(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         kwargs.get("sliding_window"),
     )
-    out = ag_plan.attend(call)
+    out = ag_interceptor.attend(call)
     rate = kwargs.get("dropout", 0.0)
     return F.dropout(out, rate, module.training).transpose(1, 2).contiguous(), None
 

@@ -7,6 +7,7 @@ layers.
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections.abc import Iterator
@@ -176,6 +177,7 @@ class _Live(TorchDispatchMode):
     def __init__(self, owners: list[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
+        self.exact = False  # whether a new peak is made sure of, which takes time
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         for owner in owners:
             for tensor in (*owner.parameters(), *owner.buffers()):
@@ -191,9 +193,17 @@ class _Live(TorchDispatchMode):
         if storage not in self._known:
             self._known.add(storage)
             self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self._free, storage.nbytes())
+            if self.now > self.peak and self.exact:
+                gc.collect()  # recomputation leaves cycles, which hold tensors until Python's collector runs
+            self.peak = max(self.peak, self.now)
         return tensor
+
+    def settle(self) -> int:
+        """Return the bytes that are live, and count the peak from here on, exactly."""
+        gc.collect()
+        self.peak, self.exact = self.now, True
+        return self.now
 
     def _free(self, size: int) -> None:
         self.now -= size
@@ -326,17 +336,28 @@ def _step(config: Config, geometry: PretrainedConfig, length: int, checkpointing
         ids = torch.zeros(batch, length, dtype=torch.long)
         trained = [p for m in (adapted, gates) if m is not None for p in m.parameters() if p.requires_grad]
         owners = [adapted] if gates is None else [adapted, gates]
-        with _counting_flops() as flops, _Live(owners) as live:
+        with _collected(), _counting_flops() as flops, _Live(owners) as live:
             with _autocast(config):
                 states = decoder_of(adapted)(input_ids=ids, use_cache=False, gating=gating).last_hidden_state
                 means = [x.sigmoid().mean() for x in gating.logits.values()] if isinstance(gating, Gating) else []
             forward = flops.get_total_flops()
-            saved = live.peak = live.now
+            saved = live.settle()
             torch.autograd.backward([states, *means], [torch.ones_like(states), *map(torch.ones_like, means)])
             gradients = sum(p.nbytes for p in trained if p.grad is not None)
         teacher = config.loss.objective == "kl" or config.loss.draws_share
         total = flops.get_total_flops() + (forward if teacher else 0)
         return Step(float(saved), float(max(live.peak - saved - gradients, 0)), float(total))
+
+
+@contextmanager
+def _collected() -> Iterator[None]:
+    """Keep what there is out of the way of Python's collector, so that it has little to look at."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

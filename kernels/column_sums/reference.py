@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ag.kernels.gated_attention.masks import pair_masks, sink_mask
+from ag.kernels.columns import whole
 
 
 def reference_column_sums(
@@ -20,14 +19,7 @@ def reference_column_sums(
     mean: bool = False,
 ) -> Tensor:
     """Compute :func:`ag.kernels.column_sums.column_sums` with n^2 memory."""
-    batch, heads, length, _ = q.shape
-    q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
-    index = torch.arange(length, device=q.device)
-    sink = sink_mask(None, 0, batch, length, q.device)
-    visible, protected = pair_masks(index, index, key_valid, sink, max(skip, 1), window, None)
-    s = (q @ k.repeat_interleave(heads // k.shape[1], 1).mT) * scaling
-    weights = s.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)
-    counted = visible & queries[:, None, :, None]
-    counted = counted & ~protected if skip else counted
+    weights, visible, near = whole(q, k, scaling, key_valid, window, skip)
+    counted = visible & ~near & queries[:, None, :, None]
     sums = (weights**power * counted).sum(2)
     return sums / counted.sum(2).clamp_min(1) if mean else sums

@@ -1,4 +1,4 @@
-"""Column sums in Triton: one pass for the row sums, one over the keys that adds up in registers, without atomics."""
+"""Column sums and maxima in Triton: one pass for the row sums, one over the keys, gathering in registers."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ def _row_sums(q, k, lse, queries, q_strides, k_strides, padding, scale, window, 
 
 @triton.jit(do_not_specialize=["T", "size", "skip"])
 def _columns(q, k, lse, out, bounds, q_strides, k_strides, padding, scale, power, skip, window, T, size, H, G,
-             D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Write what one block of keys is paid by one head."""
+             D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, LARGEST: tl.constexpr,
+             ROWS: tl.constexpr):  # fmt: skip
+    """Write what one head pays each of a block of keys, in all or at most."""
     block, pair = turn(T, KEYS)
     start = block * KEYS
     b, h = pair // H, pair % H
@@ -66,7 +67,7 @@ def _columns(q, k, lse, out, bounds, q_strides, k_strides, padding, scale, power
     stop = tl.minimum(T, tl.load(bounds + 2 * b + 1))
     if window is not None:
         stop = tl.minimum(stop, start + KEYS - 1 + window)
-    paid = tl.zeros([KEYS], tl.float32)
+    paid = tl.full([KEYS], float("-inf") if LARGEST else 0.0, tl.float32)
     for m in range(first, stop, ROWS):
         rows = m + tl.arange(0, ROWS)
         tile = load_rows(q, q_strides[2], m, T, ROWS, D, DP)
@@ -76,7 +77,12 @@ def _columns(q, k, lse, out, bounds, q_strides, k_strides, padding, scale, power
         if window is not None:
             counted &= distance < window
         exponent = tl.dot(keys, tl.trans(tile), input_precision="ieee") * scale - sums[None, :]
-        paid += tl.sum(tl.where(counted, tl.exp2(exponent * power), 0.0), 1)
+        if LARGEST:
+            paid = tl.maximum(paid, tl.max(tl.where(counted, exponent, float("-inf")), 1))
+        else:
+            paid += tl.sum(tl.where(counted, tl.exp2(exponent * power), 0.0), 1)
+    if LARGEST:
+        paid = tl.exp2(paid)
     if padding is not None:
         hidden = tl.load(padding + tl.cast(b, tl.int64) * T + columns, mask=columns < T, other=0.0) < 0.0
         paid = tl.where(hidden, 0.0, paid)
@@ -85,7 +91,49 @@ def _columns(q, k, lse, out, bounds, q_strides, k_strides, padding, scale, power
 
 KEY = ["D", "KEYS", "size"]
 ROW_SUMS = Tuned(_row_sums, [(64, 4, 2), (128, 8, 2), (128, 4, 3), (128, 8, 3)], [(32, 8, 1), (16, 4, 1)], KEY)
-COLUMNS = Tuned(_columns, [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)], [(16, 4, 1), (32, 8, 1)], KEY)
+COLUMNS = Tuned(
+    _columns, [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)], [(16, 4, 1), (32, 8, 1)], [*KEY, "LARGEST"]
+)
+
+
+def columns(
+    q: Tensor,
+    k: Tensor,
+    scaling: float,
+    queries: Tensor,
+    key_valid: Tensor | None,
+    window: int | None,
+    *,
+    power: int = 1,
+    skip: int = 0,
+    largest: bool = False,
+    factors: Tensor | None = None,
+) -> Tensor:
+    """Return the sum, or the ``largest``, of the weights of each column, ``[B, H, T]`` float32.
+
+    The other arguments are those of column sums, and the ``factors`` of column maxima.
+    """
+    q, k = readable(q), readable(k)
+    batch, heads, length, dim = q.shape
+    window = None if window is None or window >= length else window
+    padding = padding_bias(key_valid)
+    lse, out = (torch.empty(batch, heads, length, dtype=torch.float32, device=q.device) for _ in range(2))
+    index = torch.arange(length, device=q.device)
+    bounds = torch.stack([torch.where(queries, index, length).amin(1), torch.where(queries, index + 1, 0).amax(1)], 1)
+    strides = q.stride()[:3], k.stride()[:3]
+    sizes = (length, doublings(length), heads, heads // k.shape[1], dim, padded(dim), key_block(q))
+    scale = scaling * LOG2E
+    ROW_SUMS(
+        lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,),
+        *(q, k, lse, queries.to(torch.int8).contiguous(), *strides, padding, scale, window, *sizes),
+    )
+    if factors is not None:
+        lse -= factors.float().log2()[:, None]  # infinite sums stay so, and a factor of 0 makes more of them
+    COLUMNS(
+        lambda meta: (triton.cdiv(length, meta["KEYS"]) * batch * heads,),
+        *(q, k, lse, out, bounds.int(), *strides, padding, scale, float(power), skip, window, *sizes, largest),
+    )
+    return out
 
 
 @torch.compiler.disable
@@ -101,27 +149,11 @@ def triton_column_sums(
     mean: bool = False,
 ) -> Tensor:
     """Compute :func:`ag.kernels.column_sums.column_sums` with ``O(B H T)`` memory."""
-    q, k = readable(q), readable(k)
-    batch, heads, length, dim = q.shape
-    window = None if window is None or window >= length else window
-    padding = padding_bias(key_valid)
-    lse, out = (torch.empty(batch, heads, length, dtype=torch.float32, device=q.device) for _ in range(2))
-    index = torch.arange(length, device=q.device)
-    bounds = torch.stack([torch.where(queries, index, length).amin(1), torch.where(queries, index + 1, 0).amax(1)], 1)
-    block = key_block(q)
-    strides = q.stride()[:3], k.stride()[:3]
-    sizes = (length, doublings(length), heads, heads // k.shape[1], dim, padded(dim), block)
-    scale = scaling * LOG2E
-    ROW_SUMS(
-        lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,),
-        *(q, k, lse, queries.to(torch.int8).contiguous(), *strides, padding, scale, window, *sizes),
-    )
-    COLUMNS(
-        lambda meta: (triton.cdiv(length, meta["KEYS"]) * batch * heads,),
-        *(q, k, lse, out, bounds.int(), *strides, padding, scale, float(power), skip, window, *sizes),
-    )
+    out = columns(q, k, scaling, queries, key_valid, window, power=power, skip=skip)
     if mean:
+        length = q.shape[2]
+        index = torch.arange(length, device=q.device)
         before = nn.functional.pad(queries.cumsum(1), (1, 0))
-        stop = (index + (length if window is None else window)).clamp_max(length)
+        stop = (index + min(window or length, length)).clamp_max(length)
         out /= (before[:, stop] - before[:, (index + skip).clamp_max(length)])[:, None].clamp_min(1)
     return out

@@ -110,7 +110,7 @@ class Scene:
             context=Context(
                 scaling=scaling,
                 layer=self._layer,
-                window=self.window,
+                sliding_window=self.window,
                 gate=self.gate,
                 turn=turned,
                 output=lambda: self.output,

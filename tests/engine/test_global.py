@@ -57,7 +57,7 @@ def test_two_scores_decide_once_too(seed):
     ballots = ballots_of([25] * 4, 8, 2, seed)
     for ballot in ballots:
         ballot.second = torch.rand(ballot.score.shape, generator=torch.Generator().manual_seed(seed + 50))
-        ballot.leads = 0.5
+        ballot.first_share = 0.5
     counts = [[len(tokens) for tokens in layer] for layer in best_of_all(ballots, 8, 0.0)]
     held = Scripted("global", ballots).run()
     for layer, ballot in enumerate(ballots):

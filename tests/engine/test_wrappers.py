@@ -389,12 +389,12 @@ def two_score_ballot(seed=0, heads=3, n=20, capacity=9):
     protected = torch.zeros(1, heads, n, dtype=torch.bool)
     protected[..., -2:] = True
     numbers = torch.tensor([capacity]), torch.tensor([n]), torch.tensor([True])
-    return Ballot(score, protected, torch.ones_like(protected), *numbers, second=second, leads=0.5)
+    return Ballot(score, protected, torch.ones_like(protected), *numbers, second=second, first_share=0.5)
 
 
 @pytest.mark.parametrize("first", [0.0, 0.3, 0.5, 1.0])
 def test_the_second_score_fills_what_the_first_leaves(first):
-    ballot = replace(two_score_ballot(), leads=first)
+    ballot = replace(two_score_ballot(), first_share=first)
     keep = ballot.keep(torch.tensor([9]))
     for h in range(3):
         parts = ballot.score[0, h].tolist(), ballot.second[0, h].tolist(), ballot.protected[0, h].tolist()

@@ -1,8 +1,7 @@
-import math
-
 import pytest
 import torch
 from test_column_sums import inputs as plain_inputs
+from test_column_sums import weights
 
 from ag.kernels.column_max import column_max
 from ag.kernels.column_max.reference import reference_column_max
@@ -28,20 +27,11 @@ def inputs(length, heads, kv_heads, dim=12, factors=None, **options):
     return q, k, options
 
 
-def loops(q, k, scaling, queries, key_valid=None, window=None, factors=None):
-    """The definition, one pair at a time."""
-    batch, heads, length, _ = q.shape
-    out = torch.zeros(batch, heads, length, dtype=q.dtype)
-    for b in range(batch):
-        for h in range(heads):
-            for j in range(length):
-                seen = [t for t in range(j + 1) if window is None or j - t < window]
-                seen = [t for t in seen if key_valid is None or key_valid[b, t]]
-                weights = [math.exp(scaling * float(q[b, h, j] @ k[b, h * k.shape[1] // heads, t])) for t in seen]
-                factor = 1.0 if factors is None else float(factors[b, j])
-                for t, weight in zip(seen, weights, strict=True):
-                    if queries[b, j]:
-                        out[b, h, t] = max(float(out[b, h, t]), factor * weight / sum(weights))
+def loops(q, k, factors=None, **options):
+    """The largest of each key's pairs, one by one."""
+    out = torch.zeros(q.shape[:3], dtype=q.dtype)
+    for b, h, j, t, weight in weights(q, k, **options):
+        out[b, h, t] = max(float(out[b, h, t]), (1.0 if factors is None else float(factors[b, j])) * weight)
     return out
 
 

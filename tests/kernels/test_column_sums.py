@@ -1,4 +1,6 @@
+import itertools
 import math
+from collections import defaultdict
 
 import pytest
 import torch
@@ -31,22 +33,24 @@ def inputs(length, heads, kv_heads, dim=12, padding=None, queries="all", **optio
     return q, k, {"scaling": dim**-0.5, "queries": counting & valid} | options
 
 
-def loops(q, k, scaling, queries, key_valid=None, window=None, power=1, skip=0, mean=False):
-    """The definition, one pair at a time."""
-    batch, heads, length, _ = q.shape
-    out = torch.zeros(batch, heads, length, dtype=q.dtype)
-    for b in range(batch):
-        for h in range(heads):
-            paid = [[] for _ in range(length)]
-            for j in range(length):
-                seen = [t for t in range(j + 1) if window is None or j - t < window]
-                seen = [t for t in seen if key_valid is None or key_valid[b, t]]
-                weights = [math.exp(scaling * float(q[b, h, j] @ k[b, h * k.shape[1] // heads, t])) for t in seen]
-                for t, weight in zip(seen, weights, strict=True):
-                    if queries[b, j] and j - t >= skip:
-                        paid[t].append((weight / sum(weights)) ** power)
-            for t, values in enumerate(paid):
-                out[b, h, t] = sum(values) / max(len(values) if mean else 1, 1)
+def weights(q, k, scaling, queries, key_valid=None, window=None):
+    """The definition, one pair at a time: sequence, head, query that counts, key and weight."""
+    for b, h, j in itertools.product(*map(range, q.shape[:3])):
+        seen = [t for t in range(j + 1) if window is None or j - t < window]
+        seen = [t for t in seen if key_valid is None or key_valid[b, t]]
+        paid = [math.exp(scaling * float(q[b, h, j] @ k[b, h * k.shape[1] // q.shape[1], t])) for t in seen]
+        yield from ((b, h, j, t, weight / sum(paid)) for t, weight in zip(seen, paid, strict=True) if queries[b, j])
+
+
+def loops(q, k, power=1, skip=0, mean=False, **options):
+    """Sums over those pairs."""
+    paid = defaultdict(list)
+    for b, h, j, t, weight in weights(q, k, **options):
+        if j - t >= skip:
+            paid[b, h, t].append(weight**power)
+    out = torch.zeros(q.shape[:3], dtype=q.dtype)
+    for place, values in paid.items():
+        out[place] = sum(values) / (len(values) if mean else 1)
     return out
 
 

@@ -1,7 +1,6 @@
 """The plan of a run against the bytes and counts of real, small models."""
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -217,11 +216,4 @@ def test_the_page_shows_what_the_planner_says(monkeypatch):
     monkeypatch.syspath_prepend("scripts")
     import plan_tables
 
-    said = plan_tables.PAGE.read_text().partition("<!-- llama-2-7b -->\n")[2].partition("\n<!-- end -->")[0]
-    found = plan_tables.table("llama-2-7b")
-    number = r"(?<=\| )[\d,.]+(?= \|)"
-    assert re.sub(number, "n", said) == re.sub(number, "n", found)
-    values = ([float(x.replace(",", "")) for x in re.findall(number, text)] for text in (said, found))
-    assert next(values) == pytest.approx(
-        next(values), abs=0.3
-    )  # GiB: what the measured step frees late differs a little
+    assert plan_tables.table("llama-2-7b") in plan_tables.PAGE.read_text()

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.select import best, closing_order, places, select
+from ag.engine.select import best, closing_order, select, standings
 
-BY_TOKEN = ("score", "protected", "second", "place")  # what a ballot has of each token
+BY_TOKEN = ("score", "protected", "second", "standing")  # what a ballot has of each token
 
 
 @dataclass
@@ -28,9 +28,9 @@ class Ballot:
         prompt: ``[B]`` long, own tokens of each prompt, of which less may be held.
         due: ``[B]`` bool, sequences of which something may go; the others keep all.
         preference: ``[B]`` float64, how much the layer wants, where the allocator asks.
-        first: ``[B]`` long, the capacity at the end of the prompt, where it grows with the text; None: it does not.
+        prompt_capacity: ``[B]`` long, the capacity at the end of the prompt, where it grows since; None: it does not.
         second: ``[B, Hkv, N]`` float32, a score that decides over the rest of a head's share; None: there is one score.
-        leads: share of a head's tokens that ``score`` decides over, where there are two.
+        first_share: share of a head's tokens that ``score`` decides over, where there are two.
     """
 
     score: Tensor
@@ -40,9 +40,9 @@ class Ballot:
     prompt: Tensor
     due: Tensor
     preference: Tensor | None = None
-    first: Tensor | None = None
+    prompt_capacity: Tensor | None = None
     second: Tensor | None = None
-    leads: float = 1.0
+    first_share: float = 1.0
 
     @cached_property
     def fixed(self) -> Tensor:
@@ -55,14 +55,18 @@ class Ballot:
         return (self.valid & ~self.protected).sum(-1).amax(1)
 
     @cached_property
-    def place(self) -> Tensor:
+    def standing(self) -> Tensor:
         """Where each rival stands in its head, 0 for the best."""
-        return places(self.score, self.valid & ~self.protected)
+        return standings(self.score, self.valid & ~self.protected)
 
     @property
     def exempt(self) -> Tensor:
         """Tokens of the sequences that are not due."""
         return self.valid & ~self.due[:, None, None]
+
+    def grown(self, settled: Tensor) -> Tensor:
+        """Return a number of tokens ``[B]`` that was settled at the end of the prompt, grown as the capacity has."""
+        return settled if self.prompt_capacity is None else settled * self.capacity // self.prompt_capacity
 
     def keep(self, share: Tensor) -> Tensor:
         """Return the mask of ``share`` ``[B]`` tokens in each head, and of all where nothing is due."""
@@ -71,8 +75,8 @@ class Ballot:
     def keep_heads(self, share: Tensor) -> Tensor:
         """Return the mask of ``share`` ``[B, Hkv]`` tokens, and of all where nothing is due."""
         if self.second is None:
-            return best(self.place, self.protected, self.valid, share) | self.exempt
-        sure = best(self.place, self.protected, self.valid, (share * self.leads + 1e-6).long())
+            return best(self.standing, self.protected, self.valid, share) | self.exempt
+        sure = best(self.standing, self.protected, self.valid, (share * self.first_share + 1e-6).long())
         return select(self.second, sure, self.valid, share) | self.exempt
 
     def as_many(self, keep: Tensor) -> Tensor:
@@ -83,8 +87,10 @@ class Ballot:
         """Return this ballot restricted to ``keep``, closed up as the store closes up."""
         order = closing_order(keep)
         parts = {name: x.gather(-1, order) for name, x in vars(self).items() if name in BY_TOKEN and x is not None}
-        left = replace(self, **{name: x for name, x in parts.items() if name != "place"}, valid=keep.gather(-1, order))
-        vars(left).update({name: x for name, x in parts.items() if name == "place"})  # no worse one moves up
+        standing = parts.pop("standing", None)
+        left = replace(self, **parts, valid=keep.gather(-1, order))
+        if standing is not None:
+            left.standing = standing  # no worse one moves up
         return left
 
 
@@ -154,8 +160,7 @@ class Allocator(ABC):
 
     def keep_later(self, layer: int, ballot: Ballot, shares: Shares) -> Tensor:
         """Return the mask ``[B, Hkv, N]`` of what stays of a layer while decoding."""
-        share = shares.settled[layer]
-        return ballot.keep(share if ballot.first is None else share * ballot.capacity // ballot.first)
+        return ballot.keep(ballot.grown(shares.settled[layer]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,9 +58,7 @@ class Global(Allocator):
 
     def keep_later(self, layer: int, ballot: Ballot, shares: Shares) -> Tensor:
         """Return what stays of the layer: how its total is shared among heads is decided anew each time."""
-        total = shares.settled[layer]
-        if ballot.first is not None:
-            total = total * ballot.capacity // ballot.first
+        total = ballot.grown(shares.settled[layer])
         keep = select_over_heads(
             ballot.score, ballot.protected, ballot.valid, ballot.capacity, floor=self.floor, total=total
         )

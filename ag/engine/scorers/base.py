@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ag.engine.observe import Observation
+from ag.engine.repeat import Repetition
 from ag.engine.rows import Statistic, attention
 from ag.errors import require
 
@@ -47,7 +48,7 @@ class Scorer(ABC):
     reads_gates: ClassVar[bool] = False
     #: Whether it has to see every query, also when nothing is evicted.
     follows: ClassVar[bool] = False
-    #: Whether it scores a prompt by a second reading, after which it is evicted once; see :mod:`ag.engine.repeat`.
+    #: Whether it scores a prompt by a second reading, after which it is evicted once; see :meth:`repetition`.
     rereads: ClassVar[bool] = False
     #: Whether it turns queries to other places, which takes a model whose rotations are known for every place.
     turns: ClassVar[bool] = False
@@ -83,6 +84,10 @@ class Scorer(ABC):
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """Return the scorer with what it needs of the model's tokenizer."""
         return self
+
+    def repetition(self) -> Repetition | None:
+        """Return what lets the model read a prompt a second time, for one cache; None: it is read once."""
+        return None
 
     @abstractmethod
     def score(self, seen: Observation) -> Tensor:

@@ -55,8 +55,8 @@ class H2O(RowScorer):
         if self.window is not None:
             first = (seen.prompt_lengths if seen.decoding else seen.lengths) - self.window
         last = seen.lengths[:, None, None]
-        if seen.window is not None:
-            last = (seen.key_ranks + seen.window).minimum(last)
+        if seen.sliding_window is not None:
+            last = (seen.key_ranks + seen.sliding_window).minimum(last)
         since = last - seen.key_ranks.maximum(first[:, None, None])
         return since.clamp_min(1).repeat_interleave(seen.group, 1)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
+from ag.engine.repeat import Repetition
 from ag.engine.scorers.base import Scorer
 from ag.errors import UserError, require
 
@@ -72,6 +73,10 @@ class KVzip(Scorer):
             if getattr(self, name) is None
         }
         return replace(self, **ids)
+
+    def repetition(self) -> Repetition:
+        """Return what lets the model repeat a prompt."""
+        return Repetition(self)
 
     def score(self, seen: Observation) -> Tensor:
         """Return the largest weight; 0 for what was not repeated."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from ag.engine.observe import Observation
+from ag.engine.repeat import Repetition
 from ag.engine.scorers.base import Scorer
 
 
@@ -55,6 +56,10 @@ class Wrapper(Scorer):
     def rereads(self) -> bool:  # type: ignore[override]
         """Whether the inner scorer reads a prompt twice."""
         return self.inner.rereads
+
+    def repetition(self) -> Repetition | None:
+        """Return what lets the model read a prompt again for the inner scorer."""
+        return self.inner.repetition()
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """Return the same on an inner scorer that has what it needs of a tokenizer."""

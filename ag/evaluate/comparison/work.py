@@ -120,7 +120,7 @@ class _Worker:
             self.results.append(row, mine, seen)
 
     def _prefill(self, cell: Cell) -> str:
-        return EvictionCache(self.model, cell.policy).prefill
+        return EvictionCache(self.model, cell.policy).prompt_sees
 
 
 def _problem(error: Exception) -> str:
