@@ -35,11 +35,13 @@ class Row(NamedTuple):
         tokens: its tokens, BOS included where the tokenizer adds one, ``[T]``.
         prompt_length: so many tokens are the prompt, which carries no loss; None: plain text, all carry loss.
         answer: set in the validation rows of multiple-choice tasks.
+        loss: which tokens carry loss, ``[T]``; None: those behind the prompt.
     """
 
     tokens: Tokens
     prompt_length: int | None = None
     answer: Answer | None = None
+    loss: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ class Collator:
             n, start = len(row.tokens), 0 if self.whole else row.prompt_length or 0
             ids[i, :n] = row.tokens
             mask[i, :n] = True
-            labels[i, start:n] = row.tokens[start:]
+            labels[i, start:n] = (
+                row.tokens[start:] if row.loss is None else np.where(row.loss, row.tokens, IGNORED)[start:]
+            )
         batch = {
             "input_ids": torch.from_numpy(ids),
             "attention_mask": torch.from_numpy(mask),
@@ -124,6 +128,17 @@ def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
         f"the tokenizer {tokenizer.name_or_path} has neither a padding nor an end-of-sequence token: "
         "set tokenizer.pad_token"
     )
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What ends a response: ``[EOS]``.
+
+    Raises:
+        DataError: the tokenizer has no end-of-sequence token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"the tokenizer {tokenizer.name_or_path} has no end-of-sequence token: set tokenizer.eos_token")
+    return [int(tokenizer.eos_token_id)]
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -159,9 +159,10 @@ def _data(config: Run) -> None:
         f"data.name=facts with data.kind={data.kind}: name a dataset with data.name, or use data.kind=facts",
     )
     if data.kind == "sft":
-        from ag.data.templates import find_task
+        from ag.data.templates import find_task, is_own
 
-        find_task(data.name)
+        if not is_own(data):
+            find_task(data.name)
     if data.kind == "worked":
         from ag.data.problems import ANY, KINDS
 
