@@ -119,7 +119,7 @@ def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
     """
     gates = AttentionGates(base.config, config.gate)
     if config.init is not None:
-        start = AttentionGates.from_pretrained(Path(config.init))
+        start = AttentionGates.from_pretrained(config.init)
         try:
             gates.load_state_dict(start.state_dict())
         except RuntimeError as error:

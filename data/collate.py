@@ -85,9 +85,9 @@ class Collator:
             n, start = len(row.tokens), 0 if self.whole else row.prompt_length or 0
             ids[i, :n] = row.tokens
             mask[i, :n] = True
-            labels[i, start:n] = (
-                row.tokens[start:] if row.loss is None else np.where(row.loss, row.tokens, IGNORED)[start:]
-            )
+            labels[i, start:n] = row.tokens[start:]
+            if row.loss is not None:
+                labels[i, :n][~row.loss] = IGNORED
         batch = {
             "input_ids": torch.from_numpy(ids),
             "attention_mask": torch.from_numpy(mask),

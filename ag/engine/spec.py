@@ -48,7 +48,7 @@ class PolicySpec:
         scorer: name of a scorer, of an alias for a scorer with its allocator, or ``full``.
         wrapper: name of the wrapper, or None.
         allocator: name of the allocator; None: the scorer's own.
-        path: folder of exported gates, for a scorer that reads gates; None: those attached to the model.
+        path: folder or hub id of exported gates, for a scorer that reads gates; None: those attached to the model.
         label: what tables call it; two specs that differ in it alone are equal.
     """
 
