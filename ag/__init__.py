@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ag.gates.gating import Gating as Gating
     from ag.model.base import load_base as load_base
 
+    __version__: str
+
 _PUBLIC = {
     "AttentionGates": "ag.gates.gate",
     "EvictionCache": "ag.engine",
@@ -32,13 +34,17 @@ _PUBLIC = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from ag.versions import versions
+
+        return versions("ag")["ag"]
     if name not in _PUBLIC:
         raise AttributeError(f"module 'ag' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+    return sorted([*globals(), *_PUBLIC, "__version__"])
 
 
 # on CPU bitsandbytes warns at import that an optional package for speed is not there

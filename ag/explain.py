@@ -26,6 +26,7 @@ from ag.gates import export
 from ag.gates.figures import keep_pattern
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.model import base as models
+from ag.plugins import load
 
 SEARCHED = 10  # samples read for each one wanted, because some are too short
 
@@ -45,6 +46,9 @@ class ExplainConfig:
     task: str = key("ppl", "where the texts come from")
     task_options: dict[str, Any] = mapping("options of the task, as task_options.OPTION=VALUE")
     root: str | None = key(None, "local folder of the task's data; null: the hub")
+    plugins: list[str] = key(
+        [], "modules to import first, which add scorers, wrappers, allocators or tasks of your own"
+    )
     samples: int = key(3, "how many texts", low=1)
     tokens: int = key(256, "of each text; attention maps grow with its square", low=2)
     continuation: int = key(32, "last of these tokens, whose attention outputs are compared", low=1)
@@ -56,6 +60,7 @@ class ExplainConfig:
     output: str = key("runs/explain", "folder of the pictures")
 
     def __post_init__(self) -> None:
+        load(self.plugins)
         if self.continuation >= self.tokens:
             raise ValueError(f"continuation={self.continuation}: expected fewer than tokens={self.tokens}")
 

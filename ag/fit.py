@@ -104,6 +104,8 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
         write_export(run_dir / "export", module, base, tokenizer, metrics)
         if batches.truncated:
             print(f"{batches.truncated} prompts lost {batches.truncated_tokens} tokens on their left.")
+        if batches.skipped:
+            print(f"{batches.skipped} rows of the data were left out: too short for a prompt, or too long.")
         print(f"run folder: {run_dir}")
         if config.export.push_to_hub:
             print(f"uploaded: {hub.push(run_dir / 'export', config.export.push_to_hub)}")
@@ -119,7 +121,7 @@ def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
     """
     gates = AttentionGates(base.config, config.gate)
     if config.init is not None:
-        start = AttentionGates.from_pretrained(Path(config.init))
+        start = AttentionGates.from_pretrained(config.init)
         try:
             gates.load_state_dict(start.state_dict())
         except RuntimeError as error:

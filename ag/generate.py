@@ -25,6 +25,7 @@ from ag.gates import export
 from ag.model import base as models
 from ag.model import smollm2
 from ag.model.geometry import fingerprint
+from ag.plugins import load
 
 Model = PreTrainedModel | PeftModel
 
@@ -38,6 +39,9 @@ class GenerateConfig:
     budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null")
     schedule: str = key("prefill", "when something is evicted: prefill, blocks:m, every, steps:n, joined by +")
     options: dict[str, Any] = mapping("options of the policy, as options.window=16")
+    plugins: list[str] = key(
+        [], "modules to import first, which add scorers, wrappers, allocators or tasks of your own"
+    )
     adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
     model: str | None = key(None, "hub id, local folder or alias, instead of the base model that the export names")
     prompt: str | None = key(None, "the text to continue")
@@ -50,6 +54,9 @@ class GenerateConfig:
     device: str = key("cpu", "cpu, cuda, cuda:1, ...")
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
     compare: bool = key(False, "continue with a full cache as well")
+
+    def __post_init__(self) -> None:
+        load(self.plugins)
 
 
 @dataclass

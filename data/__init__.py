@@ -9,7 +9,7 @@ from ag.data.module import DataModule
 from ag.data.problems import ANY
 from ag.data.problems import KINDS as PROBLEMS
 from ag.data.sources import DataError
-from ag.data.templates import find_task
+from ag.data.templates import find_task, is_own
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +28,7 @@ def check(data: DataConfig) -> None:
     Raises:
         DataError: naming what there is.
     """
-    if data.kind == "sft":
+    if data.kind == "sft" and not is_own(data):
         find_task(data.name)
     if data.kind == "worked" and data.name not in (ANY, *PROBLEMS):
         raise DataError(f"data.name={data.name} with data.kind=worked: expected {ANY} or one of {', '.join(PROBLEMS)}")

@@ -35,11 +35,13 @@ class Row(NamedTuple):
         tokens: its tokens, BOS included where the tokenizer adds one, ``[T]``.
         prompt_length: so many tokens are the prompt, which carries no loss; None: plain text, all carry loss.
         answer: set in the validation rows of multiple-choice tasks.
+        loss: which tokens carry loss, ``[T]``; None: those behind the prompt.
     """
 
     tokens: Tokens
     prompt_length: int | None = None
     answer: Answer | None = None
+    loss: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Collator:
             ids[i, :n] = row.tokens
             mask[i, :n] = True
             labels[i, start:n] = row.tokens[start:]
+            if row.loss is not None:
+                labels[i, :n][~row.loss] = IGNORED
         batch = {
             "input_ids": torch.from_numpy(ids),
             "attention_mask": torch.from_numpy(mask),
@@ -124,6 +128,17 @@ def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
         f"the tokenizer {tokenizer.name_or_path} has neither a padding nor an end-of-sequence token: "
         "set tokenizer.pad_token"
     )
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What ends a response: ``[EOS]``.
+
+    Raises:
+        DataError: the tokenizer has no end-of-sequence token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"the tokenizer {tokenizer.name_or_path} has no end-of-sequence token: set tokenizer.eos_token")
+    return [int(tokenizer.eos_token_id)]
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:

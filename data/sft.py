@@ -3,7 +3,7 @@
 The prompt is tokenised by itself, so that training sees the prompt tokens that serving feeds. The response is
 tokenised together with the prompt's last line, whose tokens are then taken off; only where the two merge over
 the border is it tokenised by itself (doing so always would give SentencePiece tokenizers a second leading
-space). It ends with the answer, without EOS, so that the log-likelihoods of the choices compare.
+space). It ends with the answer, and without EOS unless ``data.eos`` asks for it: the choices compare so.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ag.data.collate import Answer, Collator, Row, padding_token, start_tokens, tokenize
+from ag.data.collate import Answer, Collator, Row, end_tokens, padding_token, start_tokens, tokenize
 from ag.data.module import Counts, DataModule
 from ag.data.sources import DataError, Source, local_folder
-from ag.data.templates import Example, examples, find_task
+from ag.data.templates import Example, examples, find_task, is_own
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +38,10 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
         DataError: unknown task, missing folder, split or field, or a response that does not fit.
     """
     data = config.data
+    if is_own(data):
+        from ag.data import own
+
+        return own.build(config, tokenizer, context)
     task = find_task(data.name)
     folder: Path | None = local_folder(data.root, task.folder) if data.root else None
     source = Source(task.hub, task.subset, task.revision, folder)
@@ -70,7 +74,8 @@ def from_examples(
     Raises:
         DataError: a list is empty, or a response does not fit.
     """
-    encoder = Encoder(tokenizer, min(config.data.max_length, context))
+    end = end_tokens(tokenizer) if config.data.eos else []
+    encoder = Encoder(tokenizer, min(config.data.max_length, context), end=end)
     train_rows = [row for [row] in encoder.encode(train, "train", every_choice=False)]
     groups = encoder.encode(validation, "validation", every_choice=True)
     collator = Collator(padding_token(tokenizer))
@@ -80,14 +85,18 @@ def from_examples(
 class Encoder:
     """Turns prompts and answers into rows of at most ``limit`` tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, limit: int, before: str = " ", end: Sequence[int] = ()
+    ) -> None:
         """Keep the tokenizer.
 
         Args:
             tokenizer: the model's tokenizer.
             limit: longest row in tokens.
+            before: text between a prompt and its answer.
+            end: tokens behind the answer.
         """
-        self.tokenizer, self.limit = tokenizer, limit
+        self.tokenizer, self.limit, self.before, self.end = tokenizer, limit, before, list(end)
         self.start = start_tokens(tokenizer)
         self.counts = Counts()
 
@@ -108,7 +117,7 @@ class Encoder:
             for choice in (range(len(question.choices)) if every_choice else [question.target])
         ]
         prompts = tokenize(self.tokenizer, [question.prompt for question in questions])
-        answers = [" " + questions[number].choices[choice] for number, choice in asked]
+        answers = [self.before + questions[number].choices[choice] for number, choice in asked]
         lines = [questions[number].prompt.rsplit("\n", 1)[-1] for number, _ in asked]
         before = tokenize(self.tokenizer, lines)
         joint = tokenize(self.tokenizer, [line + answer for line, answer in zip(lines, answers, strict=True)])
@@ -117,7 +126,7 @@ class Encoder:
         for (number, choice), line, both, response in zip(asked, before, joint, alone, strict=True):
             if len(both) > len(line) and both[: len(line)] == line:
                 response = both[len(line) :]
-            row = self._row(prompts[number], response, f"{split} row {number + 1}")
+            row = self._row(prompts[number], response + self.end, f"{split} row {number + 1}")
             answer = Answer(number, choice, questions[number].target) if every_choice else None
             groups[number].append(row._replace(answer=answer))
         return groups

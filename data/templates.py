@@ -10,9 +10,13 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ag.data.sources import DataError, Record, check_fields
+
+if TYPE_CHECKING:
+    from ag.config import DataConfig
 
 Fields = dict[str, type | tuple[type, ...]]
 
@@ -183,6 +187,13 @@ TASKS: dict[str, Task] = {
 }
 
 
+def is_own(data: DataConfig) -> bool:
+    """Whether supervised rows are not those of the table: of a folder, or of ``ORG/NAME`` on the hub."""
+    inside = [Path(data.root) / data.name] if data.root else []
+    folders = (path.expanduser() for path in (Path(data.name), *inside))
+    return data.name not in TASKS and ("/" in data.name or any(folder.is_dir() for folder in folders))
+
+
 def find_task(name: str) -> Task:
     """Look up a task.
 
@@ -193,7 +204,7 @@ def find_task(name: str) -> Task:
         return TASKS[name]
     nearest = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
-    raise DataError(f"data.name={name} is not a task: {hint}Known: {', '.join(TASKS)}")
+    raise DataError(f"data.name={name} is not a task: {hint}Known: {', '.join(TASKS)}; or give a folder or ORG/NAME")
 
 
 def examples(task: Task, rows: Iterable[Record], where: str) -> Iterator[Example]:

@@ -18,7 +18,7 @@ import numpy as np
 from ag.data.cache import cached, tokenizer_identity
 from ag.data.collate import Collator, Row, padding_token, start_tokens, tokenize
 from ag.data.module import Counts, DataModule
-from ag.data.sources import DataError, MissingSplitError, Source, check_fields, local_folder
+from ag.data.sources import DataError, Source, check_fields, held_out, local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     data = config.data
     folder = local_folder(data.root, data.name) if data.root else None
     source = Source(data.name, data.subset, data.revision, folder)
-    held_out = _held_out(source, data)
+    first = held_out(source, data)
     counts = Counts()
     cut: Packed | Windows | Repeated
     end = None
@@ -69,9 +69,9 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     def rows(split: str, cut: Cut, limit: int | None, start: int = 0, stop: int | None = None) -> TextRows:
         return TextRows(source, split, data.text_field, data.streaming, tokenizer, cut, limit, start, stop)
 
-    train = rows("train", cut.train, data.train_samples, start=held_out)
-    if held_out:
-        validation = rows("train", cut.validation, data.val_samples, stop=held_out)
+    train = rows("train", cut.train, data.train_samples, start=first)
+    if first:
+        validation = rows("train", cut.validation, data.val_samples, stop=first)
     else:
         validation = rows("validation", cut.validation, data.val_samples)
     if data.streaming:
@@ -106,18 +106,6 @@ def _kept(rows: TextRows, data: DataConfig, counts: Counts, *more: object) -> Se
     )
     counts.skipped = before + measured["skipped"]
     return found
-
-
-def _held_out(source: Source, data: DataConfig) -> int:
-    try:
-        source.read("validation", data.streaming)
-    except MissingSplitError as error:
-        if data.val_samples is None:
-            raise DataError(
-                f"{error}; set data.val_samples=N to validate on the first N training documents instead"
-            ) from error
-        return data.val_samples
-    return 0
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ag.data.collate import Collator, Row, padding_token
+from ag.data.collate import Collator, Row, end_tokens, padding_token
 from ag.data.module import Counts, DataModule
 from ag.data.problems import Problem, generate
 from ag.data.sft import Encoder
@@ -35,17 +33,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], limi
     Raises:
         DataError: a problem does not fit, or the tokenizer has no end-of-sequence token.
     """
-    if tokenizer.eos_token_id is None:
-        raise DataError(f"the tokenizer {tokenizer.name_or_path} has no end-of-sequence token: set tokenizer.eos_token")
     examples = [Example(problem.prompt, [problem.solution], 0) for problem in problems]
-    rows = [row for [row] in Encoder(tokenizer, sys.maxsize).encode(examples, "worked", every_choice=False)]
-    longest = max((len(row.tokens) + 1 for row in rows), default=0)
+    encoder = Encoder(tokenizer, sys.maxsize, end=end_tokens(tokenizer))
+    rows = [row for [row] in encoder.encode(examples, "worked", every_choice=False)]
+    longest = max((len(row.tokens) for row in rows), default=0)
     if longest > limit:
         raise DataError(
             f"a worked problem has {longest} tokens, more than a row of {limit}: raise data.max_length, lower "
             "data.solution_max, or use a model with a longer context"
         )
-    return [row._replace(tokens=np.append(row.tokens, np.int32(tokenizer.eos_token_id))) for row in rows]
+    return rows
 
 
 def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:

@@ -1,11 +1,16 @@
 """The scripts in scripts/examples, run one after the other on a tiny model."""
 
 import json
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from warm import started
+
+import ag
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "scripts" / "examples"
@@ -22,6 +27,41 @@ def run(name, *words):
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_length(path):
     assert len(path.read_text().splitlines()) <= 40
+
+
+def asked(text, model, tokenizer, question, read="snapkv@heads"):
+    """The answer when this question is the only one."""
+    context = tokenizer(text, return_tensors="pt").input_ids
+    cache = ag.EvictionCache(model, read, budget=0.25)
+    with torch.no_grad():
+        model(context, past_key_values=cache)
+        ids = torch.cat([context, tokenizer(f"\n{question}\n", return_tensors="pt").input_ids], 1)
+        output = model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("place", ["scripts/examples/questions.py", "docs/engine.md"])
+def test_one_context_many_questions(place, tmp_path, tiny_llama, tiny_tokenizer, monkeypatch, capsys):
+    """Each answer is that of a question that was asked alone."""
+    model = tiny_llama().eval()
+    model.save_pretrained(tmp_path / "base")
+    tiny_tokenizer.save_pretrained(tmp_path / "base")
+    text, questions = "a river and a hill, " * 8, ["Who is it about?", "Where does it happen?"]
+    (tmp_path / "CONTEXT.txt").write_text(text)
+    code = (ROOT / place).read_text()
+    if place.endswith(".md"):
+        [code] = [block for block in re.findall(r"```python\n(.*?)```", code, re.DOTALL) if "deepcopy" in block]
+        code = code.replace("smollm2", str(tmp_path / "base"))
+    assert len(code.strip().splitlines()) <= 21
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["questions.py", str(tmp_path / "base"), "CONTEXT.txt", *questions])
+    exec(compile(code, place, "exec"), {"__name__": "__main__"})
+    found = capsys.readouterr().out.splitlines()
+    expected = [asked(text, model, tiny_tokenizer, question) for question in questions]
+    assert expected[0] != expected[1]
+    if place.endswith(".py"):
+        expected = [f"25% kept: {answer!r}" for answer in expected]
+    assert found == expected
 
 
 @pytest.mark.slow

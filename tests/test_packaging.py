@@ -1,9 +1,12 @@
 """What is installed: our folders inside `ag`, nothing else, and pins that fit the declared bounds."""
 
+import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -12,6 +15,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+import ag
+from ag.__main__ import COMMANDS
+from ag.__main__ import main as command
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("data", "callbacks", "kernels", "recipes")
@@ -76,6 +83,57 @@ def test_modules_exist_once() -> None:
     assert python_from_root(code) == "ag.data ag.kernels.gated_attention"
     banned = PROJECT["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]
     assert set(banned) == {"kernels", "data", "callbacks"}
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source distribution, unpacked."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("sdist")
+    ignore = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "wandb", "build", "dist")
+    shutil.copytree(ROOT, source / "ag", symlinks=True, ignore=ignore)
+    for name in (".ci", ".gitignore"):
+        (source / "ag" / name).symlink_to(ROOT / name)
+    code = f"import setuptools.build_meta as build; build.build_sdist({str(out)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=source / "ag", check=True, capture_output=True)
+    (archive,) = out.glob("ag-*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(out, filter="data")
+    return out / archive.name.removesuffix(".tar.gz")
+
+
+def test_sdist_holds_what_tests_read_and_the_links(sdist: Path) -> None:
+    for folder in FOLDERS:
+        assert (sdist / "ag" / folder).readlink() == Path("..", folder)
+    for folder in ("ag", "data", "kernels", "recipes", "tests", "scripts", "docs", ".ci"):
+        ours = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*") if path.is_file()}
+        ours = {name for name in ours if "__pycache__" not in name and not name.endswith(".pyc")}
+        theirs = {str(path.relative_to(sdist)) for path in (sdist / folder).rglob("*")}
+        assert ours - theirs == set()
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "constraints.txt", "LICENSE", "MANIFEST.in"):
+        assert (sdist / name).read_bytes() == (ROOT / name).read_bytes()
+
+
+def test_the_command_lists_its_commands_without_torch() -> None:
+    code = "import sys, ag.__main__ as a; a.main([]); print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    *lines, loaded = python_from_root(code).splitlines()
+    assert loaded == "[]" and {line.split()[0] for line in lines[2:]} == set(COMMANDS)
+    for name in COMMANDS:
+        assert any((ROOT / "ag" / end).is_file() for end in (f"{name}.py", f"{name}/__main__.py"))
+    module, function = PROJECT["project"]["scripts"]["ag"].split(":")
+    assert getattr(importlib.import_module(module), function) is command
+
+
+def test_the_command_is_the_module(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ag"])
+    for name, words in (("models", ["--help"]), ("compare", ["recipe=nowhere"])):
+        with pytest.raises(SystemExit) as ours:
+            command([name, *words])
+        mine = capsys.readouterr()
+        done = subprocess.run([sys.executable, "-m", f"ag.{name}", *words], capture_output=True, text=True, cwd=ROOT)
+        assert (ours.value.code or 0, mine.out, mine.err) == (done.returncode, done.stdout, done.stderr)
+    assert command(["fti"]) == 2 and "fit?" in capsys.readouterr().err
+    assert command(["--version"]) == 0 and capsys.readouterr().out == f"ag {PROJECT['project']['version']}\n"
+    assert ag.__version__ == PROJECT["project"]["version"]
 
 
 def test_every_folder_is_in_the_package_list() -> None:

@@ -42,7 +42,10 @@ class LoraConfig:
     rank: int = key(8, "rank r of every adapter", low=1)
     alpha: float = key(16.0, "scale: the update is alpha / rank * B A", low=0)
     dropout: float = key(0.0, "dropout on the adapter's input", low=0, high=1)
-    targets: list[str] = key(["q_proj", "k_proj", "v_proj", "o_proj"], "names of the linear layers to adapt")
+    targets: list[str] = key(
+        ["q_proj", "k_proj", "v_proj", "o_proj"],
+        "names of the linear layers to adapt; all-linear: all but the output layer",
+    )
 
 
 @dataclass
@@ -55,12 +58,20 @@ class DataConfig:
     )
     name: str = key(
         "facts",
-        "task of the sft table (piqa, boolq, ...); hub id (text); worked, or one of its kinds, as addition",
+        "task of the sft table (piqa, boolq, ...); folder or hub id (sft, text); worked, or a kind of it, as addition",
     )
-    subset: str | None = key(None, "configuration name of a hub dataset (text)")
-    revision: str | None = key(None, "git revision of a hub dataset (text)")
-    root: str | None = key(None, "local folder of JSON lines (SPLIT.jsonl or shards SPLIT-*.jsonl), instead of the hub")
+    subset: str | None = key(None, "configuration name of a hub dataset (text, own sft)")
+    revision: str | None = key(None, "git revision of a hub dataset (text, own sft)")
+    root: str | None = key(
+        None, "local folder (SPLIT.jsonl, .json, .parquet, or shards SPLIT-*.jsonl), instead of the hub"
+    )
     text_field: str = key("text", "the field that holds a document (text)")
+    prompt_field: str = key("prompt", "the field that holds a prompt (own sft)")
+    response_field: str = key("response", "the field that holds its response, which is joined as it is (own sft)")
+    messages_field: str = key(
+        "messages", "the field that holds a chat instead, as objects with role and content (own sft)"
+    )
+    eos: bool | None = key(None, "a response ends with EOS (sft); null: yes in rows of prompt and response of your own")
     max_length: int = key(1024, "longest row in tokens; a longer prompt loses its left part, and is counted", low=2)
     packing: Literal["packed", "split", "repeated"] = key(
         "split",

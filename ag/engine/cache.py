@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,13 @@ class EvictionCache(Cache, Interceptor):
         for name, value in vars(self).items():
             setattr(new, name, copy.deepcopy(value, memo))
         return new
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled, as by ``torch.save``: the model would go with it."""
+        raise UserError(
+            f"{type(self).__name__}: a cache refers to its model and cannot be pickled: use copy.deepcopy(cache) in "
+            "the same process, or read the prompt again."
+        )
 
     # ---- what it holds
 

@@ -47,6 +47,13 @@ class Decision:
         capacity = seen.capacity
         wish = None if seen.decoding else allocator.wish(seen)
         score, protected, valid = scorer.score(seen), scorer.protected(seen, capacity), seen.key_valid
+        for what, found in (("score", score), ("protected", protected)):
+            if getattr(found, "shape", None) != valid.shape:
+                gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+                raise UserError(
+                    f"{type(scorer).__name__}.{what} of {self.policy!r} gave {gave} in layer {seen.layer}: expected a "
+                    f"tensor [B, Hkv, N], here {list(valid.shape)}."
+                )
         if not bool(torch.isfinite(score).logical_or(~valid | protected | ~due[:, None, None]).all()):
             raise FloatingPointError(f"layer {seen.layer}: {self.policy!r} gave a score that is not finite.")
         second, first_share = scorer.second(seen, score) or (None, 1.0)

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -135,10 +134,10 @@ def policy(
     Args:
         spec: ``SCORER[:PATH][+WRAPPER][@ALLOCATOR]``, see :class:`ag.engine.spec.PolicySpec`. Scorers: full,
             streaming_llm, h2o, scissorhands, tova, snapkv, cake, expected_attention, keydiff, kvzip, knorm, random,
-            ``gates`` (those attached to the model) or ``gates:PATH`` (exported ones). Wrappers: vatp, caote, fastcaote,
-            criticalkv, obcache_value, obcache_key, obcache_joint. Allocators: uniform, pyramid, preference, heads,
-            global. The name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), cake without one for
-            ``cake@preference``, and kvzip for ``kvzip@global``.
+            ``gates`` (those attached to the model) or ``gates:PATH`` (exported ones, of a folder or the hub). Wrappers:
+            vatp, caote, fastcaote, criticalkv, obcache_value, obcache_key, obcache_joint. Allocators: uniform, pyramid,
+            preference, heads, global. The name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), cake
+            without one for ``cake@preference``, and kvzip for ``kvzip@global``.
         budget: tokens per KV head, or as a float in (0, 1] a share of each prompt's own tokens. Gates without a
             budget keep what their flags say; with one the most probable tokens stay. Of ``gates:PATH`` without one
             the options ``share=0.3`` and ``threshold=0.2`` move the boundary of the flags; see
@@ -169,7 +168,7 @@ def policy(
     _check_schedule(schedule)
     engine = _engine_options(spec, budget, rest)
     _check_growth(spec, budget, schedule, engine)
-    gates = AttentionGates.from_pretrained(Path(spec.path)) if spec.path else None
+    gates = AttentionGates.from_pretrained(spec.path) if spec.path else None
     scorer = _scorer(parts, rest) if spec.evicts else None
     allocator = _allocator(parts, scorer, budget, rest)
     gates = _moved(gates, boundary, spec, budget)

@@ -14,6 +14,7 @@ from ag.engine.allocators import ALLOCATORS
 from ag.engine.scorers import SCORERS
 from ag.engine.wrappers import WRAPPERS
 from ag.errors import UserError
+from ag.plugins import discover
 
 FULL = "full"  # evicts nothing, and has no scorer
 ALIASES = {"pyramidkv": ("snapkv", "pyramid")}
@@ -47,7 +48,7 @@ class PolicySpec:
         scorer: name of a scorer, of an alias for a scorer with its allocator, or ``full``.
         wrapper: name of the wrapper, or None.
         allocator: name of the allocator; None: the scorer's own.
-        path: folder of exported gates, for a scorer that reads gates; None: those attached to the model.
+        path: folder or hub id of exported gates, for a scorer that reads gates; None: those attached to the model.
         label: what tables call it; two specs that differ in it alone are equal.
     """
 
@@ -68,6 +69,8 @@ class PolicySpec:
         Raises:
             UserError: for an unknown name (the nearest is suggested), or a sign that is out of place (where it stands).
         """
+        for group in ("ag.scorers", "ag.wrappers", "ag.allocators"):
+            discover(group)
         label, bare = split_label(text)
         if label is not None:
             return replace(cls.parse(bare), label=_checked(label, bare, text))

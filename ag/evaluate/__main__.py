@@ -24,6 +24,7 @@ from ag.errors import UserError
 from ag.evaluate.comparison import CompareConfig, compare
 from ag.evaluate.comparison.cells import plan
 from ag.evaluate.comparison.findings import Entry
+from ag.plugins import load
 
 TASK = "responses"
 
@@ -44,7 +45,13 @@ class EvaluateConfig:
     output: str | None = key(
         None, "FILE.json for the figures, with the folder FILE for all else; null: RUN/evaluation.json"
     )
+    plugins: list[str] = key(
+        [], "modules to import first, which add scorers, wrappers, allocators or tasks of your own"
+    )
     device: str = key("cpu", "cpu, cuda, cuda:1, ...")
+
+    def __post_init__(self) -> None:
+        load(self.plugins)
 
     @property
     def file(self) -> Path:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,6 +59,7 @@ __all__ = [
     "is_merged",
     "load",
     "load_adapter",
+    "local",
     "read_info",
     "save",
     "save_adapter",
@@ -67,6 +69,7 @@ __all__ = [
 CONFIG, CARD, FIGURE = "gate_config.json", "README.md", "figure.png"
 VERSIONS = versions("ag", "torch", "transformers", "peft", "safetensors")
 MEGABYTE = 1 << 20
+HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(:(?P<revision>\S+))?")
 
 StrPath = str | os.PathLike[str]
 
@@ -159,8 +162,8 @@ def load(
     Raises:
         ExportError: for anything that is not a whole and unchanged export, or one for another base model.
     """
-    info = read_info(path)
-    folder, file = Path(path), Path(path) / WEIGHTS
+    folder = local(path)
+    info, file = read_info(folder), folder / WEIGHTS
     if model_config is not None:
         _check_base(folder, info, model_config)
     with torch.device("meta"):
@@ -208,13 +211,30 @@ def _adapter(folder: Path, info: dict[str, Any]) -> Adapter | None:
         ) from None
 
 
+def local(path: StrPath) -> Path:
+    """Return the folder of an export: the path, or where an export of the hub was downloaded to.
+
+    ``ORG/NAME`` and ``ORG/NAME:REVISION`` are of the hub where there is neither such a folder nor a folder ``ORG``.
+
+    Raises:
+        ExportError: the hub has no such export, or cannot be reached.
+    """
+    folder, found = Path(path), HUB_ID.fullmatch(str(path))
+    if found is None or folder.exists() or Path(found["repository"]).parent.exists():
+        return folder
+    from ag.gates.hub import download
+
+    return download(found["repository"], found["revision"])
+
+
 def read_info(path: StrPath) -> dict[str, Any]:
     """Return the validated content of ``gate_config.json``.
 
     Raises:
         ExportError: when it is missing, damaged, or of another schema.
     """
-    folder, file = Path(path), Path(path) / CONFIG
+    folder = local(path)
+    file = folder / CONFIG
     if not folder.is_dir():
         old = _sibling(folder.resolve(), "old")
         hint = f"; a killed export left the earlier one in {old}: rename it back" if old.is_dir() else ""
@@ -230,7 +250,7 @@ def read_info(path: StrPath) -> dict[str, Any]:
 
 def is_adapter(path: StrPath) -> bool:
     """Whether a folder holds a LoRA adapter and no gates, as :func:`save_adapter` writes it."""
-    folder = Path(path)
+    folder = local(path)
     return folder.is_dir() and [entry.name for entry in folder.iterdir()] == [ADAPTER]
 
 
@@ -242,7 +262,7 @@ def adapter_checksum(path: StrPath) -> str:
     """
     if not is_adapter(path):
         return str(read_info(path)["checksum"])
-    return hashlib.sha256(b"".join(_read(Path(path), name) for name in ADAPTER_FILES)).hexdigest()
+    return hashlib.sha256(b"".join(_read(local(path), name) for name in ADAPTER_FILES)).hexdigest()
 
 
 def adapter_path(path: StrPath) -> Path | None:
@@ -254,13 +274,13 @@ def adapter_path(path: StrPath) -> Path | None:
         ExportError: when the export or its adapter is damaged.
     """
     if is_adapter(path):
-        return Path(path) / ADAPTER
+        return local(path) / ADAPTER
     sha256 = read_info(path)["sha256"]
     if len(sha256) == 1:
         return None
     for name in ADAPTER_FILES:
-        _check_hash(Path(path) / name, _read(Path(path), name), sha256[name])
-    return Path(path) / ADAPTER
+        _check_hash(local(path) / name, _read(local(path), name), sha256[name])
+    return local(path) / ADAPTER
 
 
 def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) -> PeftModel | PreTrainedModel:
@@ -282,8 +302,8 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
         raise ExportError(f"{path}: the export has no {ADAPTER} folder: expected one trained with train=gates+lora.")
     if not is_adapter(path):
         info = read_info(path)
-        _check_base(Path(path), info, model.config)
-        if adapter := _adapter(Path(path), info):
+        _check_base(local(path), info, model.config)
+        if adapter := _adapter(local(path), info):
             adapter.check(model, times=0)
     try:
         wrapped = peft.PeftModel.from_pretrained(model, str(folder)).eval()
@@ -436,7 +456,9 @@ def _read(folder: Path, name: str, limit: int | None = None) -> bytes:
         if not file.is_file():
             raise ExportError(f"{file}: no such file: expected it in an export; copy the whole folder again.")
         real, size = file.resolve(), file.stat().st_size
-        if not real.is_relative_to(folder.resolve()):
+        inside = folder.resolve()
+        blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside  # of the hub's cache
+        if not real.is_relative_to(inside) and not real.is_relative_to(blobs):
             raise ExportError(f"{file}: a link to {real}: expected a file inside the export; copy it there.")
         if limit is not None and size > limit:
             raise ExportError(f"{file}: {size} bytes: expected at most {limit}; copy the file again.")

@@ -283,5 +283,5 @@ class AttentionGates(export.Gates):
 
     @classmethod
     def from_pretrained(cls, path: str | PathLike[str], model_config: PretrainedConfig | None = None) -> AttentionGates:
-        """Read gates from a folder, strictly; see :func:`ag.gates.export.load`."""
+        """Read gates from a folder or the hub (``ORG/NAME[:REVISION]``), strictly; see :func:`ag.gates.export.load`."""
         return export.load(path, cls, model_config)

@@ -265,7 +265,8 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
 
     head = model.get_output_embeddings()
     layers = [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    unknown = [t for t in lora.targets if not any(n == t or n.endswith(f".{t}") for n in layers)]
+    every = lora.targets == ["all-linear"]  # peft's own word, which leaves the output layer out
+    unknown = [] if every else [t for t in lora.targets if not any(n == t or n.endswith(f".{t}") for n in layers)]
     if unknown or not lora.targets:
         raise ModelError(
             f"lora.targets={lora.targets}: {type(model).__name__} has no linear layer "
@@ -275,7 +276,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only divides it by r
         lora_dropout=lora.dropout,
-        target_modules=list(lora.targets),
+        target_modules="all-linear" if every else list(lora.targets),
         task_type="CAUSAL_LM",
     )
     return peft.get_peft_model(model, config, autocast_adapter_dtype=True)

@@ -236,6 +236,15 @@ class TestAddLora:
         model(input_ids=ids, labels=ids).loss.backward()
         assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
 
+    def test_all_linear_is_every_layer_but_the_head(self, tiny_llama) -> None:
+        base = tiny_llama()
+        layers = {name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
+        assert "lm_head" in layers
+        model = models.add_lora(base, LoraConfig(targets=["all-linear"]))
+        adapted = {name.removeprefix("base_model.model.").split(".lora_A")[0] for name, _ in model.named_parameters()}
+        assert adapted & layers == layers - {"lm_head"}
+        assert sum("lora_A" in name for name, _ in model.named_parameters()) == len(layers) - 1
+
     @pytest.mark.parametrize("targets", [["q_proj", "c_attn"], []])
     def test_unknown_target_lists_the_choice(self, tiny_llama, targets: list[str]) -> None:
         with refuses(models.ModelError, "lora.targets") as caught:

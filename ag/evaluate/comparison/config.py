@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ag.config import ModelConfig, key, mapping
 from ag.engine.spec import BUDGET, PolicySpec, named, split_label
+from ag.plugins import load
 
 
 @dataclass
@@ -38,6 +39,9 @@ class CompareConfig:
     max_tokens: int | None = key(None, "longest sample in tokens, instead of the model's context", low=1)
     task_options: dict[str, dict[str, Any]] = mapping("options of tasks, as task_options.TASK.OPTION=VALUE")
     policy_options: dict[str, dict[str, Any]] = mapping("options of policies, as policy_options.POLICY.OPTION=VALUE")
+    plugins: list[str] = key(
+        [], "modules to import first, which add scorers, wrappers, allocators or tasks of your own"
+    )
     baseline: str = key("full", "the policy that the others are tested against, at its own or the same budget")
     together: int = key(8, "cells of a task that share the reading of a prompt, where their policies allow it", low=1)
     seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
@@ -48,6 +52,7 @@ class CompareConfig:
     view_tokens: int = key(1024, "tokens of each of them", low=1)
 
     def __post_init__(self) -> None:
+        load(self.plugins)
         self.policies, self.also = [*self.policies, *self.also], []  # once: a dumped configuration is read again
         if self.baseline not in [*self.policies, *(split_label(text)[0] for text in self.policies)]:
             raise ValueError(f"baseline={self.baseline}: expected one of policies={self.policies}")

@@ -21,6 +21,7 @@ from ag.evaluate.tasks.perplexity import Continuation, Stream
 from ag.evaluate.tasks.responses import Responses
 from ag.evaluate.tasks.variables import Variables
 from ag.evaluate.tasks.worked import Worked
+from ag.plugins import discover
 
 GRID = {"depths": (0.0, 0.25, 0.5, 0.75, 1.0)}
 BOOKS = {"haystack": "text", "digits": 5, "hint": False, "lengths": (512, 1024, 2048, 4096), "repeats": 20}
@@ -75,6 +76,7 @@ def expand(names: Sequence[str]) -> list[str]:
     Raises:
         UserError: a name is neither a task nor a group; the nearest is suggested.
     """
+    discover("ag.tasks")
     for name in names:
         _known(name, [*TASKS, *GROUPS, *ALIASES], "task")
     return list(dict.fromkeys(task for name in names for task in GROUPS.get(name, (ALIASES.get(name, name),))))
@@ -96,6 +98,7 @@ def make(name: str, root: str | None = None, **options: Any) -> Task:
     Raises:
         UserError: unknown name or option (the nearest is suggested), or a value out of range.
     """
+    discover("ag.tasks")
     full = ALIASES.get(name, name)
     if name in GROUPS:
         raise UserError(f"Task {name!r} is a group of {', '.join(GROUPS[name])}; name one of them.")

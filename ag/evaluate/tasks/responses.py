@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -40,8 +41,16 @@ class Response(Sample):
         """
         lengths = [row.prompt_length or 0 for row in rows]
         prompt = min((row.tokens[:length] for row, length in zip(rows, lengths, strict=True)), key=len)
-        answers = [row.tokens[length:].tolist() for row, length in zip(rows, lengths, strict=True)]
+        answers = [row.tokens[length : _end(row)].tolist() for row, length in zip(rows, lengths, strict=True)]
         return cls(name, prompt.tolist(), answers, 0 if rows[0].answer is None else rows[0].answer.target)
+
+
+def _end(row: Row) -> int:
+    """Where the response ends: that of a chat with the first turn of the assistant."""
+    if row.loss is None:
+        return len(row.tokens)
+    after = np.flatnonzero(~row.loss[row.prompt_length or 0 :])
+    return (row.prompt_length or 0) + int(after[0]) if len(after) else len(row.tokens)
 
 
 @dataclass(frozen=True)

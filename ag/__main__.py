@@ -1,0 +1,43 @@
+"""The command ``ag``: ``ag fit ...`` is ``python -m ag.fit ...``, and so are the others."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from difflib import get_close_matches
+
+import ag
+
+COMMANDS = {
+    "fit": "train gates, adapters, or both: ag fit recipe=quickstart",
+    "generate": "continue a text under a policy, and show what it saves",
+    "compare": "policies on tasks at budgets: tables, tests and a page",
+    "evaluate": "a run's gates on its own validation rows",
+    "explain": "pictures of what policies keep, and why",
+    "bench": "time and memory beside plain transformers",
+    "models": "where a base model lies; fetches it where needed",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command, or list them; returns the exit code (2: there is no such command)."""
+    words = sys.argv[1:] if argv is None else argv
+    name = words[0] if words else "--help"
+    if name in COMMANDS:
+        sys.argv = [f"ag {name}", *words[1:]]
+        runpy.run_module(f"ag.{name}", run_name="__main__", alter_sys=True)  # as python -m does; it ends by SystemExit
+    elif name == "--version":
+        print(f"ag {ag.__version__}")
+    elif name in ("-h", "--help"):
+        print("ag COMMAND [options] key=value ...; ag COMMAND --help lists its keys\n")
+        print(*(f"  {command:<10}{line}" for command, line in COMMANDS.items()), sep="\n")
+    else:
+        near = get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"ag: error: unknown command {name!r}: expected one of {', '.join(COMMANDS)}{hint}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

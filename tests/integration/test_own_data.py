@@ -1,0 +1,65 @@
+"""Chats of one's own, from a folder to an export and its evaluation."""
+
+import json
+
+import pytest
+import torch
+from command import train
+from transformers import AutoTokenizer
+
+from ag.evaluate.__main__ import main as evaluate
+from ag.gates import export
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("covers", ["prompt", "all"])
+def test_train_on_chats_and_evaluate(recipe, tiny_base, tmp_path, covers):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    tokenizer.chat_template = TEMPLATE
+    for file in tiny_base.iterdir():
+        (tmp_path / "base").mkdir(exist_ok=True)
+        (tmp_path / "base" / file.name).write_bytes(file.read_bytes())
+    tokenizer.save_pretrained(tmp_path / "base")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"abc def {i}?" * 3},
+                {"role": "assistant", "content": f"yes {i}"},
+                {"role": "user", "content": "more?"},
+                {"role": "assistant", "content": "no"},
+            ]
+        }
+        for i in range(6)
+    ]
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "train.json").write_text(json.dumps(rows))
+    run = train(
+        recipe,
+        tmp_path / "out",
+        f"model.name={tmp_path / 'base'}",
+        f"data.name={tmp_path / 'chats'}",
+        "data.root=null",
+        "data.val_samples=2",
+        "train=gates+lora",
+        "lora.targets=all-linear",
+        "trainer.max_steps=2",
+        f"gate.covers={covers}",
+        "gate.scope=causal",
+    )
+    assert (
+        len(export.load_adapter(_model(tmp_path / "base"), run / "export").peft_config["default"].target_modules)
+        == 2 * 7
+    )
+    assert evaluate([f"run={run}"]) == 0
+    found = json.loads((run / "evaluation.json").read_text())
+    assert found["gates"]["tokens"] == [len(f"yes {i}\n") for i in range(2)]
+    assert all(torch.isfinite(torch.tensor(one["losses"])).all() for one in found.values())
+
+
+def _model(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
