@@ -7,11 +7,12 @@ from refused import names, refuses
 
 import ag
 from ag.config import LoraConfig
+from ag.continuation import generate
 from ag.errors import UserError
 from ag.gates import export
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
-from ag.generate import GenerateConfig, generate, main
+from ag.generate import GenerateConfig, main
 from ag.model import base as models
 from ag.model import smollm2
 

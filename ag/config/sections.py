@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+BUDGET = "tokens (an int of at least 1) or a share (a float in (0, 1])"  # what keys of budgets take
+
 
 def key(default: Any, doc: str, low: float | None = None, high: float | None = None, words: str = "") -> Any:
     """Declare a configuration key: its default, its one-line documentation and its bounds, both inclusive.

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from ag.config.sections import BUDGET
 from ag.engine.allocators import ALLOCATORS
 from ag.engine.scorers import SCORERS
 from ag.engine.wrappers import WRAPPERS
@@ -16,8 +17,6 @@ from ag.errors import UserError
 
 FULL = "full"  # evicts nothing, and has no scorer
 ALIASES = {"pyramidkv": ("snapkv", "pyramid")}
-
-BUDGET = "tokens (an int of at least 1) or a share (a float in (0, 1])"
 
 
 def parse_budget(value: Any) -> int | float:

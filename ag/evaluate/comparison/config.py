@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ag.config import ModelConfig, key, mapping
-from ag.engine.spec import BUDGET
+from ag.config.sections import BUDGET
 
 
 @dataclass

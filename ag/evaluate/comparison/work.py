@@ -69,6 +69,7 @@ class _Worker:
 
     def __init__(self, config: CompareConfig, results: Results) -> None:
         self.config, self.results = config, results
+        torch.set_float32_matmul_precision("highest")  # no TF32: differences between policies are small
         torch.manual_seed(config.seed)
         base, self.tokenizer = models.load_base(config.base, config.device)
         self.model: nn.Module = base if config.adapter is None else export.load_adapter(base, config.adapter)

@@ -17,13 +17,14 @@ from refused import refuses
 from transformers import AutoModelForCausalLM
 
 import ag
-from ag.compare import CompareConfig, compare, main
+from ag.compare import CompareConfig, main
 from ag.config.keys import ConfigError
 from ag.config.recipes import resolve
 from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.comparison.cells import plan
 from ag.evaluate.comparison.results import Results
+from ag.evaluate.comparison.run import compare
 from ag.evaluate.tasks import Outcome
 from ag.gates import export
 
