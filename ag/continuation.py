@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from ag.config import ModelConfig
 from ag.config.generate import GenerateConfig
@@ -28,9 +30,14 @@ if TYPE_CHECKING:
     Model = PreTrainedModel | PeftModel
 
 
+WARM_PROMPT, WARM_NEW = 256, 4  # tokens that compile and load what the measured ones need
+
+
 @dataclass
 class Generation:
     """A continuation and what its cache cost.
+
+    Times are those of warm kernels: a few tokens were read and written before.
 
     Attributes:
         text: the new text.
@@ -39,7 +46,9 @@ class Generation:
         evicted: share of the prompt's (token, layer, KV head) entries that were gone at the end.
         kv_bytes: bytes allocated for keys and values at the end.
         full_kv_bytes: bytes of the keys and values of every token seen.
-        seconds: for prefill and decoding.
+        held: share of the (token, layer, KV head) entries of every token seen that is held at the end.
+        prefill_seconds: until the first new token, what the policy reads a second time included.
+        decode_seconds: for the other new tokens.
         report: what each layer holds at the end.
     """
 
@@ -49,7 +58,9 @@ class Generation:
     evicted: float
     kv_bytes: int
     full_kv_bytes: int
-    seconds: float
+    held: float
+    prefill_seconds: float
+    decode_seconds: float
     report: Report
 
 
@@ -115,29 +126,31 @@ def _load(config: GenerateConfig, gates: str | None) -> tuple[Model, PreTrainedT
     return model, tokenizer
 
 
+class _Clock(BaseStreamer):
+    """Notes when each new token is there; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
 def _generate(
-    model: Model,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: Tensor,
-    policy: Policy,
-    config: GenerateConfig,
+    model: Model, tokenizer: PreTrainedTokenizerBase, ids: Tensor, policy: Policy, config: GenerateConfig
 ) -> Generation:
-    cache = EvictionCache(model, policy.with_tokenizer(tokenizer))
-    sampling = {"do_sample": True, "temperature": config.temperature, "top_p": config.top_p, "top_k": 0}
+    policy = policy.with_tokenizer(tokenizer)
+    with suppress(UserError):  # a policy may refuse so short a prompt
+        _continue(model, EvictionCache(model, policy), ids[:, :WARM_PROMPT], replace(config, max_new_tokens=WARM_NEW))
     torch.manual_seed(config.seed)
-    start = time.perf_counter()
-    output = model.generate(  # type: ignore[operator]  # PEFT and transformers declare it differently
-        input_ids=ids.to(config.device),
-        attention_mask=torch.ones_like(ids, device=config.device),
-        past_key_values=cache,
-        max_new_tokens=config.max_new_tokens,
-        **(sampling if config.temperature else {"do_sample": False}),
-    )
-    length = ids.shape[1]
-    new = output[0, length:].tolist()
-    seconds = time.perf_counter() - start
+    cache = EvictionCache(model, policy)
+    new, (start, first, *_, last) = _continue(model, cache, ids, config)
     size = fingerprint(model.config)
     entry = size["num_layers"] * size["num_kv_heads"] * size["head_dim"] * next(model.parameters()).element_size()
+    length = ids.shape[1]
     return Generation(
         text=str(tokenizer.decode(new, skip_special_tokens=True)),
         prompt_tokens=length,
@@ -145,6 +158,23 @@ def _generate(
         evicted=(1 - cache.kept_share()) * cache.seen_tokens / length,
         kv_bytes=cache.nbytes,
         full_kv_bytes=2 * cache.seen_tokens * entry,
-        seconds=seconds,
+        held=cache.kept_share(),
+        prefill_seconds=first - start,
+        decode_seconds=last - first,
         report=cache.report(),
     )
+
+
+def _continue(model: Model, cache: EvictionCache, ids: Tensor, config: GenerateConfig) -> tuple[list[int], list[float]]:
+    """Return the new tokens, and the times at which the prompt and each of them were there."""
+    clock = _Clock()
+    sampling = {"do_sample": True, "temperature": config.temperature, "top_p": config.top_p, "top_k": 0}
+    output = model.generate(  # type: ignore[operator]  # PEFT and transformers declare it differently
+        input_ids=ids.to(config.device),
+        attention_mask=torch.ones_like(ids, device=config.device),
+        past_key_values=cache,
+        max_new_tokens=config.max_new_tokens,
+        streamer=clock,
+        **(sampling if config.temperature else {"do_sample": False}),
+    )
+    return output[0, ids.shape[1] :].tolist(), [*clock.times, clock.times[-1]]

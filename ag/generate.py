@@ -31,15 +31,22 @@ def main(argv: list[str]) -> int:
 
 
 def table(generations: dict[str, Generation]) -> Table:
-    """Return the table that the command prints."""
+    """Return the table that the command prints: tokens a second without what compiles at first use."""
     first = next(iter(generations.values()))
-    out = Table(title=f"{first.prompt_tokens} prompt tokens")
-    for column in ("cache", "evicted", "new tokens", "KV bytes", "of full", "tokens/s"):
+    out = Table(title=f"{first.prompt_tokens} prompt tokens", caption="after a warm-up; of full: tokens held, of all")
+    for column in ("cache", "evicted", "new tokens", "KV bytes", "of full", "prefill tokens/s", "decoding tokens/s"):
         out.add_column(column, justify="left" if column == "cache" else "right")
     for name, row in generations.items():
-        share, speed = row.kv_bytes / row.full_kv_bytes, row.new_tokens / row.seconds
-        cells = (f"{row.evicted:.1%}", f"{row.new_tokens}", f"{row.kv_bytes:,}", f"{share:.1%}", f"{speed:.1f}")
-        out.add_row(name, *cells)
+        decoding = f"{(row.new_tokens - 1) / row.decode_seconds:.1f}" if row.decode_seconds else ""
+        out.add_row(
+            name,
+            f"{row.evicted:.1%}",
+            f"{row.new_tokens}",
+            f"{row.kv_bytes:,}",
+            f"{row.held:.1%}",
+            f"{row.prompt_tokens / row.prefill_seconds:.1f}",
+            decoding,
+        )
     return out
 
 

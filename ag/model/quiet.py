@@ -33,8 +33,9 @@ def quiet() -> Iterator[None]:
     bars = not sys.stderr.isatty() and transformers_logging.is_progress_bar_enabled()
     if bars:
         transformers_logging.disable_progress_bar()
+    listed = _Listed()  # one of its own: these may be nested
     for logger in loggers:
-        logger.addFilter(_is_wanted)
+        logger.addFilter(listed)
     try:
         with warnings.catch_warnings():
             for pattern in WARNINGS:
@@ -42,11 +43,12 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         for logger in loggers:
-            logger.removeFilter(_is_wanted)
+            logger.removeFilter(listed)
         if bars:
             transformers_logging.enable_progress_bar()
 
 
-def _is_wanted(record: logging.LogRecord) -> bool:
-    text = record.getMessage()
-    return not any(line in text for line in LINES)
+class _Listed(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return not any(line in text for line in LINES)
