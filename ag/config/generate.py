@@ -19,7 +19,9 @@ class GenerateConfig:
     options: dict[str, Any] = mapping("options of the policy, as options.window=16")
     adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
     model: str | None = key(None, "hub id, local folder or alias, instead of the base model that the export names")
-    prompt: str | None = key(None, "the text to continue")
+    prompt: str | None = key(
+        None, "the text to continue", instead="put a text with these signs into a file and give file=PATH"
+    )
     file: str | None = key(None, "file with that text, instead of prompt")
     chat: bool = key(False, "put the text into the tokenizer's chat template, as a user's message")
     max_new_tokens: int = key(64, "longest continuation in tokens", low=1)

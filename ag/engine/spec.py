@@ -123,7 +123,7 @@ def _parts(text: str, start: int) -> dict[str, str]:
     for match in re.compile("([+@])([^+@]*)").finditer(text, start):
         (sign, name), (kind, names) = match.groups(), kinds[match[1]]
         if sign in found:
-            _misplaced(text, match.start(), f"expected one {kind}, which is {found[sign]}")
+            _misplaced(text, match.start(), f"expected at most one {kind}, and {found[sign]} is one")
         if sign == "+" and "@" in found:
             _misplaced(text, match.start(), "expected the wrapper before the allocator")
         if not name:

@@ -38,4 +38,6 @@ def compare(config: CompareConfig, console: Console) -> Comparison:
     comparison = Comparison.of(config, cells, rows, results)
     (results.folder / "config.yaml").write_text(dump(config))
     write(comparison)
+    if comparison.hidden:
+        console.print(f"{len(comparison.hidden)} rows of earlier commands are in the folder and not shown.")
     return comparison
