@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import sys
 
-import torch
 from rich.console import Console
 
-from ag.config.command_line import parse
-from ag.errors import UserError
-from ag.evaluate.comparison import CompareConfig as CompareConfig
-from ag.evaluate.comparison import compare as compare
-from ag.evaluate.comparison.cells import plan
-from ag.evaluate.comparison.report import terminal_table
+from ag.config.command_line import command, parse
+from ag.evaluate.comparison.config import CompareConfig as CompareConfig
 
 
-def main(argv: list[str] | None = None) -> int:
+@command("ag.compare")
+def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code (2: one line on stderr says what is wrong)."""
-    invocation = parse(sys.argv[1:] if argv is None else argv, CompareConfig, "ag.compare")
+    invocation = parse(argv, CompareConfig, "ag.compare")
+    # these load torch and transformers, which no help needs
+    from ag.evaluate.comparison.cells import plan
+    from ag.evaluate.comparison.report import terminal_table
+    from ag.evaluate.comparison.run import compare
+
+    if invocation.dry_run:
+        print(*(cell.name for cell in plan(invocation.config)), sep="\n")
+        return 0
     console = Console()
-    try:
-        if invocation.dry_run:
-            print(*(cell.name for cell in plan(invocation.config)), sep="\n")
-            return 0
-        comparison = compare(invocation.config, console)
-    except UserError as error:
-        print(f"ag.compare: error: {error}", file=sys.stderr)
-        return 2
+    comparison = compare(invocation.config, console)
     console.print(terminal_table(comparison))
     for task in comparison.tasks:
         remark = comparison.uninformative(task)
@@ -36,5 +33,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    torch.set_float32_matmul_precision("highest")
     sys.exit(main())

@@ -7,23 +7,22 @@ import logging
 import sys
 from pathlib import Path
 
-from ag.model import smollm2
-from ag.model.base import ALIAS, resolve
+from ag.config.command_line import command
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command("ag.models")
+def main(arguments: list[str]) -> int:
     """Print the folder of a model; exit code 2 and one line when it cannot be found or made."""
     parser = argparse.ArgumentParser(prog="python -m ag.models", description="Print where a base model lies.")
-    parser.add_argument("name", help=f"{ALIAS}, a hub id or a folder")
+    parser.add_argument("name", help="smollm2, a hub id or a folder")
     parser.add_argument("--verify", action="store_true", help="check the hashes of a converted wheel")
     options = parser.parse_args(arguments)
-    try:
-        path = resolve(options.name)
-        if options.verify:
-            smollm2.verify(Path(path))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    from ag.model import smollm2  # these load torch and transformers, which no help needs
+    from ag.model.base import resolve
+
+    path = resolve(options.name)
+    if options.verify:
+        smollm2.verify(Path(path))
     print(path)
     return 0
 

@@ -13,12 +13,12 @@ from ag.callbacks.figures import Figures
 from ag.callbacks.finite import FiniteGuard, NonFiniteError
 from ag.callbacks.gradients import GradientNorms
 from ag.callbacks.progress import progress_bar
-from ag.callbacks.stop import StopOnSignal, Stopped
+from ag.callbacks.stop import StopOnSignal, Stopped, how_to_continue
 from ag.callbacks.summary import ParameterSummary
 from ag.callbacks.throughput import Throughput
 from ag.config import Config
 
-__all__ = ["AtomicCheckpointIO", "NonFiniteError", "Stopped", "build", "newest_valid"]
+__all__ = ["AtomicCheckpointIO", "NonFiniteError", "Stopped", "build", "how_to_continue", "newest_valid"]
 
 
 def build(config: Config, run_dir: Path) -> list[Callback]:
@@ -35,7 +35,7 @@ def build(config: Config, run_dir: Path) -> list[Callback]:
     gradients = GradientNorms()
     callbacks: list[Callback] = [
         ParameterSummary(),
-        StopOnSignal(),
+        StopOnSignal(run_dir),
         LearningRateMonitor("step"),
         Throughput(config.trainer.log_every),
         gradients,

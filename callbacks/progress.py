@@ -8,7 +8,12 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
-from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+from lightning.pytorch.callbacks.progress.rich_progress import (
+    BatchesProcessedColumn,
+    CustomBarColumn,
+    RichProgressBarTheme,
+)
+from rich.progress import ProgressColumn, TextColumn, TimeRemainingColumn
 
 FORMATS = {
     "train/lm_loss": ("LM loss", ".3f"),
@@ -46,6 +51,20 @@ class RichBar(RichProgressBar):
     def __init__(self, log_every: int) -> None:
         super().__init__(refresh_rate=10, leave=True, theme=RichProgressBarTheme(metrics_text_delimiter="  "))
         self._log_every = log_every
+
+    def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
+        """Return columns that leave room for the numbers on one line of 80 characters."""
+        return [
+            TextColumn("[progress.description]{task.description}"),
+            CustomBarColumn(bar_width=8),
+            BatchesProcessedColumn(style=self.theme.batch_progress),
+            TimeRemainingColumn(),
+        ]
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        if (self.trainer.max_epochs or -1) < 0:  # as many as max_steps takes
+            return f"Epoch {current_epoch}"
+        return super()._get_train_description(current_epoch).rstrip()
 
     def _update_metrics(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # reading a metric waits for the device

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+
+from ag.callbacks.checkpoint_files import checkpoints
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -21,13 +25,22 @@ class Stopped(SystemExit):
     the first process when it sees another fail.
     """
 
-    def __init__(self, signum: int, step: int, local_rank: int) -> None:
+    def __init__(self, signum: int, step: int, local_rank: int, run_dir: Path) -> None:
         super().__init__(128 + signum if local_rank == 0 else 0)
         self.signum = signum
         self.step = step
+        self.run_dir = run_dir
 
     def __str__(self) -> str:
-        return f"stopped by {signal.Signals(self.signum).name} after step {self.step}"
+        stopped = f"stopped by {signal.Signals(self.signum).name} after step {self.step}"
+        return f"{stopped}; {how_to_continue(self.run_dir)}"
+
+
+def how_to_continue(run_dir: Path) -> str:
+    """Say how a run that was stopped goes on: from its last checkpoint, where it has one."""
+    if checkpoints(run_dir):
+        return f"go on with: python -m ag.fit resume={shlex.quote(str(run_dir))}"
+    return f"{run_dir} holds no checkpoint: start the recipe anew"
 
 
 class StopOnSignal(Callback):
@@ -38,9 +51,13 @@ class StopOnSignal(Callback):
     they call collectives inside the signal handler, which hangs when the ranks do not get the signal together,
     and leave with exit code 0 or queue a SLURM job again by themselves. Here the ranks agree after each optimiser
     step, so a signal to any one of them stops them all. A single process also stops inside a validation.
+
+    Args:
+        run_dir: the run folder, which the message names.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = Path(run_dir)
         self._signum = 0
         self._agreed = 0
         self._step = 0
@@ -122,4 +139,4 @@ class StopOnSignal(Callback):
 
     def _leave_if_agreed(self, trainer: Trainer) -> None:
         if self._agreed:
-            raise Stopped(self._agreed, trainer.global_step, trainer.local_rank)
+            raise Stopped(self._agreed, trainer.global_step, trainer.local_rank, self._run_dir)

@@ -64,7 +64,8 @@ def load(source: Path, compiler: str, folder: Path) -> ctypes._NamedFuncPointer:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_suffix(".lock")):
             if not target.is_file():
-                log.info("Compiling %s into %s, once for this machine", name, target)
+                # a warning, so that a user who waits sees it without setting up logging
+                log.warning("Compiling the CPU kernel %s, once for this machine (some seconds): %s", name, target)
                 with tempfile.TemporaryDirectory(dir=folder) as scratch:
                     built = Path(scratch) / target.name
                     command = [compiler, *FLAGS, f"-I{HEADER.parent}", str(source), "-o", str(built)]

@@ -9,9 +9,12 @@ import ag.evaluate.__main__
 import ag.explain
 import ag.generate
 from ag.config.command_line import parse
+from ag.continuation import _policy
 from ag.engine.spec import parse_budget
 from ag.errors import UserError
+from ag.evaluate import pictures
 from ag.evaluate.comparison import cells
+from ag.evaluate.preset import translate
 
 COMMANDS = {
     "generate": (ag.generate.main, ["policy=h2o", "prompt=x", "model=none"], "budget={}"),
@@ -42,11 +45,11 @@ def test_one_is_a_token_and_one_point_nought_the_whole_prompt(text, budget):
     def config(schema, *words):
         return parse(words, schema, "ag.x").config
 
-    generated = ag.generate._policy(config(ag.generate.GenerateConfig, "policy=h2o", "prompt=x", f"budget={text}"))
-    explained = ag.explain._policies(config(ag.explain.ExplainConfig, "policies=[h2o]", f"budget={text}"))["h2o"]
+    generated = _policy(config(ag.generate.GenerateConfig, "policy=h2o", "prompt=x", f"budget={text}"))
+    explained = pictures._policies(config(ag.explain.ExplainConfig, "policies=[h2o]", f"budget={text}"))["h2o"]
     _, compared = cells.plan(config(ag.compare.CompareConfig, "policies=[full,h2o]", f"budgets=[{text}]"))
     words = config(ag.evaluate.__main__.EvaluateConfig, "policies=[h2o]", f"budgets=[{text}]", "root=x")
-    [evaluated] = cells.plan(ag.evaluate.__main__.translate(words).config)
+    [evaluated] = cells.plan(translate(words).config)
     for policy in (generated, explained, compared.policy, evaluated.policy, ag.policy("h2o", budget)):
         assert (policy.budget, type(policy.budget)) == (budget, type(budget))
 

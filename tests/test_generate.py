@@ -1,17 +1,22 @@
 """The command ``ag.generate``: its texts and numbers against forward passes under masks and against transformers."""
 
+import io
+import time
+
 import pytest
 import torch
 from gates_for import gates_for
 from refused import names, refuses
+from rich.console import Console
 
 import ag
 from ag.config import LoraConfig
+from ag.continuation import generate
 from ag.errors import UserError
 from ag.gates import export
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
-from ag.generate import GenerateConfig, generate, main
+from ag.generate import GenerateConfig, main, table
 from ag.model import base as models
 from ag.model import smollm2
 
@@ -66,6 +71,37 @@ def test_text_and_numbers_are_those_of_masked_forward_passes(folder, tiny_llama,
     assert found.full_kv_bytes == seen * token
     held = found.full_kv_bytes - evicted * len(ids) * token
     assert held <= found.kv_bytes < held + 32 * token  # and some slack to append to
+
+
+def test_prefill_and_decoding_are_timed_apart(folder, monkeypatch):
+    """A model whose prompt takes 0.3 s more and whose steps take 0.02 s more, and whose first use takes 1 s more."""
+    slow = {"first": 1.0}
+
+    def wait(module, args, kwargs):
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        time.sleep(slow.pop("first", 0) + (0.3 if ids.shape[1] > 1 else 0.02))
+
+    def load_base(*words):
+        model, tokenizer = loads(*words)
+        model.register_forward_pre_hook(wait, with_kwargs=True)
+        return model, tokenizer
+
+    loads = models.load_base
+    monkeypatch.setattr(models, "load_base", load_base)
+    found = generate(config(folder))["gates"]
+    assert 0.3 <= found.prefill_seconds < 0.9
+    assert 0.02 * (NEW - 1) <= found.decode_seconds < 0.02 * (NEW - 1) + 0.6
+
+
+def test_a_full_cache_holds_all(folder):
+    both = generate(config(folder, compare=True))
+    assert both["full cache"].held == 1
+    seen = both["gates"].prompt_tokens + NEW - 1
+    assert both["gates"].held == pytest.approx(1 - both["gates"].evicted * both["gates"].prompt_tokens / seen)
+    out = Console(width=150, file=io.StringIO())
+    out.print(table(both))
+    full = next(line for line in out.file.getvalue().splitlines() if "full cache" in line)
+    assert [cell.strip() for cell in full.split("│")][5] == "100.0%"
 
 
 def test_compare_adds_the_text_of_transformers_own_cache(folder, tiny_llama, tiny_tokenizer):

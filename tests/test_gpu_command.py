@@ -154,7 +154,9 @@ def test_a_pack_is_made_and_used_where_little_is_installed(no_setup, tmp_path, s
     assert done.returncode == 0, done.stdout + done.stderr
     tests = results(tmp_path)["tests"]
     assert tests["skipped"] == tests["tests"] > 100
-    code = "import sys, ag.bench.card.fit as fit, ag.fit, ag.evaluate.__main__, ag.bench.__main__, ag.compare\n"
+    code = (
+        "import sys, ag.bench.card.fit as fit, ag.run, ag.evaluate.preset, ag.bench.run, ag.evaluate.comparison.run\n"
+    )
     code += "from ag.bench.card.small_model import restore; from pathlib import Path\n"
     code += f"folder = restore(Path({str(out / 'model')!r}), Path({str(tmp_path / 'model')!r}))\n"
     code += "m, t = ag.load_base(str(folder))\n"

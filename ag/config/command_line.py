@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
+import os
+import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from ag.config.keys import ConfigError, ConfigWarning, Key, keys, nearest, short
 from ag.config.recipes import dump, recipes, resolve
 from ag.config.sweep import sweep
+from ag.errors import UserError
 
 T = TypeVar("T")
 
@@ -33,6 +37,43 @@ class Invocation(Generic[T]):
 
     config: T
     dry_run: bool
+
+
+class Main(Protocol):
+    """What runs a program on its arguments, by default those of the process; returns the exit code."""
+
+    def __call__(self, argv: list[str] | None = None) -> int:  # noqa: D102
+        ...
+
+
+def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
+    """Make the ``main`` of a program from what it does with its arguments.
+
+    What a user causes ends in one line on stderr and an exit code: 2 for a :class:`UserError`, 130 for Ctrl-C (the text
+    of the KeyboardInterrupt says what is left), 141, without a line, when nobody reads the output any more.
+    """
+
+    def decorate(work: Callable[[list[str]], int]) -> Main:
+        @functools.wraps(work)
+        def main(argv: list[str] | None = None) -> int:
+            try:
+                try:
+                    return work(sys.argv[1:] if argv is None else argv)
+                finally:
+                    sys.stdout.flush()  # a closed pipe may show only now
+            except UserError as error:
+                print(f"{program}: error: {error}", file=sys.stderr)
+                return 2
+            except KeyboardInterrupt as stop:
+                print(f"{program}: stopped by Ctrl-C{stop.args and f'; {stop}' or ''}", file=sys.stderr)
+                return 128 + signal.SIGINT
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+                return 128 + signal.SIGPIPE
+
+        return main
+
+    return decorate
 
 
 def parse(argv: Sequence[str], schema: type[T], program: str) -> Invocation[T]:

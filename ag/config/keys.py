@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ class ConfigWarning(UserWarning):
 class Key:
     """One key that can be set: dotted name, type, default, one line of documentation, inclusive bounds.
 
-    ``words`` describe the values where the type is too wide to do so.
+    ``words`` describe the values where the type is too wide to do so; ``instead`` says how to give a text that no
+    command line and no recipe can hold.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Key:
     low: float | None
     high: float | None
     words: str = ""
+    instead: str = "write the value itself"
 
     def expected(self) -> str:
         """Say in words which values fit."""
@@ -78,7 +81,8 @@ def _walk(schema: type[Any], prefix: str) -> Iterator[Key]:
             continue
         default = field.default_factory() if callable(field.default_factory) else field.default
         meta = field.metadata
-        yield Key(name, hint, default, meta.get("doc", ""), meta.get("low"), meta.get("high"), meta.get("words", ""))
+        said = {part: meta[part] for part in ("words", "instead") if meta.get(part)}
+        yield Key(name, hint, default, meta.get("doc", ""), meta.get("low"), meta.get("high"), **said)
 
 
 def describe(hint: Any) -> str:
@@ -146,7 +150,7 @@ def check(key: Key, value: Any) -> Any:
         ConfigError: naming the key, the value, what was expected and the nearest choice.
     """
     if any(mark in text for mark in ("${", "???") for text in _texts(value)):
-        raise ConfigError(f"{key.name}={short(value)}: ${{...}} and ??? are not supported; write the value itself")
+        raise ConfigError(f"{key.name}={short(value)}: ${{...}} and ??? are not supported; {key.instead}")
     if key.accepts(value):
         return value
     unquoted = not isinstance(value, str) and key.accepts(str(value))
@@ -194,6 +198,10 @@ def parse_yaml(text: str) -> Any:
         raise ConfigError(f"not valid YAML{where}: {reason[:200]}") from None
 
 
+def _outside_quotes(text: str) -> str:
+    return re.sub(r"'[^']*'|\"[^\"]*\"", "", text)
+
+
 def from_text(key: Key, text: str) -> Any:
     """Read the right-hand side of ``key=text``: as YAML, or as plain text; one item may stand for a list.
 
@@ -207,9 +215,10 @@ def from_text(key: Key, text: str) -> Any:
         value = parse_yaml(text)
     if isinstance(value, str) and not (text[0] == text[-1] and text[0] in "'\""):
         value = text  # as given: YAML would drop what follows " #" and join lines
+    if get_origin(key.type) is list and value == text and "," in _outside_quotes(text):
+        raise ConfigError(f"{key.name}={short(text)}: expected {key.expected()}; write {key.name}=[{text}]")
     readings = [value] if value is None else [value, text, [value]]
     fitting = [reading for reading in readings if key.accepts(reading)]
     if not fitting and "," in text and not isinstance(value, list):
-        hint = f"write [{text}]" if get_origin(key.type) is list else "several values to try need -m"
-        raise ConfigError(f"{key.name}={short(text)}: expected {key.expected()}; {hint}")
+        raise ConfigError(f"{key.name}={short(text)}: expected {key.expected()}; several values to try need -m")
     return check(key, fitting[0] if fitting else value)

@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+BUDGET = "tokens (an int of at least 1) or a share (a float in (0, 1])"  # what keys of budgets take
 
-def key(default: Any, doc: str, low: float | None = None, high: float | None = None, words: str = "") -> Any:
+
+def key(
+    default: Any, doc: str, low: float | None = None, high: float | None = None, words: str = "", instead: str = ""
+) -> Any:
     """Declare a configuration key: its default, its one-line documentation and its bounds, both inclusive.
 
     ``words`` describe the values where the type is too wide to do so; the code that reads such a key checks its value.
+    ``instead`` says how a text with ``${`` is given.
     """
-    metadata = {"doc": doc, "low": low, "high": high, "words": words}
+    metadata = {"doc": doc, "low": low, "high": high, "words": words, "instead": instead}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -7,6 +7,7 @@ releases the lock when the last process that holds it ends, however it ends.
 
 from __future__ import annotations
 
+import csv
 import fcntl
 import hashlib
 import json
@@ -23,6 +24,7 @@ from typing import Any
 
 from ag.config.keys import ConfigError
 
+METRICS = ("val/loss", "val/lm_loss", "val/accuracy", "val/evicted")  # of a run, where its metrics.csv has them
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -113,9 +115,10 @@ def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, opti
     Returns:
         0, 1 when a run failed, or 128 + the number of the signal that ended the sweep.
     """
-    rows: list[str] = []
+    rows: list[list[str]] = []
     failed = signalled = 0
     process: subprocess.Popen[bytes] | None = None
+    begun = time.strftime("%Y-%m-%d_%H-%M-%S")
     shared = share(runs, program, getattr(configs[0], "output", "runs"))
 
     def stop(number: int, _: FrameType | None) -> None:
@@ -138,6 +141,9 @@ def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, opti
         if shared is not None and lock is not None:
             environment["AG_RUN"] = shared.run_name(index)
             command += _begun(configs[index], environment["AG_RUN"])
+        elif hasattr(configs[index], "resume"):
+            environment["AG_RUN"] = f"{begun}-{index + 1}"
+        folder = _folder(configs[index], environment.get("AG_RUN", ""))
         # the process holds the lock too: it may outlive its worker
         process = subprocess.Popen(command, env=environment, pass_fds=() if lock is None else (lock,))
         code = process.wait()
@@ -145,11 +151,47 @@ def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, opti
             shared.leave(index, lock, code)
         failed += code != 0
         result, seconds = f"exit {code}" if code else "ok", time.monotonic() - start
-        rows.append(f"{index + 1:>4}  {result:<9}  {seconds:>8.0f}  {shlex.join(words)}")
+        measured = _measured(folder) if folder else {}
+        numbers = [measured.get(name, "") for name in METRICS]
+        rows.append([f"{index + 1}", result, f"{seconds:.0f}", *numbers, str(folder or ""), shlex.join(words)])
     for number, handler in before.items():
         signal.signal(number, handler)
-    print("\n run  result      seconds  overrides", *rows, sep="\n")
+    print("", *_table(["run", "result", "seconds", *METRICS, "folder", "overrides"], rows), sep="\n")
     return 128 + signalled if signalled else int(failed > 0)
+
+
+def _folder(config: Any, name: str) -> Path | None:
+    """Return where a run writes, None for a program that names no folder."""
+    if hasattr(config, "resume"):
+        return Path(config.resume) if config.resume else Path(config.output) / config.recipe / name
+    output = getattr(config, "output", None)
+    return Path(output) if output else None
+
+
+def _measured(folder: Path) -> dict[str, str]:
+    """Return the last value of each metric of a run, as texts."""
+    try:
+        with (folder / "metrics.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    except OSError:
+        return {}
+    return {name: f"{float(row[name]):.4f}" for row in rows for name in METRICS if row.get(name)}
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Align columns, numbers to the right; columns of which nothing is known are left out."""
+    shown = [i for i in range(len(head)) if i < 2 or any(row[i] for row in rows)]
+    lines = [[row[i] for i in shown] for row in [head, *rows]]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(shown))]
+    numbers = {i for i, name in enumerate(head[i] for i in shown) if name in ("run", "seconds", *METRICS)}
+    return [
+        " "
+        + "  ".join(
+            f"{cell:>{w}}" if i in numbers else f"{cell:<{w}}"
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
 
 
 def _begun(config: Any, name: str) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, NoReturn
 
+from ag.config.sections import BUDGET
 from ag.engine.allocators import ALLOCATORS
 from ag.engine.scorers import SCORERS
 from ag.engine.wrappers import WRAPPERS
@@ -18,8 +19,6 @@ from ag.plugins import discover
 
 FULL = "full"  # evicts nothing, and has no scorer
 ALIASES = {"pyramidkv": ("snapkv", "pyramid")}
-
-BUDGET = "tokens (an int of at least 1) or a share (a float in (0, 1])"
 
 
 def parse_budget(value: Any) -> int | float:
@@ -181,7 +180,7 @@ def _parts(text: str, start: int) -> dict[str, str]:
     for match in re.compile("([+@])([^+@]*)").finditer(text, start):
         (sign, name), (kind, names) = match.groups(), kinds[match[1]]
         if sign in found:
-            _misplaced(text, match.start(), f"expected one {kind}, which is {found[sign]}")
+            _misplaced(text, match.start(), f"expected at most one {kind}, and {found[sign]} is one")
         if sign == "+" and "@" in found:
             _misplaced(text, match.start(), "expected the wrapper before the allocator")
         if not name:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ag import engine
+from ag.config.command_line import command
+from ag.errors import UserError
 from ag.evaluate.tasks.follow import score
 from ag.gates import export
 from ag.model.base import resolve
@@ -26,7 +29,11 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
-    raise ImportError("ag.evaluate.lm_eval needs lm-evaluation-harness: pip install 'ag[lm_eval]'.") from error
+    needed = "needs lm-evaluation-harness: pip install 'ag[lm_eval]'."
+    if __name__ == "__main__":
+        print(f"ag.evaluate.lm_eval: error: it {needed}", file=sys.stderr)
+        raise SystemExit(2) from None
+    raise ImportError(f"ag.evaluate.lm_eval {needed}") from error
 
 log = logging.getLogger(__name__)
 
@@ -99,5 +106,15 @@ class EvictingLM(HFLM):
         return generated
 
 
+@command("ag.evaluate.lm_eval")
+def main(argv: list[str]) -> int:
+    """Run the harness's own command, which reads the arguments of the process; returns the exit code."""
+    try:
+        cli_evaluate()
+    except OSError as error:  # a model or a file that is not there
+        raise UserError(" ".join(str(error).split())[:500]) from error
+    return 0
+
+
 if __name__ == "__main__":
-    cli_evaluate()
+    sys.exit(main())

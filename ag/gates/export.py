@@ -48,6 +48,7 @@ from ag.gates.manifest import (
 )
 from ag.model import base as models
 from ag.model.geometry import fingerprint
+from ag.model.quiet import quiet
 from ag.versions import versions
 
 if TYPE_CHECKING:
@@ -306,7 +307,8 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
         if adapter := _adapter(local(path), info):
             adapter.check(model, times=0)
     try:
-        wrapped = peft.PeftModel.from_pretrained(model, str(folder)).eval()
+        with quiet():
+            wrapped = peft.PeftModel.from_pretrained(model, str(folder)).eval()
     except (RuntimeError, ValueError) as error:  # other shapes, or none of the layers
         raise ExportError(
             f"{folder}: it does not fit this model ({str(error).splitlines()[0]}): expected the base model that the "

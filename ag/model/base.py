@@ -26,6 +26,7 @@ from ag.config import LoraConfig, ModelConfig
 from ag.errors import UserError
 from ag.files import home
 from ag.model import random_base, smollm2
+from ag.model.quiet import quiet
 
 if TYPE_CHECKING:
     import peft
@@ -149,14 +150,15 @@ def load_base(
     if config.trust_remote_code:
         warnings.warn(f"model.trust_remote_code=true runs the Python code of {config.name}", stacklevel=2)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=getattr(torch, config.dtype),
-            attn_implementation=config.attn_implementation,
-            output_loading_info=True,
-            **source,
-            **quantization,
-        )
+        with quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation=config.attn_implementation,
+                output_loading_info=True,
+                **source,
+                **quantization,
+            )
         tokenizer = _load_tokenizer(path, source)
     except (OSError, ValueError, ImportError) as error:
         tried = f"; asked the hub: {problem}; looked in {constants.HF_HUB_CACHE}" if problem else ""
@@ -279,7 +281,8 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
         target_modules="all-linear" if every else list(lora.targets),
         task_type="CAUSAL_LM",
     )
-    return peft.get_peft_model(model, config, autocast_adapter_dtype=True)
+    with quiet():
+        return peft.get_peft_model(model, config, autocast_adapter_dtype=True)
 
 
 def base_revision(model: PreTrainedModel) -> str | None:

@@ -4,7 +4,8 @@ import sys
 
 from rich.console import Console
 
-from ag.compare import CompareConfig, compare
+from ag.evaluate.comparison.config import CompareConfig
+from ag.evaluate.comparison.run import compare
 
 model, folder, output = sys.argv[1:]
 config = CompareConfig(

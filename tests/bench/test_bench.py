@@ -10,9 +10,10 @@ from transformers import DynamicCache
 
 import ag
 from ag.bench import contestants, measure, models, stream, worker
-from ag.bench.__main__ import bench, main, named
+from ag.bench.__main__ import main, named
 from ag.bench.config import MODES, BenchConfig
 from ag.bench.contestants import Arena, Contestant
+from ag.bench.run import bench
 from ag.engine import EvictionCache
 
 SMALL = {"model": "random:tiny", "context": [192], "rounds": 1, "warmup": 0, "steps": 3, "keep": [0.25]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -38,13 +39,18 @@ def test_a_long_run_prints_about_fifty_lines(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_rich_bar_on_a_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("max_steps", "columns", "epoch"), [(-1, 150, "Epoch 0/0"), (6, 80, "Epoch 0")], ids=["wide", "narrow, by steps"]
+)
+def test_rich_bar_on_a_terminal(max_steps: int, columns: int, epoch: str, tmp_path: Path) -> None:
+    """One line that shows everything; without a number of epochs none is shown."""
+    limits = {"max_steps": max_steps, "max_epochs": 1 if max_steps < 0 else -1}
     main, terminal = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, tiny_run.__file__, str(tmp_path), '{"trainer": {"progress": true}}'],
+        [sys.executable, tiny_run.__file__, str(tmp_path), json.dumps({"trainer": {"progress": True} | limits})],
         stdout=terminal,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "150", "TERM": "xterm"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": str(columns), "TERM": "xterm"},
     )
     os.close(terminal)
     screen = b""
@@ -56,4 +62,4 @@ def test_rich_bar_on_a_terminal(tmp_path: Path) -> None:
     os.close(main)
     assert process.wait(60) == 0
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.decode())
-    assert re.search(r"Epoch 0/0 .*6/6 .*LM loss: \d\.\d{3}  evicted: 25\.0%  tokens/s: \d+", text)
+    assert re.search(rf"{epoch} .*6/6 .*LM loss: \d\.\d{{3}}  evicted: 25\.0%  tokens/s: \d+", text)

@@ -6,7 +6,10 @@ import pytest
 from refused import names
 from schemas import KEYS, Inner, Other, fit, other
 
+from ag.config.generate import GenerateConfig
 from ag.config.keys import from_text
+from ag.config.recipes import resolve
+from ag.evaluate.comparison.config import CompareConfig
 
 
 def misspellings() -> list[tuple[str, str]]:
@@ -158,3 +161,20 @@ def test_another_schema_and_its_errors(error: Any) -> None:
 
 def test_of_a_key_given_twice_the_last_one_counts() -> None:
     assert fit("seed=1", "seed=2").seed == 2
+
+
+@pytest.mark.parametrize(
+    ("schema", "word", "parts"),
+    [
+        (CompareConfig, "policies=full,h2o", ("policies=[full,h2o]",)),
+        (CompareConfig, "budgets=0.5,0.25", ("budgets=[0.5,0.25]",)),
+        (GenerateConfig, "prompt=go to ${HOME}", ("prompt=", "file=PATH")),
+    ],
+)
+def test_what_a_shell_suggests_and_is_meant_otherwise(schema: Any, word: str, parts: Any, error: Any) -> None:
+    names(error(word, schema=schema), *parts)
+
+
+def test_a_list_of_one_text_with_a_comma_is_quoted() -> None:
+    assert resolve(CompareConfig, {"policies": "[full]", "tasks": "'a,b'"}).tasks == ["a,b"]
+    assert resolve(CompareConfig, {"policies": "[full]", "tasks": "ppl"}).tasks == ["ppl"]

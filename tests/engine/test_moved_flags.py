@@ -16,6 +16,7 @@ from refused import refuses
 from transformers import PreTrainedModel
 
 import ag
+from ag.continuation import _policy as policy_of
 from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import plan
@@ -23,7 +24,6 @@ from ag.evaluate.comparison.config import CompareConfig
 from ag.gates.calibration import Calibration
 from ag.gates.gate import AttentionGates
 from ag.generate import GenerateConfig
-from ag.generate import _policy as policy_of
 
 TABLE = Calibration((0.1, 0.5, 0.9), (1.5, 0.25, -2.25))
 PROMPT = 24

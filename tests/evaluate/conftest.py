@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from ag.compare import CompareConfig, compare
+from ag.compare import CompareConfig
+from ag.evaluate.comparison.run import compare
 
 POLICIES = ["full", "h2o", "tova"]
 

@@ -14,12 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, L
 import ag
 from ag.compare import CompareConfig
 from ag.config import LoraConfig
+from ag.continuation import generate
 from ag.errors import UserError
 from ag.evaluate.comparison import cells
 from ag.gates import adapted, export
 from ag.gates.gate import AttentionGates
 from ag.gates.manifest import ADAPTER_FILES
-from ag.generate import GenerateConfig, generate
+from ag.generate import GenerateConfig
 from ag.model import base as models
 
 OLD = Path(__file__).parents[1] / "fixtures" / "export_1_0"

@@ -15,6 +15,7 @@ from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadMo
 from ag import fit
 from ag.callbacks.checkpoint_files import AtomicCheckpointIO, checkpoints
 from ag.gates import export
+from ag.model import base as models
 from ag.training.module import GatedLM
 
 Fails = Callable[..., str]
@@ -66,7 +67,7 @@ def edit(path: Path, **values: object) -> None:
 def test_wrong_key_or_value_before_a_model_is_loaded(
     override: str, message: str, fails: Fails, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit.models, "load_base", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(models, "load_base", lambda *_: pytest.fail("a model was loaded"))
     assert message in fails(override)
     assert nothing_written(tmp_path)
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
+import torch
 from command import column, logged, runs, start, train
+from refused import names
+from transformers import LlamaConfig
 
-from ag import fit
-from ag.config import Config
+from ag import fit, run
+from ag.config import Config, GateConfig
 from ag.config.recipes import load_config
+from ag.errors import UserError
+from ag.gates import export
+from ag.gates.gate import AttentionGates
+from ag.run import run_folder
 
 
 def tree(folder: Path) -> dict[str, int]:
@@ -49,7 +57,7 @@ def test_dry_run_finds_what_is_wrong(recipe: Path, tmp_path: Path, capsys: pytes
 def test_runs_in_one_second_have_folders_of_their_own(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit.time, "strftime", lambda _: "now")
+    monkeypatch.setattr(run.time, "strftime", lambda _: "now")
     names = [train(recipe, tmp_path, "trainer.max_steps=1", f"seed={seed}").name for seed in range(3)]
     assert names == ["now", "now-1", "now-1-1"]
     seeds = [load_config(tmp_path / "tiny" / name / "config.yaml", Config).seed for name in names]
@@ -63,18 +71,18 @@ def test_processes_with_a_common_id_share_a_folder(
 ) -> None:
     config = Config(output=str(tmp_path), recipe="tiny")
     monkeypatch.setenv(variable, "4711")
-    first = fit.run_folder(config)
+    first = run_folder(config)
     monkeypatch.setenv("RANK", "1")
-    assert fit.run_folder(config) == first == tmp_path / "tiny" / "4711"
+    assert run_folder(config) == first == tmp_path / "tiny" / "4711"
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(fit.UserError, match=r"4711.*resume=.*4711"):
-        fit.run_folder(config)
+    with pytest.raises(UserError, match=r"4711.*resume=.*4711"):
+        run_folder(config)
 
 
 def test_torchrun_without_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.raises(fit.UserError, match="--rdzv-id=NAME"):
-        fit.run_folder(Config(output=str(tmp_path)))
+    with pytest.raises(UserError, match="--rdzv-id=NAME"):
+        run_folder(Config(output=str(tmp_path)))
 
 
 @pytest.mark.slow
@@ -89,3 +97,44 @@ def test_sweep(recipe: Path, tmp_path: Path) -> None:
     alone = train(recipe, tmp_path, "trainer.max_steps=2")
     assert column(swept[0.4], "train/loss") == pytest.approx(column(alone, "train/loss"), rel=1e-5)
     assert logged(swept[0.3])[0]["train/eviction_loss"] != logged(swept[0.4])[0]["train/eviction_loss"]
+
+
+@pytest.mark.slow
+def test_a_run_says_nothing_of_other_projects(recipe: Path, tmp_path: Path) -> None:
+    """Lightning's advertisements, deprecations that only libraries can mend, and bars in a log file."""
+    process = start(f"recipe={recipe}", "train=gates+lora", "trainer.max_steps=1", f"output={tmp_path}")
+    output, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    assert "step 1/1" in output
+    own = re.compile("(GPU|TPU) available|`Trainer.fit` stopped")
+    assert [line for line in errors.splitlines() if not own.match(line)] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("trainer.strategy=ddpp", ("trainer.strategy=ddpp", "did you mean ddp?")),
+        ("trainer.accelerator=gpu", ("trainer.accelerator=gpu", "trainer.accelerator=cpu")),
+        ("trainer.strategy=fsdp", ("trainer.strategy=fsdp", "trainer.accelerator=cpu", "GPU")),
+    ],
+)
+def test_hardware_that_is_not_there(
+    override: str, parts: tuple[str, ...], recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if override == "trainer.accelerator=gpu" and torch.cuda.is_available():
+        pytest.skip("a GPU is there")
+    assert fit.main([f"recipe={recipe}", f"output={tmp_path}", override]) == 2
+    names(capsys.readouterr().err.splitlines()[-1], "ag.fit: error: ", *parts)
+
+
+def test_gates_of_another_geometry_to_start_from(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gates = AttentionGates(LlamaConfig(num_hidden_layers=2, hidden_size=48), GateConfig(num_heads=3, head_dim=8))
+    export.save(tmp_path / "other", gates)
+    assert fit.main([f"recipe={recipe}", f"output={tmp_path}", f"init={tmp_path / 'other'}"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    names(
+        error, f"init={tmp_path / 'other'}", "hidden_size=48", "hidden_size=32", "gate.num_heads=3", "gate.num_heads=2"
+    )
+    assert "num_layers" not in error  # which are the same

@@ -14,6 +14,7 @@ from command import column, logged, resume, runs, start, train, weights
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.gates.gate import AttentionGates
+from ag.model import base as models
 from ag.training.module import GatedLM
 
 # noise in the gates and the adapters, a target that falls, optimiser steps of two batches, epochs of 12 batches
@@ -224,7 +225,7 @@ def test_no_checkpoint(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_resume_with_another_configuration(
     override: str, message: str, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fit.models, "load_base", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(models, "load_base", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(SystemExit) as exit:
         fit.main([f"resume={whole}", override])
     assert exit.value.code == 2

@@ -10,13 +10,13 @@ import pytest
 import torch
 from command import column, logged, runs, start, train, weights
 
-from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.config import Config
 from ag.config.keys import ConfigError
 from ag.config.recipes import resolve
 from ag.gates.export import read_info
 from ag.gates.gate import AttentionGates
+from ag.run import build_trainer
 
 
 def finish(*arguments: str) -> None:
@@ -71,5 +71,5 @@ def test_strategy_covers_all_machines(recipe: Path) -> None:
     config = resolve(Config, {"recipe": str(recipe)} | overrides)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        strategy = fit.build_trainer(config, None).strategy
+        strategy = build_trainer(config, None).strategy
     assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == (8, 1)

@@ -190,7 +190,7 @@ def part(name: str, out: str) -> None:
 
 def trained(config: Config, job: Row) -> Row:
     """Train in this process and return its metrics, speed and peak."""
-    from ag import fit
+    from ag.run import fit
 
     cuda = torch.cuda.is_available() and config.trainer.accelerator != "cpu"
     if cuda and job["gib"]:
@@ -198,7 +198,7 @@ def trained(config: Config, job: Row) -> Row:
         torch.cuda.set_per_process_memory_fraction(min(1.0, job["gib"] * (1 << 30) / total))
     before = 0 if config.resume is None else len(read_metrics(Path(config.resume) / "metrics.csv"))
     begin = time.perf_counter()
-    folder = fit.fit(config)
+    folder = fit(config)
     assert folder is not None
     rows = read_metrics(folder / "metrics.csv")[before:]
     speeds = [row["train/tokens_per_second"] for row in rows if "train/tokens_per_second" in row]

@@ -22,33 +22,51 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Point:
-    """A point: place, standard error, and what it is, in words."""
+    """A point: place, standard error (or the ends of an interval in its place), and what it is, in words."""
 
     x: float
     y: float
     error: float
     text: str
+    interval: tuple[float, float] | None = None
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Lower and upper end of what is drawn about the point."""
+        return self.interval or (self.y - self.error, self.y + self.error)
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line, whose number chooses colour and shape."""
+    """A line, whose number chooses colour and shape; gates share one colour, and are drawn over all others."""
 
     number: int
     name: str
     points: Sequence[Point]
+    gated: bool = False
+
+    @property
+    def colour(self) -> str:
+        """Its class."""
+        return "gates" if self.gated else f"c{self.number % 8}"
 
 
-def mark(number: int) -> Markup:
+def mark(line: Line) -> Markup:
     """Return the mark of a line, around the origin."""
-    return Markup('<path class="mark c{}" d="{}"/>').format(number % 8, SHAPES[number % len(SHAPES)])
+    return Markup('<path class="mark {}" d="{}"/>').format(line.colour, SHAPES[line.number % len(SHAPES)])
 
 
-def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], *, shares: bool = True) -> Markup:
-    """Draw lines over shares, or over numbers from 0 on; the title says in words what there is to see."""
+def chart(
+    title: str, x_label: str, y_label: str, lines: Sequence[Line], *, shares: bool = True, zero: str = ""
+) -> Markup:
+    """Draw lines over shares, or over numbers from 0 on; the title says in words what there is to see.
+
+    ``zero`` is the colour of a level at 0, which is then in sight.
+    """
     points = [point for line in lines for point in line.points]
-    low = min(point.y - point.error for point in points)
-    high = max(point.y + point.error for point in points)
+    low = min(point.ends[0] for point in points)
+    high = max(point.ends[1] for point in points)
+    low, high = (min(low, 0.0), max(high, 0.0)) if zero else (low, high)
     pad = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     low, high = low - pad, high + pad
     right = max(point.x for point in points) * 1.03 or 1.0
@@ -76,20 +94,21 @@ def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], *, shar
             TOP + (HEIGHT - TOP - BOTTOM) / 2, y_label
         )
     )
-    for line in lines:
-        colour = f"c{line.number % 8}"
+    if zero:
+        (left, y), (end, _) = at(0, 0), at(right, 0)
+        parts.append(Markup('<path class="line level {}" d="M{},{}H{}"/>').format(zero, left, y, end))
+    for line in sorted(lines, key=lambda line: line.gated):
+        colour = line.colour
         if len(line.points) == 1:  # a level to hold the others against
             (left, y), (end, _) = at(0, line.points[0].y), at(right, line.points[0].y)
             parts.append(Markup('<path class="line level {}" d="M{},{}H{}"/>').format(colour, left, y, end))
         path = "L".join(",".join(at(point.x, point.y)) for point in line.points)
         parts.append(Markup('<path class="line {}" d="M{}"/>').format(colour, path))
         for point in line.points:
-            (x, top), (_, bottom) = at(point.x, point.y + point.error), at(point.x, point.y - point.error)
+            (x, bottom), (_, top) = (at(point.x, end) for end in point.ends)
             _, y = at(point.x, point.y)
             parts.append(Markup('<path class="line error {}" d="M{},{}V{}"/>').format(colour, x, top, bottom))
             parts.append(
-                Markup('<g transform="translate({} {})"><title>{}</title>{}</g>').format(
-                    x, y, point.text, mark(line.number)
-                )
+                Markup('<g transform="translate({} {})"><title>{}</title>{}</g>').format(x, y, point.text, mark(line))
             )
     return Markup("").join([*parts, Markup("</svg>")])

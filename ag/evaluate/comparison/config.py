@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ag.config import ModelConfig, key, mapping
-from ag.engine.spec import BUDGET, PolicySpec, named, split_label
+from ag.config.sections import BUDGET
 from ag.plugins import load
+
+if TYPE_CHECKING:
+    from ag.engine.spec import PolicySpec
 
 
 @dataclass
@@ -52,6 +55,8 @@ class CompareConfig:
     view_tokens: int = key(1024, "tokens of each of them", low=1)
 
     def __post_init__(self) -> None:
+        from ag.engine.spec import split_label  # loads torch, which no help needs
+
         load(self.plugins)
         self.policies, self.also = [*self.policies, *self.also], []  # once: a dumped configuration is read again
         if self.baseline not in [*self.policies, *(split_label(text)[0] for text in self.policies)]:
@@ -60,6 +65,8 @@ class CompareConfig:
     @property
     def specs(self) -> dict[str, PolicySpec]:
         """The policies by what tables call them; see :func:`ag.engine.spec.named`."""
+        from ag.engine.spec import named
+
         return named(self.policies)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +50,16 @@ class Entry:
     def name(self) -> str:
         """The policy and its budget."""
         return f"{self.row.label} {self.budget}".rstrip()
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether gates decide, whatever the row is called."""
+        return re.match(r"ag\.policy\('gates[:+@']", self.row.policy) is not None
+
+    @property
+    def evicts(self) -> bool:
+        """Whether anything may go."""
+        return not self.row.policy.startswith(f"ag.policy('{FULL}'")
 
     @property
     def scores(self) -> dict[str, float]:
@@ -111,11 +122,13 @@ class Comparison:
         folder: where the results are.
         baseline: the policy that others are tested against.
         entries: the cells.
+        hidden: names of the rows in the folder that earlier commands asked for and this one does not.
     """
 
     folder: Path
     baseline: str
     entries: list[Entry]
+    hidden: Sequence[str] = ()
 
     @classmethod
     def of(cls, config: CompareConfig, cells: Sequence[Cell], rows: Mapping[str, Row], results: Results) -> Comparison:
@@ -126,7 +139,10 @@ class Comparison:
             outcomes = results.outcomes(row) if row.problem is None else []
             entries.append(Entry(row, outcomes, results.views(row.key)))
         baseline = config.called.get(config.baseline, config.baseline)
-        return cls(results.folder, baseline, [_tested(entry, baseline, entries) for entry in entries])
+        others = [row for key, row in results.rows().items() if key not in {cell.key for cell in cells}]
+        hidden = [f"{row.task}: {Entry(row, [], []).name}" for row in others]
+        tested = [_tested(entry, baseline, entries) for entry in entries]
+        return cls(results.folder, baseline, tested, hidden)
 
     @property
     def tasks(self) -> list[str]:
@@ -244,10 +260,16 @@ def _tested(entry: Entry, baseline: str, entries: Sequence[Entry]) -> Entry:
     other = _baseline(entry, baseline, entries)
     if other is None:
         return entry
-    nats, their_nats = (tag_values(one.outcomes, "nats") for one in (entry, other))
-    paired_nats = compare(*_matched(nats, their_nats)) if nats.keys() & their_nats.keys() else None
+    return replace(entry, paired=pair(entry, other), paired_nats=pair(entry, other, nats=True))
+
+
+def pair(entry: Entry, other: Entry, nats: bool = False) -> Paired | None:
+    """Compare the scores of two entries, or the nats of their right answers; None where they share no sample."""
+    if nats:
+        mine, theirs = _matched(*(tag_values(one.outcomes, "nats") for one in (entry, other)))
+        return compare(mine, theirs) if mine else None
     mine, theirs = _matched(entry.scores, other.scores)
-    return replace(entry, paired=compare(mine, theirs, _parts(entry, other)), paired_nats=paired_nats)
+    return compare(mine, theirs, _parts(entry, other)) if mine else None
 
 
 def _parts(one: Entry, other: Entry) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:

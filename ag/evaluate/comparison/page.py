@@ -15,7 +15,9 @@ from markupsafe import Markup
 from ag.evaluate.comparison import positions
 from ag.evaluate.comparison.charts import Line, Point, chart, mark
 from ag.evaluate.comparison.findings import Comparison, Entry
+from ag.evaluate.comparison.lead import lead, looks
 from ag.evaluate.comparison.statistics import mean_and_error
+from ag.evaluate.comparison.verdict import headlines, verdicts
 
 FILES = Path(__file__).parent / "page_files"
 NOTES = {
@@ -39,6 +41,8 @@ def render(comparison: Comparison) -> str:
     as their codes. The page's own script is the only one that its Content-Security-Policy lets run, and no address
     can be fetched.
     """
+    judged = verdicts(comparison)
+    first = headlines(judged)
     environment = Environment(loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined)
     script = (FILES / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -50,7 +54,11 @@ def render(comparison: Comparison) -> str:
         comparison=comparison,
         model=comparison.entries[0].row.model,
         versions=comparison.entries[0].row.versions,
+        verdicts=first,
+        more_verdicts=[one for one in judged if one not in first],
+        lead=lead(comparison),
         leaders=comparison.leaders(),
+        counts={task: max(entry.row.n for entry in comparison.of_task(task)) for task in comparison.tasks},
         metrics={task: comparison.of_task(task)[0].row for task in comparison.tasks},
         heads={task: (*comparison.columns(task), "seconds") for task in comparison.tasks},
         notes=NOTES,
@@ -63,7 +71,7 @@ def render(comparison: Comparison) -> str:
         along_tables={task: positions.table(comparison, task) for task in comparison.tasks},
         along_note=positions.NOTE.format(comparison.baseline),
         uninformative={task: comparison.uninformative(task) for task in comparison.tasks},
-        legend=[(mark(number), label) for number, label in enumerate(comparison.labels)],
+        legend=[(mark(Line(number, label, [], gated)), label) for label, (number, gated) in looks(comparison).items()],
         wins=[(budget, comparison.wins(budget)) for budget in comparison.budgets],
         layers=list(zip(*comparison.layers(), strict=True)),
     )
@@ -114,7 +122,7 @@ def charts(comparison: Comparison) -> dict[str, Markup]:
 def curve(comparison: Comparison, task: str, nats: bool = False) -> Markup:
     """Draw the metric of a task, or the nats of its right answers, against the measured share."""
     lines = []
-    for number, label in enumerate(comparison.labels):
+    for label, (number, gated) in looks(comparison).items():
         points = []
         for entry in comparison.of_task(task):
             measured = entry.measure(nats)
@@ -122,7 +130,7 @@ def curve(comparison: Comparison, task: str, nats: bool = False) -> Markup:
                 kept, mean, _ = measured
                 points.append(Point(*measured, f"{label}: {mean:.4f} at {kept:.1%} kept"))
         if points:
-            lines.append(Line(number, label, sorted(points, key=lambda point: point.x)))
+            lines.append(Line(number, label, sorted(points, key=lambda point: point.x), gated))
     if not lines:
         return Markup("")
     texts = "; ".join(point.text for one in lines for point in one.points)
@@ -135,7 +143,7 @@ def along(comparison: Comparison, task: str) -> list[tuple[str, Markup]]:
 
     Policies without a budget are in each chart.
     """
-    found = []
+    found, seen = [], looks(comparison)
     for budget in comparison.budgets or [""]:
         entries = [entry for entry in comparison.of_task(task) if entry.budget in ("", budget)]
         bases = [(entry, comparison.baseline_of(entry)) for entry in entries if entry.outcomes]
@@ -146,12 +154,13 @@ def along(comparison: Comparison, task: str) -> list[tuple[str, Markup]]:
                 continue
             nats = positions.curve(entry.outcomes)
             points = positions.difference(entry, base) if base else {x: mean_and_error(y) for x, y in nats.items()}
-            number, form = comparison.labels.index(entry.row.label), "+.3f" if base else ".3f"
+            (number, gated), form = seen[entry.row.label], "+.3f" if base else ".3f"
             lines.append(
                 Line(
                     number,
                     entry.name,
                     [Point(x, y, e or 0.0, f"{entry.name}: {y:{form}} from {x:,}") for x, (y, e) in points.items()],
+                    gated,
                 )
             )
         if not lines:

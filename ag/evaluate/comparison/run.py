@@ -21,15 +21,23 @@ def compare(config: CompareConfig, console: Console) -> Comparison:
 
     Raises:
         UserError: naming what is wrong with a policy, a task, the model or the data, and the fix.
+        KeyboardInterrupt: on Ctrl-C, saying what is left.
     """
     cells = plan(config)
     results = Results(Path(config.output or f"runs/{config.recipe}"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CorruptRowWarning)
-        rows = fill(config, cells, results, console)
+        try:
+            rows = fill(config, cells, results, console)
+        except KeyboardInterrupt:
+            there = len(results.rows().keys() & {cell.key for cell in cells})
+            kept = f"{there} of {len(cells)} cells are in {results.folder}"
+            raise KeyboardInterrupt(f"{kept}; the same command goes on from there") from None
     for warning in caught:
         console.print(f"warning: {warning.message}", soft_wrap=True)
     comparison = Comparison.of(config, cells, rows, results)
     (results.folder / "config.yaml").write_text(dump(config))
     write(comparison)
+    if comparison.hidden:
+        console.print(f"{len(comparison.hidden)} rows of earlier commands are in the folder and not shown.")
     return comparison

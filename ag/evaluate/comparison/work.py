@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import Cell
 from ag.evaluate.comparison.config import CompareConfig
+from ag.evaluate.comparison.progress import Progressing
 from ag.evaluate.comparison.results import Results, Row
 from ag.evaluate.comparison.views import record
 from ag.evaluate.tasks import Loaded, Outcome, Task
@@ -38,9 +38,10 @@ def fill(config: CompareConfig, cells: Sequence[Cell], results: Results, console
     again = {key for key, row in rows.items() if config.retry and row.problem is not None}
     worker: _Worker | None = None
     told = False
-    with _progress(console, len(cells)) as (bar, whole):
+    progress = Progressing(console, len(cells))
+    with progress.shown():
         while missing := [cell for cell in cells if cell.key not in rows or cell.key in again]:
-            bar.update(whole, completed=len(cells) - len(missing))
+            progress.cells(len(cells) - len(missing))
             with ExitStack() as held:
                 claimed: list[Cell] = []
                 for cell in missing:
@@ -52,7 +53,7 @@ def fill(config: CompareConfig, cells: Sequence[Cell], results: Results, console
                 mine = [cell for cell in claimed if cell.key not in rows or cell.key in again]
                 if mine:
                     worker = worker or _Worker(config, results)
-                    worker.run(mine, bar, whole)
+                    worker.run(mine, progress)
                     again -= {cell.key for cell in mine}
                     rows = results.rows()
             if not claimed:
@@ -69,6 +70,7 @@ class _Worker:
 
     def __init__(self, config: CompareConfig, results: Results) -> None:
         self.config, self.results = config, results
+        torch.set_float32_matmul_precision("highest")  # no TF32: differences between policies are small
         torch.manual_seed(config.seed)
         base, self.tokenizer = models.load_base(config.base, config.device)
         self.model: nn.Module = base if config.adapter is None else export.load_adapter(base, config.adapter)
@@ -78,17 +80,16 @@ class _Worker:
         self.task: Task | None = None
         self.loaded = Loaded([])
 
-    def run(self, cells: Sequence[Cell], bar: Progress, whole: TaskID) -> None:
+    def run(self, cells: Sequence[Cell], progress: Progressing) -> None:
         """Run cells of one task together; where that fails, one by one."""
         task = cells[0].task
         if task != self.task:
             self.task, self.loaded = task, task.load(self.tokenizer, self.config.samples, self.max_tokens)
-        bar.update(whole, description=cells[0].name + (f" and {len(cells) - 1} more" if len(cells) > 1 else ""))
-        start = bar.tasks[whole].completed
+        progress.begin(cells[0].name, len(cells), len(self.loaded.samples))
         try:
-            self._run(cells, bar, whole)
+            self._run(cells, progress)
         except (UserError, RuntimeError, MemoryError) as error:
-            bar.update(whole, completed=start)
+            progress.forget()
             problem = _problem(error)
             if len(cells) == 1:
                 self.results.append(cells[0].failed(problem, self.loaded, self._prefill(cells[0])), (), ())
@@ -97,9 +98,9 @@ class _Worker:
         # outside of the handler: the error's traceback holds tensors
         torch.cuda.empty_cache()
         for cell in cells if len(cells) > 1 else ():
-            self.run([cell], bar, whole)
+            self.run([cell], progress)
 
-    def _run(self, cells: Sequence[Cell], bar: Progress, whole: TaskID) -> None:
+    def _run(self, cells: Sequence[Cell], progress: Progressing) -> None:
         samples = self.loaded.samples
         policies = [cell.policy.with_tokenizer(self.tokenizer) for cell in cells]
         if not samples:
@@ -112,7 +113,7 @@ class _Worker:
             if not math.isfinite(outcome.score):
                 raise UserError(f"sample {outcome.sample} has the score {outcome.score}.")
             outcomes[index].append(outcome)
-            bar.advance(whole, 1 / len(samples))
+            progress.outcome()
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
         views = record(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
         for cell, mine, seen in zip(cells, outcomes, views, strict=True):
@@ -134,10 +135,3 @@ def _problem(error: Exception) -> str:
         raise error
     text = " ".join(str(error).split())[:500]
     return f"out of memory: {text}" if memory else text
-
-
-@contextmanager
-def _progress(console: Console, total: int) -> Iterator[tuple[Progress, TaskID]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        yield bar, bar.add_task("cells", total=total)

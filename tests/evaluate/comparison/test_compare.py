@@ -17,13 +17,16 @@ from refused import refuses
 from transformers import AutoModelForCausalLM
 
 import ag
-from ag.compare import CompareConfig, compare, main
+from ag.compare import CompareConfig, main
 from ag.config.keys import ConfigError
 from ag.config.recipes import resolve
 from ag.errors import UserError
 from ag.evaluate import tasks
+from ag.evaluate.comparison import work
 from ag.evaluate.comparison.cells import plan
+from ag.evaluate.comparison.progress import Progressing
 from ag.evaluate.comparison.results import Results
+from ag.evaluate.comparison.run import compare
 from ag.evaluate.tasks import Outcome
 from ag.gates import export
 from ag.gates.calibration import Calibration
@@ -494,8 +497,34 @@ def test_progress_tells_of_cells(config, monkeypatch):
 
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
     compare(config(), console)
-    assert "ppl: full and 4 more" in console.file.getvalue()
-    assert "5/5" in console.file.getvalue() or "0/5" in console.file.getvalue()
+    shown = console.file.getvalue()
+    assert "ppl: full and 4 more" in shown and "0 of 5 cells, 6 of 6 samples" in shown
+
+
+def test_progress_without_a_terminal_is_a_line_every_half_minute(quiet):
+    """Three of eight cells are there at the start; two cells of 40 samples take a second a sample."""
+    now = [0.0]
+    progress = Progressing(quiet, 8, lambda: now[0])
+    progress.cells(3)
+    progress.begin("ppl: full", 2, 40)
+    for _ in range(2 * 40):
+        now[0] += 1
+        progress.outcome()
+    progress.cells(5)
+    assert quiet.file.getvalue().splitlines() == [
+        "3 of 8 cells, 15 of 40 samples, about 0:02:50 left (ppl: full and 1 more)",
+        "3 of 8 cells, 30 of 40 samples, about 0:02:20 left (ppl: full and 1 more)",
+    ]
+
+
+def test_ctrl_c_says_what_is_left(config, quiet, monkeypatch):
+    def stop(self, *_):
+        raise KeyboardInterrupt
+
+    compare(config(policies=["full"], budgets=[]), quiet)
+    monkeypatch.setattr(work._Worker, "_run", stop)
+    with refuses(KeyboardInterrupt, "1 of 5 cells", config().output, "the same command"):
+        compare(config(), quiet)
 
 
 def test_entries_go_into_what_a_recipe_says():

@@ -1,13 +1,18 @@
 """The page in headless Chromium."""
 
+import re
 import shutil
+from dataclasses import replace
 
+import made_up
 import pytest
+
+from ag.evaluate.comparison.page import render
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install -e '.[dev]'")
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import Select  # noqa: E402
+from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +39,12 @@ def chromium():
 def page(chromium, compared):
     """`page(width, dark)`: the report, loaded without a word on the console."""
 
-    def load(width=1200, dark=False):
+    def load(width=1200, dark=False, folder=compared.folder):
         size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-        chromium.get((compared.folder / "report.html").as_uri())
+        chromium.get((folder / "report.html").as_uri())
         return chromium
 
     yield load
@@ -150,7 +155,7 @@ def test_dark_and_light(page):
 
 def test_every_control_is_named_and_reached_by_tab(page):
     browser = page()
-    controls = browser.find_elements(By.CSS_SELECTOR, "button, select, [tabindex='0']")
+    controls = browser.find_elements(By.CSS_SELECTOR, "button, select, summary, [tabindex='0']")
     assert all(control.accessible_name for control in controls)
     order = []
     body = browser.find_element(By.TAG_NAME, "body")
@@ -164,3 +169,87 @@ def test_every_control_is_named_and_reached_by_tab(page):
 def test_it_prints_on_pages_with_everything(page):
     pdf = page().execute_cdp_cmd("Page.printToPDF", {})["data"]
     assert len(pdf) > 20_000
+
+
+SCREENS = [(width, dark) for width in (1280, 390) for dark in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def led(tmp_path_factory):
+    """A page with a verdict, two curves and rows that it does not show."""
+    folder = tmp_path_factory.mktemp("led")
+    comparison = replace(made_up.comparison(folder), hidden=["ppl: cake 0.5"])
+    (folder / "report.html").write_text(render(comparison))
+    return folder
+
+
+def contrast(one, two):
+    """Of two colours as `rgb(r, g, b)`, as WCAG 2 defines it."""
+
+    def luminance(colour):
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted((luminance(one), luminance(two)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize(("width", "dark"), SCREENS)
+def test_the_verdict_and_two_curves_come_first(page, led, width, dark):
+    browser = page(width, dark, led)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    titles = [title.text for title in browser.find_elements(By.TAG_NAME, "h2")]
+    assert titles[:3] == ["Verdict", "Quality against memory", "Leaderboard"]
+    verdicts = browser.find_elements(By.CSS_SELECTOR, "#first > ul li")
+    assert [one.text.partition(", 0.")[0] for one in verdicts] == [
+        "At half the memory, needle_books: mine",
+        "At half the memory, ppl: mine",
+    ]
+    one, two = (chart.rect for chart in browser.find_elements(By.CSS_SELECTOR, ".two .chart"))
+    beside = one["y"] == two["y"] and two["x"] >= one["x"] + one["width"]
+    assert beside if width > 1000 else two["y"] > one["y"] + one["height"] - 1
+    assert "n = 24" in browser.find_element(By.CSS_SELECTOR, "table thead").text
+    assert "1 row in this folder" in browser.find_element(By.ID, "hidden").text
+
+
+@pytest.mark.parametrize(("width", "dark"), SCREENS)
+def test_lines_stand_out_from_the_paper(page, led, width, dark):
+    """At least 3 to 1, what WCAG 2 asks of graphics, for every colour of lines, those of full and gates among them."""
+    browser = page(width, dark, led)
+    paper = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    marks = browser.find_elements(By.CSS_SELECTOR, "#lead ~ .legend .mark")
+    assert len(marks) == 5
+    for name in ("gates", *(f"c{number}" for number in range(8))):
+        fill = browser.execute_script(
+            "arguments[0].setAttribute('class', arguments[1]); return getComputedStyle(arguments[0]).fill",
+            marks[0],
+            name,
+        )
+        assert contrast(fill, paper) >= 3, (name, fill, paper)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_table_that_goes_on_says_so_until_its_end(page, led, width):
+    browser = page(width, False, led)
+    boxes = browser.find_elements(By.CSS_SELECTOR, ".scroll")
+    more = [browser.execute_script("return arguments[0].scrollWidth > arguments[0].clientWidth", box) for box in boxes]
+    hints = browser.find_elements(By.CSS_SELECTOR, ".hint")
+    assert [hint.is_displayed() for hint in hints] == more
+    assert more[0] == (width == 390) and more[1]
+    browser.execute_script("arguments[0].scrollLeft = 10000", boxes[1])
+    WebDriverWait(browser, 5).until_not(lambda _: hints[1].is_displayed())
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_token_that_more_heads_keep_has_the_stronger_colour(page, dark):
+    """In the dark too: its background differs more from the paper. The note says stronger, which is right in both."""
+    browser = page(1280, dark)
+    Select(browser.find_element(By.ID, "policy")).select_by_visible_text("h2o 0.5")
+    find = """return [...document.querySelectorAll("#text > span")].map(
+        e => [+e.style.getPropertyValue("--share"), getComputedStyle(e).backgroundColor])"""
+    shares = sorted(
+        (share, float(re.search(r"/ ([\d.]+)\)", colour)[1])) for share, colour in browser.execute_script(find)
+    )
+    assert shares[0][0] < shares[-1][0] and shares[0][1] < shares[-1][1]
+    assert "the stronger its colour" in browser.find_element(By.ID, "tokens").text

@@ -9,12 +9,13 @@ from peft import LoraConfig, get_peft_model
 from rich.console import Console
 
 import ag
-from ag.compare import CompareConfig, compare
+from ag.compare import CompareConfig
 from ag.config import Config, DataConfig
 from ag.config.recipes import dump
 from ag.data.problems import generate
 from ag.data.worked import encode
 from ag.errors import UserError
+from ag.evaluate.comparison.run import compare
 from ag.evaluate.tasks import make
 from ag.gates import export
 

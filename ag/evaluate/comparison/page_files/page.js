@@ -21,6 +21,22 @@ for (const table of document.querySelectorAll("table.sortable")) {
   });
 }
 
+// Wide tables say that they go on, until their end is reached.
+for (const box of document.querySelectorAll(".scroll")) {
+  const hint = document.createElement("p");
+  hint.className = "hint";
+  hint.textContent = "more columns: scroll sideways →";
+  box.after(hint);
+  const look = () => {
+    const more = box.scrollLeft + box.clientWidth < box.scrollWidth - 1;
+    box.classList.toggle("more", more);
+    hint.hidden = !more;
+  };
+  box.addEventListener("scroll", look);
+  addEventListener("resize", look);
+  look();
+}
+
 // The viewer: texts are set as textContent only, so that no prompt can become part of the page.
 const prompts = JSON.parse(document.getElementById("data").textContent).prompts;
 const [prompt, policy, layer, head] = ["prompt", "policy", "layer", "head"].map((id) => document.getElementById(id));

@@ -1,0 +1,39 @@
+"""The measurements of ``python -m ag.bench`` in one mode."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import date
+from typing import Any
+
+import torch
+
+from ag.bench import decode, memory, prefill, stream, train
+from ag.bench.config import BenchConfig
+from ag.bench.measure import machine
+from ag.errors import UserError
+
+MODULES = {"decode": decode, "stream": stream, "prefill": prefill, "train": train, "memory": memory}
+
+
+def bench(config: BenchConfig, command: str) -> dict[str, Any]:
+    """Measure, and return the rows with what they mean: command, date, machine and configuration.
+
+    Raises:
+        UserError: for a model, a policy or a device that cannot be.
+    """
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device={config.device}: no CUDA device is there; give device=cpu.")
+    wrong = [value for values in (config.context, config.batch) for value in values if value < 1]
+    if wrong or not (config.context and config.batch):
+        raise UserError(f"context={config.context}, batch={config.batch}: expected numbers of at least 1.")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    described = machine(torch.device(config.device))
+    return {
+        "command": command,
+        "date": date.today().isoformat(),
+        "machine": described,
+        "config": asdict(config),
+        "rows": MODULES[config.mode].measure(config),
+    }

@@ -1,0 +1,180 @@
+"""A continuation of a text under a policy, and what it costs."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from ag.config import ModelConfig
+from ag.config.generate import GenerateConfig
+from ag.engine import EvictionCache, Policy, policy
+from ag.engine.report import Report
+from ag.engine.spec import PolicySpec, named
+from ag.errors import UserError
+from ag.gates import export
+from ag.model import base as models
+from ag.model import smollm2
+from ag.model.geometry import fingerprint
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    Model = PreTrainedModel | PeftModel
+
+
+WARM_PROMPT, WARM_NEW = 256, 4  # tokens that compile and load what the measured ones need
+
+
+@dataclass
+class Generation:
+    """A continuation and what its cache cost.
+
+    Times are those of warm kernels: a few tokens were read and written before.
+
+    Attributes:
+        text: the new text.
+        prompt_tokens: tokens of the prompt.
+        new_tokens: tokens of the continuation.
+        evicted: share of the prompt's (token, layer, KV head) entries that were gone at the end.
+        kv_bytes: bytes allocated for keys and values at the end.
+        full_kv_bytes: bytes of the keys and values of every token seen.
+        held: share of the (token, layer, KV head) entries of every token seen that is held at the end.
+        prefill_seconds: until the first new token, what the policy reads a second time included.
+        decode_seconds: for the other new tokens.
+        report: what each layer holds at the end.
+    """
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    evicted: float
+    kv_bytes: int
+    full_kv_bytes: int
+    held: float
+    prefill_seconds: float
+    decode_seconds: float
+    report: Report
+
+
+def generate(config: GenerateConfig) -> dict[str, Generation]:
+    """Continue the prompt under the policy, with a full cache, or with both, in that order.
+
+    Raises:
+        UserError: (ModelError, ExportError, ...) naming what is wrong and the fix.
+    """
+    text, chosen = _read_prompt(config), _policy(config)
+    model, tokenizer = _load(config, chosen.spec.path or config.gates)
+    if config.chat and tokenizer.chat_template is None:
+        raise UserError("chat=true: the model's tokenizer has no chat template; set chat=false.")
+    if config.chat:
+        messages = [{"role": "user", "content": text}]
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    ids = tokenizer(text, add_special_tokens=not config.chat, return_tensors="pt", verbose=False)["input_ids"]
+    context, length = model.config.get_text_config().max_position_embeddings, ids.shape[1]
+    if not 0 < length <= context - config.max_new_tokens:
+        raise UserError(
+            f"The prompt has {length} tokens: expected 1 to {context - config.max_new_tokens}, which leave room for "
+            f"max_new_tokens={config.max_new_tokens} in the model's context."
+        )
+    policies = {} if chosen.scorer is None else {next(iter(named([config.policy or "gates"]))): chosen}
+    if config.compare or not policies:
+        policies["full cache"] = policy("full")
+    return {name: _generate(model, tokenizer, ids.long(), policy, config) for name, policy in policies.items()}
+
+
+def _read_prompt(config: GenerateConfig) -> str:
+    if (config.prompt is None) == (config.file is None):
+        raise UserError("Expected one text to continue: give either prompt=TEXT or file=PATH.")
+    if config.prompt is not None:
+        return config.prompt
+    try:
+        return Path(str(config.file)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"file={config.file}: {error}; expected a text file in UTF-8.") from error
+
+
+def _policy(config: GenerateConfig) -> Policy:
+    """Return the policy; unknown names and bad budgets are found before a model is loaded."""
+    spec = PolicySpec.parse(config.policy or ("gates" if config.gates else "full"))
+    if config.gates and spec.path and Path(config.gates) != Path(spec.path):
+        raise UserError(f"gates={config.gates} and policy={spec} name two exports; leave gates= out.")
+    if spec.reads_gates and spec.path is None:
+        if config.gates is None:
+            raise UserError(f"policy={spec}: expected gates=EXPORT beside it, the folder of exported gates.")
+        spec = replace(spec, path=config.gates)
+    return policy(spec, config.budget, config.schedule, **config.options)
+
+
+def _load(config: GenerateConfig, gates: str | None) -> tuple[Model, PreTrainedTokenizerBase]:
+    """Load the base model, with the adapter of exported gates where they have one, and the tokenizer."""
+    base = export.read_info(gates)["base_model"] if gates else {"name": "", "revision": None}
+    name = config.model or base["name"]
+    if not name:
+        raise UserError("No base model is named: give model=NAME, or gates=EXPORT of an export that names one.")
+    revision = None if config.model or base["revision"] == smollm2.REQUIREMENT else base["revision"]
+    model, tokenizer = models.load_base(ModelConfig(name, revision, config.dtype), config.device)
+    if gates and config.adapter and export.adapter_path(gates):
+        return export.load_adapter(model, gates), tokenizer
+    return model, tokenizer
+
+
+class _Clock(BaseStreamer):
+    """Notes when each new token is there; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def _generate(
+    model: Model, tokenizer: PreTrainedTokenizerBase, ids: Tensor, policy: Policy, config: GenerateConfig
+) -> Generation:
+    policy = policy.with_tokenizer(tokenizer)
+    with suppress(UserError):  # a policy may refuse so short a prompt
+        _continue(model, EvictionCache(model, policy), ids[:, :WARM_PROMPT], replace(config, max_new_tokens=WARM_NEW))
+    torch.manual_seed(config.seed)
+    cache = EvictionCache(model, policy)
+    new, (start, first, *_, last) = _continue(model, cache, ids, config)
+    size = fingerprint(model.config)
+    entry = size["num_layers"] * size["num_kv_heads"] * size["head_dim"] * next(model.parameters()).element_size()
+    length = ids.shape[1]
+    return Generation(
+        text=str(tokenizer.decode(new, skip_special_tokens=True)),
+        prompt_tokens=length,
+        new_tokens=len(new),
+        evicted=(1 - cache.kept_share()) * cache.seen_tokens / length,
+        kv_bytes=cache.nbytes,
+        full_kv_bytes=2 * cache.seen_tokens * entry,
+        held=cache.kept_share(),
+        prefill_seconds=first - start,
+        decode_seconds=last - first,
+        report=cache.report(),
+    )
+
+
+def _continue(model: Model, cache: EvictionCache, ids: Tensor, config: GenerateConfig) -> tuple[list[int], list[float]]:
+    """Return the new tokens, and the times at which the prompt and each of them were there."""
+    clock = _Clock()
+    sampling = {"do_sample": True, "temperature": config.temperature, "top_p": config.top_p, "top_k": 0}
+    output = model.generate(  # type: ignore[operator]  # PEFT and transformers declare it differently
+        input_ids=ids.to(config.device),
+        attention_mask=torch.ones_like(ids, device=config.device),
+        past_key_values=cache,
+        max_new_tokens=config.max_new_tokens,
+        streamer=clock,
+        **(sampling if config.temperature else {"do_sample": False}),
+    )
+    return output[0, ids.shape[1] :].tolist(), [*clock.times, clock.times[-1]]

@@ -1,0 +1,85 @@
+"""How far a comparison is: a bar on a terminal, elsewhere a line every half minute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+SECONDS = 30.0  # between two lines where there is no terminal
+
+
+class Progressing:
+    """Cells, the samples of those at work, and the time that the rest will take.
+
+    The time is that of the cells that this process has run so far, cells of other tasks taken as equal.
+
+    Args:
+        console: where it is shown.
+        total: number of cells.
+        clock: gives seconds.
+    """
+
+    def __init__(self, console: Console, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._total, self._clock = console, total, clock
+        self._begun = self._last = clock()
+        self._first: float | None = None  # cells that were there at the start
+        self._done = 0.0
+        self._name, self._samples, self._outcomes, self._together = "", 0, 0, 1
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[said]}"))
+        self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        self._task = self._bar.add_task("cells", total=total, said="") if self._bar else None
+
+    def cells(self, done: float) -> None:
+        """Set how many cells have a row."""
+        self._first = done if self._first is None else self._first
+        self._done = done
+        self._show()
+
+    def begin(self, name: str, together: int, samples: int) -> None:
+        """Begin with cells, so many together, and the samples of their task."""
+        more = f" and {together - 1} more" if together > 1 else ""
+        self._name, self._together, self._samples, self._outcomes = name + more, together, samples, 0
+        self._show()
+
+    def outcome(self) -> None:
+        """Count a sample of one cell."""
+        self._outcomes += 1
+        self._show()
+
+    def forget(self) -> None:
+        """Take back the samples of the cells at work: they are run again."""
+        self._outcomes = 0
+
+    def said(self) -> str:
+        """Return the numbers in words."""
+        parts = [f"{int(self._done)} of {self._total} cells"]
+        if self._samples:
+            parts.append(f"{self._outcomes // self._together} of {self._samples} samples")
+        fraction = self._outcomes / self._samples if self._samples else 0.0
+        here = self._done + fraction - (self._first or 0)
+        if here > 0:
+            left = (self._total - self._done - fraction) * (self._clock() - self._begun) / here
+            parts.append(f"about {timedelta(seconds=round(left))} left")
+        return ", ".join(parts)
+
+    def _show(self) -> None:
+        if self._bar is not None and self._task is not None:
+            done = self._done + (self._outcomes / self._samples if self._samples else 0.0)
+            self._bar.update(self._task, completed=done, description=self._name or "cells", said=self.said())
+        elif self._clock() - self._last >= SECONDS:
+            self._last = self._clock()
+            self._console.print(f"{self.said()} ({self._name})", soft_wrap=True, highlight=False)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show it while the block runs."""
+        if self._bar is None:
+            yield
+        else:
+            with self._bar:
+                yield

@@ -1,0 +1,118 @@
+"""Pictures of what policies keep and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ag.config import ModelConfig
+from ag.config.explain import ExplainConfig
+from ag.engine import EvictionCache, Policy, policy
+from ag.engine.spec import PolicySpec, named, parse_budget
+from ag.errors import UserError
+from ag.evaluate import inside, inside_plots, tasks
+from ag.evaluate.comparison.views import View, record
+from ag.evaluate.tasks import Sample
+from ag.gates import export
+from ag.gates.figures import keep_pattern
+from ag.gates.gate import AttentionGate, AttentionGates
+from ag.model import base as models
+
+SEARCHED = 10  # samples read for each one wanted, because some are too short
+
+
+def explain(config: ExplainConfig) -> list[Path]:
+    """Draw the pictures; returns their files.
+
+    Raises:
+        UserError: naming what is wrong with a policy, the gates, the model or the data, and the fix.
+    """
+    plan = _policies(config)
+    task = tasks.make(config.task, config.root, **config.task_options)
+    model, tokenizer = models.load_base(ModelConfig(config.model, config.revision, config.dtype), config.device)
+    found = task.load(
+        tokenizer, SEARCHED * config.samples, model.config.get_text_config().max_position_embeddings
+    ).samples
+    samples = [Sample(one.id, one.prompt[: config.tokens]) for one in found if len(one.prompt) >= config.tokens]
+    if not samples:
+        raise UserError(f"task={config.task}: no prompt has tokens={config.tokens}; ask for fewer.")
+    if config.gates and config.adapter and export.adapter_path(config.gates):
+        model = export.load_adapter(model, config.gates)  # type: ignore[assignment]
+    folder = Path(config.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, figure in draw(config, model, tokenizer, plan, samples[: config.samples]):
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1])
+    return paths
+
+
+def draw(
+    config: ExplainConfig,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    plan: dict[str, Policy],
+    samples: list[Sample],
+) -> Iterator[tuple[str, Figure]]:
+    """Make the pictures; yields the name of each and its figure."""
+    prompts = [Sample(one.id, one.prompt[: -config.continuation]) for one in samples]
+    policies = [one.with_tokenizer(tokenizer) for one in plan.values()]
+    views = dict(zip(plan, record(model, tokenizer, policies, prompts, config.tokens), strict=True))
+    if "keep" in config.pictures:
+        for name, mine in views.items():
+            for number, view in enumerate(mine):
+                yield f"keep-{_file(name)}-{number}", keep_pattern(view.kept, view.pieces)
+    readings = [inside.Reading(model, one.prompt) for one in samples]
+    if "attention" in config.pictures and "gates" in plan:
+        gates = EvictionCache(model, plan["gates"]).gates
+        assert gates is not None
+        for number, (reading, view) in enumerate(zip(readings, views["gates"], strict=True)):
+            yield f"attention-{number}", _attention(config, gates, reading, view)
+    if "cake" in config.pictures:
+        yield "cake", inside_plots.entropy_and_variance([inside.layer_statistics(one).numpy() for one in readings])
+    if "errors" in config.pictures:
+        errors = {
+            name: torch.stack(
+                [
+                    inside.output_errors(one, torch.from_numpy(view.kept))
+                    for one, view in zip(readings, mine, strict=True)
+                ]
+            )
+            for name, mine in views.items()
+        }
+        yield "errors", inside_plots.errors_by_layer({name: one.mean(0).numpy() for name, one in errors.items()})
+
+
+def _attention(config: ExplainConfig, gates: AttentionGates, reading: inside.Reading, view: View) -> Figure:
+    """Draw the attention of the model and of its gates, which must be of kind attention, in some layers."""
+    if gates.config.kind != "attention":
+        raise UserError(f"gates of kind {gates.config.kind} have no attention; leave attention out of pictures=.")
+    having = gates.layer_indices
+    layers = config.layers or sorted({having[i * (len(having) - 1) // 3] for i in range(4)})
+    for layer in layers:
+        if layer not in having:
+            raise UserError(f"layers={config.layers}: layer {layer} has no gate; expected some of {having}.")
+    length, theirs = view.kept.shape[2], []
+    for layer in layers:
+        gate = gates.layers[str(layer)]
+        assert isinstance(gate, AttentionGate)
+        hidden = reading.hidden[layer - gates.config.layer_offset][:, :length]
+        theirs.append(inside.gate_map(gate, hidden).mean(0).cpu().numpy())
+    ours = [inside.attention_map(reading, layer).mean(0)[:length, :length].cpu().numpy() for layer in layers]
+    return inside_plots.attention_maps(layers, ours, theirs, [view.kept[layer] for layer in layers])
+
+
+def _policies(config: ExplainConfig) -> dict[str, Policy]:
+    specs = named([*config.policies, *([f"gates={PolicySpec('gates', path=config.gates)}"] if config.gates else [])])
+    budget = parse_budget(config.budget)
+    return {name: policy(spec, None if spec.bare else budget) for name, spec in specs.items()}
+
+
+def _file(name: str) -> str:
+    return re.sub(r"[^\w+@-]+", "_", name)

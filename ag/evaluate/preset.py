@@ -1,0 +1,134 @@
+"""The comparison that ``python -m ag.evaluate`` stands for, and its figures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ag.config import Config, ModelConfig
+from ag.config.recipes import load_config
+from ag.engine.spec import PolicySpec, named
+from ag.errors import UserError
+from ag.evaluate.comparison.config import CompareConfig
+from ag.evaluate.comparison.findings import Entry
+from ag.evaluate.config import EvaluateConfig
+
+TASK = "responses"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What to compare.
+
+    Attributes:
+        config: of the comparison.
+        names: what each of its policies is called here.
+    """
+
+    config: CompareConfig
+    names: dict[str, str]
+
+    def name(self, entry: Entry) -> str:
+        """What a row is called: ``full cache``, ``gates``, ``h2o 0.5``."""
+        return f"{self.names[entry.row.label]} {entry.budget}".rstrip()
+
+
+def translate(config: EvaluateConfig) -> Preset:
+    """Return the comparison that is meant.
+
+    Raises:
+        UserError: naming what is wrong with the run or a policy, and the fix.
+    """
+    if config.run is None and config.root is None:
+        raise UserError("nothing to evaluate on: give run=RUN, or root=FOLDER of plain documents.")
+    if config.file.suffix != ".json":
+        raise UserError(f"output={config.output}: expected a name that ends in .json, such as {config.output}.json.")
+    recipe = None if config.run is None else load_config(Path(config.run) / "config.yaml", Config)
+    base = ModelConfig(name=config.model) if recipe is None else recipe.model
+    trained = "" if recipe is None else recipe.train
+    listed = _policies(config, trained)
+    if not listed:
+        raise UserError("policies=[]: expected at least one, such as full.")
+    options = {"run_folder": config.run, "prompt": config.prompt, "continuation": config.continuation}
+    return Preset(
+        CompareConfig(
+            recipe="evaluate",
+            model=base.name,
+            revision=base.revision,
+            dtype=base.dtype,
+            quantization=base.quantization,
+            attn_implementation=base.attn_implementation,
+            trust_remote_code=base.trust_remote_code,
+            adapter=f"{config.run}/export" if "lora" in trained else None,
+            policies=list(listed),
+            budgets=config.budgets,
+            schedule=config.schedule,
+            tasks=[TASK],
+            root=config.root,
+            samples=config.samples,
+            task_options={TASK: {name: value for name, value in options.items() if value is not None}},
+            baseline=next(iter(listed)),
+            device=config.device,
+            output=str(config.file.with_suffix("")),
+            retry=True,
+        ),
+        dict(zip(named(list(listed)), listed.values(), strict=True)),
+    )
+
+
+def _policies(config: EvaluateConfig, trained: str) -> dict[str, str]:
+    """Return the policies with what they are called; ``gates`` are the run's, at the budgets ranked as well."""
+    listed: dict[str, str] = {}
+    for text in config.policies:
+        spec = PolicySpec.parse(text)
+        if spec.reads_gates and spec.path is None:
+            if "gates" not in trained and config.policies == ["full", "gates"]:
+                continue  # the default, where there are none
+            if "gates" not in trained:
+                raise UserError(f"policy {text!r}: there are no gates; give run=RUN of a run that trained some.")
+            spec = replace(spec, path=f"{config.run}/export")
+        name = spec.label or text
+        listed[f"{name}={spec}" if spec.label else str(spec)] = name if spec.evicts else "full cache"
+        if spec.bare and spec.evicts and config.budgets:
+            listed[str(spec.resolved())] = name
+    return listed
+
+
+def figures(entry: Entry) -> dict[str, Any]:
+    """Return what ``evaluation.json`` holds of a policy.
+
+    ``losses`` are nats a token of each right response and ``tokens`` its length; ``kept`` is the share of the prompts'
+    (token, layer, KV head) entries that was held, ``kv_bytes`` the bytes of all prompts, ``accuracy`` the share of
+    questions whose right answer is the likeliest, None without any.
+    """
+    right = [float(outcome.tags["accuracy"]) for outcome in entry.outcomes if "accuracy" in outcome.tags]
+    return {
+        "losses": [outcome.score for outcome in entry.outcomes],
+        "tokens": [outcome.tags["tokens"] for outcome in entry.outcomes],
+        "kept": entry.row.kept,
+        "kv_bytes": sum(outcome.kv_bytes for outcome in entry.outcomes),
+        "accuracy": sum(right) / len(right) if right else None,
+    }
+
+
+def table(results: dict[str, Entry], title: str) -> Table:
+    """Return the table that the command prints; differences are paired, with their standard error."""
+    out = Table(title=title)
+    for column in ("cache", "loss", "difference", "accuracy", "evicted", "KV bytes"):
+        out.add_column(column, justify="left" if column == "cache" else "right")
+    for name, entry in results.items():
+        found, paired = figures(entry), entry.paired
+        error = math.nan if paired is None or paired.error is None else paired.error
+        out.add_row(
+            name,
+            f"{entry.row.mean:.4f}",
+            "" if paired is None else f"{paired.difference:+.4f} +- {error:.4f}",
+            "" if found["accuracy"] is None else f"{found['accuracy']:.1%}",
+            f"{1 - found['kept']:.1%}",
+            f"{found['kv_bytes']:,}",
+        )
+    return out

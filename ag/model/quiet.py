@@ -1,0 +1,54 @@
+"""What libraries say where nothing is wrong, each with the reason why it is not shown."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging as transformers_logging
+
+WARNINGS = (
+    # Lightning 2.6 asks for leaves in the way that PyTorch 2.11 replaced; the answer is the same
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    # PEFT 0.21 reads an attribute by the name that transformers 5 replaced
+    r"`is_gradient_checkpointing` is deprecated",
+    # what validation logs was reduced over all ranks by its metrics before
+    r"It is recommended to use `self\.log\(.*sync_dist=True",
+)
+LINES = (
+    # advertisements of Lightning
+    "Tip: For seamless cloud",
+    # the command says by itself that it was stopped
+    "Detected KeyboardInterrupt",
+)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back what is listed here, and progress bars of loading where standard error is no terminal."""
+    loggers = [logging.getLogger(f"lightning.{part}.utilities.rank_zero") for part in ("fabric", "pytorch")]
+    bars = not sys.stderr.isatty() and transformers_logging.is_progress_bar_enabled()
+    if bars:
+        transformers_logging.disable_progress_bar()
+    listed = _Listed()  # one of its own: these may be nested
+    for logger in loggers:
+        logger.addFilter(listed)
+    try:
+        with warnings.catch_warnings():
+            for pattern in WARNINGS:
+                warnings.filterwarnings("ignore", message=pattern)
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(listed)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+class _Listed(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return not any(line in text for line in LINES)

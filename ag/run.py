@@ -1,0 +1,269 @@
+"""A training run from its configuration to its export."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.strategies import StrategyRegistry
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ag import callbacks, data
+from ag.callbacks.checkpoint_files import newest_valid
+from ag.config import Config
+from ag.config.keys import nearest
+from ag.config.recipes import dump
+from ag.errors import UserError
+from ag.gates import export, hub
+from ag.gates.calibration import Calibration
+from ag.gates.gate import AttentionGates
+from ag.model import base as models
+from ag.model.hooks import decoder_of
+from ag.model.quiet import quiet
+from ag.training.loggers import build_loggers, read_metrics
+from ag.training.module import GatedLM
+from ag.training.sharded import ShardedStrategy, gather
+
+SIZES = ("kind", "granularity", "num_heads", "head_dim", "hidden", "shortcut", "layer_offset", "first_layer")
+
+
+@quiet()
+def fit(config: Config, dry_run: bool = False) -> Path | None:
+    """Train and export.
+
+    Args:
+        config: the whole configuration.
+        dry_run: build everything, run one training and one validation batch, write nothing.
+
+    Returns:
+        The run folder, None after a dry run.
+
+    Raises:
+        UserError: (ModelError, DataError, ExportError, ...) naming what is wrong and the fix.
+        ag.callbacks.NonFiniteError: a loss or gradient was not finite; the last checkpoint is kept.
+        ag.callbacks.Stopped: on SIGTERM, SIGUSR1 or Ctrl-C, after a checkpoint.
+        KeyboardInterrupt: on Ctrl-C before the first step, and on a second one.
+    """
+    check_trainer(config)
+    data.check(config.data)
+    L.seed_everything(config.seed, workers=True, verbose=False)
+    base, tokenizer = models.load_base(config.model)
+    decoder_of(base)  # raises for a model that gates cannot be attached to, before the data are read
+    context = base.config.get_text_config().max_position_embeddings
+    batches = data.build(config, tokenizer, context)
+    gates = None if config.train == "lora" else make_gates(base, config)
+    model = base if config.train == "gates" else models.add_lora(base, config.lora)
+    module = GatedLM(config, model, gates)
+    run_dir = None if dry_run else run_folder(config)
+    trainer = build_trainer(config, run_dir)
+    checkpoint = None if config.resume is None else newest_valid(Path(config.resume))
+    module.train()  # Lightning does not change the mode, and activation checkpointing needs training mode
+    if run_dir is not None:
+        os.environ["AG_RUN"] = run_dir.name  # the ranks that Lightning starts inherit it
+    try:
+        trainer.fit(module, batches, ckpt_path=checkpoint, weights_only=True)
+    except MisconfigurationException as error:
+        raise UserError(str(error)) from error
+    except SystemExit as leave:
+        if isinstance(leave.__context__, KeyboardInterrupt):  # Lightning leaves with 1
+            raise KeyboardInterrupt(*([] if run_dir is None else [callbacks.how_to_continue(run_dir)])) from None
+        raise
+    finally:
+        os.environ.pop("AG_RUN", None)
+    if run_dir is None:
+        return None
+    if module.validated_step != trainer.global_step:
+        trainer.validate(module, batches, verbose=False)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    gather(module)
+    if config.checkpoint.patience and (run_dir / "checkpoints" / "best.ckpt").exists():
+        metrics = load_best(module, run_dir)
+    if trainer.is_global_zero:
+        write_export(run_dir / "export", module, base, tokenizer, metrics)
+        if batches.truncated:
+            print(f"{batches.truncated} prompts lost {batches.truncated_tokens} tokens on their left.")
+        if batches.skipped:
+            print(f"{batches.skipped} rows of the data were left out: too short for a prompt, or too long.")
+        print(f"run folder: {run_dir}")
+        if config.export.push_to_hub:
+            print(f"uploaded: {hub.push(run_dir / 'export', config.export.push_to_hub)}")
+    trainer.strategy.barrier()
+    return run_dir
+
+
+def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
+    """Make the gates of a run, fresh or with the weights of an export.
+
+    Raises:
+        UserError: (ExportError) when the export cannot be read, or its gates have other sizes.
+    """
+    gates = AttentionGates(base.config, config.gate)
+    if config.init is not None:
+        start = AttentionGates.from_pretrained(config.init)
+        try:
+            gates.load_state_dict(start.state_dict())
+        except RuntimeError:
+            sides = [_sizes(one) for one in (start, gates)]
+            theirs, ours = (
+                ", ".join(f"{name}={side[name]}" for name in side if sides[0][name] != sides[1][name]) for side in sides
+            )
+            raise UserError(
+                f"init={config.init}: its gates have {theirs}, those of this run {ours}: expected gates of the same "
+                "sizes; take its base model and its gate.* keys, or leave init out."
+            ) from None
+    return gates
+
+
+def _sizes(gates: AttentionGates) -> dict[str, object]:
+    """Return what the shapes of gates follow from, by the name that a user knows."""
+    keys = asdict(gates.config)
+    return gates.fingerprint | {f"gate.{name}": keys[name] for name in SIZES}
+
+
+def check_trainer(config: Config) -> None:
+    """Find a strategy that does not exist and an accelerator that is not there, before anything is loaded.
+
+    Raises:
+        UserError: naming the key, what was expected and the fix.
+    """
+    strategy, accelerator = config.trainer.strategy, config.trainer.accelerator
+    known = ["auto", "fsdp2", *StrategyRegistry.available_strategies()]
+    if strategy not in known:
+        hint = nearest(strategy, known) or "; --help lists the keys"
+        raise UserError(f"trainer.strategy={strategy}: expected auto, fsdp2 or a strategy of Lightning, as ddp{hint}")
+    there = {
+        "gpu": CUDAAccelerator.is_available() or MPSAccelerator.is_available(),
+        "mps": MPSAccelerator.is_available(),
+    }
+    if not there.get(accelerator, True):
+        raise UserError(
+            f"trainer.accelerator={accelerator}: PyTorch finds none here; use trainer.accelerator=cpu or "
+            "auto, or look at the driver and the build of torch."
+        )
+
+
+def run_folder(config: Config) -> Path:
+    """Make the folder of a run, ``OUTPUT/RECIPE/TIME``, the same on all ranks, and write its config.yaml.
+
+    Raises:
+        UserError: when several processes were started by torchrun without an id that they share, or the id of another
+            run.
+    """
+    if config.resume is not None:
+        return Path(config.resume)
+    name = os.environ.get("AG_RUN") or os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
+    if name == "none":
+        raise UserError("torchrun has no id for this run: start it with torchrun --rdzv-id=NAME.")
+    folder = Path(config.output) / config.recipe / (name or time.strftime("%Y-%m-%d_%H-%M-%S"))
+    if int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0) != 0:
+        return folder
+    if name is not None and folder.exists():
+        raise UserError(f"{folder} is there already: continue it with resume={folder}, or give the run another id.")
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            break
+        except FileExistsError:  # two runs in one second
+            folder = folder.with_name(f"{folder.name}-1")
+    (folder / "config.yaml").write_text(dump(config))
+    return folder
+
+
+def build_trainer(config: Config, run_dir: Path | None) -> L.Trainer:
+    """Make the trainer; without a run folder it runs one batch of each kind and writes nothing."""
+    options = config.trainer
+    try:
+        return _trainer(config, run_dir)
+    except (ImportError, ValueError, MisconfigurationException) as error:
+        raise UserError(
+            f"trainer.accelerator={options.accelerator}, trainer.strategy={options.strategy}, "
+            f"trainer.devices={options.devices}: {error}"
+        ) from error
+
+
+def _trainer(config: Config, run_dir: Path | None) -> L.Trainer:
+    options = config.trainer
+    sharded = options.strategy == "fsdp2"
+    return L.Trainer(
+        accelerator=options.accelerator,
+        devices=options.devices,
+        num_nodes=options.num_nodes,
+        strategy=ShardedStrategy(options.devices * options.num_nodes) if sharded else options.strategy,
+        precision=options.precision,
+        max_epochs=options.max_epochs if options.max_steps < 0 else -1,
+        max_steps=options.max_steps,
+        accumulate_grad_batches=options.accumulate,
+        gradient_clip_val=options.clip or None,
+        val_check_interval=options.val_every * options.accumulate or None,
+        check_val_every_n_epoch=None if options.val_every else 1,
+        limit_val_batches=options.val_batches,
+        log_every_n_steps=options.log_every,
+        deterministic=options.deterministic,
+        callbacks=callbacks.build(config, run_dir) if run_dir else None,
+        logger=build_loggers(config, run_dir) if run_dir else False,
+        plugins=[callbacks.AtomicCheckpointIO()],
+        default_root_dir=run_dir,
+        fast_dev_run=run_dir is None,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        enable_progress_bar=options.progress,
+        enable_model_summary=False,
+    )
+
+
+def write_export(
+    folder: Path,
+    module: GatedLM,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    metrics: dict[str, float],
+) -> None:
+    """Write what was trained: gates with their adapter, or the adapter alone for the baseline.
+
+    Args:
+        folder: the folder to write.
+        module: the trained module.
+        base: the base model inside ``module.model``.
+        tokenizer: saved with a merged copy of the model.
+        metrics: the last metrics of the run.
+    """
+    adapter = module.model if isinstance(module.model, PeftModel) else None
+    measured = {name.removeprefix("val/"): value for name, value in metrics.items() if name.startswith("val/")}
+    if "evicted" in measured:
+        measured["kept"] = 1 - measured["evicted"]
+    figures = sorted((folder.parent / "figures").glob("keep-0-*.png"))
+    if module.gates is not None:
+        export.save(
+            folder,
+            module.gates,
+            base_model=models.hub_name(module.config.model.name),
+            base_revision=models.base_revision(base),
+            adapter=adapter,
+            metrics=measured,
+            figure=figures[-1] if figures else None,
+            weights=module.config.export.weights,
+        )
+    elif adapter is not None:
+        export.save_adapter(folder, adapter, base_model=models.hub_name(module.config.model.name))
+    if module.config.export.merge and adapter is not None:
+        shutil.rmtree(folder.parent / "merged", ignore_errors=True)  # written by this run before it was resumed
+        export.save_merged(adapter, folder.parent / "merged", tokenizer, folder)
+
+
+def load_best(module: GatedLM, run_dir: Path) -> dict[str, float]:
+    """Put the weights of the best checkpoint into the module; returns the metrics of its step."""
+    best = torch.load(run_dir / "checkpoints" / "best.ckpt", map_location="cpu", weights_only=True)
+    module.load_state_dict(best["state_dict"], strict=False)
+    if module.gates is not None:
+        table = best.get("calibration")
+        module.gates.calibration = None if table is None else Calibration(**table)
+    rows = {row["step"]: row for row in read_metrics(run_dir / "metrics.csv")}
+    return rows[best["global_step"]]

@@ -1,0 +1,47 @@
+"""A comparison of made-up scores: gates, whose lead over h2o is known, and policies that differ by noise alone."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from test_results import ROW
+
+from ag.evaluate.comparison.findings import Comparison, Entry, _tested
+from ag.evaluate.tasks import Outcome
+
+COSTS = {"mine": 0.2, "h2o": 0.5, "h2o+caote@preference": 0.501, "tova": 0.9}  # nats over full, times what is evicted
+BUDGETS = (0.5, 0.3, 0.2, 0.1)
+REPR = {"mine": "ag.policy('gates:somewhere@heads', budget={})"}
+N = 24
+TASKS: dict[str, dict[str, Any]] = {
+    "needle_books": {"metric": "recall", "higher_is_better": True, "question": "after"},
+    "ppl": {"metric": "nats per token", "higher_is_better": False, "question": None},
+}
+
+
+def entry(task: str, label: str, budget: float | None, cost: float, seed: int) -> Entry:
+    """N samples, each as hard as it is under every policy, with a little noise of its own."""
+    hard = np.random.default_rng(0).normal(2.5, 0.4, N)
+    nats = hard + cost + np.random.default_rng(seed).normal(0, 0.02, N) * (cost > 0)
+    asked = TASKS[task]["question"] is not None
+    scores = (nats < 2.9).astype(float) if asked else nats
+    kept = 1.0 if budget is None else budget
+    tags = [{"nats": float(x), "hits": float(s)} if asked else {} for x, s in zip(nats, scores, strict=True)]
+    outcomes = [Outcome(str(i), float(s), 512, kept, 4096, 0.1, tags[i]) for i, s in enumerate(scores)]
+    row = replace(
+        ROW, **TASKS[task], key=f"{task}{label}{budget}", label=label, budget=budget, task=task, kept=kept, n=N
+    )
+    row = replace(row, policy=REPR.get(label, f"ag.policy('{label}', budget={{}})").format(budget))
+    row = replace(row, mean=float(scores.mean()), error=float(scores.std(ddof=1) / N**0.5))
+    return Entry(replace(row, nats=float(nats.mean()) if asked else None, floor=0.1 if asked else None), outcomes, [])
+
+
+def comparison(folder: Path, **costs: float) -> Comparison:
+    """`comparison(folder, h2o=0.2)`: full, and each policy at four budgets, on two tasks."""
+    entries = []
+    for task in TASKS:
+        entries.append(entry(task, "full", None, 0.0, 0))
+        for number, (label, cost) in enumerate((COSTS | costs).items()):
+            entries += [entry(task, label, one, cost * (1 - one), 10 * number + 1) for one in BUDGETS]
+    return Comparison(folder, "full", [_tested(one, "full", entries) for one in entries])

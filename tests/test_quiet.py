@@ -1,0 +1,78 @@
+"""What commands say, and how fast: help without torch, readers that leave early, Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ag.config.command_line import command
+from ag.errors import UserError
+
+COMMANDS = ["fit", "generate", "compare", "explain", "evaluate", "bench", "models"]
+RECIPES = ["fit", "compare"]
+HEAVY = {"torch", "transformers", "lightning", "peft", "matplotlib", "pandas"}
+
+
+def imported(*words):
+    """The modules that a command imports, and the seconds of computation that this takes."""
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
+    lines = [line.split("|") for line in done.stderr.splitlines() if line.startswith("import time:")][1:]
+    return {line[2].strip() for line in lines}, sum(int(line[0].split(":")[1]) for line in lines) / 1e6
+
+
+@pytest.mark.parametrize(
+    "words", [(name, "--help") for name in COMMANDS] + [(name, "--recipes") for name in RECIPES], ids="-".join
+)
+def test_help_and_lists_import_nothing_heavy(words):
+    name, option = words
+    modules, seconds = imported(f"ag.{name}", option)
+    assert not HEAVY & modules
+    assert "ag" in modules and seconds < 1.5
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_reader_that_leaves_early_is_no_error(name):
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"ag.{name}", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    expected = 0 if name == "models" else 128 + signal.SIGPIPE  # argparse does not look
+    assert process.wait(30) == expected
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [
+        (UserError("a=1: expected 2."), 2, "ag.x: error: a=1: expected 2."),
+        (KeyboardInterrupt(), 130, "ag.x: stopped by Ctrl-C"),
+        (KeyboardInterrupt("2 of 3 are in F"), 130, "ag.x: stopped by Ctrl-C; 2 of 3 are in F"),
+    ],
+)
+def test_what_a_user_causes_is_one_line(raised, code, line, capsys):
+    @command("ag.x")
+    def main(argv):
+        assert argv == ["word"]
+        raise raised
+
+    assert main(["word"]) == code
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_a_command_starts_is_one_line(tmp_path):
+    """A pipe in place of the prompt's file: the command waits in it, with torch imported."""
+    os.mkfifo(tmp_path / "prompt")
+    words = ["policy=full", "model=none", f"file={tmp_path / 'prompt'}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ag.generate", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with open(tmp_path / "prompt", "w"):  # returns when the command has opened it to read
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out, errors) == (130, "", "ag.generate: stopped by Ctrl-C\n")
