@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 LIBRARIES = ("torch", "transformers", "lightning.pytorch", "peft", "datasets", "torchmetrics", "omegaconf")
 CLIENT = """\
@@ -55,7 +55,7 @@ def warm_python(folder: Path, **environment: str) -> Iterator[Path]:
     python.write_text(CLIENT.format(python=sys.executable, address=str(address)))
     python.chmod(0o755)
     command = [sys.executable, __file__, str(address), str(python)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}  # the first ends with this process
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}  # the first ends with this process
     with subprocess.Popen(command, text=True, env=os.environ | environment, **pipes) as server:
         try:
             assert server.stdout is not None and server.stdout.readline() == "ready\n"
