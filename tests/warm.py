@@ -21,7 +21,7 @@ import threading
 import traceback
 import types
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +39,7 @@ server.sendall(told)
 worker = int.from_bytes(server.recv(4), "big")
 for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(signum, lambda signum, _: os.kill(worker, signum))
+server.sendall(b"1")
 code = int.from_bytes(server.recv(4), "big", signed=True)
 if code < 0:
     if -code != signal.SIGKILL:
@@ -97,16 +98,23 @@ def attend(client: socket.socket, python: str) -> NoReturn:
     size, descriptors, _, _ = socket.recv_fds(client, 8, 3)
     with client.makefile("rb") as file:
         told = json.loads(file.read(int.from_bytes(size, "big")))
+    waiting, starting = os.pipe()  # the command starts when its client passes signals on
     worker = os.fork()
     if worker == 0:
         client.close()
+        os.close(starting)
+        os.read(waiting, 1)
+        os.close(waiting)
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
             os.close(descriptor)
         os._exit(work(told["words"], told["environment"], told["folder"], python))
     for descriptor in descriptors:
         os.close(descriptor)
-    client.sendall(worker.to_bytes(4, "big"))
+    with suppress(OSError):  # a client that is gone
+        client.sendall(worker.to_bytes(4, "big"))
+        client.recv(1)
+    os.close(starting)
     ended = os.pidfd_open(worker)
     if ended not in select.select([client.fileno(), ended], [], [])[0]:
         os.kill(worker, signal.SIGKILL)
