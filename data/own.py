@@ -140,7 +140,9 @@ def _chat(tokenizer: PreTrainedTokenizerBase, messages: list[Any], end: list[int
             ids, loss = out["input_ids"], np.array(out["assistant_masks"], dtype=np.bool_)
         else:
             ids, loss = _by_prefixes(tokenizer, messages, place)
-    except TemplateError as error:
+    except DataError:
+        raise
+    except (TemplateError, TypeError, ValueError, NotImplementedError) as error:  # a template may do anything
         raise DataError(f"{place} does not go through the tokenizer's chat template: {error}") from error
     if not loss.any():
         raise DataError(

@@ -119,6 +119,13 @@ def test_compare_adds_the_text_of_transformers_own_cache(folder, tiny_llama, tin
     assert (name, alone.text) == ("full cache", both["full cache"].text)
 
 
+def test_what_a_policy_is_called(folder):
+    export = f"gates:{folder / 'export'}"
+    expected = {"mine": f"mine={export}", f"gates:…/{folder.name}/export": export, "h": "h=h2o@heads"}
+    for name, text in expected.items():
+        assert list(generate(config(folder, gates=None, model=str(folder / "base"), policy=text, budget=9))) == [name]
+
+
 def test_adapter_of_the_export_takes_part(folder, tiny_llama, tiny_tokenizer, tmp_path):
     adapted = models.add_lora(tiny_llama(), LoraConfig())
     torch.manual_seed(3)

@@ -158,6 +158,11 @@ def _data(config: Run) -> None:
         data.kind in ("sft", "text") and data.name == "facts",
         f"data.name=facts with data.kind={data.kind}: name a dataset with data.name, or use data.kind=facts",
     )
+    _refuse(
+        data.eos is not None and data.kind != "sft",
+        f"data.eos={str(data.eos).lower()} with data.kind={data.kind}: only responses of data.kind=sft take it; leave "
+        "it out",
+    )
     if data.kind == "worked":
         _refuse(
             data.solution_min > data.solution_max,

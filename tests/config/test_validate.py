@@ -51,6 +51,7 @@ DOCUMENTS = "data.kind=text data.name=c data.packing=packed data.cross_documents
         ("data.cache=kept", "data.cache=kept data.kind=facts data.streaming=false"),
         ("data.name=piqa", "data.name=piqa data.kind=facts data.kind=sft"),
         ("data.kind=sft", "data.name=facts data.kind=sft data.kind=facts"),
+        ("data.eos=true", "data.eos=true data.kind=facts data.kind=sft"),
         ("data.root=x", "data.root=x data.kind=facts data.kind=sft"),
         ("data.kind=worked data.name=worked data.root=x", "data.root=x data.kind=worked"),
         ("data.kind=worked data.name=worked data.solution_min=500", "data.solution_min=500 data.solution_max"),

@@ -166,6 +166,11 @@ def test_a_validation_split_is_used_where_there_is_one(module, write, tmp_path, 
         ([{"messages": ["hello"]}], PLAIN, "row 2 role content 'hello'"),
         ([{"messages": "hello"}], PLAIN, "row 2 messages str list"),
         ([{"messages": CHAT}], FORGETFUL, "row 2 turn 3 generation"),
+        (
+            [{"messages": [{"role": "assistant", "content": ["a"]}]}],
+            "{{ 'x' + messages[0].content }}",
+            "row 2 template",
+        ),
         ([{"messages": CHAT}], "{{ raise_exception('no system') }}", "row 2 template no system"),
         (
             [{"messages": CHAT}],

@@ -14,7 +14,8 @@ from refused import names
 from ag import data
 from ag.config import Config, DataConfig, ModelConfig
 from ag.config.recipes import dump
-from ag.evaluate.__main__ import main
+from ag.evaluate.__main__ import EvaluateConfig, main, translate
+from ag.evaluate.comparison.cells import plan
 from ag.gates import export
 
 TOKEN = 2 * 16 * 4  # bytes of a key and a value of one head, float32
@@ -162,6 +163,22 @@ def test_budgets_samples_and_another_place(run, tmp_path, capsys):
     for name in ranked[::2]:
         assert found[name]["kept"] == pytest.approx(0.5, abs=0.01)
     assert (tmp_path / "mine" / "table.md").is_file() and not (folder / "evaluation").exists()
+
+
+def test_names_are_those_that_were_given(run):
+    folder, *_ = run("gates")
+    listed = ["full", "gates", "mine=gates@heads", "mine2=h2o", "gates+criticalkv"]
+    preset = translate(EvaluateConfig(run=str(folder), policies=listed, budgets=[0.5]))
+    short = "gates:…/gates/export"
+    assert preset.names == {
+        "full": "full cache",
+        short: "gates",
+        f"{short}@uniform": "gates",
+        "mine": "mine",
+        "mine2": "mine2",
+        f"{short}+criticalkv": "gates+criticalkv",
+    }
+    assert [cell.label for cell in plan(preset.config)] == [*preset.names]
 
 
 def test_plain_documents_without_a_run(tiny_folder, tmp_path, capsys):

@@ -23,7 +23,7 @@ def words(tiny_folder, tmp_path):
 def test_all_pictures(words, tiny_llama, tmp_path, capsys):
     export.save(tmp_path / "gates", gates_for(tiny_llama()), base_model="tiny")
     more = [
-        "policies=[h2o+caote]",
+        "policies=[mine=h2o+caote]",
         "samples=1",
         "task=needle_single",
         "task_options.lengths=[300]",
@@ -31,7 +31,7 @@ def test_all_pictures(words, tiny_llama, tmp_path, capsys):
     ]
     assert main([*words, *more, "tokens=200"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    names = {f"keep-{policy}-{i}" for policy in ("h2o+caote", "gates") for i in range(1)}
+    names = {f"keep-{policy}-{i}" for policy in ("mine", "gates") for i in range(1)}
     assert {path.stem for path in (tmp_path / "out").iterdir()} == names | {
         "attention-0",
         "cake",
