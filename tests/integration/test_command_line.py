@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from ag.errors import UserError
 from ag.gates import export
 from ag.gates.gate import AttentionGates
 from ag.run import run_folder
+from ag.training.module import GatedLM
 
 
 def tree(folder: Path) -> dict[str, int]:
@@ -138,3 +140,23 @@ def test_gates_of_another_geometry_to_start_from(
         error, f"init={tmp_path / 'other'}", "hidden_size=48", "hidden_size=32", "gate.num_heads=3", "gate.num_heads=2"
     )
     assert "num_layers" not in error  # which are the same
+
+
+def test_ctrl_c_before_the_first_step(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside Lightning, which would leave with 1: one line that names the folder."""
+
+    def stop(self: GatedLM) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GatedLM, "configure_optimizers", stop)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        assert fit.main([f"recipe={recipe}", f"output={tmp_path}"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
+    [folder] = runs(tmp_path)
+    error = capsys.readouterr().err.splitlines()
+    assert error[-1] == f"ag.fit: stopped by Ctrl-C; {folder} holds no checkpoint: start the recipe anew"
+    assert not any("KeyboardInterrupt" in line for line in error)

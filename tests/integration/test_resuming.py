@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -170,9 +171,10 @@ def test_killed_with_workers(signum: signal.Signals, recipe: Path, whole: Path, 
     _, errors = process.communicate(timeout=60)
     assert process.returncode == (143 if signum == signal.SIGTERM else -signal.SIGKILL), errors
     assert "Traceback" not in errors
-    if signum == signal.SIGTERM:
-        assert errors.strip().splitlines()[-1].startswith("ag.fit: stopped by SIGTERM after step ")
     [run] = runs(tmp_path)
+    if signum == signal.SIGTERM:
+        last = errors.strip().splitlines()[-1]
+        assert re.fullmatch(rf"ag\.fit: stopped by SIGTERM after step \d+; .* resume={re.escape(str(run))}", last)
     assert len(logged(run)) < STEPS
     resume(run)
     equal(run, whole)

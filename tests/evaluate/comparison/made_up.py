@@ -1,14 +1,14 @@
 """A comparison of made-up scores: gates, whose lead over h2o is known, and policies that differ by noise alone."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from test_results import ROW
 
 from ag.evaluate.comparison.findings import Comparison, Entry, _tested
+from ag.evaluate.comparison.results import Row
 from ag.evaluate.tasks import Outcome
+from ag.evaluate.tasks.base import Tags
 
 COSTS = {"mine": 0.2, "h2o": 0.5, "h2o+caote@preference": 0.501, "tova": 0.9}  # nats over full, times what is evicted
 BUDGETS = (0.5, 0.3, 0.2, 0.1)
@@ -27,14 +27,33 @@ def entry(task: str, label: str, budget: float | None, cost: float, seed: int) -
     asked = TASKS[task]["question"] is not None
     scores = (nats < 2.9).astype(float) if asked else nats
     kept = 1.0 if budget is None else budget
-    tags = [{"nats": float(x), "hits": float(s)} if asked else {} for x, s in zip(nats, scores, strict=True)]
+    tags: list[Tags] = [
+        {"nats": float(x), "hits": float(s)} if asked else {} for x, s in zip(nats, scores, strict=True)
+    ]
     outcomes = [Outcome(str(i), float(s), 512, kept, 4096, 0.1, tags[i]) for i, s in enumerate(scores)]
-    row = replace(
-        ROW, **TASKS[task], key=f"{task}{label}{budget}", label=label, budget=budget, task=task, kept=kept, n=N
+    row = Row(
+        key=f"{task}{label}{budget}",
+        policy=REPR.get(label, f"ag.policy('{label}', budget={{}})").format(budget),
+        label=label,
+        budget=budget,
+        kept=kept,
+        task=task,
+        mean=float(scores.mean()),
+        error=float(scores.std(ddof=1) / N**0.5),
+        n=N,
+        too_long=0,
+        too_short=2,
+        cut=0,
+        seconds=1.5,
+        kv_bytes=4096.0,
+        prefill="dense",
+        model="smollm2",
+        versions={"ag": "0.1.0"},
+        nats=float(nats.mean()) if asked else None,
+        floor=0.1 if asked else None,
+        **TASKS[task],
     )
-    row = replace(row, policy=REPR.get(label, f"ag.policy('{label}', budget={{}})").format(budget))
-    row = replace(row, mean=float(scores.mean()), error=float(scores.std(ddof=1) / N**0.5))
-    return Entry(replace(row, nats=float(nats.mean()) if asked else None, floor=0.1 if asked else None), outcomes, [])
+    return Entry(row, outcomes, [])
 
 
 def comparison(folder: Path, **costs: float) -> Comparison:

@@ -517,6 +517,17 @@ def test_progress_without_a_terminal_is_a_line_every_half_minute(quiet):
     ]
 
 
+def test_rows_of_earlier_commands_stay_and_are_named(config, quiet):
+    compare(config(), quiet)
+    fewer = compare(config(policies=["full", "h2o"], budgets=[0.5]), quiet)
+    assert sorted(fewer.hidden) == ["ppl: h2o 0.25", "ppl: tova 0.25", "ppl: tova 0.5"]
+    page = (fewer.folder / "report.html").read_text()
+    assert "3 rows in this folder" in page and "tova 0.25" in page
+    assert "3 rows of earlier commands" in quiet.file.getvalue()
+    assert len(lines(config().output)) == 5
+    assert compare(config(), quiet).hidden == []
+
+
 def test_ctrl_c_says_what_is_left(config, quiet, monkeypatch):
     def stop(self, *_):
         raise KeyboardInterrupt
