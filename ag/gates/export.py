@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ag.config.gate import GateConfig
+from ag.config.keys import nearest
+from ag.config.recipes import RECIPES
 from ag.files import fsync
 from ag.gates import adapted, packed
 from ag.gates.adapted import Adapter
@@ -70,6 +72,7 @@ __all__ = [
 CONFIG, CARD, FIGURE = "gate_config.json", "README.md", "figure.png"
 VERSIONS = versions("ag", "torch", "transformers", "peft", "safetensors")
 MEGABYTE = 1 << 20
+SHIPPED = RECIPES / "gates"
 HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(:(?P<revision>\S+))?")
 
 StrPath = str | os.PathLike[str]
@@ -213,19 +216,29 @@ def _adapter(folder: Path, info: dict[str, Any]) -> Adapter | None:
 
 
 def local(path: StrPath) -> Path:
-    """Return the folder of an export: the path, or where an export of the hub was downloaded to.
+    """Return the folder of an export: the path, a shipped one, or where an export of the hub was downloaded to.
 
-    ``ORG/NAME`` and ``ORG/NAME:REVISION`` are of the hub where there is neither such a folder nor a folder ``ORG``.
+    A single name, such as ``smollm2``, is that of shipped gates where there is no such folder. ``ORG/NAME`` and
+    ``ORG/NAME:REVISION`` are of the hub where there is neither such a folder nor a folder ``ORG``.
 
     Raises:
         ExportError: the hub has no such export, or cannot be reached.
     """
     folder, found = Path(path), HUB_ID.fullmatch(str(path))
-    if found is None or folder.exists() or Path(found["repository"]).parent.exists():
+    if folder.exists():
+        return folder
+    if (SHIPPED / str(path) / CONFIG).is_file() and len(folder.parts) == 1:
+        return SHIPPED / str(path)
+    if found is None or Path(found["repository"]).parent.exists():
         return folder
     from ag.gates.hub import download
 
     return download(found["repository"], found["revision"])
+
+
+def shipped() -> list[str]:
+    """Return the names of the exports that come with the package."""
+    return sorted(entry.parent.name for entry in SHIPPED.glob(f"*/{CONFIG}"))
 
 
 def read_info(path: StrPath) -> dict[str, Any]:
@@ -239,6 +252,7 @@ def read_info(path: StrPath) -> dict[str, Any]:
     if not folder.is_dir():
         old = _sibling(folder.resolve(), "old")
         hint = f"; a killed export left the earlier one in {old}: rename it back" if old.is_dir() else ""
+        hint += nearest(folder.name, shipped()) if len(folder.parts) == 1 else ""
         raise ExportError(f"{folder}: no such folder: expected an export with {WEIGHTS} and {CONFIG}{hint}.")
     raw = _read(folder, CONFIG, MEGABYTE)
     try:

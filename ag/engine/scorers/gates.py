@@ -29,6 +29,7 @@ class Gates(Scorer):
     sinks: int | None = None  # type: ignore[assignment]
     recent: int | None = None  # type: ignore[assignment]
     reads_gates: ClassVar[bool] = True
+    default_allocator: ClassVar[str] = "global"  # as the flags, which have one boundary for all heads
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
