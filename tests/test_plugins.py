@@ -11,6 +11,7 @@ import ag
 from ag import plugins
 from ag.compare import CompareConfig
 from ag.config import Config
+from ag.continuation import generate
 from ag.engine.allocators import ALLOCATORS
 from ag.engine.scorers import SCORERS
 from ag.engine.wrappers import WRAPPERS
@@ -20,7 +21,7 @@ from ag.evaluate.comparison.cells import plan
 from ag.evaluate.tasks import TASKS, make
 from ag.evaluate.tasks.perplexity import Continuation
 from ag.explain import ExplainConfig
-from ag.generate import GenerateConfig, generate
+from ag.generate import GenerateConfig
 
 MODULE = """
 from dataclasses import dataclass

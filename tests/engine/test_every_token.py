@@ -402,7 +402,7 @@ def test_beams_are_scored_by_their_own_words(tiny_llama):
 
 
 @pytest.mark.parametrize("covers", ["all", "prompt"])
-@pytest.mark.parametrize(("name", "steps"), [("gates", 3), ("gates@heads", 1)])
+@pytest.mark.parametrize(("name", "steps"), [("gates@uniform", 3), ("gates@heads", 1)])
 def test_budgets_rank_generated_tokens_by_their_own_probability(tiny_llama, name, steps, covers):
     """What stays is recomputed from the probabilities that the gates gave, token by token."""
     model, capacity, prompts = tiny_llama(), 14, [30, 21]

@@ -500,10 +500,10 @@ def test_gates_are_read_from_a_folder(tiny_llama, tmp_path):
     gates.save_pretrained(folder)
     ranked = Gates(sinks=0, recent=0)  # as these gates were trained
     for spec, scorer, kind, budget in [
-        (f"gates:{folder}", ranked, "uniform", None),
-        (f"gates:{folder}", ranked, "uniform", 0.5),
+        (f"gates:{folder}", ranked, "global", None),
+        (f"gates:{folder}", ranked, "global", 0.5),
         (f"gates:{folder}@heads", ranked, "heads", 7),
-        (f"gates:{folder}+caote", Caote(inner=ranked), "uniform", 7),
+        (f"gates:{folder}+caote@uniform", Caote(inner=ranked), "uniform", 7),
         (f"gates:{folder}+fastcaote@pyramid", FastCaote(inner=ranked), "pyramid", 7),
     ]:
         policy = ag.policy(spec, budget=budget)

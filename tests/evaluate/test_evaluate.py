@@ -14,8 +14,9 @@ from refused import names
 from ag import data
 from ag.config import Config, DataConfig, ModelConfig
 from ag.config.recipes import dump
-from ag.evaluate.__main__ import EvaluateConfig, main, translate
+from ag.evaluate.__main__ import EvaluateConfig, main
 from ag.evaluate.comparison.cells import plan
+from ag.evaluate.preset import translate
 from ag.gates import export
 
 TOKEN = 2 * 16 * 4  # bytes of a key and a value of one head, float32
