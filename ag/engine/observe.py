@@ -256,6 +256,13 @@ class Observation:
         summed: Tensor = self._memo["total", statistic, self._precise]
         return summed
 
+    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """Return what ``make`` made at the first call with this key, by whichever of the policies that observe this."""
+        if ("once", key) not in self._memo:
+            self._memo["once", key] = make()
+        made: Tensor = self._memo["once", key]
+        return made
+
     def accumulated(self, name: str, new: Tensor) -> Tensor:
         """Add ``[..., N]`` to what was recorded under a name; returns and records the sum."""
         if name in self.memory:

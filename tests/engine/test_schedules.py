@@ -224,7 +224,9 @@ def test_gates_with_a_budget_put_answers_before_the_prompt(llama):
     length, budget, row = 29, 6, ROWS[0]
     gating = ag.Gating(gates_for(llama, prefill="dense"), torch.ones(1, length), torch.tensor([length]))
     llama(row[None, :length], gating=gating, use_cache=False)
-    held = feed(EvictionCache(llama, make("gates@uniform", "every", budget)), llama, [row], [[length], *[[1]] * STEPS]).held
+    held = feed(
+        EvictionCache(llama, make("gates@uniform", "every", budget)), llama, [row], [[length], *[[1]] * STEPS]
+    ).held
     for layer, logits in gating.logits.items():
         for head, scores in enumerate(logits[0].sigmoid().tolist()):
             worth, mine = scores + [1.0] * STEPS, list(range(length))

@@ -63,7 +63,10 @@ class ExpectedAttention(Scorer):
         return self.window
 
     def score(self, seen: Observation) -> Tensor:
-        """Return the expected weight times the value's norm."""
+        """Return the expected weight times the value's norm, computed once for all budgets."""
+        return seen.once(self, lambda: self._score(seen))
+
+    def _score(self, seen: Observation) -> Tensor:
         competes = seen.key_valid & (seen.key_ranks >= self.sinks)
         logits = self._logits(seen, seen.k.float().masked_fill(~seen.key_valid[..., None], 0.0))
         hidden = ~competes.repeat_interleave(seen.group, 1)
