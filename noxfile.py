@@ -17,7 +17,7 @@ OLDEST = {
     for name in ("torch", "transformers")
 }
 #: Pins that fit only the newest torch or transformers; pip finds others beside an older one.
-FOLLOWING = {"torch": ("torch",), "transformers": ("transformers", "tokenizers", "huggingface_hub")}
+FOLLOWING = {"torch": ("torch", "setuptools"), "transformers": ("transformers", "tokenizers", "huggingface_hub")}
 CASES = [
     nox.param((), id="newest"),
     nox.param(("torch", "transformers"), id="oldest"),
