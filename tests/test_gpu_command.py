@@ -27,7 +27,10 @@ def no_setup(tmp_path):
     """A copy of the checkout in which this interpreter stands for .venv."""
     root = tmp_path / "checkout"
     shutil.copytree(
-        ROOT, root, symlinks=True, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__", ".pack", "runs")
+        ROOT,
+        root,
+        symlinks=True,
+        ignore=shutil.ignore_patterns(".venv", ".nox", ".git", "__pycache__", ".pack", "runs"),
     )
     (root / "scripts" / "setup.sh").write_text("")
     python = root / ".venv" / "bin" / "python"

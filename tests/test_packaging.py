@@ -1,6 +1,7 @@
 """What is installed: our folders inside `ag`, nothing else, and pins that fit the declared bounds."""
 
 import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -24,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("data", "callbacks", "kernels", "recipes")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DEPENDENCIES = [Requirement(line) for line in PROJECT["project"]["dependencies"]]
-DEVELOPMENT = [Requirement(line) for line in PROJECT["project"]["optional-dependencies"]["dev"]]
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+DEVELOPMENT = [Requirement(line) for line in (*EXTRAS["dev"], *EXTRAS["docs"])]
 PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
 
 
@@ -44,8 +46,8 @@ def packages_on_disk() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The files of a wheel built from the tracked and new files, not from what an old build left behind."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from the tracked and new files, not from what an old build left behind."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for entry in ("pyproject.toml", "README.md", "ag", *FOLDERS):
         if (ROOT / entry).exists():
@@ -53,7 +55,13 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--wheel-dir", str(out), str(source)], check=True)
     (built,) = out.glob("ag-*.whl")
-    with zipfile.ZipFile(built) as archive:
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel: Path) -> list[str]:
+    """The files of the wheel."""
+    with zipfile.ZipFile(wheel) as archive:
         return archive.namelist()
 
 
@@ -91,7 +99,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("sdist")
     ignore = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "wandb", "build", "dist")
     shutil.copytree(ROOT, source / "ag", symlinks=True, ignore=ignore)
-    for name in (".ci", ".gitignore"):
+    for name in (".ci", ".github", ".gitignore", ".pre-commit-config.yaml"):
         (source / "ag" / name).symlink_to(ROOT / name)
     code = f"import setuptools.build_meta as build; build.build_sdist({str(out)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=source / "ag", check=True, capture_output=True)
@@ -104,12 +112,23 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sdist_holds_what_tests_read_and_the_links(sdist: Path) -> None:
     for folder in FOLDERS:
         assert (sdist / "ag" / folder).readlink() == Path("..", folder)
-    for folder in ("ag", "data", "kernels", "recipes", "tests", "scripts", "docs", ".ci"):
+    for folder in ("ag", "data", "kernels", "recipes", "tests", "scripts", "docs", ".ci", ".github"):
         ours = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*") if path.is_file()}
         ours = {name for name in ours if "__pycache__" not in name and not name.endswith(".pyc")}
         theirs = {str(path.relative_to(sdist)) for path in (sdist / folder).rglob("*")}
         assert ours - theirs == set()
-    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "constraints.txt", "LICENSE", "MANIFEST.in"):
+    for name in (
+        "CHANGELOG.md",
+        "CODE_OF_CONDUCT.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "constraints.txt",
+        "LICENSE",
+        "MANIFEST.in",
+        "mkdocs.yml",
+        "noxfile.py",
+        ".pre-commit-config.yaml",
+    ):
         assert (sdist / name).read_bytes() == (ROOT / name).read_bytes()
 
 
@@ -141,7 +160,7 @@ def test_every_folder_is_in_the_package_list() -> None:
 
 
 def test_wheel_holds_our_folders_below_ag_only(wheel_names: list[str]) -> None:
-    assert {name.split("/")[0] for name in wheel_names} == {"ag", "ag-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in wheel_names} == {"ag", f"ag-{PROJECT['project']['version']}.dist-info"}
     expected = {f"{package.replace('.', '/')}/" for package in packages_on_disk()}
     assert expected <= {f"{name.rpartition('/')[0]}/" for name in wheel_names}
     for name in (
@@ -155,6 +174,18 @@ def test_wheel_holds_our_folders_below_ag_only(wheel_names: list[str]) -> None:
     assert recipes <= set(wheel_names)
     assert {name.split("/")[2] for name in recipes} == {"fit", "compare"}
     assert not [name for name in wheel_names if "__pycache__" in name]
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_works_elsewhere(wheel: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("package", ROOT / "scripts" / "package.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.check(wheel, PROJECT["project"]["version"])
+    assert "5 commands" in capsys.readouterr().out
+    with pytest.raises(subprocess.CalledProcessError):
+        script.check(wheel, "0.0.0")
 
 
 def test_malicious_lightning_releases_are_excluded() -> None:
@@ -182,8 +213,7 @@ def test_pins_satisfy_the_bounds() -> None:
 
 
 def test_flash_attention_and_triton_are_never_required() -> None:
-    extras = PROJECT["project"]["optional-dependencies"]
-    assert [Requirement(d).name for d in (*extras["flash"], *extras["triton"])] == ["flash-attn", "triton"]
+    assert [Requirement(d).name for d in (*EXTRAS["flash"], *EXTRAS["triton"])] == ["flash-attn", "triton"]
     assert not {"flash-attn", "triton"} & {d.name for d in DEPENDENCIES}
     assert "flash-attn" not in {d.name for d in (*DEVELOPMENT, *PINS)}
 

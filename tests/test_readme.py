@@ -99,7 +99,7 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, t
         assert program in ("venv", "pip"), f"{words}: no test knows this command"
 
 
-LINKING = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
+LINKING = sorted({*PAGES, *ROOT.glob("*.md"), *ROOT.glob("kernels/*/*.md")})
 
 
 @pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))

@@ -84,7 +84,8 @@ def test_recipe_of_the_quickstart_is_for_a_cpu_and_minutes():
 
 def test_the_test_command_ends_with_what_failed(tmp_path):
     (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "test.sh").write_bytes((ROOT / "scripts" / "test.sh").read_bytes())
+    for name in ("test.sh", "checks.sh"):
+        (tmp_path / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
     (tmp_path / "scripts" / "setup.sh").write_text('set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
     tools = tmp_path / ".venv" / "bin"
     tools.mkdir(parents=True)

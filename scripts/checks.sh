@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# The checks, in one place for scripts/test.sh, nox and pre-commit: BIN=FOLDER bash scripts/checks.sh NAME [ARGUMENTS]
+# NAME is lint, types, tests (arguments of pytest), docs or package; BIN holds the programs, .venv/bin unless given.
+bin="${BIN:-.venv/bin}"
+failed=()
+
+step() {
+    "$@" || failed+=("$*")
+}
+
+lint() {
+    step "$bin/ruff" check .
+    step "$bin/ruff" format --check .
+    step "$bin/bandit" -q -ll -c pyproject.toml -r ag/*.py ag/engine ag/evaluate ag/bench data callbacks kernels scripts
+}
+
+types() {
+    step "$bin/mypy"
+}
+
+tests() {
+    rm -f .pytest_cache/failed
+    "$bin/python" -m pytest -n 2 --dist worksteal --durations=10 "$@" ||
+        failed+=("$bin/python -m pytest $(cat .pytest_cache/failed 2>/dev/null || echo "$@")")
+}
+
+docs() {
+    export NO_MKDOCS_2_WARNING=1
+    step "$bin/python" -m mkdocs --quiet build --strict --site-dir build/site
+    step "$bin/python" scripts/site_links.py build/site
+}
+
+package() {
+    step "$bin/python" scripts/package.py
+}
+
+# Says what failed, and how to run it alone; $1 says what passed.
+report() {
+    if [ ${#failed[@]} -gt 0 ]; then
+        local line
+        line="$(printf '; %s' "${failed[@]}")"
+        echo "FAILED. Alone: ${line:2}"
+        exit 1
+    fi
+    echo "passed: $1"
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    set -euo pipefail
+    cd "$(dirname "$0")/.."
+    case "${1:-}" in
+        lint | types | tests | docs | package) "$@" ;;
+        *)
+            echo "'${1:-}' is no check: lint, types, tests, docs or package" >&2
+            exit 2
+            ;;
+    esac
+    report "$1"
+fi
