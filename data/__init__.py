@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ag.data import facts, sft, text, worked
+from ag.data import facts, own, sft, text, worked
 from ag.data.module import DataModule
 from ag.data.problems import ANY
 from ag.data.problems import KINDS as PROBLEMS
@@ -48,4 +48,5 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     Raises:
         DataError: the data cannot be used; the message names the place and the fix.
     """
-    return _BUILDERS[config.data.kind](config, tokenizer, context)
+    reads = own.build if config.data.kind == "sft" and is_own(config.data) else _BUILDERS[config.data.kind]
+    return reads(config, tokenizer, context)

@@ -18,7 +18,7 @@ import numpy as np
 from ag.data.collate import Answer, Collator, Row, end_tokens, padding_token, start_tokens, tokenize
 from ag.data.module import Counts, DataModule
 from ag.data.sources import DataError, Source, local_folder
-from ag.data.templates import Example, examples, find_task, is_own
+from ag.data.templates import Example, examples, find_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,10 +38,6 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
         DataError: unknown task, missing folder, split or field, or a response that does not fit.
     """
     data = config.data
-    if is_own(data):
-        from ag.data import own
-
-        return own.build(config, tokenizer, context)
     task = find_task(data.name)
     folder: Path | None = local_folder(data.root, task.folder) if data.root else None
     source = Source(task.hub, task.subset, task.revision, folder)

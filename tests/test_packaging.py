@@ -36,11 +36,11 @@ def python_from_root(code: str) -> str:
 
 
 def packages_on_disk() -> set[str]:
-    """Every folder below `ag`, its links followed, that holds a module or a recipe."""
+    """Every folder below `ag`, its links followed, that holds a module, a recipe or shipped gates."""
     found = set()
     for folder, below, files in os.walk(ROOT / "ag", followlinks=True):
         below[:] = [name for name in below if name != "__pycache__"]
-        if any(name.endswith((".py", ".yaml")) for name in files):
+        if any(name.endswith((".py", ".yaml", ".safetensors")) for name in files):
             found.add(".".join(Path(folder).relative_to(ROOT).parts))
     return found
 

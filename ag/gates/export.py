@@ -34,11 +34,15 @@ from ag.gates import adapted, packed
 from ag.gates.adapted import Adapter
 from ag.gates.calibration import Calibration
 from ag.gates.card import merged_card, model_card
+from ag.gates.download import download
 from ag.gates.manifest import (
     ADAPTER,
     ADAPTER_FILES,
     BEFORE_1_2,
     CALIBRATION,
+    CARD,
+    CONFIG,
+    FIGURE,
     PRECISION,
     SCHEMA_VERSION,
     WEIGHTS,
@@ -69,7 +73,6 @@ __all__ = [
     "save_merged",
 ]
 
-CONFIG, CARD, FIGURE = "gate_config.json", "README.md", "figure.png"
 VERSIONS = versions("ag", "torch", "transformers", "peft", "safetensors")
 MEGABYTE = 1 << 20
 SHIPPED = RECIPES / "gates"
@@ -231,8 +234,6 @@ def local(path: StrPath) -> Path:
         return SHIPPED / str(path)
     if found is None or Path(found["repository"]).parent.exists():
         return folder
-    from ag.gates.hub import download
-
     return download(found["repository"], found["revision"])
 
 

@@ -17,6 +17,7 @@ from ag.gates.calibration import Calibration
 
 SCHEMA_VERSION = "1.4"
 WEIGHTS = "gates.safetensors"
+CONFIG, CARD, FIGURE = "gate_config.json", "README.md", "figure.png"
 ADAPTER = "adapter"
 CALIBRATION = "calibration"
 PRECISION = "weights"

@@ -459,4 +459,5 @@ def test_the_chat_of_the_docs_stays_bounded(tiny_llama, tiny_tokenizer, tmp_path
     assert sizes[-1] == sizes[-2] <= 3 * 2 * (96 + 16) * 34 / 32 * 2 * 16 * 4 + 3 * 8 * 2 * 16 * 4
     cache = names["cache"]
     assert cache.seen_tokens > 300
-    assert {len(head) for layer in range(3) for head in cache.kept_positions(layer)[0]} == {96}
+    held = [len(head) for layer in range(3) for head in cache.kept_positions(layer)[0]]
+    assert sum(held) == 96 * len(held)

@@ -174,7 +174,7 @@ def test_names_are_those_that_were_given(run):
     assert preset.names == {
         "full": "full cache",
         short: "gates",
-        f"{short}@uniform": "gates",
+        f"{short}@global": "gates",
         "mine": "mine",
         "mine2": "mine2",
         f"{short}+criticalkv": "gates+criticalkv",

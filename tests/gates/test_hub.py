@@ -11,7 +11,7 @@ from exports import make_gates
 from refused import refuses
 
 import ag
-from ag.gates import export, hub
+from ag.gates import download, export, hub
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
 
@@ -74,8 +74,8 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, s
             raise OSError("404: not found")
         return str(snapshot)
 
-    hub.download.cache_clear()
-    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    download.download.cache_clear()
+    monkeypatch.setattr(download, "snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
     return asked
 

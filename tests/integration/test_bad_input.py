@@ -76,7 +76,7 @@ def test_wrong_key_or_value_before_a_model_is_loaded(
     ("overrides", "message"),
     [
         (["model.name=./nowhere"], "model.name='./nowhere' is not a folder"),
-        (["data.root=./nowhere"], "data.root=./nowhere holds neither a folder boolq nor JSON lines files"),
+        (["data.root=./nowhere"], "data.root=./nowhere holds neither a folder boolq nor files such as train.jsonl"),
         (["gate.first_layer=2"], "gate.first_layer=2: the model has 2 layers, so that no layer gets a gate"),
         (["data.batch_size=25"], "24 training rows do not fill one batch of 25"),
         (["output=/dev/null"], "/dev/null"),
@@ -181,7 +181,7 @@ def trained(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def modules(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
     """The modules that the command makes."""
     made: list[Watched] = []
-    monkeypatch.setattr(fit, "GatedLM", lambda *arguments: made.append(Watched(*arguments)) or made[-1])
+    monkeypatch.setattr("ag.run.GatedLM", lambda *arguments: made.append(Watched(*arguments)) or made[-1])
     return made
 
 

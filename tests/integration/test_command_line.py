@@ -132,7 +132,9 @@ def test_hardware_that_is_not_there(
 def test_gates_of_another_geometry_to_start_from(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gates = AttentionGates(LlamaConfig(num_hidden_layers=2, hidden_size=48), GateConfig(num_heads=3, head_dim=8))
+    gates = AttentionGates(
+        LlamaConfig(num_hidden_layers=2, hidden_size=48, num_attention_heads=2), GateConfig(num_heads=3, head_dim=8)
+    )
     export.save(tmp_path / "other", gates)
     assert fit.main([f"recipe={recipe}", f"output={tmp_path}", f"init={tmp_path / 'other'}"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]

