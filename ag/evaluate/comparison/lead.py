@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from markupsafe import Markup
 
@@ -24,8 +26,27 @@ def looks(comparison: Comparison) -> dict[str, tuple[int, bool]]:
     return found
 
 
+class Leading(NamedTuple):
+    """A task that leads.
+
+    Attributes:
+        title: what it measures, and its name.
+        entries: its results.
+        nats: whether nats of right answers count, in place of the metric, which is nats itself.
+    """
+
+    title: str
+    entries: list[Entry]
+    nats: bool
+
+
 def lead(comparison: Comparison) -> list[tuple[str, Markup]]:
-    """Return titles and charts: of the first task that asks after eviction, and of the first continuation, with nats.
+    """Return titles and charts of the tasks that lead."""
+    return [(one.title, curve(comparison, one)) for one in leading(comparison)]
+
+
+def leading(comparison: Comparison) -> list[Leading]:
+    """Return the first task that asks after eviction, and the first continuation, with nats.
 
     A task that has results at fewer than two kept shares has no curve, and one that the model cannot do says nothing.
     """
@@ -35,7 +56,7 @@ def lead(comparison: Comparison) -> list[tuple[str, Markup]]:
             entries = [entry for entry in comparison.of_task(task) if entry.outcomes]
             shares = {entry.row.kept for entry in entries if entry.evicts and belongs(entry)}
             if len(shares) >= SEVERAL and not comparison.uninformative(task):
-                found.append((f"{what}: {task}", curve(comparison, entries, nats=belongs is _is_asked_after)))
+                found.append(Leading(f"{what}: {task}", entries, nats=belongs is _is_asked_after))
                 break
     return found
 
@@ -48,26 +69,36 @@ def _continues(entry: Entry) -> bool:
     return entry.row.question is None and entry.row.metric == "nats per token"
 
 
-def curve(comparison: Comparison, entries: list[Entry], nats: bool) -> Markup:
+def full_cache(task: Leading) -> Entry | None:
+    """Return the task's result without eviction."""
+    return next((entry for entry in task.entries if not entry.evicts), None)
+
+
+def curve(comparison: Comparison, task: Leading) -> Markup:
     """Draw nats over those of the full cache by kept share, with 95 % intervals; where it is missing, the nats."""
-    full = next((entry for entry in entries if not entry.evicts), None)
-    seen, lines = looks(comparison), []
-    for label, (number, gated) in seen.items():
+    full, drawn = full_cache(task), lines(comparison, task)
+    what = "nats over the full cache" if full else "nats"
+    texts = "; ".join(point.text for one in drawn for point in one.points)
+    level = "" if full is None else Line(*looks(comparison)[full.row.label][:1], full.row.label, []).colour
+    return chart(f"{what} by kept share. {texts}", "kept share of the prompt", what, drawn, zero=level)
+
+
+def lines(comparison: Comparison, task: Leading) -> list[Line]:
+    """Return the line of each policy that evicts."""
+    full, found = full_cache(task), []
+    for label, (number, gated) in looks(comparison).items():
         points = []
-        for entry in entries:
-            if entry.row.label == label and entry.evicts and (measured := entry.measure(nats)) is not None:
-                y, interval = _over(entry, full, nats)
+        for entry in task.entries:
+            if entry.row.label == label and entry.evicts and (measured := entry.measure(task.nats)) is not None:
+                y, interval = _over(entry, full, task.nats)
                 form = "+.3f" if full else ".3f"
                 text = (
                     f"{label}: {y:{form}} nats [{interval[0]:{form}}, {interval[1]:{form}}] at {measured[0]:.1%} kept"
                 )
                 points.append(Point(measured[0], y, 0.0, text, interval))
         if points:
-            lines.append(Line(number, label, sorted(points, key=lambda point: point.x), gated))
-    what = "nats over the full cache" if full else "nats"
-    texts = "; ".join(point.text for one in lines for point in one.points)
-    level = "" if full is None else Line(*seen[full.row.label][:1], full.row.label, []).colour
-    return chart(f"{what} by kept share. {texts}", "kept share of the prompt", what, lines, zero=level)
+            found.append(Line(number, label, sorted(points, key=lambda point: point.x), gated))
+    return found
 
 
 def _over(entry: Entry, full: Entry | None, nats: bool) -> tuple[float, tuple[float, float]]:

@@ -9,17 +9,21 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from ag.evaluate.comparison.findings import Comparison, Entry, Wins
+from ag.evaluate.comparison.lead import Leading, full_cache, leading, lines
 from ag.evaluate.comparison.positions import curve
 from ag.gates.figures import DPI
 
 # Okabe and Ito's palette without black, which is the text's
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C", "#A89B00")
 MARKERS = "osD^vP*X"
+SMALL = 0.01  # nats, below which the scale of the leading curves is linear
 LONGEST = 36  # characters of a name
 
 
 def draw(comparison: Comparison) -> Iterator[tuple[str, Figure]]:
     """Draw all plots there are results for; gives a file's name without its ending, and the plot."""
+    if tasks := leading(comparison):
+        yield "lead", lead(comparison, tasks)
     for task in comparison.tasks:
         entries = [entry for entry in comparison.of_task(task) if entry.outcomes]
         if entries:
@@ -41,6 +45,34 @@ def draw(comparison: Comparison) -> Iterator[tuple[str, Figure]]:
 def short(name: str) -> str:
     """Leave out the middle of a long name, such as that of gates in a deep folder."""
     return name if len(name) <= LONGEST else f"{name[:9]}…{name[10 - LONGEST :]}"
+
+
+def lead(comparison: Comparison, tasks: Sequence[Leading]) -> Figure:
+    """Draw nats over the full cache by kept share, with 95 % intervals, gates thick and above all others."""
+    figure = Figure(figsize=(9.6, 3.6), dpi=DPI, layout="constrained")
+    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+        for line in lines(comparison, task):
+            xs, ys = ([getattr(point, name) for point in line.points] for name in "xy")
+            low, high = zip(*(point.ends for point in line.points), strict=True)
+            errors = np.abs(np.array([low, high]) - ys)
+            colour = COLOURS[0] if line.gated else COLOURS[1 + line.number % (len(COLOURS) - 1)]
+            style = {"linewidth": 2.6, "zorder": 9} if line.gated else {"linewidth": 1.2, "alpha": 0.9}
+            marker = MARKERS[line.number % len(MARKERS)]
+            axes.errorbar(xs, ys, errors, color=colour, marker=marker, label=short(line.name), capsize=2, **style)
+        axes.axhline(0, color="#555555", linewidth=0.8)
+        axes.set_yscale("symlog", linthresh=SMALL)
+        axes.set_ylim(
+            bottom=min([-SMALL, *(point.ends[0] for line in lines(comparison, task) for point in line.points)])
+        )
+        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.set_xlabel("kept share of the prompt, measured")
+        axes.set_ylabel("nats over the full cache" if full_cache(task) else "nats")
+        axes.set_title(f"{task.title}, {task.entries[0].row.n} samples", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#E5E5E5", linewidth=0.8)
+        axes.set_axisbelow(True)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
+    return figure
 
 
 def quality(task: str, entries: Sequence[Entry], labels: Sequence[str], nats: bool = False) -> Figure:
