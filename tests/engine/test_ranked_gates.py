@@ -41,11 +41,11 @@ def test_sinks_and_recents_of_the_training_stay(trained, spec, attached):
     model, gates, path = trained
     if attached:
         ag.attach(model, gates)
-    held = kept(model, spec if attached else spec.replace("gates", f"gates:{path}", 1), budget=12)
+    held = kept(model, spec if attached else spec.replace("gates", f"gates:{path}", 1), budget=20)
     assert {(layer, head, x) for layer in range(3) for head in range(2) for x in ENDS} <= held
-    assert len(held) == 12 * 6
-    loose = kept(model, spec if attached else spec.replace("gates", f"gates:{path}", 1), budget=12, sinks=0, recent=0)
-    assert len(loose) == 12 * 6
+    assert len(held) == 20 * 6
+    loose = kept(model, spec if attached else spec.replace("gates", f"gates:{path}", 1), budget=20, sinks=0, recent=0)
+    assert len(loose) == 20 * 6
     missing = {(layer, head, x) for layer in range(3) for head in range(2) for x in ENDS} - loose
     assert missing, "without protection some of these go"
 
@@ -65,21 +65,32 @@ def test_as_many_as_the_flags_keep_are_the_flagged(trained):
 
 def test_what_the_policy_says_comes_first(trained):
     model, gates, path = trained
-    assert ag.policy(f"gates:{path}@heads", 0.5).scorer == Gates(sinks=2, recent=5)
-    assert ag.policy(f"gates:{path}", 0.5, recent=0).scorer == Gates(sinks=2, recent=0)
-    assert ag.policy(f"gates:{path}+caote", 0.5, sinks=7).scorer.inner == Gates(sinks=7, recent=5)
+    assert ag.policy(f"gates:{path}@heads", 0.5).scorer == Gates(sinks=2, trained_recent=5)
+    assert ag.policy(f"gates:{path}", 0.5, recent=0).scorer == Gates(sinks=2, recent=0, trained_recent=5)
+    assert ag.policy(f"gates:{path}+caote", 0.5, sinks=7).scorer.inner == Gates(sinks=7, trained_recent=5)
     assert ag.policy("gates", 0.5).scorer == Gates()  # which gates is known when there is a model
     ag.attach(model, gates)
-    assert ag.EvictionCache(model, "gates+caote", 0.5).policy.scorer == Caote(inner=Gates(sinks=2, recent=5))
+    assert ag.EvictionCache(model, "gates+caote", 0.5).policy.scorer == Caote(inner=Gates(sinks=2, trained_recent=5))
     policy = ag.policy(f"gates:{path}@heads", 0.5)
     assert eval(repr(policy)).scorer == policy.scorer
 
 
-def test_a_budget_below_what_training_had_is_refused(trained):
+def test_recents_of_the_training_take_a_quarter_of_a_small_budget(trained):
+    """So that a budget below what training protected is kept, and is not all recents."""
     model, _, path = trained
-    with pytest.raises(UserError, match="6 tokens per KV head are fewer than the 7 that it protects"):
-        kept(model, f"gates:{path}", budget=6)
-    assert len(kept(model, f"gates:{path}", budget=6, strict=False)) == 7 * 6
+    held = kept(model, f"gates:{path}", budget=8)
+    assert {(layer, head, x) for layer in range(3) for head in range(2) for x in (0, 1, 38, 39)} <= held
+    assert len(held) == 8 * 6
+    ends = {(layer, head, 37) for layer in range(3) for head in range(2)}
+    assert ends - held
+    assert ends <= kept(model, f"gates:{path}", budget=8, recent_share=0.5)
+
+
+def test_a_budget_below_the_sinks_is_refused(trained):
+    model, _, path = trained
+    with pytest.raises(UserError, match="1 tokens per KV head are fewer than the 2 that it protects"):
+        kept(model, f"gates:{path}", budget=1)
+    assert len(kept(model, f"gates:{path}", budget=1, strict=False)) == 2 * 6
 
 
 def test_values_out_of_range():
@@ -87,3 +98,5 @@ def test_values_out_of_range():
         Gates(sinks=-1)
     with pytest.raises(UserError, match="recent"):
         Gates(recent=-1)
+    with pytest.raises(UserError, match="recent_share"):
+        Gates(recent_share=1.5)

@@ -22,12 +22,16 @@ class Gates(Scorer):
 
     Attributes:
         sinks: first tokens that stay; None: as many as every query saw in training, ``gate.sink_tokens``.
-        recent: newest tokens that stay; None: as many of the prompt as the first query behind it saw in training,
-            ``gate.recent_tokens`` less its own. The flags keep these too.
+        recent: newest tokens that stay; None: ``trained_recent``, but at most ``recent_share`` of the budget.
+        recent_share: of the budget.
+        trained_recent: as many tokens of the prompt as the first query behind it saw in training, which is
+            ``gate.recent_tokens`` less its own; taken from the gates. The flags keep these too.
     """
 
     sinks: int | None = None  # type: ignore[assignment]
     recent: int | None = None  # type: ignore[assignment]
+    recent_share: float = 0.25
+    trained_recent: int = 0
     reads_gates: ClassVar[bool] = True
     default_allocator: ClassVar[str] = "global"  # as the flags, which have one boundary for all heads
 
@@ -35,14 +39,11 @@ class Gates(Scorer):
         """Refuse values out of range."""
         require(self, "sinks", self.sinks is None or self.sinks >= 0, "0 or more, or None")
         require(self, "recent", self.recent is None or self.recent >= 0, "0 or more, or None")
+        require(self, "recent_share", 0 <= self.recent_share <= 1, "0 to 1")
 
     def trained_with(self, sinks: int, recent: int) -> Self:
         """Return the scorer that protects so many tokens, where it was not told how many."""
-        return replace(
-            self,
-            sinks=sinks if self.sinks is None else self.sinks,
-            recent=recent if self.recent is None else self.recent,
-        )
+        return replace(self, sinks=sinks if self.sinks is None else self.sinks, trained_recent=recent)
 
     def score(self, seen: Observation) -> Tensor:
         """Return the probability, 1 without a gate."""
@@ -50,4 +51,6 @@ class Gates(Scorer):
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return the sinks and the newest tokens."""
-        return (seen.key_ranks < (self.sinks or 0)) | (seen.age < (self.recent or 0))
+        most = (capacity * self.recent_share).long().clamp_max(self.trained_recent)
+        recent = most[:, None, None] if self.recent is None else self.recent
+        return (seen.key_ranks < (self.sinks or 0)) | (seen.age < recent)
