@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -126,7 +127,9 @@ def test_a_pack_is_made_and_used_where_little_is_installed(no_setup, tmp_path, s
     environment |= {"AG_GPU_WORK": str(tmp_path / "work"), "OMP_NUM_THREADS": "1", "PIP_NO_INDEX": "1"}
     lacking = subprocess.run([python, "-c", "import peft"], capture_output=True, text=True, env=environment)
     assert "ModuleNotFoundError" in lacking.stderr
-    files = [file for file in (no_setup / "tests").rglob("test_*.py") if "mark.gpu" in file.read_text()]
+    files = [
+        file for file in (no_setup / "tests").rglob("test_*.py") if re.search(r"mark\.gpu", file.read_text())
+    ]  # this file is none
     later = [file for file in files if file.stem not in ("test_smallest", "test_quantised")]
     for file in later:
         file.rename(file.with_suffix(".later"))
