@@ -69,7 +69,13 @@ def test_ctrl_c_while_a_command_starts_is_one_line(tmp_path):
     os.mkfifo(tmp_path / "prompt")
     words = ["policy=full", "model=none", f"file={tmp_path / 'prompt'}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "ag.generate", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "ag.generate", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),  # ignored by a background job
     )
     with open(tmp_path / "prompt", "w"):  # returns when the command has opened it to read
         time.sleep(0.2)
