@@ -73,9 +73,7 @@ def test_ctrl_c_while_a_command_starts_is_one_line(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        ),  # ignored by a background job
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored by a background job
     )
     with open(tmp_path / "prompt", "w"):  # returns when the command has opened it to read
         time.sleep(0.2)

@@ -208,7 +208,15 @@ def test_pieces_are_the_text(smollm2):
 
 
 def test_plots_are_drawn(compared):
-    expected = {"nats_needle_single", "quality_ppl", "quality_needle_single", "depths_needle_single", "wins", "layers"}
+    expected = {
+        "lead",
+        "nats_needle_single",
+        "quality_ppl",
+        "quality_needle_single",
+        "depths_needle_single",
+        "wins",
+        "layers",
+    }
     assert {path.stem for path in compared.folder.glob("*.png")} == expected
     for name in expected:
         image = imread(compared.folder / f"{name}.png")
