@@ -1,5 +1,7 @@
 """Gates under a budget: they protect what their training did, and rank to the set of their own flags."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gates_for import gates_for
@@ -65,12 +67,13 @@ def test_as_many_as_the_flags_keep_are_the_flagged(trained):
 
 def test_what_the_policy_says_comes_first(trained):
     model, gates, path = trained
-    assert ag.policy(f"gates:{path}@heads", 0.5).scorer == Gates(sinks=2, trained_recent=5)
-    assert ag.policy(f"gates:{path}", 0.5, recent=0).scorer == Gates(sinks=2, recent=0, trained_recent=5)
-    assert ag.policy(f"gates:{path}+caote", 0.5, sinks=7).scorer.inner == Gates(sinks=7, trained_recent=5)
+    protecting = Gates(trained_sinks=2, trained_recent=5)
+    assert ag.policy(f"gates:{path}@heads", 0.5).scorer == protecting
+    assert ag.policy(f"gates:{path}", 0.5, recent=0).scorer == replace(protecting, recent=0)
+    assert ag.policy(f"gates:{path}+caote", 0.5, sinks=7).scorer.inner == replace(protecting, sinks=7)
     assert ag.policy("gates", 0.5).scorer == Gates()  # which gates is known when there is a model
     ag.attach(model, gates)
-    assert ag.EvictionCache(model, "gates+caote", 0.5).policy.scorer == Caote(inner=Gates(sinks=2, trained_recent=5))
+    assert ag.EvictionCache(model, "gates+caote", 0.5).policy.scorer == Caote(inner=protecting)
     policy = ag.policy(f"gates:{path}@heads", 0.5)
     assert eval(repr(policy)).scorer == policy.scorer
 
@@ -86,11 +89,12 @@ def test_recents_of_the_training_take_a_quarter_of_a_small_budget(trained):
     assert ends <= kept(model, f"gates:{path}", budget=8, recent_share=0.5)
 
 
-def test_a_budget_below_the_sinks_is_refused(trained):
+def test_a_budget_below_the_sinks_is_refused_where_somebody_asked_for_them(trained):
     model, _, path = trained
+    assert kept(model, f"gates:{path}", budget=1) == {(layer, head, 0) for layer in range(3) for head in range(2)}
     with pytest.raises(UserError, match="1 tokens per KV head are fewer than the 2 that it protects"):
-        kept(model, f"gates:{path}", budget=1)
-    assert len(kept(model, f"gates:{path}", budget=1, strict=False)) == 2 * 6
+        kept(model, f"gates:{path}", budget=1, sinks=2)
+    assert len(kept(model, f"gates:{path}", budget=1, sinks=2, strict=False)) == 2 * 6
 
 
 def test_values_out_of_range():

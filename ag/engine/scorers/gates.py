@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
@@ -21,17 +22,20 @@ class Gates(Scorer):
     In a layer without a gate all scores are equal, so that the first tokens stay.
 
     Attributes:
-        sinks: first tokens that stay; None: as many as every query saw in training, ``gate.sink_tokens``.
+        sinks: first tokens that stay; None: as many as every query saw in training, ``gate.sink_tokens``, or what the
+            budget leaves beside the newest tokens.
         recent: newest tokens that stay; None: ``trained_recent``, but at most ``recent_share`` of the budget.
         recent_share: of the budget.
         trained_recent: as many tokens of the prompt as the first query behind it saw in training, which is
             ``gate.recent_tokens`` less its own; taken from the gates. The flags keep these too.
+        trained_sinks: ``gate.sink_tokens``, taken from the gates.
     """
 
     sinks: int | None = None  # type: ignore[assignment]
     recent: int | None = None  # type: ignore[assignment]
     recent_share: float = 0.25
     trained_recent: int = 0
+    trained_sinks: int = 0
     reads_gates: ClassVar[bool] = True
     default_allocator: ClassVar[str] = "global"  # as the flags, which have one boundary for all heads
 
@@ -43,7 +47,7 @@ class Gates(Scorer):
 
     def trained_with(self, sinks: int, recent: int) -> Self:
         """Return the scorer that protects so many tokens, where it was not told how many."""
-        return replace(self, sinks=sinks if self.sinks is None else self.sinks, trained_recent=recent)
+        return replace(self, trained_sinks=sinks, trained_recent=recent)
 
     def score(self, seen: Observation) -> Tensor:
         """Return the probability, 1 without a gate."""
@@ -51,6 +55,10 @@ class Gates(Scorer):
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return the sinks and the newest tokens."""
-        most = (capacity * self.recent_share).long().clamp_max(self.trained_recent)
-        recent = most[:, None, None] if self.recent is None else self.recent
-        return (seen.key_ranks < (self.sinks or 0)) | (seen.age < recent)
+        recent = (capacity * self.recent_share).long().clamp_max(self.trained_recent)
+        if self.recent is not None:
+            recent = torch.full_like(recent, self.recent)
+        sinks = (capacity - recent).clamp(0, self.trained_sinks)
+        if self.sinks is not None:
+            sinks = torch.full_like(sinks, self.sinks)
+        return (seen.key_ranks < sinks[:, None, None]) | (seen.age < recent[:, None, None])
