@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ag.engine.rows import AttentionRows, Statistic, attention
 from ag.kernels.row_statistics import Values
+
+Made = TypeVar("Made")
 
 BLOCK = 64  # queries visited at once
 PRECISE = 1024  # keys up to which all queries are multiplied with them in float64, on a CPU
@@ -231,36 +233,17 @@ class Observation:
             last: how many.
             only_new: leave out those that were shown before.
         """
-        if ("rows", last, only_new, self._precise) not in self._memo:
-            chosen = self.query_valid & (self.query_ranks >= (self.lengths - last)[:, None])
-            if only_new:
-                chosen[:, : self.q.shape[2] - self.new] = False
-            width = min(last, self.new if only_new else self.q.shape[2])
-            order = torch.where(chosen, self.query_ranks, -1).argsort(dim=1, stable=True)[:, -width:]
-            ranks = self.query_ranks.gather(1, order)
-            (span,) = self._spans(ranks.amin(1, keepdim=True), ranks.amax(1, keepdim=True))
-            everything = Span(0, 0 if self.sliding_window is not None else span.open_until, self.k.shape[2])
-            rows = self._rows(order, slice(None), everything, precise=self._precise)
-            rows.counted = chosen.gather(1, order)
-            self._memo["rows", last, only_new, self._precise] = rows
-        found: AttentionRows = self._memo["rows", last, only_new, self._precise]
-        return found
+        return self.once(("rows", last, only_new), lambda: self._last_rows(last, only_new))
 
     def total(self, statistic: Statistic = attention) -> Tensor:
         """Sum a statistic ``[B, H, w, N]`` over all new queries, ``[B, H, N]``."""
-        if ("total", statistic, self._precise) not in self._memo:
-            total = self.q.new_zeros(*self.q.shape[:2], self.k.shape[2], dtype=torch.float32)
-            for heads, keys, rows in self._blocks():
-                total[:, heads, keys] += rows.total(statistic)
-            self._memo["total", statistic, self._precise] = total
-        summed: Tensor = self._memo["total", statistic, self._precise]
-        return summed
+        return self.once(("total", statistic), lambda: self._total(statistic))
 
-    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Return what ``make`` made at the first call with this key, by whichever of the policies that observe this."""
-        if ("once", key) not in self._memo:
-            self._memo["once", key] = make()
-        made: Tensor = self._memo["once", key]
+        if (key, self._precise) not in self._memo:
+            self._memo[key, self._precise] = make()
+        made: Made = self._memo[key, self._precise]
         return made
 
     def accumulated(self, name: str, new: Tensor) -> Tensor:
@@ -289,6 +272,25 @@ class Observation:
             new = new.gather(2, order[:, None, :, None].expand_as(new))
         self.memory[name] = new[:, :, -last:]
         return self.memory[name]
+
+    def _last_rows(self, last: int, only_new: bool) -> AttentionRows:
+        chosen = self.query_valid & (self.query_ranks >= (self.lengths - last)[:, None])
+        if only_new:
+            chosen[:, : self.q.shape[2] - self.new] = False
+        width = min(last, self.new if only_new else self.q.shape[2])
+        order = torch.where(chosen, self.query_ranks, -1).argsort(dim=1, stable=True)[:, -width:]
+        ranks = self.query_ranks.gather(1, order)
+        (span,) = self._spans(ranks.amin(1, keepdim=True), ranks.amax(1, keepdim=True))
+        everything = Span(0, 0 if self.sliding_window is not None else span.open_until, self.k.shape[2])
+        rows = self._rows(order, slice(None), everything, precise=self._precise)
+        rows.counted = chosen.gather(1, order)
+        return rows
+
+    def _total(self, statistic: Statistic) -> Tensor:
+        total = self.q.new_zeros(*self.q.shape[:2], self.k.shape[2], dtype=torch.float32)
+        for heads, keys, rows in self._blocks():
+            total[:, heads, keys] += rows.total(statistic)
+        return total
 
     def _spans(self, oldest: Tensor, newest: Tensor) -> list[Span]:
         """Return the slots that queries see whose ranks go from ``oldest`` to ``newest`` ``[B, n]``, for each n."""

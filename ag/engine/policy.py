@@ -137,7 +137,8 @@ def policy(
             ``gates`` (those attached to the model) or ``gates:PATH`` (exported ones, of a folder or the hub). Wrappers:
             vatp, caote, fastcaote, criticalkv, obcache_value, obcache_key, obcache_joint. Allocators: uniform, pyramid,
             preference, heads, global. The name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), cake
-            without one for ``cake@preference``, and kvzip for ``kvzip@global``.
+            without one for ``cake@preference``, kvzip for ``kvzip@global``, and gates with a budget for
+            ``gates@global``.
         budget: tokens per KV head, or as a float in (0, 1] a share of each prompt's own tokens. Gates without a
             budget keep what their flags say; with one the most probable tokens stay. Of ``gates:PATH`` without one
             the options ``share=0.3`` and ``threshold=0.2`` move the boundary of the flags; see

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
@@ -47,11 +48,26 @@ def short(name: str) -> str:
     return name if len(name) <= LONGEST else f"{name[:9]}…{name[10 - LONGEST :]}"
 
 
+def style_shares(axes: Axes) -> None:
+    """Set up the axes of a plot over kept shares."""
+    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.set_xlabel("kept share of the prompt, measured")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def legend_beside(axes: Axes) -> None:
+    """Put the legend to the right of the plot."""
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
+
+
 def lead(comparison: Comparison, tasks: Sequence[Leading]) -> Figure:
     """Draw nats over the full cache by kept share, with 95 % intervals, gates thick and above all others."""
     figure = Figure(figsize=(9.6, 3.6), dpi=DPI, layout="constrained")
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
-        for line in lines(comparison, task):
+        drawn = lines(comparison, task)
+        for line in drawn:
             xs, ys = ([getattr(point, name) for point in line.points] for name in "xy")
             low, high = zip(*(point.ends for point in line.points), strict=True)
             errors = np.abs(np.array([low, high]) - ys)
@@ -61,17 +77,11 @@ def lead(comparison: Comparison, tasks: Sequence[Leading]) -> Figure:
             axes.errorbar(xs, ys, errors, color=colour, marker=marker, label=short(line.name), capsize=2, **style)
         axes.axhline(0, color="#555555", linewidth=0.8)
         axes.set_yscale("symlog", linthresh=SMALL)
-        axes.set_ylim(
-            bottom=min([-SMALL, *(point.ends[0] for line in lines(comparison, task) for point in line.points)])
-        )
-        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.set_xlabel("kept share of the prompt, measured")
+        axes.set_ylim(bottom=min([-SMALL, *(point.ends[0] for line in drawn for point in line.points)]))
+        style_shares(axes)
         axes.set_ylabel("nats over the full cache" if full_cache(task) else "nats")
         axes.set_title(f"{task.title}, {task.entries[0].row.n} samples", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#E5E5E5", linewidth=0.8)
-        axes.set_axisbelow(True)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
+    legend_beside(axes)
     return figure
 
 
@@ -90,15 +100,11 @@ def quality(task: str, entries: Sequence[Entry], labels: Sequence[str], nats: bo
         if len(points) == 1:  # a level to hold the others against
             axes.axhline(means[0], color=colour, linestyle="--", linewidth=1, alpha=0.7)
         axes.errorbar(kept, means, errors, color=colour, marker=marker, label=short(label), capsize=2, markersize=5)
-    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.set_xlabel("kept share of the prompt, measured")
+    style_shares(axes)
     which = "higher" if entries[0].row.higher_is_better and not nats else "lower"
     axes.set_ylabel(f"{'nats per answer token' if nats else entries[0].row.metric} ({which} is better)")
     axes.set_title(f"{task}: {entries[0].row.n} samples", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#E5E5E5", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
+    legend_beside(axes)
     return figure
 
 
@@ -186,5 +192,5 @@ def positions(task: str, entries: Sequence[Entry]) -> Figure:
     axes.set_title(task, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
+    legend_beside(axes)
     return figure
