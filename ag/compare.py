@@ -15,12 +15,12 @@ def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code (2: one line on stderr says what is wrong)."""
     invocation = parse(argv, CompareConfig, "ag.compare")
     # these load torch and transformers, which no help needs
-    from ag.evaluate.comparison.cells import plan
+    from ag.evaluate.comparison.cells import list_cells
     from ag.evaluate.comparison.report import terminal_table
     from ag.evaluate.comparison.run import compare
 
     if invocation.dry_run:
-        print(*(cell.name for cell in plan(invocation.config)), sep="\n")
+        print(*(cell.name for cell in list_cells(invocation.config)), sep="\n")
         return 0
     console = Console()
     comparison = compare(invocation.config, console)

@@ -17,7 +17,7 @@ from ag.engine.scorers import SCORERS
 from ag.engine.wrappers import WRAPPERS
 from ag.errors import UserError
 from ag.evaluate.__main__ import EvaluateConfig
-from ag.evaluate.comparison.cells import plan
+from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.tasks import TASKS, make
 from ag.evaluate.tasks.perplexity import Continuation
 from ag.explain import ExplainConfig
@@ -86,7 +86,7 @@ def test_a_named_module_works_in_every_command(package, tiny_llama, tiny_tokeniz
         sys.modules.pop("my_parts.parts", None)
         config(**named)
         assert "oldest" in SCORERS, config
-    cells = plan(CompareConfig(**named, policies=["full", "oldest"], budgets=[0.5], root=str(tmp_path)))
+    cells = list_cells(CompareConfig(**named, policies=["full", "oldest"], budgets=[0.5], root=str(tmp_path)))
     assert [cell.label for cell in cells] == ["full", "oldest"]
     tiny_llama().save_pretrained(tmp_path / "base")
     tiny_tokenizer.save_pretrained(tmp_path / "base")

@@ -3,5 +3,5 @@
 from ag.engine.cache import EvictionCache as EvictionCache
 from ag.engine.policy import Policy as Policy
 from ag.engine.policy import policy as policy
-from ag.engine.prompt import prefill as prefill
+from ag.engine.prompt import read_prompt as read_prompt
 from ag.engine.spec import PolicySpec as PolicySpec

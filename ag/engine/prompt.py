@@ -14,7 +14,7 @@ from ag.model.hooks import AttentionCall, Interceptor, decoder_of
 
 
 @torch.no_grad()
-def prefill(
+def read_prompt(
     model: nn.Module,
     policies: Sequence[Policy | str],
     input_ids: Tensor,

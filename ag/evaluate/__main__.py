@@ -19,13 +19,13 @@ def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code (2: a line on stderr says what is wrong)."""
     invocation = parse(argv, EvaluateConfig, "ag.evaluate")
     # these load torch and transformers, which no help needs
-    from ag.evaluate.comparison.cells import plan
+    from ag.evaluate.comparison.cells import list_cells
     from ag.evaluate.comparison.run import compare
     from ag.evaluate.preset import TASK, figures, table, translate
 
     preset = translate(invocation.config)
     if invocation.dry_run:
-        print(*(cell.name for cell in plan(preset.config)), sep="\n")
+        print(*(cell.name for cell in list_cells(preset.config)), sep="\n")
         return 0
     console = Console()
     comparison = compare(preset.config, console)

@@ -93,7 +93,7 @@ class EvictingLM(HFLM):
             log.warning("%d of %d contexts do not fit the model: their first tokens are cut.", cut, len(requests))
         found: dict[int, tuple[float, bool]] = {}
         for context, members in tqdm(groups.items(), disable=disable_tqdm or self.rank != 0, desc="Contexts"):
-            [(cache, last)] = engine.prefill(self.model, [self.policy], torch.tensor([context], device=self.device))
+            [(cache, last)] = engine.read_prompt(self.model, [self.policy], torch.tensor([context], device=self.device))
             scores = score(self.model, cache, last, [requests[index][2] for index in members])
             for index, (nats, greedy) in zip(members, scores, strict=True):
                 found[index] = float(nats.sum()), bool(greedy.all())

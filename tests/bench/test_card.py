@@ -36,22 +36,22 @@ WRITES = "import json; json.dump(dict(share=0.25), open(OUT + chr(47) + chr(102)
 
 
 @pytest.fixture
-def place(tmp_path):
-    return run.Place(tmp_path / "out" / "speed", tmp_path / "work", {"device": "cuda"})
+def workspace(tmp_path):
+    return run.Workspace(tmp_path / "out" / "speed", tmp_path / "work", {"device": "cuda"})
 
 
-def go(lines, place, here=H200, seconds=600, after=lambda: None):
+def go(lines, workspace, here=H200, seconds=600, after=lambda: None):
     said = []
-    return run.run(lines, place, here, seconds, after, said.append), "\n".join(said)
+    return run.run(lines, workspace, here, seconds, after, said.append), "\n".join(said)
 
 
-def test_a_line_that_fails_and_one_that_hangs_are_recorded_and_the_next_one_runs(place):
+def test_a_line_that_fails_and_one_that_hangs_are_recorded_and_the_next_one_runs(workspace):
     lines = [
         python("fails", "print(3 * chr(120)); raise SystemExit(1)"),
         python("hangs", "import time; time.sleep(60)", seconds=-9),  # limit: 3 seconds
         python("works", WRITES, goals=(BELOW,)),
     ]
-    rows, said = go(lines, place)
+    rows, said = go(lines, workspace)
     assert [rows[name]["status"] for name in ("fails", "hangs", "works")] == ["failed", "timed out", "ok"]
     assert rows["fails"]["why"] == "exit code 1" and "xxx" in rows["fails"]["tail"]
     assert 3 <= rows["hangs"]["seconds"] < 30
@@ -61,47 +61,47 @@ def test_a_line_that_fails_and_one_that_hangs_are_recorded_and_the_next_one_runs
     assert "3/3" in said and "min" in said and "share 0.25 (met)" in said
 
 
-def test_an_out_that_exists_is_continued_with_what_is_missing(place):
+def test_an_out_that_exists_is_continued_with_what_is_missing(workspace):
     good, bad = python("good", WRITES), python("bad", "raise SystemExit(1)")
-    go([good, bad], place)
-    rows, said = go([good, python("bad", WRITES)], place)
+    go([good, bad], workspace)
+    rows, said = go([good, python("bad", WRITES)], workspace)
     assert rows["bad"]["status"] == "ok" and "1 of 2 lines" in said
-    statuses = [json.loads(line)["status"] for line in (place.out / run.ROWS).read_text().splitlines()]
+    statuses = [json.loads(line)["status"] for line in (workspace.out / run.ROWS).read_text().splitlines()]
     assert statuses == ["ok", "failed", "ok"]
     with pytest.raises(UserError, match="holds rows of NVIDIA H200, this is a 4090"):
-        run.missing([good], place.out, Machine("a 4090", "", 24.0, "", {}))
+        run.missing([good], workspace.out, Machine("a 4090", "", 24.0, "", {}))
 
 
-def test_rows_cut_short_by_a_kill_do_not_count(place):
-    go([python("good", WRITES)], place)
-    with open(place.out / run.ROWS, "a") as file:
+def test_rows_cut_short_by_a_kill_do_not_count(workspace):
+    go([python("good", WRITES)], workspace)
+    with open(workspace.out / run.ROWS, "a") as file:
         file.write('{"line": "bad", "sta')
-    assert set(run.read(place.out)) == {"good"}
-    rows, _ = go([python("good", WRITES), python("bad", WRITES)], place)
+    assert set(run.read(workspace.out)) == {"good"}
+    rows, _ = go([python("good", WRITES), python("bad", WRITES)], workspace)
     assert set(rows) == {"good", "bad"}
 
 
-def test_a_part_ends_in_time(place):
+def test_a_part_ends_in_time(workspace):
     lines = [python("first", WRITES), python("long", WRITES, seconds=300)]
-    rows, _ = go(lines, place, seconds=run.RESERVE + 60)
+    rows, _ = go(lines, workspace, seconds=run.RESERVE + 60)
     assert rows["first"]["status"] == "ok"
     assert rows["long"]["status"] == "no time" and "takes about 300 s" in rows["long"]["why"]
 
 
-def test_a_summary_that_breaks_does_not_stop_the_part(place):
+def test_a_summary_that_breaks_does_not_stop_the_part(workspace):
     def broken():
         raise KeyError("x")
 
-    rows, said = go([python("a", WRITES), python("b", WRITES)], place, after=broken)
+    rows, said = go([python("a", WRITES), python("b", WRITES)], workspace, after=broken)
     assert rows["b"]["status"] == "ok" and "no summary: KeyError" in said
 
 
-def test_a_small_card_gets_a_smaller_shape_and_the_row_says_so(place):
+def test_a_small_card_gets_a_smaller_shape_and_the_row_says_so(workspace):
     shapes = (Shape(80, {"size": "large"}), Shape(10, {"size": "small"}))
     code = WRITES.replace("0.25", "len(chr(123)) if '{size}' == 'small' else 9")
     line = python("sized", code, shapes=shapes)
     small = Machine("a 4090", "1", 24.0, "c", H200.versions)
-    rows, _ = go([line], place, small)
+    rows, _ = go([line], workspace, small)
     assert rows["sized"]["shape"] == {"size": "small"} and rows["sized"]["result"]["found"]["share"] == 1
     assert rows["sized"]["smaller"] == ["size=large: needs 80 GiB, the card has 24"]
     assert line.shape(140.0) == (shapes[0], [])
@@ -109,21 +109,21 @@ def test_a_small_card_gets_a_smaller_shape_and_the_row_says_so(place):
     assert Shape(1, {}, ("no_such_module",)).refuses(140) == "no_such_module is not installed"
 
 
-def test_what_is_not_there_is_skipped_with_the_reason(place):
+def test_what_is_not_there_is_skipped_with_the_reason(workspace):
     lines = [
         python("program", WRITES, prefix=("no-such-program",)),
         python("file", WRITES, files=("{work}/run/export",)),
         python("memory", WRITES, shapes=(Shape(500, {}),)),
     ]
-    rows, _ = go(lines, place)
+    rows, _ = go(lines, workspace)
     assert {row["status"] for row in rows.values()} == {"skipped"}
     assert "no-such-program is not installed" in rows["program"]["why"]
     assert "run/export is not there" in rows["file"]["why"] and "needs 500 GiB" in rows["memory"]["why"]
 
 
-def test_goals_of_a_rehearsal_are_not_judged(place):
+def test_goals_of_a_rehearsal_are_not_judged(workspace):
     rows, _ = go(
-        [python("a", WRITES, goals=(BELOW,))], place, Machine("CPU rehearsal", "none", None, "c", H200.versions)
+        [python("a", WRITES, goals=(BELOW,))], workspace, Machine("CPU rehearsal", "none", None, "c", H200.versions)
     )
     assert rows["a"]["goals"][0] | {"measured": 0.25, "met": None} == rows["a"]["goals"][0]
     assert BELOW.check({})["why"].startswith("no such number: KeyError")
@@ -227,15 +227,15 @@ def test_the_line_that_the_documentation_adds_is_a_line():
     assert line.goals[0].check({"fit": {"finite": 1.0}})["met"]
 
 
-def card_rows(place, here, share):
+def card_rows(workspace, here, share):
     line = python("memory", WRITES.replace("0.25", str(share)), goals=(BELOW,))
-    go([line], place, here)
+    go([line], workspace, here)
 
 
 def test_report_folds_two_cards_and_says_the_same_twice(tmp_path, capsys):
     for card, share in (("NVIDIA H200", 0.25), ("RTX | 4090", 0.75)):
         out = tmp_path / card[:3] / "speed"
-        card_rows(run.Place(out, tmp_path / "work", {}), Machine(card, "580", 24.0, "c0ffee", H200.versions), share)
+        card_rows(run.Workspace(out, tmp_path / "work", {}), Machine(card, "580", 24.0, "c0ffee", H200.versions), share)
         summary.write(out)
         assert (out / summary.FILE).read_text().startswith(f"# speed: {card}")
         assert (out / summary.PICTURE).read_bytes()[:4] == b"\x89PNG"

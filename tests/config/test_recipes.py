@@ -9,7 +9,7 @@ from ag.config import Config
 from ag.config.command_line import parse
 from ag.config.keys import keys, parse_yaml
 from ag.config.recipes import RECIPES, dump, load_config, recipes, resolve
-from ag.evaluate.comparison.cells import plan
+from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.tasks.longbench_subsets import SUBSETS
 
 ABLATIONS = {  # the single difference from piqa_sft (Tables 3 and 6 of the paper)
@@ -210,7 +210,7 @@ def test_the_baseline_needs_no_recipe_of_its_own() -> None:
 
 @pytest.mark.parametrize(("name", "cells", "published"), [(name, *told) for name, told in COMPARISONS.items()])
 def test_a_comparison_can_be_planned_and_names_what_it_is_held_against(name: str, cells: int, published: str) -> None:
-    assert len(plan(resolve(CompareConfig, {"recipe": name}))) == cells
+    assert len(list_cells(resolve(CompareConfig, {"recipe": name}))) == cells
     comment = [line for line in recipes()[name].read_text().splitlines() if line.startswith("#")]
     assert published in " ".join(comment)
 
@@ -222,10 +222,12 @@ def test_comparisons_have_the_papers_settings() -> None:
     caote, cake, obcache = of("compare_caote_table2"), of("compare_cake_table1"), of("compare_obcache_table1")
     assert (caote.schedule, caote.budgets) == ("blocks:128+every", [2048, 4096])
     assert (of("compare_vatp_table1").budgets, of("compare_ag_table1").budgets) == ([0.5], [0.5])
-    temperatures = {cell.policy.budget: cell.policy.allocator for cell in plan(cake) if cell.label == "cake"}
+    temperatures = {cell.policy.budget: cell.policy.allocator for cell in list_cells(cake) if cell.label == "cake"}
     assert {size: (a.tau1, a.tau2) for size, a in temperatures.items()} == {128: (0.9, 2.3), 1024: (1.9, 1.8)}
     published = [name for name in COMPARISONS if "_table" in name]
-    asked = [cell.task.question for name in published for cell in plan(of(name)) if cell.task.metric != "accuracy"]
+    asked = [
+        cell.task.question for name in published for cell in list_cells(of(name)) if cell.task.metric != "accuracy"
+    ]
     assert set(asked) == {"before"}  # papers evict with the question in the prompt
     assert obcache.budgets == [80, 160, 320, 400]
     assert obcache.task_options["needle_text"]["lengths"] == [4096, 8192, 16384, 32768]

@@ -237,9 +237,9 @@ def test_slots(tiny_llama, monkeypatch):
 def test_prefill_shares_the_prompt_with_other_policies(tiny_llama):
     model = tiny_llama()
     policies = [ag.policy("h2o", 0.5), ag.policy("kvzip", 0.5, **OPTIONS), ag.policy("kvzip@heads", 0.3, **OPTIONS)]
-    together = ag.engine.prefill(model, policies, ROW)
+    together = ag.engine.read_prompt(model, policies, ROW)
     for policy, (cache, last) in zip(policies, together, strict=True):
-        ((alone, state),) = ag.engine.prefill(model, [policy], ROW)
+        ((alone, state),) = ag.engine.read_prompt(model, [policy], ROW)
         torch.testing.assert_close(last, state)
         for layer in range(3):
             pairs = zip(cache.kept_positions(layer)[0], alone.kept_positions(layer)[0], strict=True)

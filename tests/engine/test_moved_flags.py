@@ -19,7 +19,7 @@ import ag
 from ag.continuation import _policy as policy_of
 from ag.engine import EvictionCache
 from ag.errors import UserError
-from ag.evaluate.comparison.cells import plan
+from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.config import CompareConfig
 from ag.gates.calibration import Calibration
 from ag.gates.gate import AttentionGates
@@ -123,6 +123,6 @@ def test_in_the_commands(folder: str) -> None:
     made = policy_of(GenerateConfig(gates=folder, options={"share": 0.7}, prompt="x"))
     assert made.gates is not None and made.gates.config.boundary == pytest.approx(-1.0)
     values: dict[str, Any] = {"policies": ["full", label], "tasks": ["ppl"], "root": folder}
-    cells = [plan(CompareConfig(**values, policy_options={label: {"share": share}}))[1] for share in (0.7, 0.5)]
+    cells = [list_cells(CompareConfig(**values, policy_options={label: {"share": share}}))[1] for share in (0.7, 0.5)]
     assert [cell.policy.gates.config.boundary for cell in cells] == pytest.approx([-1.0, 0.25])
-    assert len({cell.key for cell in [*cells, plan(CompareConfig(**values))[1]]}) == 3
+    assert len({cell.key for cell in [*cells, list_cells(CompareConfig(**values))[1]]}) == 3

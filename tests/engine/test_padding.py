@@ -131,7 +131,7 @@ def test_prefill_gives_the_state_of_each_last_token(make):
     model, _ = make
     policies = [ag.policy("full"), ag.policy("h2o", 8), ag.policy("h2o", 8, "blocks:7"), ag.policy("gates")]
     batch = padded(rows(), "right")
-    found = ag.engine.prefill(model, policies, **batch)
+    found = ag.engine.read_prompt(model, policies, **batch)
     for row, part in enumerate(rows()):
-        for (_, together), (_, single) in zip(found, ag.engine.prefill(model, policies, part[None]), strict=True):
+        for (_, together), (_, single) in zip(found, ag.engine.read_prompt(model, policies, part[None]), strict=True):
             assert (together[row] - single[0]).abs().max() < 1e-4

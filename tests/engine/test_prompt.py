@@ -10,7 +10,7 @@ from gates_for import gates_for
 from refused import refuses
 
 import ag
-from ag.engine import EvictionCache, prefill
+from ag.engine import EvictionCache, read_prompt
 from ag.engine.observe import Observation
 from ag.errors import UserError
 from ag.model.hooks import decoder_of
@@ -35,7 +35,7 @@ def test_together_is_as_alone(tiny_llama, prefix):
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     passes = []
     handle = decoder_of(model).register_forward_hook(lambda *_: passes.append(1))
-    together = prefill(model, POLICIES, ids, mask, positions)
+    together = read_prompt(model, POLICIES, ids, mask, positions)
     handle.remove()
     assert len(passes) == (3 if prefix == "sparse" else 2)
     for one, (cache, last) in zip(POLICIES, together, strict=True):
@@ -62,10 +62,10 @@ def test_what_is_measured_once_serves_all(tiny_llama, monkeypatch):
     rows = Observation._rows
     monkeypatch.setattr(Observation, "_rows", lambda *args, **options: looks.append(1) or rows(*args, **options))
     ids = torch.randint(3, 128, (1, 24), generator=torch.Generator().manual_seed(0))
-    prefill(model, ["full", ag.policy("h2o", 0.5), ag.policy("h2o+vatp", 0.25, sinks=1, recent=1)], ids)
+    read_prompt(model, ["full", ag.policy("h2o", 0.5), ag.policy("h2o+vatp", 0.25, sinks=1, recent=1)], ids)
     assert len(looks) == 3  # one a layer
     looks.clear()
-    prefill(model, [ag.policy("cake", 0.5, window=4), ag.policy("snapkv", 0.25, window=4)], ids)
+    read_prompt(model, [ag.policy("cake", 0.5, window=4), ag.policy("snapkv", 0.25, window=4)], ids)
     assert len(looks) == 3
 
 
@@ -78,7 +78,7 @@ def test_memory_goes_with_the_cache(tiny_llama, spec):
     gc.collect()
     gc.disable()
     try:
-        ((cache, _),) = prefill(model, [policy], torch.randint(3, 128, (1, 60)))
+        ((cache, _),) = read_prompt(model, [policy], torch.randint(3, 128, (1, 60)))
         with torch.no_grad():
             model(torch.tensor([[5]]), past_key_values=cache)
         held = [weakref.ref(layer.store.keys) for layer in cache.evicting_layers]
@@ -92,7 +92,7 @@ def test_copies_go_their_own_ways(tiny_llama):
     """A copied cache shares the model, and nothing else."""
     model = tiny_llama().eval()
     ids = torch.randint(3, 128, (1, 30), generator=torch.Generator().manual_seed(0))
-    ((cache, _),) = prefill(model, [ag.policy("snapkv@preference", 12, "every", window=4)], ids)
+    ((cache, _),) = read_prompt(model, [ag.policy("snapkv@preference", 12, "every", window=4)], ids)
     copied = copy.deepcopy(cache)
     assert copied.decoder is cache.decoder
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_copies_go_their_own_ways(tiny_llama):
             model(torch.tensor([[token]]), past_key_values=copied)
         assert (cache.seen_tokens, copied.seen_tokens) == (30, 33)
         logits = [model(torch.tensor([[9]]), past_key_values=x).logits for x in (cache, copy.deepcopy(copied))]
-        ((alone, _),) = prefill(model, [cache.policy], ids)
+        ((alone, _),) = read_prompt(model, [cache.policy], ids)
         assert torch.equal(model(torch.tensor([[9]]), past_key_values=alone).logits, logits[0])
     assert not torch.allclose(*logits, atol=1e-3)
 

@@ -15,7 +15,7 @@ from ag import data
 from ag.config import Config, DataConfig, ModelConfig
 from ag.config.recipes import dump
 from ag.evaluate.__main__ import EvaluateConfig, main
-from ag.evaluate.comparison.cells import plan
+from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.preset import translate
 from ag.gates import export
 
@@ -179,7 +179,7 @@ def test_names_are_those_that_were_given(run):
         "mine2": "mine2",
         f"{short}+criticalkv": "gates+criticalkv",
     }
-    assert [cell.label for cell in plan(preset.config)] == [*preset.names]
+    assert [cell.label for cell in list_cells(preset.config)] == [*preset.names]
 
 
 def test_plain_documents_without_a_run(tiny_folder, tmp_path, capsys):

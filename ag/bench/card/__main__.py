@@ -12,7 +12,7 @@ from pathlib import Path
 from ag.bench.card import pack, summary, table
 from ag.bench.card.fit import write_text
 from ag.bench.card.machine import ROOT, Machine, machine
-from ag.bench.card.run import Place, run
+from ag.bench.card.run import Workspace, run
 from ag.bench.card.small_model import restore
 from ag.errors import UserError
 
@@ -59,7 +59,7 @@ def part(name: str, options: argparse.Namespace, here: Machine) -> int:
     def write() -> None:
         summary.write(out)
 
-    rows = run(table.lines(name), Place(out, work, values), here, 60 * options.minutes, write)
+    rows = run(table.lines(name), Workspace(out, work, values), here, 60 * options.minutes, write)
     print(f"written: {out / summary.FILE}")
     return int(any(row["status"] in ("failed", "timed out") for row in rows.values()))
 

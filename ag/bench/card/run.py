@@ -28,7 +28,7 @@ RESERVE = 20.0  # seconds of a part for its start and its summary
 
 
 @dataclass(frozen=True)
-class Place:
+class Workspace:
     """Where a part works.
 
     Attributes:
@@ -69,13 +69,18 @@ def missing(lines: Sequence[Line], folder: Path, here: Machine) -> list[Line]:
 
 
 def run(
-    lines: Sequence[Line], place: Place, here: Machine, seconds: float, after: Callable[[], None], say: Any = print
+    lines: Sequence[Line],
+    workspace: Workspace,
+    here: Machine,
+    seconds: float,
+    after: Callable[[], None],
+    say: Any = print,
 ) -> dict[str, Row]:
     """Run lines in their order until the time is over.
 
     Args:
         lines: most valuable first; those that ended well before are not run again.
-        place: where to.
+        workspace: where to.
         here: the machine, for the rows.
         seconds: for all of them.
         after: called after every row, to write what is known so far.
@@ -85,30 +90,30 @@ def run(
         The newest row of every line.
     """
     end = time.monotonic() + seconds - RESERVE
-    todo = missing(lines, place.out, here)
-    place.out.mkdir(parents=True, exist_ok=True)
+    todo = missing(lines, workspace.out, here)
+    workspace.out.mkdir(parents=True, exist_ok=True)
     if len(todo) < len(lines):
-        say(f"{place.out} has {len(lines) - len(todo)} of {len(lines)} lines: continuing with what is missing")
+        say(f"{workspace.out} has {len(lines) - len(todo)} of {len(lines)} lines: continuing with what is missing")
     for number, line in enumerate(todo, 1):
         left = end - time.monotonic()
-        head = f"[{place.out.name} {number}/{len(todo)}; {_clock(left)} left] {line.name}"
-        row = _row(line, place, here)
+        head = f"[{workspace.out.name} {number}/{len(todo)}; {_clock(left)} left] {line.name}"
+        row = _row(line, workspace, here)
         reason = row.pop("reason", None)
         if reason is None and left < line.seconds:
             row["status"], reason = "no time", f"takes about {line.seconds} s, {max(0.0, left):.0f} s were left"
         if reason is None:
             say(f"{head}: about {line.seconds} s")
-            row |= _execute(line, row, place, min(line.limit, left))
+            row |= _execute(line, row, workspace, min(line.limit, left))
             say(f"    {row['status']} after {row['seconds']:.0f} s{_headline(row)}")
         else:
             row["why"] = reason
             say(f"{head}: {row['status']}: {reason}")
-        _append(place.out / ROWS, row)
+        _append(workspace.out / ROWS, row)
         try:
             after()
         except Exception as error:  # a page that cannot be drawn must not cost the lines that follow
             say(f"    no summary: {type(error).__name__}: {error}")
-    return read(place.out)
+    return read(workspace.out)
 
 
 def _append(file: Path, row: Row) -> None:
@@ -118,11 +123,11 @@ def _append(file: Path, row: Row) -> None:
         out.write("\n" * (old[-1:] not in ("", "\n")) + json.dumps(row, default=str) + "\n")
 
 
-def _row(line: Line, place: Place, here: Machine) -> Row:
+def _row(line: Line, workspace: Workspace, here: Machine) -> Row:
     """Return what is known of a line before it runs; ``reason``: why it is skipped."""
-    row: Row = {"line": line.name, "part": place.out.name, **asdict(here), "date": time.strftime("%Y-%m-%d %H:%M")}
+    row: Row = {"line": line.name, "part": workspace.out.name, **asdict(here), "date": time.strftime("%Y-%m-%d %H:%M")}
     shape, reasons = line.shape(here.gib)
-    gone = line.missing({"work": str(place.work)} | place.values)
+    gone = line.missing({"work": str(workspace.work)} | workspace.values)
     program = line.prefix[0] if line.prefix else None
     if shape is None:
         row |= {"status": "skipped", "reason": "; ".join(reasons)}
@@ -135,12 +140,12 @@ def _row(line: Line, place: Place, here: Machine) -> Row:
     return row
 
 
-def _execute(line: Line, row: Row, place: Place, limit: float) -> Row:
+def _execute(line: Line, row: Row, workspace: Workspace, limit: float) -> Row:
     """Run a line's process and return its status, seconds, result and goals."""
-    place.work.mkdir(parents=True, exist_ok=True)
-    out = Path(tempfile.mkdtemp(prefix=f"{line.name}-", dir=place.work))
-    values = place.values | row["shape"]
-    words = line.words(values | {"out": str(out), "work": str(place.work)})
+    workspace.work.mkdir(parents=True, exist_ok=True)
+    out = Path(tempfile.mkdtemp(prefix=f"{line.name}-", dir=workspace.work))
+    values = workspace.values | row["shape"]
+    words = line.words(values | {"out": str(out), "work": str(workspace.work)})
     shown = shlex.join([*line.prefix, "python", "-m", *line.words(values | {"out": "OUT", "work": "WORK"})])
     begin = time.monotonic()
     code, text = _process([*line.prefix, sys.executable, "-m", *words], limit)

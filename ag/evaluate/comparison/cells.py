@@ -91,7 +91,7 @@ class Cell:
         }
 
 
-def plan(config: CompareConfig) -> list[Cell]:
+def list_cells(config: CompareConfig) -> list[Cell]:
     """Return the cells, task by task; unknown names and wrong values are found before a model is loaded.
 
     Raises:

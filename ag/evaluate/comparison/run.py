@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ag.config.recipes import dump
-from ag.evaluate.comparison.cells import plan
+from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.config import CompareConfig
 from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.report import write
@@ -23,7 +23,7 @@ def compare(config: CompareConfig, console: Console) -> Comparison:
         UserError: naming what is wrong with a policy, a task, the model or the data, and the fix.
         KeyboardInterrupt: on Ctrl-C, saying what is left.
     """
-    cells = plan(config)
+    cells = list_cells(config)
     results = Results(Path(config.output or f"runs/{config.recipe}"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CorruptRowWarning)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ag.engine import EvictionCache, Policy, prefill
+from ag.engine import EvictionCache, Policy, read_prompt
 from ag.evaluate.tasks import Sample
 
 CONTEXT = 4  # tokens before one that its text may depend on
@@ -60,7 +60,7 @@ def record(
     for sample in samples:
         ids = sample.prompt[:most_tokens]
         texts = pieces(tokenizer, ids)
-        caches = prefill(model, policies, torch.tensor([ids], device=device))
+        caches = read_prompt(model, policies, torch.tensor([ids], device=device))
         for mine, (cache, _) in zip(views, caches, strict=True):
             mine.append(View(sample.id, texts, kept_flags(cache)))
     return views

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ag.engine import EvictionCache, Policy, prefill
+from ag.engine import EvictionCache, Policy, read_prompt
 from ag.evaluate.tasks.follow import feed
 
 Tags = Mapping[str, str | int | float]
@@ -176,7 +176,7 @@ class PromptTask(Task):
         """Run policies over samples; see :meth:`Task.run`."""
         device = next(model.parameters()).device
         for sample in samples:
-            caches = prefill(model, policies, torch.tensor([sample.prompt], device=device))
+            caches = read_prompt(model, policies, torch.tensor([sample.prompt], device=device))
             for index in range(len(policies)):
                 cache, last = caches.pop(0)  # freed before the next answer
                 held = cache.kept_share(), cache.nbytes

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ag.errors import require
 from ag.evaluate.tasks.base import LeftOut, Sample
-from ag.evaluate.tasks.generated import Generated, Place, join, sentences
+from ag.evaluate.tasks.generated import Generated, Variant, join, sentences
 from ag.evaluate.tasks.questions import Puzzle, QuestionTask
 from ag.evaluate.tasks.words import draw_distinct, uuid4
 
@@ -82,7 +82,7 @@ class RepeatText(Generated):
         """Read the texts."""
         return sentences(self.name, self.root, self.data, self.text_field)
 
-    def build(self, rng: random.Random, material: Any, place: Place, size: int) -> Puzzle:
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
         """Take ``size`` sentences of a text; see :meth:`Generated.build`."""
         text = rng.choice(material)
         first = rng.randrange(len(text))

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ag.data.sources import DataError, Record, check_fields
 from ag.errors import UserError
-from ag.evaluate.tasks.generated import Generated, Place
+from ag.evaluate.tasks.generated import Generated, Variant
 from ag.evaluate.tasks.questions import Puzzle
 from ag.evaluate.tasks.rows import HeldOut
 
@@ -63,13 +63,13 @@ class DocumentQA(Generated):
             raise UserError(f"Task {self.name}: {data.source.where(split)} has no question with an answer.")
         return corpus
 
-    def most_units(self, material: Any, place: Place) -> int:
+    def most_units(self, material: Any, variant: Variant) -> int:
         """Return how many documents are not the question's own."""
-        return len(material.documents) - len(self._item(material, place).gold)
+        return len(material.documents) - len(self._item(material, variant).gold)
 
-    def build(self, rng: random.Random, material: Any, place: Place, size: int) -> Puzzle:
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
         """Draw ``size`` other documents and shuffle all; see :meth:`Generated.build`."""
-        item = self._item(material, place)
+        item = self._item(material, variant)
         near = list(item.near)
         rng.shuffle(near)
         draws, chosen = random.Random(rng.random()), dict.fromkeys(item.gold + near[:size])
@@ -86,8 +86,8 @@ class DocumentQA(Generated):
         """Return 1.0 where an answer is named: RULER's ``string_match_part``."""
         return float(any(reference.lower() in text.lower() for reference in sample.references))
 
-    def _item(self, material: Corpus, place: Place) -> Item:
-        return material.items[(self.seed + place.repeat) % len(material.items)]
+    def _item(self, material: Corpus, variant: Variant) -> Item:
+        return material.items[(self.seed + variant.repeat) % len(material.items)]
 
 
 def squad(rows: Iterable[Record], where: str) -> Corpus:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ag.errors import require
-from ag.evaluate.tasks.generated import Generated, Place
+from ag.evaluate.tasks.generated import Generated, Variant
 from ag.evaluate.tasks.questions import Puzzle
 from ag.evaluate.tasks.words import draw_distinct, shuffled_words
 
@@ -36,9 +36,9 @@ class CommonWords(Generated):
         super().__post_init__()
         require(self, "common", type(self.common) is int and self.common > 0, "a whole number, at least 1")
 
-    def build(self, rng: random.Random, material: Any, place: Place, size: int) -> Puzzle:
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
         """Draw the example and the words; ``size`` of them are uncommon; see :meth:`Generated.build`."""
-        short = place.length < SHORT
+        short = variant.length < SHORT
         example = self._puzzle(rng, (20 if short else 40) - self.common, (3, 1) if short else (10, 3))
         puzzle = self._puzzle(rng, size, (6, 1) if short else (30, 3))
         return puzzle._replace(context=f"{example.context}{example.question}{example.right[0]}\n\n{puzzle.context}")
@@ -75,9 +75,9 @@ class FrequentWords(Generated):
         super().__post_init__()
         require(self, "alpha", type(self.alpha) in (int, float) and self.alpha > 1, "a number above 1")
 
-    def build(self, rng: random.Random, material: Any, place: Place, size: int) -> Puzzle:
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
         """Draw the words, and give each its share of ``size``; see :meth:`Generated.build`."""
-        vocabulary = max(4, (place.length - (self.generate or 0)) // 50)
+        vocabulary = max(4, (variant.length - (self.generate or 0)) // 50)
         words = draw_distinct(lambda: "".join(rng.choices(string.ascii_lowercase, k=6)), vocabulary - 1)
         counts = zeta_counts(size, vocabulary, self.alpha)
         text = [word for word, count in zip([DOTS, *words], counts, strict=True) for _ in range(count)]

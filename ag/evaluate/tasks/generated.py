@@ -33,13 +33,13 @@ BOOKS, LETTERS = 32, 400_000  # of texts: at most so many, and so many character
 PROBE = 16  # units by which the size of one is estimated
 
 
-class Place(NamedTuple):
+class Variant(NamedTuple):
     """Where a sample stands in the grid.
 
     Attributes:
         length: tokens.
         depth: of the needle, 0 to 1; None: anywhere.
-        repeat: number of the sample in its place, from 0.
+        repeat: number of the sample among those alike, from 0.
     """
 
     length: int
@@ -84,13 +84,13 @@ class Generated(QuestionTask):
         require(self, "generate", tokens, "a number of tokens, at least 1")
 
     @abstractmethod
-    def build(self, rng: random.Random, material: Any, place: Place, size: int) -> Puzzle:
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
         """Return the sample whose context has ``size`` units.
 
         Args:
             rng: of this sample: the same for every size, so that what is asked is drawn before what fills the context.
             material: what :meth:`material` gave.
-            place: where the sample stands.
+            variant: where the sample stands.
             size: how many units.
         """
 
@@ -98,7 +98,7 @@ class Generated(QuestionTask):
         """Return what all samples are made of."""
         return None
 
-    def most_units(self, material: Any, place: Place) -> int | None:
+    def most_units(self, material: Any, variant: Variant) -> int | None:
         """Return how many units there are for a sample; None: any number."""
         return None
 
@@ -114,23 +114,25 @@ class Generated(QuestionTask):
         """Generate the samples; see :meth:`ag.evaluate.tasks.Task.read`."""
         material = self.material(tokenizer)
         for repeat, (length, depth) in itertools.product(range(self.repeats), self.cells()):
-            place = Place(length, depth, repeat)
-            fitted = self._fit(tokenizer, material, place, max_tokens)
+            variant = Variant(length, depth, repeat)
+            fitted = self._fit(tokenizer, material, variant, max_tokens)
             if fitted is None:
                 yield "too long"
                 continue
             tags: dict[str, str | int | float] = {"length": length, "repeat": repeat}
             tags |= {} if depth is None else {"depth": depth}
-            asked = self.asked(tokenizer, f"{length}-{place.where}-{repeat}", fitted, tags, self.generate)
+            asked = self.asked(tokenizer, f"{length}-{variant.where}-{repeat}", fitted, tags, self.generate)
             fits = len(asked.prompt) + len(asked.question) + asked.most <= max_tokens
             yield asked if fits else "too long"
 
-    def _fit(self, tokenizer: PreTrainedTokenizerBase, material: Any, place: Place, max_tokens: int) -> Puzzle | None:
+    def _fit(
+        self, tokenizer: PreTrainedTokenizerBase, material: Any, variant: Variant, max_tokens: int
+    ) -> Puzzle | None:
         """Return the largest sample of a length, or None where it does not fit the model with its answer."""
 
         def build(size: int) -> Puzzle:
-            rng = random.Random(f"{self.seed}/{self.name}/{place.length}/{place.where}/{place.repeat}")
-            return self.build(rng, material, place, size)
+            rng = random.Random(f"{self.seed}/{self.name}/{variant.length}/{variant.where}/{variant.repeat}")
+            return self.build(rng, material, variant, size)
 
         def tokens(size: int) -> int:
             puzzle = build(size)
@@ -139,14 +141,14 @@ class Generated(QuestionTask):
         answer = self.generate
         if answer is None:
             answer = max(map(len, tokenize(tokenizer, build(self.least).right))) + SPARE
-        if place.length + (answer if self.generate is None else 0) > max_tokens:
+        if variant.length + (answer if self.generate is None else 0) > max_tokens:
             return None
-        room = place.length - (self.generate or 0)
-        size = largest(tokens, room, self.least, self.most_units(material, place))
+        room = variant.length - (self.generate or 0)
+        size = largest(tokens, room, self.least, self.most_units(material, variant))
         if size is None:
             beside = f" beside {self.generate} tokens of answer" if self.generate else ""
             raise UserError(
-                f"Task {self.name}: lengths={place.length} has no room for context and question{beside}: the "
+                f"Task {self.name}: lengths={variant.length} has no room for context and question{beside}: the "
                 f"shortest has {tokens(self.least)} tokens; give more."
             )
         return build(size)

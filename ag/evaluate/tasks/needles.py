@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from ag.errors import require
-from ag.evaluate.tasks.generated import Generated, Place, hide, join, noise, sentences
+from ag.evaluate.tasks.generated import Generated, Variant, hide, join, noise, sentences
 from ag.evaluate.tasks.questions import Puzzle
 from ag.evaluate.tasks.words import NOUNS, draw_distinct, number, uuid4, word_key
 
@@ -75,13 +75,13 @@ class Needles(Generated):
         """Read the texts, where they are the haystack."""
         return sentences(self.name, self.root, self.data, self.text_field) if self.haystack == "text" else None
 
-    def build(self, rng: random.Random, material: Any, place: Place, size: int) -> Puzzle:
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
         """Draw keys, values and places, then the hay; see :meth:`Generated.build`."""
         keys = draw_distinct(lambda: self._key(rng), self.keys)
         values = draw_distinct(lambda: self._value(rng), self.keys * self.values)
         owned = [values[i * self.values : (i + 1) * self.values] for i in range(self.keys)]
         needles = [self._line(key, value) for key, mine in zip(keys, owned, strict=True) for value in mine]
-        fractions = self._fractions(rng, place.depth, len(needles))
+        fractions = self._fractions(rng, variant.depth, len(needles))
         asked = keys[: self.queries]
         references = [value for mine in owned[: self.queries] for value in mine]
         hay = self._hay(rng, material, size, set(keys))

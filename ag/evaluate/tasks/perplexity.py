@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import start_tokens, tokenize
-from ag.engine import EvictionCache, Policy, prefill
+from ag.engine import EvictionCache, Policy, read_prompt
 from ag.errors import UserError, require
 from ag.evaluate.tasks.base import LeftOut, Outcome, PromptTask, Sample, Tags, Task
 from ag.evaluate.tasks.follow import feed, score
@@ -165,7 +165,7 @@ class Stream(Documents):
             self._check(policy, attached_gates(model), longest, model.config.get_text_config().max_position_embeddings)  # type: ignore[operator, union-attr]
         device = next(model.parameters()).device
         for book in samples:
-            caches = prefill(model, policies, torch.tensor([book.prompt], device=device))
+            caches = read_prompt(model, policies, torch.tensor([book.prompt], device=device))
             for index in range(len(policies)):
                 cache, last = caches.pop(0)
                 start = time.perf_counter()

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import tokenize
 from ag.errors import require
-from ag.evaluate.tasks.generated import Generated, Place, hide, join, largest, noise
+from ag.evaluate.tasks.generated import Generated, Variant, hide, join, largest, noise
 from ag.evaluate.tasks.questions import Puzzle
 from ag.evaluate.tasks.words import draw_distinct, number
 
@@ -51,9 +51,9 @@ class Variables(Generated):
 
         return {n: largest(tokens, min(EXAMPLE, n // 4), 0) or 0 for n in self.lengths}
 
-    def build(self, rng: random.Random, material: Any, place: Place, size: int) -> Puzzle:
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
         """Draw the example, the chains and their places; see :meth:`Generated.build`."""
-        before = f"{self._solved(rng, material[place.length])}\n\n" if self.example else ""
+        before = f"{self._solved(rng, material[variant.length])}\n\n" if self.example else ""
         puzzle = self._puzzle(rng, 5, size)
         return puzzle._replace(context=before + puzzle.context)
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ag.data.problems import ANY, KINDS, answer_of, generate
 from ag.data.worked import encode
-from ag.engine import EvictionCache, Policy, prefill
+from ag.engine import EvictionCache, Policy, read_prompt
 from ag.errors import require
 from ag.evaluate.tasks.base import LeftOut, Outcome, Sample, Task
 from ag.evaluate.tasks.follow import end_tokens, feed
@@ -119,7 +119,7 @@ class Worked(Task):
             longest = max(len(sample.prompt) for sample in group)
             ids = [sample.prompt + [0] * (longest - len(sample.prompt)) for sample in group]
             mask = [[i < len(sample.prompt) for i in range(longest)] for sample in group]
-            caches = prefill(model, policies, torch.tensor(ids, device=device), torch.tensor(mask, device=device))
+            caches = read_prompt(model, policies, torch.tensor(ids, device=device), torch.tensor(mask, device=device))
             outcomes: list[tuple[int, Outcome]] = []
             for index in range(len(policies)):
                 cache, last = caches.pop(0)  # freed before the next policy generates

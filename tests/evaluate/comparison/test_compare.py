@@ -23,7 +23,7 @@ from ag.config.recipes import resolve
 from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.comparison import work
-from ag.evaluate.comparison.cells import plan
+from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.progress import Progressing
 from ag.evaluate.comparison.results import Results
 from ag.evaluate.comparison.run import compare
@@ -123,7 +123,7 @@ def test_a_wider_run_keeps_what_is_there(config, quiet):
 
 
 def test_other_settings_are_other_cells(config):
-    keys = {cell.key for cell in plan(config())}
+    keys = {cell.key for cell in list_cells(config())}
     for change in (
         {"samples": 3},
         {"dtype": "bfloat16"},
@@ -132,9 +132,9 @@ def test_other_settings_are_other_cells(config):
         {"policy_options": {"h2o": {"recent": 2}}},
         {"schedule": "every"},
     ):
-        assert {cell.key for cell in plan(config(**change))} != keys
+        assert {cell.key for cell in list_cells(config(**change))} != keys
     for change in ({"device": "cuda"}, {"together": 1}, {"output": "elsewhere"}, {"retry": True}):
-        assert {cell.key for cell in plan(config(**change))} == keys
+        assert {cell.key for cell in list_cells(config(**change))} == keys
 
 
 def _die_while_writing(config, quiet):
@@ -380,7 +380,7 @@ def test_gates_by_their_flags_and_ranked(config, quiet, tiny_llama, tmp_path):
     with torch.no_grad():
         next(gates.parameters()).add_(0.5)
     export.save(tmp_path / "gates", gates, base_model="tiny")
-    again = [cell.key for cell in plan(config(policies=["full", label, f"{label}@uniform", f"{label}@heads"]))]
+    again = [cell.key for cell in list_cells(config(policies=["full", label, f"{label}@uniform", f"{label}@heads"]))]
     assert again[0] == keys[0] and not set(again[1:]) & set(keys)
 
 
@@ -417,9 +417,9 @@ def test_one_export_at_several_shares_under_labels(config, quiet, tiny_llama, tm
     assert main([*words, "policy_options.b.share=0.3", "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines() == ["ppl: full", "ppl: a", "ppl: b"]
     with refuses(UserError, "'ppl: a'", "'ppl: b'", "the same"):
-        plan(config(policies=["full", f"a={path}", f"b={path}"]))
+        list_cells(config(policies=["full", f"a={path}", f"b={path}"]))
     with refuses(UserError, "policy_options.low", "'low'"):
-        plan(config(policies=["full", f"a={path}"], policy_options={"low": {"share": 0.3}}))
+        list_cells(config(policies=["full", f"a={path}"], policy_options={"low": {"share": 0.3}}))
 
 
 @pytest.mark.parametrize(
@@ -443,7 +443,7 @@ def test_one_export_at_several_shares_under_labels(config, quiet, tiny_llama, tm
 )
 def test_mistakes_are_found_before_a_model_is_loaded(config, changes, parts):
     with refuses(UserError, *parts):
-        plan(config(**changes))
+        list_cells(config(**changes))
 
 
 def test_missing_data_and_an_unwritable_folder(config, quiet, tmp_path):
@@ -587,10 +587,10 @@ def test_a_task_above_its_floor_is_informative(config, quiet):
 
 def test_the_full_cache_is_measured_first(config):
     """Where questions are asked also when it is not listed."""
-    listed = plan(config(policies=["h2o", "full"], tasks=["ppl", "needle_single"], task_options=NEEDLES))
+    listed = list_cells(config(policies=["h2o", "full"], tasks=["ppl", "needle_single"], task_options=NEEDLES))
     assert [cell.label for cell in listed] == ["full", "h2o", "h2o"] * 2
     left_out = config(policies=["h2o"], baseline="h2o", tasks=["ppl", "needle_single"], task_options=NEEDLES)
-    assert [(cell.task.name, cell.label) for cell in plan(left_out)] == [
+    assert [(cell.task.name, cell.label) for cell in list_cells(left_out)] == [
         *[("ppl", "h2o")] * 2,
         *[("needle_single", "full"), ("needle_single", "h2o"), ("needle_single", "h2o")],
     ]
@@ -604,4 +604,4 @@ def test_policies_beside_those_of_a_recipe(config):
 
 def test_a_question_that_a_task_does_not_have(config):
     with pytest.raises(UserError, match="Task ppl: question=after needs a context"):
-        plan(config(task_options={"ppl": {"question": "after"}}))
+        list_cells(config(task_options={"ppl": {"question": "after"}}))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ag
-from ag.engine import prefill
+from ag.engine import read_prompt
 from ag.evaluate.tasks.follow import end_tokens, greedy, score
 
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -18,7 +18,7 @@ POLICIES = [
 
 
 def read(model, policy):
-    [(cache, last)] = prefill(model, [policy], torch.tensor([PROMPT]))
+    [(cache, last)] = read_prompt(model, [policy], torch.tensor([PROMPT]))
     return cache, last
 
 
