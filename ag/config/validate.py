@@ -103,7 +103,7 @@ def _objective(config: Run) -> None:
         "use data.packing=repeated, or warmup.target=attention",
     )
     _refuse(
-        0 < max_steps - regress_steps < config.loss.anneal_steps,
+        train != "lora" and 0 < max_steps - regress_steps < config.loss.anneal_steps,
         f"loss.anneal_steps={config.loss.anneal_steps} is more than the {max_steps - regress_steps} steps of "
         f"trainer.max_steps={max_steps} after warmup.regress_steps={regress_steps}: the mean gate never gets to "
         "loss.beta; lower loss.anneal_steps, or raise trainer.max_steps",

@@ -134,6 +134,7 @@ def test_combinations_that_make_no_sense(error: Any, argv: str, expected: str) -
         "model.quantization=nf4 trainer.precision=bf16-mixed model.dtype=bfloat16",
         "train=gates lora.targets=[]",
         "loss.anneal_steps=7 warmup.regress_steps=3 trainer.max_steps=10",
+        "train=lora loss.anneal_steps=11 trainer.max_steps=10",
         "loss.anneal_steps=7",
         "data.kind=worked data.name=sorting data.solution_min=400 data.solution_max=400",
         "gate.layer_offset=1 gate.first_layer=1",
