@@ -91,7 +91,9 @@ def test_recents_of_the_training_take_a_quarter_of_a_small_budget(trained):
 
 def test_a_budget_below_the_sinks_is_refused_where_somebody_asked_for_them(trained):
     model, _, path = trained
-    assert kept(model, f"gates:{path}", budget=1) == {(layer, head, 0) for layer in range(3) for head in range(2)}
+    for budget in (1, 2, 3):  # the sinks come before the recents
+        assert len(held := kept(model, f"gates:{path}", budget=budget, recent_share=1.0)) == budget * 6
+        assert {(layer, head, x) for layer in range(3) for head in range(2) for x in range(min(budget, 2))} <= held
     with pytest.raises(UserError, match="1 tokens per KV head are fewer than the 2 that it protects"):
         kept(model, f"gates:{path}", budget=1, sinks=2)
     assert len(kept(model, f"gates:{path}", budget=1, sinks=2, strict=False)) == 2 * 6

@@ -22,9 +22,10 @@ class Gates(Scorer):
     In a layer without a gate all scores are equal, so that the first tokens stay.
 
     Attributes:
-        sinks: first tokens that stay; None: as many as every query saw in training, ``gate.sink_tokens``, or what the
-            budget leaves beside the newest tokens.
-        recent: newest tokens that stay; None: ``trained_recent``, but at most ``recent_share`` of the budget.
+        sinks: first tokens that stay; None: as many as every query saw in training, ``gate.sink_tokens``, but at most
+            the budget.
+        recent: newest tokens that stay; None: ``trained_recent``, but at most ``recent_share`` of the budget, and
+            what the sinks leave of it.
         recent_share: of the budget.
         trained_recent: as many tokens of the prompt as the first query behind it saw in training, which is
             ``gate.recent_tokens`` less its own; taken from the gates. The flags keep these too.
@@ -55,10 +56,10 @@ class Gates(Scorer):
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return the sinks and the newest tokens."""
-        recent = (capacity * self.recent_share).long().clamp_max(self.trained_recent)
-        if self.recent is not None:
-            recent = torch.full_like(recent, self.recent)
-        sinks = (capacity - recent).clamp(0, self.trained_sinks)
-        if self.sinks is not None:
-            sinks = torch.full_like(sinks, self.sinks)
+        sinks = capacity.clamp_max(self.trained_sinks) if self.sinks is None else torch.full_like(capacity, self.sinks)
+        if self.recent is None:
+            most = (capacity * self.recent_share).long().clamp_max(self.trained_recent)
+            recent = most.minimum((capacity - sinks).clamp_min(0))
+        else:
+            recent = torch.full_like(capacity, self.recent)
         return (seen.key_ranks < sinks[:, None, None]) | (seen.age < recent[:, None, None])
