@@ -1,5 +1,6 @@
 """What all tests share: tiny models, a tiny tokenizer, the converted SmolLM2, the shared data; no hub."""
 
+import gc
 import os
 import random
 import shlex
@@ -21,6 +22,8 @@ os.environ |= {
 
 if os.environ.get("AG_GPU_REHEARSAL") == "1":  # tests/gpu on a CPU: before Triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
+
+gc.disable()  # until the tests are collected, of which nothing goes: its searches take seconds
 
 import hypothesis
 import interpreter
@@ -78,6 +81,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     if config.getoption("--shuffle") is not None:
         random.Random(config.getoption("--shuffle")).shuffle(items)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
