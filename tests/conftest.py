@@ -5,7 +5,7 @@ import os
 import random
 import shlex
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ os.environ |= {
 
 if os.environ.get("AG_GPU_REHEARSAL") == "1":  # tests/gpu on a CPU: before Triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
-
-gc.disable()  # until the tests are collected, of which nothing goes: its searches take seconds
 
 import hypothesis
 import interpreter
@@ -83,6 +81,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         random.Random(config.getoption("--shuffle")).shuffle(items)
 
 
+def pytest_collection() -> None:
+    gc.disable()  # nothing of what is collected goes, and the searches take seconds
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
@@ -128,6 +130,17 @@ def smollm2() -> Path:
         return smollm2_wheel.get()
     except smollm2_wheel.WheelNotFoundError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def no_figures() -> Iterator[None]:
+    """Pictures take half the time of a tiny run; tests/integration/test_run_folder.py has them drawn."""
+    from ag.callbacks import Figures
+
+    with pytest.MonkeyPatch.context() as patch:
+        for when in ("on_validation_end", "on_train_end"):
+            patch.delattr(Figures, when)
+        yield
 
 
 def _factory(config_class: type, model_class: type, **defaults: Any) -> TinyModel:

@@ -19,11 +19,13 @@ from transformers import AutoModelForCausalLM
 
 import ag
 from ag import data
+from ag.callbacks import Figures
 from ag.config import Config
 from ag.config.recipes import load_config, resolve
 from ag.model.base import load_base
 
 STEPS = 4
+DRAWING = {when: vars(Figures)[when] for when in ("on_validation_end", "on_train_end")}
 BETA = 0.4
 GATE = 4 * 32 * 16 - 32 * 16 + 16 * 2  # q, k, v of 2 heads of 8 on hidden states of 32, and a logit for 2 KV heads
 LORA = 2 * 8 * (2 * (32 + 32) + 2 * (32 + 16))  # rank 8 on q, k, v, o of 2 layers
@@ -88,14 +90,29 @@ def validation_rows(config: Config) -> list[data.module.Row]:
     return [row for group in data.build(config, tokenizer, 512).val_rows for row in group]
 
 
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw their pictures."""
+    for when, draw in DRAWING.items():
+        monkeypatch.setattr(Figures, when, draw, raising=False)
+
+
+DRAWN = ("gates+lora", "lora", "documents of packed text", "later layers")
 QUICK = ("gates+lora", "lora", "kl", "regress", "warm start", "dense prefill", "documents of packed text")
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, case in CASES.items()],
+    [
+        pytest.param(
+            case,
+            id=name,
+            marks=[pytest.mark.slow] * (name not in QUICK) + [pytest.mark.usefixtures("drawn")] * (name in DRAWN),
+        )
+        for name, case in CASES.items()
+    ],
 )
-def test_run_folder(case: Case, recipe: Path, tmp_path: Path) -> None:
+def test_run_folder(case: Case, recipe: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     overrides = [*case.overrides, f"trainer.max_steps={STEPS}", "trainer.val_every=2"]
     run = train(recipe, tmp_path, *overrides)
 
@@ -121,13 +138,17 @@ def test_run_folder(case: Case, recipe: Path, tmp_path: Path) -> None:
     saved = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert saved == ["best.ckpt", "step=000002.ckpt", "step=000004.ckpt"]
 
-    drawn = sorted(path.name for path in (run / "figures").iterdir())
+    if "drawn" in request.fixturenames:
+        check_figures(run / "figures", case)
+    check_export(run, config, gates, lora)
+
+
+def check_figures(folder: Path, case: Case) -> None:
+    found = sorted(path.name for path in folder.iterdir())
     pictures = ["evicted", "keep-0", "keep-1"] if case.gates else []  # a batch has two questions or two texts
     expected = [f"{name}-{step:06d}.png" for name in pictures for step in (2, STEPS)]
-    assert drawn == sorted([*expected, f"curves-{STEPS:06d}.png"])
-    assert all(imread(run / "figures" / name).std() > 0 for name in drawn)
-
-    check_export(run, config, gates, lora)
+    assert found == sorted([*expected, f"curves-{STEPS:06d}.png"])
+    assert all(imread(folder / name).std() > 0 for name in found)
 
 
 def check_sums(row: dict[str, float], config: Config) -> None:
@@ -251,6 +272,7 @@ def test_metrics_of_the_export_are_those_of_the_last_step(recipe: Path, tmp_path
     assert (row["step"], row["val/loss"]) == (3, metrics["loss"])
 
 
+@pytest.mark.usefixtures("drawn")
 def test_all_loggers(recipe: Path, tmp_path: Path) -> None:
     loggers = "logger=[csv,tensorboard,wandb]"
     run = train(recipe, tmp_path, loggers, "wandb.offline=true", "trainer.max_steps=3", "trainer.val_every=3")
