@@ -16,6 +16,8 @@ from ag.callbacks import AtomicCheckpointIO, newest_valid
 from ag.errors import UserError
 from ag.training.loggers import read_metrics
 
+pytestmark = pytest.mark.usefixtures("no_figures")
+
 
 def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())

@@ -232,28 +232,28 @@ def test_sliding_windows_are_refused(tiny_mistral, tiny_qwen2):
 
 
 def test_bfloat16_does_not_drift(tiny_llama):
-    """300 steps, each of which rotates what is held anew: the sinks' keys stay as they were, and so do the errors."""
+    """200 steps, each of which rotates what is held anew: the sinks' keys stay as they were, and so do the errors."""
     model, exact = tiny_llama().bfloat16(), tiny_llama().bfloat16().float()
-    row = torch.randint(3, 128, (40 + 300,), generator=torch.Generator().manual_seed(0))
+    row = torch.randint(3, 128, (40 + 200,), generator=torch.Generator().manual_seed(0))
     policy = ag.policy("streaming_llm", 16, "every", positions="slot")
     logits, keys = [], []
     for which in (model, exact):
-        cache, mask = ag.EvictionCache(which, policy), torch.ones(1, 340, dtype=torch.long)
+        cache, mask = ag.EvictionCache(which, policy), torch.ones(1, 240, dtype=torch.long)
         outs = []
         with torch.no_grad():
-            for start, stop in [(0, 40), *((t, t + 1) for t in range(40, 340))]:
+            for start, stop in [(0, 40), *((t, t + 1) for t in range(40, 240))]:
                 places = torch.arange(start, stop)[None]
                 out = which(row[None, start:stop], mask[:, :stop], places, past_key_values=cache).logits[0, -1:]
                 outs.append(out.float())
-                if start in (0, 339):
+                if start in (0, 239):
                     keys.append([layer.store.padded().keys[:, :4].clone() for layer in cache.evicting_layers])
-        assert contents(cache.evicting_layers[0].store) == [[[0, 1, 2, 3, *range(328, 340)]] * 2]
+        assert contents(cache.evicting_layers[0].store) == [[[0, 1, 2, 3, *range(228, 240)]] * 2]
         logits.append(torch.cat(outs))
     for first, last in zip(keys[0], keys[1], strict=True):
         assert torch.equal(first, last)
     error = (logits[0] - logits[1]).norm(dim=-1) / logits[1].norm(dim=-1)
     assert float(error.mean()) < 0.05
-    assert float(error[-100:].mean()) < 1.3 * float(error[1:101].mean())
+    assert float(error[-70:].mean()) < 1.3 * float(error[1:71].mean())
 
 
 def test_gates_on_every_token(tiny_llama):

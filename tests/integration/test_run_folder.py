@@ -33,7 +33,7 @@ LORA = 2 * 8 * (2 * (32 + 32) + 2 * (32 + 16))  # rank 8 on q, k, v, o of 2 laye
 
 @dataclass
 class Case:
-    """Overrides of a run, and what they make of it."""
+    """Overrides of a run, and what they make of it; whether its pictures are drawn too."""
 
     overrides: list[str]
     gates: int = 2 * GATE
@@ -41,6 +41,7 @@ class Case:
     objective: str = "lm_loss"
     choices: bool = True
     extra: set[str] = field(default_factory=set)
+    drawn: bool = False
 
 
 TEXT = ["data.kind=text", "data.name=words"]
@@ -48,8 +49,8 @@ PACKED = [*TEXT, "data.packing=packed", "data.max_length=64", "gate.scope=causal
 SPLIT = [*TEXT, "data.prompt_min=48", "data.prompt_max=64", "data.continuation=16", "data.max_length=80"]
 CASES = {
     "gates": Case([]),
-    "gates+lora": Case(["train=gates+lora"], lora=LORA),
-    "lora": Case(["train=lora"], gates=0, lora=LORA),
+    "gates+lora": Case(["train=gates+lora"], lora=LORA, drawn=True),
+    "lora": Case(["train=lora"], gates=0, lora=LORA, drawn=True),
     "kl": Case(["train=gates+lora", "loss.objective=kl"], lora=LORA, objective="kl_loss"),
     "regress": Case(["loss.objective=regress"], objective="regress_loss"),
     "warm start": Case(["train=gates+lora", "warmup.regress_steps=2"], lora=LORA, extra={"train/regress_loss"}),
@@ -58,9 +59,9 @@ CASES = {
     "linear": Case(["gate.kind=linear"], gates=2 * 32 * 2),
     "query heads": Case(["gate.granularity=query_head"], gates=2 * (GATE + 16 * 2)),
     "layer before": Case(["gate.layer_offset=1", "gate.first_layer=1"], gates=GATE),
-    "later layers": Case(["gate.first_layer=1", "gate.shortcut=true"], gates=GATE + 32 * 2),
+    "later layers": Case(["gate.first_layer=1", "gate.shortcut=true"], gates=GATE + 32 * 2, drawn=True),
     "packed text": Case(PACKED, choices=False),
-    "documents of packed text": Case([*PACKED, "data.cross_documents=false"], choices=False),
+    "documents of packed text": Case([*PACKED, "data.cross_documents=false"], choices=False, drawn=True),
     "split text": Case(SPLIT, choices=False),
     "bf16": Case(["train=gates+lora", "trainer.precision=bf16-mixed"], lora=LORA),
 }
@@ -97,22 +98,16 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Figures, when, draw, raising=False)
 
 
-DRAWN = ("gates+lora", "lora", "documents of packed text", "later layers")
-QUICK = ("gates+lora", "lora", "kl", "regress", "warm start", "dense prefill", "documents of packed text")
+QUICK = ("gates+lora", "lora", "kl", "warm start", "documents of packed text")
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(
-            case,
-            id=name,
-            marks=[pytest.mark.slow] * (name not in QUICK) + [pytest.mark.usefixtures("drawn")] * (name in DRAWN),
-        )
-        for name, case in CASES.items()
-    ],
+    [pytest.param(case, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, case in CASES.items()],
 )
 def test_run_folder(case: Case, recipe: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if case.drawn:
+        request.getfixturevalue("drawn")
     overrides = [*case.overrides, f"trainer.max_steps={STEPS}", "trainer.val_every=2"]
     run = train(recipe, tmp_path, *overrides)
 
@@ -138,7 +133,7 @@ def test_run_folder(case: Case, recipe: Path, tmp_path: Path, request: pytest.Fi
     saved = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert saved == ["best.ckpt", "step=000002.ckpt", "step=000004.ckpt"]
 
-    if "drawn" in request.fixturenames:
+    if case.drawn:
         check_figures(run / "figures", case)
     check_export(run, config, gates, lora)
 
