@@ -507,7 +507,7 @@ def test_sequences_move_with_what_was_recorded(llama, name, schedule, how):
                 assert contents(cache.evicting_layers[layer].store)[place] == alone[b].held[step + 1][layer][0]
 
 
-@pytest.mark.parametrize("schedule", ["every", "steps:3", "blocks:7+every"])
+@pytest.mark.parametrize("schedule", [pytest.param("every", marks=pytest.mark.slow), "steps:3", "blocks:7+every"])
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "scissorhands@heads", "h2o@pyramid"])
 def test_beam_search(llama, name, schedule, plain_text):
     """With room for all it is that of the untouched model; without, its best beam is what its tokens alone make."""

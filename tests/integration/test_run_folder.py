@@ -209,6 +209,7 @@ def test_gradient_checkpointing_changes_no_number(recipe: Path, tmp_path: Path) 
         assert one == pytest.approx(other, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_merged_model_speaks_like_base_and_adapter(recipe: Path, tmp_path: Path, tiny_base: Path) -> None:
     run = train(recipe, tmp_path, "train=gates+lora", "trainer.max_steps=2", "export.merge=true")
     base = AutoModelForCausalLM.from_pretrained(tiny_base)
