@@ -126,7 +126,7 @@ def test_other_models(family, name, schedule, request):
         model = request.getfixturevalue("tiny_qwen2")(use_sliding_window=True, sliding_window=9, layer_types=kinds)
     else:
         model = request.getfixturevalue(family)()
-    result = run(model, make(name, schedule), ROWS, PROMPTS, "left", [1, 4, 1, 2])
+    result = run(model, make(name, schedule), ROWS, PROMPTS, "left", [1, 3, 1, 1])
     check(model, ROWS, result)
     lengths = [max(map(len, layer[0])) for layer in result.held[-1]]
     if family == "alternating":
@@ -143,7 +143,7 @@ def test_other_models(family, name, schedule, request):
 def test_every_policy_on_other_models(family, name, schedule, request):
     model = request.getfixturevalue(family)()
     ag.attach(model, gates_for(model))
-    check(model, ROWS, run(model, make(name, schedule), ROWS, PROMPTS, steps=[1, 4, 1, 2]))
+    check(model, ROWS, run(model, make(name, schedule), ROWS, PROMPTS, steps=[1, 3, 1, 1]))
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_smollm2(small_model, name, schedule):
     model, rows = small_model
     prompts = [len(row) - STEPS for row in rows]
     sinks = max(1, SCORERS[re.split("[+@]", name)[0]].get("sinks", 0), 2 * ("+vatp" in name))
-    result = run(model, make(name, schedule, sinks=sinks), rows, prompts, steps=[1, 4, 1, 2])
+    result = run(model, make(name, schedule, sinks=sinks), rows, prompts, steps=[1, 3, 1, 1])
     check(model, rows, result)
     assert min(len(head) for layer in result.held[-1] for head in layer[0]) < prompts[0] - 10
 
@@ -250,7 +250,7 @@ def test_gates_with_a_budget_put_answers_before_the_prompt(llama):
 )
 def test_padding_in_later_turns(llama, name, schedule, side):
     """A pass brings each sequence another number of tokens, or none; steps count a sequence's own tokens."""
-    policy, passes = make(name, schedule), [[29, 20], [3, 1], [2, 0], [1, 1], [0, 4], [1, 3], [1, 1]]
+    policy, passes = make(name, schedule), [[29, 20], [2, 1], [2, 0], [1, 1], [0, 4], [1, 2]]
     rows = [row[: sum(n[b] for n in passes)] for b, row in enumerate(ROWS)]
     batch = feed(EvictionCache(llama, policy), llama, rows, passes, side)
     check(llama, rows, batch)
