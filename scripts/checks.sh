@@ -8,6 +8,20 @@ step() {
     "$@" || failed+=("$*")
 }
 
+# Starts a check that needs one core, beside what follows; `joined` waits for it and prints what it said.
+beside() {
+    started="$*"
+    said="$(mktemp)"
+    (failed=() && "$@" && [ ${#failed[@]} -eq 0 ]) >"$said" 2>&1 &
+    other=$!
+}
+
+joined() {
+    wait "$other" || failed+=("bash scripts/checks.sh $started")
+    cat "$said"
+    rm "$said"
+}
+
 lint() {
     step "$bin/ruff" check .
     step "$bin/ruff" format --check .

@@ -5,6 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source scripts/checks.sh
 
 lint
-types
+beside types
 tests "$@"
+joined
 report "linters, types and tests"

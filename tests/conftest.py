@@ -1,10 +1,11 @@
 """What all tests share: tiny models, a tiny tokenizer, the converted SmolLM2, the shared data; no hub."""
 
+import gc
 import os
 import random
 import shlex
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         random.Random(config.getoption("--shuffle")).shuffle(items)
 
 
+def pytest_collection() -> None:
+    gc.disable()  # nothing of what is collected goes, and the searches take seconds
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """List the slowest files, and leave the names of the tests that failed to scripts/test.sh."""
     reports = [x for found in terminalreporter.stats.values() for x in found if isinstance(x, pytest.TestReport)]
@@ -120,6 +130,17 @@ def smollm2() -> Path:
         return smollm2_wheel.get()
     except smollm2_wheel.WheelNotFoundError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def no_figures() -> Iterator[None]:
+    """Pictures take half the time of a tiny run; tests/integration/test_run_folder.py has them drawn."""
+    from ag.callbacks import Figures
+
+    with pytest.MonkeyPatch.context() as patch:
+        for when in ("on_validation_end", "on_train_end"):
+            patch.delattr(Figures, when)
+        yield
 
 
 def _factory(config_class: type, model_class: type, **defaults: Any) -> TinyModel:

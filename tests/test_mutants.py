@@ -46,6 +46,7 @@ def test_old_text_that_moved_on_is_named():
         mutant.applied(mutant.old * 2)
 
 
+@pytest.mark.slow
 def test_a_toy_tree(tmp_path):
     """One mutant that a test notices, one that none does; the tree itself stays as it was."""
     files = {

@@ -89,7 +89,7 @@ def test_the_test_command_ends_with_what_failed(tmp_path):
     (tmp_path / "scripts" / "setup.sh").write_text('set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
     tools = tmp_path / ".venv" / "bin"
     tools.mkdir(parents=True)
-    for name, code in {"ruff": '[ "$1" = check ]', "mypy": "true", "bandit": "true"}.items():
+    for name, code in {"ruff": '[ "$1" = check ]', "mypy": "echo an error; exit 1", "bandit": "true"}.items():
         (tools / name).write_text(f"#!/bin/sh\n{code}\n")
     (tools / "python").write_text(
         "#!/bin/sh\nmkdir -p .pytest_cache && echo tests/a.py::b >.pytest_cache/failed; exit 1\n"
@@ -99,4 +99,5 @@ def test_the_test_command_ends_with_what_failed(tmp_path):
     done = subprocess.run(["bash", "scripts/test.sh"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     lint, tests = ".venv/bin/ruff format --check .", ".venv/bin/python -m pytest tests/a.py::b"
-    assert done.stdout.splitlines()[-1] == f"FAILED. Alone: {lint}; {tests}"
+    said, last = done.stdout.splitlines()[-2:]
+    assert (said, last) == ("an error", f"FAILED. Alone: {lint}; {tests}; bash scripts/checks.sh types")

@@ -352,7 +352,6 @@ def _step(config: Config, geometry: PretrainedConfig, length: int, checkpointing
 @contextmanager
 def _collected() -> Iterator[None]:
     """Keep what there is out of the way of Python's collector, so that it has little to look at."""
-    gc.collect()
     gc.freeze()
     try:
         yield

@@ -32,6 +32,7 @@ def test_lines_for_a_log_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert lines[3] == "validation at step 3/6  LM loss 1.500"
 
 
+@pytest.mark.slow
 def test_a_long_run_prints_about_fifty_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, trainer={"progress": True, "log_every": 2}, batches=240)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]

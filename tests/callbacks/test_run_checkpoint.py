@@ -16,6 +16,8 @@ from ag.callbacks import AtomicCheckpointIO, newest_valid
 from ag.errors import UserError
 from ag.training.loggers import read_metrics
 
+pytestmark = pytest.mark.usefixtures("no_figures")
+
 
 def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
@@ -87,6 +89,7 @@ def test_resuming_a_finished_run_trains_nothing(tmp_path: Path) -> None:
     torch.testing.assert_close(weights(second), weights(first), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_patience_stops_early_and_counts_across_a_resume(tmp_path: Path) -> None:
     losses = [0.5, 0.6, 0.6, 0.6, 0.6, 0.6]
     options = {"checkpoint": {"patience": 3}, "val_loss": losses}

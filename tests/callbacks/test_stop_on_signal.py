@@ -21,6 +21,7 @@ from ag.callbacks import Stopped, newest_valid
 from ag.callbacks.stop import SIGNALS
 from ag.training.loggers import read_metrics
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 SCRIPT = Path(__file__).parent / "tiny_run.py"
 
 

@@ -88,8 +88,9 @@ def checkpoints(folder: Path) -> dict[int, Path]:
     return {int(path.stem.split("=")[1]): path for path in folder.glob("step=*.ckpt")}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("accumulate", "workers"), [(1, 0), pytest.param(1, 2, marks=pytest.mark.slow), (2, 0), (2, 2)]
+)
 def test_every_checkpoint_continues_with_the_next_batch(tmp_path, workers, accumulate):
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     full = run(tmp_path, data_module(workers), saver, accumulate_grad_batches=accumulate).seen

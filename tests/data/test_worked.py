@@ -142,6 +142,7 @@ def test_data_module(make_config, tokenizer):
         assert int(ids[-1]) == tokenizer.eos_token_id and np.count_nonzero(ids == tokenizer.eos_token_id) == 1
 
 
+@pytest.mark.slow
 def test_a_problem_that_does_not_fit(make_config, tokenizer):
     config = make_config(kind="worked", name="variables", max_length=120, solution_min=60, solution_max=110)
     with pytest.raises(DataError, match=r"has \d+ tokens, more than a row of 120: raise data.max_length"):

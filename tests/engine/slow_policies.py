@@ -17,7 +17,7 @@ Row = dict[int, float]  # a number for each token
 def attention_row(q: Tensor, k: Tensor, i: int, held: Iterable[int], scaling: float, window: int | None = None) -> Row:
     """Weights that query ``i`` of one head pays the tokens ``held``, a dict; ``q [T, D]``, ``k [T, D]`` float64."""
     seen = [t for t in held if t <= i and (window is None or i - t < window)]
-    logits = torch.stack([q[i] @ k[t] for t in seen]) * scaling
+    logits = k[seen] @ q[i] * scaling
     return dict(zip(seen, logits.softmax(0).tolist(), strict=True))
 
 

@@ -308,9 +308,9 @@ def random_case(seed):
 
 
 def test_cascading_equals_one_decision_at_the_end():
-    """1,000 random cases, a third of them with equal preferences and most with tied scores; never much over budget."""
+    """300 random cases, a third of them with equal preferences and most with tied scores; never much over budget."""
     cut = 0
-    for seed in range(1000):
+    for seed in range(300):
         layers, n, protected, capacity, preference, levels = random_case(seed)
         ballots = ballots_of([n] * layers, capacity, protected, seed, preference=preference, levels=levels)
         bound = max(capacity, protected) * layers + n + layers  # the budget, one whole layer, rounding
@@ -325,7 +325,7 @@ def test_cascading_equals_one_decision_at_the_end():
         assert held == one_shot, seed
         assert sum(len(layer[0]) for layer in held) == min(capacity, n) * layers
         cut += n > capacity and layers > 2
-    assert cut > 500
+    assert cut > 150
 
 
 def test_cascading_holds_the_budget_and_one_layer():

@@ -55,15 +55,14 @@ def _flat(held):
     return [head for layer in held for row in layer for head in row]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
-    ("name", "schedule"),
+    ("name", "schedule", "side"),
     [
-        ("random", "every"),
-        ("tova", "steps:4"),
-        ("random@heads", "steps:3"),
-        ("tova@pyramid", "blocks:7+steps:5"),
-        ("random@global", "steps:7"),
+        ("random", "every", "left"),
+        ("tova", "steps:4", "right"),
+        ("random@heads", "steps:3", "left"),
+        ("tova@pyramid", "blocks:7+steps:5", "right"),
+        ("random@global", "steps:7", "left"),
     ],
 )
 def test_a_cache_whose_drafts_were_taken_back_equals_one_that_never_saw_them(llama, name, schedule, side):

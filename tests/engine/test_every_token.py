@@ -124,13 +124,13 @@ def test_logits_are_those_of_the_training_forward(family, kind, passes, side, re
 def test_smollm2(smollm2):
     model, tokenizer = models.load_base(ModelConfig(name=str(smollm2)))
     text = "A gate looks at every token of the text and says whether later tokens will want to see it again. "
-    row = torch.tensor(tokenizer(text * 20).input_ids[:300])
+    row = torch.tensor(tokenizer(text * 8).input_ids[:150])
     for kind in ("window", "mlp"):
         gates = everywhere(model, **{"num_heads": 4, "head_dim": 16} | KINDS[kind], recent_tokens=16)
         want, _ = trained(model, gates, row)
         cache = ag.EvictionCache(model, "gates")
         with torch.no_grad():
-            parts = row.split([234, *[1] * 18, 30, *[1] * 18])
+            parts = row.split([110, *[1] * 9, 22, *[1] * 9])
             got = torch.cat([model(part[None], past_key_values=cache).logits[0] for part in parts])
         assert (got - want).abs().max() < 1e-4 * want.abs().max()
         assert 0.1 < cache.kept_share() < 0.95

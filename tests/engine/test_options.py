@@ -79,7 +79,7 @@ def prefix_pooled(scene, scores, window, kernel, kind):
 # ---- scorers, whole policies
 
 
-@pytest.mark.parametrize("schedule", ["blocks:7", "every", "blocks:5+steps:3"])
+@pytest.mark.parametrize("schedule", ["blocks:7", pytest.param("every", marks=pytest.mark.slow), "blocks:5+steps:3"])
 @pytest.mark.parametrize(
     ("family", "name"),
     [*(("tiny_llama", name) for name in CHANGES), ("tiny_mistral", "h2o-count"), ("tiny_mistral", "cake-order")],

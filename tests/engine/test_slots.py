@@ -5,6 +5,7 @@ import pytest
 import torch
 from gates_for import gates_for
 from held import contents, feed, run
+from pairs import covering
 from transformers import PhiConfig, PhiForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -73,26 +74,24 @@ def check_slots(exact, rows, result, tolerance=1e-4):
         assert (result.logits[b] - wanted).abs().max() <= tolerance
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", POLICIES)
-def test_keys_are_rotated_by_their_slots(tiny_llama, name, schedule):
-    """Alone and in left-padded batches, which hold the same."""
+@pytest.mark.parametrize(
+    ("name", "schedule", "side"), covering(name=list(POLICIES), schedule=SCHEDULES, side=["left", "right"])
+)
+def test_keys_are_rotated_by_their_slots(tiny_llama, name, schedule, side):
+    """Alone and in padded batches, which hold the same."""
     model, exact = tiny_llama(), tiny_llama().double()
     policy = ag.policy(name, 12, schedule, positions="slot", **POLICIES[name])
-    alone = [run(model, policy, [row], [p]) for row, p in zip(ROWS, PROMPTS, strict=True)]
-    for row, result in zip(ROWS, alone, strict=True):
-        check_slots(exact, [row], result)
-    for side in ("left", "right"):
-        batch = run(model, policy, ROWS, PROMPTS, side)
-        check_slots(exact, ROWS, batch)
-        for b, single in enumerate(alone):
-            assert [[layer[b] for layer in held] for held in batch.held] == [
-                [layer[0] for layer in held] for held in single.held
-            ]
+    alone = run(model, policy, [ROWS[1]], [PROMPTS[1]])
+    check_slots(exact, [ROWS[1]], alone)
+    batch = run(model, policy, ROWS, PROMPTS, side)
+    check_slots(exact, ROWS, batch)
+    assert [[layer[1] for layer in held] for held in batch.held] == [
+        [layer[0] for layer in held] for held in alone.held
+    ]
     if name.endswith("@heads"):
-        assert any(len(x[0][0]) != len(x[0][1]) for single in alone for x in single.held[-1])
-    original = run(model, ag.policy(name, 12, schedule, **POLICIES[name]), [ROWS[0]], [PROMPTS[0]])
-    assert (original.logits[0][PROMPTS[0] :] - alone[0].logits[0][PROMPTS[0] :]).abs().max() > 1e-2
+        assert any(len(heads[0]) != len(heads[1]) for layer in batch.held[-1] for heads in layer)
+    original = run(model, ag.policy(name, 12, schedule, **POLICIES[name]), [ROWS[1]], [PROMPTS[1]])
+    assert (original.logits[0][PROMPTS[1] :] - alone.logits[0][PROMPTS[1] :]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("h2o", "every"), ("snapkv@heads", "blocks:8+steps:3")])
@@ -233,28 +232,28 @@ def test_sliding_windows_are_refused(tiny_mistral, tiny_qwen2):
 
 
 def test_bfloat16_does_not_drift(tiny_llama):
-    """300 steps, each of which rotates what is held anew: the sinks' keys stay as they were, and so do the errors."""
+    """200 steps, each of which rotates what is held anew: the sinks' keys stay as they were, and so do the errors."""
     model, exact = tiny_llama().bfloat16(), tiny_llama().bfloat16().float()
-    row = torch.randint(3, 128, (40 + 300,), generator=torch.Generator().manual_seed(0))
+    row = torch.randint(3, 128, (40 + 200,), generator=torch.Generator().manual_seed(0))
     policy = ag.policy("streaming_llm", 16, "every", positions="slot")
     logits, keys = [], []
     for which in (model, exact):
-        cache, mask = ag.EvictionCache(which, policy), torch.ones(1, 340, dtype=torch.long)
+        cache, mask = ag.EvictionCache(which, policy), torch.ones(1, 240, dtype=torch.long)
         outs = []
         with torch.no_grad():
-            for start, stop in [(0, 40), *((t, t + 1) for t in range(40, 340))]:
+            for start, stop in [(0, 40), *((t, t + 1) for t in range(40, 240))]:
                 places = torch.arange(start, stop)[None]
                 out = which(row[None, start:stop], mask[:, :stop], places, past_key_values=cache).logits[0, -1:]
                 outs.append(out.float())
-                if start in (0, 339):
+                if start in (0, 239):
                     keys.append([layer.store.padded().keys[:, :4].clone() for layer in cache.evicting_layers])
-        assert contents(cache.evicting_layers[0].store) == [[[0, 1, 2, 3, *range(328, 340)]] * 2]
+        assert contents(cache.evicting_layers[0].store) == [[[0, 1, 2, 3, *range(228, 240)]] * 2]
         logits.append(torch.cat(outs))
     for first, last in zip(keys[0], keys[1], strict=True):
         assert torch.equal(first, last)
     error = (logits[0] - logits[1]).norm(dim=-1) / logits[1].norm(dim=-1)
     assert float(error.mean()) < 0.05
-    assert float(error[-100:].mean()) < 1.3 * float(error[1:101].mean())
+    assert float(error[-70:].mean()) < 1.3 * float(error[1:71].mean())
 
 
 def test_gates_on_every_token(tiny_llama):

@@ -89,7 +89,7 @@ def rows(out):
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
 
 
-@pytest.mark.parametrize("train", ["gates", "gates+lora"])
+@pytest.mark.parametrize("train", [pytest.param("gates", marks=pytest.mark.slow), "gates+lora"])
 def test_gates_beside_the_full_cache(run, tiny_tokenizer, train, capsys, monkeypatch):
     folder, config, gates, model = run(train)
     assert main([f"run={folder}"]) == 0

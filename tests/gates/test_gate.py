@@ -27,17 +27,16 @@ def plain_gate(gate, hidden, valid, first=None):
     config, rows = gate.config, []
     first = torch.zeros_like(valid, dtype=torch.long) if first is None else first
     for x, mask, start in zip(hidden, valid, first, strict=True):
-        out = torch.zeros(len(x), gate.o_proj.weight.shape[0])
-        for i in mask.nonzero().flatten().tolist():
+        out, mask, start = torch.zeros(len(x), gate.o_proj.weight.shape[0]), mask.tolist(), start.tolist()
+        for i in (i for i, real in enumerate(mask) if real):
             heads = []
             for h in range(config.num_heads):
                 part = slice(h * config.head_dim, (h + 1) * config.head_dim)
                 q = gate.q_proj.weight[part] @ x[i]
                 seen = [t for t in range(len(x)) if mask[t] and (config.scope == "prompt" or start[i] <= t <= i)]
                 seen = seen[-config.window :]
-                scores = torch.stack([q @ (gate.k_proj.weight[part] @ x[t]) for t in seen]) / config.head_dim**0.5
-                values = torch.stack([gate.v_proj.weight[part] @ x[t] for t in seen])
-                heads.append(scores.softmax(0) @ values)
+                scores = (x[seen] @ gate.k_proj.weight[part].T) @ q / config.head_dim**0.5
+                heads.append(scores.softmax(0) @ (x[seen] @ gate.v_proj.weight[part].T))
             out[i] = gate.o_proj.weight @ torch.cat(heads)
             if config.shortcut:
                 out[i] = out[i] + gate.linear.weight @ x[i]

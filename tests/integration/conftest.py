@@ -44,6 +44,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def undrawn(no_figures: None) -> None:
+    """Runs in this process draw nothing."""
+
+
 @pytest.fixture(scope="session")
 def tiny_base(
     tmp_path_factory: pytest.TempPathFactory,

@@ -45,6 +45,7 @@ def test_lm_part_is_the_same(lengths: list[str], recipe: Path, tmp_path: Path) -
     equal(*both(recipe, tmp_path, "loss.alpha=0", *lengths))
 
 
+@pytest.mark.slow
 def test_eviction_part_is_the_same_on_one_side_of_beta(recipe: Path, tmp_path: Path) -> None:
     equal(*both(recipe, tmp_path, "loss.beta=0", "loss.alpha=100", *EQUAL_LENGTHS))
 

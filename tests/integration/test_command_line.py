@@ -56,6 +56,7 @@ def test_dry_run_finds_what_is_wrong(recipe: Path, tmp_path: Path, capsys: pytes
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_runs_in_one_second_have_folders_of_their_own(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

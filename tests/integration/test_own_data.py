@@ -15,7 +15,7 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("covers", ["prompt", "all"])
+@pytest.mark.parametrize("covers", [pytest.param("prompt", marks=pytest.mark.slow), "all"])
 def test_train_on_chats_and_evaluate(recipe, tiny_base, tmp_path, covers):
     tokenizer = AutoTokenizer.from_pretrained(tiny_base)
     tokenizer.chat_template = TEMPLATE

@@ -67,7 +67,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, step: str, number: int, *argume
     ("where", "number", "step"),
     [
         ("training", 8, 5),
-        ("training", 15, 8),
+        pytest.param("training", 15, 8, marks=pytest.mark.slow),
         pytest.param("training", 12, 7, marks=pytest.mark.slow),
         pytest.param("training", 35, 18, marks=pytest.mark.slow),
         pytest.param("validation", 2, 8, marks=pytest.mark.slow),

@@ -19,11 +19,13 @@ from transformers import AutoModelForCausalLM
 
 import ag
 from ag import data
+from ag.callbacks import Figures
 from ag.config import Config
 from ag.config.recipes import load_config, resolve
 from ag.model.base import load_base
 
 STEPS = 4
+DRAWING = {when: vars(Figures)[when] for when in ("on_validation_end", "on_train_end")}
 BETA = 0.4
 GATE = 4 * 32 * 16 - 32 * 16 + 16 * 2  # q, k, v of 2 heads of 8 on hidden states of 32, and a logit for 2 KV heads
 LORA = 2 * 8 * (2 * (32 + 32) + 2 * (32 + 16))  # rank 8 on q, k, v, o of 2 layers
@@ -31,7 +33,7 @@ LORA = 2 * 8 * (2 * (32 + 32) + 2 * (32 + 16))  # rank 8 on q, k, v, o of 2 laye
 
 @dataclass
 class Case:
-    """Overrides of a run, and what they make of it."""
+    """Overrides of a run, and what they make of it; whether its pictures are drawn too."""
 
     overrides: list[str]
     gates: int = 2 * GATE
@@ -39,6 +41,7 @@ class Case:
     objective: str = "lm_loss"
     choices: bool = True
     extra: set[str] = field(default_factory=set)
+    drawn: bool = False
 
 
 TEXT = ["data.kind=text", "data.name=words"]
@@ -46,8 +49,8 @@ PACKED = [*TEXT, "data.packing=packed", "data.max_length=64", "gate.scope=causal
 SPLIT = [*TEXT, "data.prompt_min=48", "data.prompt_max=64", "data.continuation=16", "data.max_length=80"]
 CASES = {
     "gates": Case([]),
-    "gates+lora": Case(["train=gates+lora"], lora=LORA),
-    "lora": Case(["train=lora"], gates=0, lora=LORA),
+    "gates+lora": Case(["train=gates+lora"], lora=LORA, drawn=True),
+    "lora": Case(["train=lora"], gates=0, lora=LORA, drawn=True),
     "kl": Case(["train=gates+lora", "loss.objective=kl"], lora=LORA, objective="kl_loss"),
     "regress": Case(["loss.objective=regress"], objective="regress_loss"),
     "warm start": Case(["train=gates+lora", "warmup.regress_steps=2"], lora=LORA, extra={"train/regress_loss"}),
@@ -56,9 +59,9 @@ CASES = {
     "linear": Case(["gate.kind=linear"], gates=2 * 32 * 2),
     "query heads": Case(["gate.granularity=query_head"], gates=2 * (GATE + 16 * 2)),
     "layer before": Case(["gate.layer_offset=1", "gate.first_layer=1"], gates=GATE),
-    "later layers": Case(["gate.first_layer=1", "gate.shortcut=true"], gates=GATE + 32 * 2),
+    "later layers": Case(["gate.first_layer=1", "gate.shortcut=true"], gates=GATE + 32 * 2, drawn=True),
     "packed text": Case(PACKED, choices=False),
-    "documents of packed text": Case([*PACKED, "data.cross_documents=false"], choices=False),
+    "documents of packed text": Case([*PACKED, "data.cross_documents=false"], choices=False, drawn=True),
     "split text": Case(SPLIT, choices=False),
     "bf16": Case(["train=gates+lora", "trainer.precision=bf16-mixed"], lora=LORA),
 }
@@ -88,14 +91,23 @@ def validation_rows(config: Config) -> list[data.module.Row]:
     return [row for group in data.build(config, tokenizer, 512).val_rows for row in group]
 
 
-QUICK = ("gates+lora", "lora", "kl", "regress", "warm start", "dense prefill", "documents of packed text")
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw their pictures."""
+    for when, draw in DRAWING.items():
+        monkeypatch.setattr(Figures, when, draw, raising=False)
+
+
+QUICK = ("gates+lora", "lora", "kl", "warm start", "documents of packed text")
 
 
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, case in CASES.items()],
 )
-def test_run_folder(case: Case, recipe: Path, tmp_path: Path) -> None:
+def test_run_folder(case: Case, recipe: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if case.drawn:
+        request.getfixturevalue("drawn")
     overrides = [*case.overrides, f"trainer.max_steps={STEPS}", "trainer.val_every=2"]
     run = train(recipe, tmp_path, *overrides)
 
@@ -121,13 +133,17 @@ def test_run_folder(case: Case, recipe: Path, tmp_path: Path) -> None:
     saved = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert saved == ["best.ckpt", "step=000002.ckpt", "step=000004.ckpt"]
 
-    drawn = sorted(path.name for path in (run / "figures").iterdir())
+    if case.drawn:
+        check_figures(run / "figures", case)
+    check_export(run, config, gates, lora)
+
+
+def check_figures(folder: Path, case: Case) -> None:
+    found = sorted(path.name for path in folder.iterdir())
     pictures = ["evicted", "keep-0", "keep-1"] if case.gates else []  # a batch has two questions or two texts
     expected = [f"{name}-{step:06d}.png" for name in pictures for step in (2, STEPS)]
-    assert drawn == sorted([*expected, f"curves-{STEPS:06d}.png"])
-    assert all(imread(run / "figures" / name).std() > 0 for name in drawn)
-
-    check_export(run, config, gates, lora)
+    assert found == sorted([*expected, f"curves-{STEPS:06d}.png"])
+    assert all(imread(folder / name).std() > 0 for name in found)
 
 
 def check_sums(row: dict[str, float], config: Config) -> None:
@@ -193,6 +209,7 @@ def test_gradient_checkpointing_changes_no_number(recipe: Path, tmp_path: Path) 
         assert one == pytest.approx(other, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_merged_model_speaks_like_base_and_adapter(recipe: Path, tmp_path: Path, tiny_base: Path) -> None:
     run = train(recipe, tmp_path, "train=gates+lora", "trainer.max_steps=2", "export.merge=true")
     base = AutoModelForCausalLM.from_pretrained(tiny_base)
@@ -251,6 +268,7 @@ def test_metrics_of_the_export_are_those_of_the_last_step(recipe: Path, tmp_path
     assert (row["step"], row["val/loss"]) == (3, metrics["loss"])
 
 
+@pytest.mark.usefixtures("drawn")
 def test_all_loggers(recipe: Path, tmp_path: Path) -> None:
     loggers = "logger=[csv,tensorboard,wandb]"
     run = train(recipe, tmp_path, loggers, "wandb.offline=true", "trainer.max_steps=3", "trainer.val_every=3")

@@ -16,10 +16,27 @@ from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.model import base as models
 from ag.model.hooks import decoder_of
+from ag.training import memory_plan
 from ag.training.memory_plan import plan, report
 from ag.training.module import GatedLM
 
 LAYERS, LENGTH = 6, 160
+STEPS = memory_plan.steps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def measured_once():
+    """Each batch on fake tensors takes seconds: tests share those of equal settings, checkpointed or not."""
+    known = {}
+
+    def steps(config):
+        key = repr(replace(config, model=replace(config.model, gradient_checkpointing=False)))
+        known[key] = known.get(key) or STEPS(config)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_plan, "steps", steps)
+        yield
 
 
 def config_of(folder, train="gates+lora", strategy="auto", devices=1, precision="32-true", **model):

@@ -45,7 +45,7 @@ SIZES = {"niah_multikey_3": 130, "cwe": 3 * 25, "fwe": 40, "qa_1": 140, "qa_2": 
 
 
 @pytest.mark.parametrize("name", [*GROUPS["ruler"], "passkey", "needle_books_8", "repeat_text"])
-@pytest.mark.parametrize("length", [2800, 7000])
+@pytest.mark.parametrize("length", [2800, pytest.param(7000, marks=pytest.mark.slow)])
 def test_length_answers_and_determinism(name, length, root, tiny_tokenizer):
     def load(**options):
         task = make(name, root, lengths=[length], repeats=2, **options)

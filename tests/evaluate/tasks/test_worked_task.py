@@ -116,6 +116,7 @@ def test_right_answers_count(learnt, tiny_tokenizer):
     assert {outcome.tags["kind"] for outcome in full} == {sample.kind for sample in loaded.samples}
 
 
+@pytest.mark.slow
 def test_every_policy_runs_with_the_adapter_of_the_gates(tiny_llama, tiny_tokenizer, tmp_path):
     model = tiny_llama()
     model.save_pretrained(tmp_path / "base")
