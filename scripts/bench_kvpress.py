@@ -139,7 +139,7 @@ class Process:
         self.name, self.log = name, log
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [python, "-P", str(SIDE), name],  # -P: scripts/ is no place to import from
+                [python, str(SIDE), name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
