@@ -93,14 +93,19 @@ def texts(config: Config, model: str) -> list[Text]:
     """Return the documents.
 
     Raises:
-        UserError: the documents cannot be read, or there are too few that are long enough.
+        UserError: the model or the documents cannot be read, or too few documents are long enough.
     """
     from transformers import AutoConfig, AutoTokenizer
 
     from ag.evaluate.tasks.perplexity import Continuation, first_tokens
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    context = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        context = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model={config.model}: {str(error).strip().splitlines()[0]} Give a folder that save_pretrained wrote."
+        ) from error
     length = config.prompt + config.continuation
     if length > context:
         raise UserError(f"prompt + continuation = {length}: expected at most {context}, the model's context.")

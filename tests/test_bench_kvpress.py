@@ -151,6 +151,7 @@ def test_documents_of_a_folder_that_are_long_enough(base, tiny_tokenizer, tmp_pa
         (["keeps=[0.5]"], ("keeps", "keep?")),
         (["prompt=64"], ("prompt", "64")),
         (["model=./nowhere"], ("./nowhere",)),
+        (["model=nobody/nothing"], ("model=nobody/nothing", "save_pretrained")),
         (["keep=[0.5,2]", "model=./nowhere"], ("keep=2",)),
     ],
     ids=lambda words: words[0],
