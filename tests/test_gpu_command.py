@@ -31,7 +31,7 @@ def no_setup(tmp_path):
         ROOT,
         root,
         symlinks=True,
-        ignore=shutil.ignore_patterns(".venv", ".nox", ".git", "__pycache__", ".pack", "runs"),
+        ignore=shutil.ignore_patterns(".venv", ".nox", ".git", "__pycache__", ".pack", "build", "runs"),
     )
     (root / "scripts" / "setup.sh").write_text("")
     python = root / ".venv" / "bin" / "python"

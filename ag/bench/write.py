@@ -46,6 +46,8 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def _cell(name: str, value: Any) -> str:
+    if isinstance(value, float) and name.startswith("nats"):
+        return f"{value:.4f}"
     if isinstance(value, float):
         return f"{value:.1%}" if name in ("kept", "trained of base") else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,349 @@
+"""Compare this engine with kvpress, each in its own environment: ``bash scripts/bench_kvpress.sh``.
+
+Two processes of scripts/kvpress_side.py hold the same model and take turns with the same prompts and budgets. Each
+measurement reads a document's first tokens, evicts at their end, and feeds the tokens that follow one by one: time to
+read the prompt, time per token, bytes, and the loss of the continuation. Writes ``kvpress.json``, with every
+measurement, and ``kvpress.md`` into ``output``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from ag.config import key
+from ag.config.command_line import command, parse
+from ag.errors import UserError
+
+PROGRAM = "scripts.bench_kvpress"
+SIDE = Path(__file__).resolve().with_name("kvpress_side.py")
+METHODS = ("snapkv", "snapkv@heads", "expected_attention", "expected_attention@heads", "knorm")
+WINDOW = 64  # last tokens of a prompt that snapkv keeps
+FIRST = 3  # tokens that are fed before the clock starts
+WARMUP = 256  # tokens of a prompt; what is loaded or compiled at the first use does not depend on their number
+
+Record = dict[str, Any]
+Text = tuple[list[int], list[int]]  # token ids of a prompt and of what follows it
+
+
+@dataclass
+class Config:
+    """What the comparison can be told."""
+
+    model: str = key("smollm2", "folder, hub id or alias of a model that both sides load")
+    root: str | None = key(None, "folder of the documents, as the task ppl reads them; null: generated text")
+    documents: int = key(4, "documents, the same for every contestant", low=1)
+    prompt: int = key(4096, "tokens of a prompt", low=WINDOW + 2)
+    continuation: int = key(64, "tokens that follow it, fed one by one", low=FIRST + 2)
+    keep: list[float] = key([0.5, 0.25], "shares of the prompt that policies keep")
+    rounds: int = key(1, "times that every document is measured", low=1)
+    threads: int | None = key(None, "CPU threads of each side; null: torch's default", low=1)
+    environment: str = key("build/kvpress", "folder of kvpress' virtual environment")
+    output: str = key("runs/bench", "folder for kvpress.json and kvpress.md")
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A policy and its budget, on both sides.
+
+    Attributes:
+        method: ``full``, or one of METHODS.
+        keep: share of the prompt; None for ``full``.
+    """
+
+    method: str
+    keep: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        return self.method if self.keep is None else f"{self.method} {self.keep:g}"
+
+    def tokens(self, prompt: int) -> int | None:
+        """Return the tokens of a prompt that each KV head keeps."""
+        return None if self.keep is None else math.floor(prompt * self.keep + 1e-9)
+
+
+def contestants(config: Config) -> list[Contestant]:
+    """Return the full cache, and each policy with each share.
+
+    Raises:
+        UserError: for a share that cannot be.
+    """
+    for share in config.keep:
+        if not 0 < share < 1 or math.floor(share * config.prompt + 1e-9) <= WINDOW:
+            raise UserError(
+                f"keep={share:g} of prompt={config.prompt}: expected a share below 1 of more than {WINDOW} tokens, "
+                "which the window of snapkv takes; give a larger keep or prompt."
+            )
+    return [Contestant("full"), *(Contestant(method, share) for share in config.keep for method in METHODS)]
+
+
+def texts(config: Config, model: str) -> list[Text]:
+    """Return the documents.
+
+    Raises:
+        UserError: the model or the documents cannot be read, or too few documents are long enough.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    from ag.evaluate.tasks.perplexity import Continuation, first_tokens
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        context = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model={config.model}: {str(error).strip().splitlines()[0]} Give a folder that save_pretrained wrote."
+        ) from error
+    length = config.prompt + config.continuation
+    if length > context:
+        raise UserError(f"prompt + continuation = {length}: expected at most {context}, the model's context.")
+    if config.root is None:
+        found = [first_tokens(tokenizer, generated(number, length), length) for number in range(config.documents)]
+        return [(ids[: config.prompt], ids[config.prompt :]) for ids in found]
+    task = Continuation("ppl", config.root, prompt=config.prompt, continuation=config.continuation)
+    loaded = task.load(tokenizer, config.documents, context)
+    if len(loaded.samples) < config.documents:
+        raise UserError(
+            f"documents={config.documents}: root={config.root} has {len(loaded.samples)} of {length} tokens or more; "
+            "give fewer documents, or a shorter prompt."
+        )
+    return [(document.prompt, document.following) for document in loaded.samples]
+
+
+def generated(number: int, tokens: int) -> str:
+    """Write passages of the quickstart's data, questions and answers included, of so many tokens at least."""
+    from ag.data.facts import generate
+
+    rows = (generate(number, "validation", index, 200, 300) for index in range(1 + tokens // 100))
+    return "\n\n".join(f"{row.prompt} {row.choices[row.target]}" for row in rows)
+
+
+class Process:
+    """One side, in a process of its own.
+
+    Args:
+        name: ``ag`` or ``kvpress``.
+        python: interpreter of its environment.
+        log: file for what it prints.
+        setup: the first request.
+    """
+
+    def __init__(self, name: str, python: str, log: Path, setup: dict[str, Any]) -> None:
+        self.name, self.log = name, log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [python, str(SIDE), name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self.versions = self.ask(setup)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request and wait for its answer.
+
+        Raises:
+            UserError: the process has failed; with the last line that it wrote.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            code = self._process.wait()
+            said = (self.log.read_text().strip().splitlines() or [f"exit code {code}"])[-1]
+            raise UserError(f"{self.name}: its process failed: {said} ({self.log} has all that it printed).")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def start(config: Config, model: str, folder: Path) -> dict[str, Process]:
+    """Start both sides; each loads the model.
+
+    Raises:
+        UserError: there is no environment of kvpress, or it has another torch.
+    """
+    theirs = Path(config.environment) / "bin" / "python"
+    if not theirs.is_file():
+        raise UserError(
+            f"environment={config.environment}: there is no bin/python; bash scripts/bench_kvpress.sh "
+            f"{config.environment} makes it."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    sides: dict[str, Process] = {}
+    try:
+        for name, python in {"ag": sys.executable, "kvpress": str(theirs)}.items():
+            setup = {"model": model, "threads": config.threads}
+            sides[name] = Process(name, python, folder / f"kvpress-{name}.log", setup)
+        mine, other = (side.versions["torch"] for side in sides.values())
+        if mine != other:
+            raise UserError(f"environment={config.environment} has torch {other}, and this one {mine}: make it anew.")
+    except BaseException:
+        stop(sides)
+        raise
+    return sides
+
+
+def stop(sides: dict[str, Process]) -> None:
+    """End the processes."""
+    for side in sides.values():
+        side.close()
+
+
+def measure(
+    config: Config, documents: list[tuple[list[int], list[int]]], sides: dict[str, Process]
+) -> Iterator[Record]:
+    """Let the sides take turns, contestant by contestant, and yield what each measured; who begins alternates."""
+    plan, names = contestants(config), list(sides)
+    prompt, following = documents[0][0][:WARMUP], documents[0][1][: FIRST + 2]
+    for method in ("full", *METHODS):
+        for side in sides.values():
+            tokens = None if method == "full" else WINDOW + 1
+            side.ask({"method": method, "tokens": tokens, "prompt": prompt, "following": following})
+    for turn in range(config.rounds * len(documents)):
+        number = turn % len(documents)
+        prompt, following = documents[number]
+        for one in plan:
+            job = {"method": one.method, "tokens": one.tokens(config.prompt), "prompt": prompt, "following": following}
+            for name in names if turn % 2 == 0 else names[::-1]:
+                place = {"contestant": one.name, "side": name, "round": turn // len(documents), "document": number}
+                yield place | sides[name].ask(job)
+
+
+def table(records: list[Record]) -> list[dict[str, Any]]:
+    """Return a row for each contestant and side.
+
+    Seconds are medians over the measurements, those per token of each one's mean; ``over kvpress`` is the median
+    quotient of measurements of the same document and round. Bytes are means over documents, right after the prompt;
+    ``all bytes`` adds to keys and values what is remembered beside them. Nats are means over documents.
+    """
+    return [
+        {"contestant": f"{name}, {side}"}
+        | _row(_of(records, name, side), _of(records, name, "kvpress"), _of(records, "full", side))
+        for name in dict.fromkeys(record["contestant"] for record in records)
+        for side in ("ag", "kvpress")
+    ]
+
+
+def _row(mine: list[Record], theirs: list[Record], full: list[Record]) -> dict[str, Any]:
+    """Return one side's figures of a contestant: its measurements, those of kvpress, and its own side's full cache."""
+    from ag.bench.measure import paired  # loads torch, which no help needs
+
+    def over(value: Callable[[Record], float]) -> float:
+        return paired([*map(value, mine)], [*map(value, theirs)])
+
+    return {
+        "kept": statistics.fmean(record["kept"] for record in mine),
+        "prefill s": statistics.median(map(_prefill, mine)),
+        "prefill over kvpress": over(_prefill),
+        "ms/token": 1000 * statistics.median(map(_token, mine)),
+        "ms/token over kvpress": over(_token),
+        "KV bytes": round(statistics.fmean(record["kv_bytes"] for record in mine)),
+        "all bytes": round(statistics.fmean(map(_bytes, mine))),
+        "all bytes over kvpress": over(_bytes),
+        "nats": statistics.fmean(map(_nats, mine)),
+        "nats over full": statistics.fmean(map(_nats, mine)) - statistics.fmean(map(_nats, full)),
+    }
+
+
+def _of(records: list[Record], name: str, side: str) -> list[Record]:
+    """Return the measurements of a contestant on one side, by round and document."""
+    mine = [record for record in records if (record["contestant"], record["side"]) == (name, side)]
+    return sorted(mine, key=lambda record: (record["round"], record["document"]))
+
+
+def _prefill(record: Record) -> float:
+    return float(record["prefill"])
+
+
+def _token(record: Record) -> float:
+    return statistics.fmean(record["decode"][FIRST:])
+
+
+def _bytes(record: Record) -> float:
+    return float(record["all_bytes"])
+
+
+def _nats(record: Record) -> float:
+    return statistics.fmean(record["nats"])
+
+
+def compare(config: Config, words: str) -> dict[str, Any]:
+    """Measure, and return the rows with all that they come from.
+
+    Raises:
+        UserError: for documents, a share or an environment that cannot be.
+    """
+    import torch
+
+    from ag.bench.measure import machine
+    from ag.model.base import resolve
+
+    plan = contestants(config)
+    model = resolve(config.model)
+    documents = texts(config, model)
+    sides = start(config, model, Path(config.output))
+    described = machine(torch.device("cpu")) | {"threads": sides["ag"].versions["threads"]}
+    theirs = sides["kvpress"].versions
+    described["kvpress"] = f"{theirs['kvpress']} (transformers {theirs['transformers']})"
+    records: list[Record] = []
+    begin, each = time.perf_counter(), 2 * len(plan)
+    try:
+        for record in measure(config, documents, sides):
+            records.append(record)
+            if len(records) % each == 0:
+                done, of = len(records) // each, config.rounds * len(documents)
+                left = (time.perf_counter() - begin) / done * (of - done) / 60
+                print(f"{done} of {of} documents; about {left:.0f} min left", file=sys.stderr, flush=True)
+    finally:
+        stop(sides)
+    results = {"command": words, "date": date.today().isoformat(), "machine": described, "config": asdict(config)}
+    return results | {"rows": table(records), "records": records}
+
+
+@command(PROGRAM)
+def main(argv: list[str]) -> int:
+    """Run the command line; returns the exit code (2: one line on stderr says what is wrong)."""
+    invocation = parse(argv, Config, PROGRAM)
+    config = invocation.config
+    if invocation.dry_run:
+        from ag.model.base import resolve
+
+        plan = contestants(config)
+        texts(config, resolve(config.model))
+        print(*(one.name for one in plan), sep="\n")
+        return 0
+    results = compare(config, shlex.join(["bash", "scripts/bench_kvpress.sh", *argv]))
+    from ag.bench.write import markdown
+
+    folder = Path(config.output)
+    (folder / "kvpress.json").write_text(json.dumps(results, indent=1) + "\n")
+    (folder / "kvpress.md").write_text(markdown(results))
+    print(markdown(results))
+    print("written:", folder / "kvpress.json", folder / "kvpress.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""One side of scripts/bench_kvpress.py: ``python scripts/kvpress_side.py ag|kvpress``, each in its own environment.
+
+The clock, the count of bytes and the loss are this file's on both sides. A line of JSON on standard input is a request,
+a line on standard output its answer: first the model to load (``{"model": FOLDER, "threads": 2}``, threads null for
+torch's default), then one :class:`Job` after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+#: What this engine's policies are told: the defaults of kvpress' presses. ``eps`` is what kvpress advises for expected
+#: attention under Ada-KV, and given to its press too.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "snapkv": {"window": 64, "kernel": 5, "pooling": "avg"},
+    "snapkv@heads": {"window": 64, "kernel": 5, "pooling": "avg", "floor": 0.2},
+    "expected_attention": {"sinks": 4, "future": 512},
+    "expected_attention@heads": {"sinks": 4, "future": 512, "eps": 0.01, "floor": 0.2},
+    "knorm": {},
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement.
+
+    Attributes:
+        method: one of OPTIONS, or ``full``.
+        tokens: that a KV head keeps, the mean over the heads of a layer; None for ``full``.
+        prompt: token ids; the cache is evicted at their end.
+        following: token ids that are fed one by one and scored.
+    """
+
+    method: str
+    tokens: int | None
+    prompt: list[int]
+    following: list[int]
+
+
+class Side(ABC):
+    """A model in float32 on the CPU with sdpa, and the cache of one job at a time."""
+
+    model: Any
+    packages: tuple[str, ...] = ("torch", "transformers")
+
+    @abstractmethod
+    def begin(self, job: Job) -> None:
+        """Make the empty cache of a job."""
+
+    @abstractmethod
+    def read(self, ids: Tensor) -> Tensor:
+        """Read the prompt ``[1, T]``, evict, and return the logits ``[1, 1, V]`` after its last token."""
+
+    @abstractmethod
+    def step(self, token: Tensor, place: int) -> Tensor:
+        """Return the logits ``[1, 1, V]`` after one more token ``[1, 1]``, number ``place`` of the text."""
+
+    @abstractmethod
+    def kept(self) -> float:
+        """Return the share of the (token, layer, KV head) entries that attention still sees."""
+
+    @abstractmethod
+    def kv_bytes(self) -> int:
+        """Return the bytes allocated for keys and values."""
+
+    @abstractmethod
+    def remembered(self) -> object:
+        """Return all that stays in memory for the text."""
+
+
+class Ours(Side):
+    """This engine's :class:`ag.engine.EvictionCache`."""
+
+    def __init__(self, model: str) -> None:
+        from ag.bench.models import build
+
+        self.model = build(model, "cpu", "float32", 0)
+
+    def begin(self, job: Job) -> None:
+        """Make an eviction cache; see :meth:`Side.begin`."""
+        from ag.engine import EvictionCache, policy
+
+        self.cache = EvictionCache(self.model, policy(job.method, job.tokens, **OPTIONS.get(job.method, {})))
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Run the model; see :meth:`Side.read`."""
+        return self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+
+    def step(self, token: Tensor, place: int) -> Tensor:
+        """Run the model; the cache counts what it evicted too."""
+        return self.read(token)
+
+    def kept(self) -> float:
+        """Ask the cache."""
+        return self.cache.kept_share()
+
+    def kv_bytes(self) -> int:
+        """Ask the cache, which counts slack too."""
+        return self.cache.nbytes
+
+    def remembered(self) -> object:
+        """Return the cache."""
+        return self.cache
+
+
+class Theirs(Side):
+    """A press of kvpress around transformers' own cache."""
+
+    packages = ("torch", "transformers", "kvpress")
+
+    def __init__(self, model: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+        self.model.requires_grad_(False).eval()
+        self.layers = [layer.self_attn for layer in self.model.model.layers]
+
+    def begin(self, job: Job) -> None:
+        """Make transformers' cache, and forget the indices that the last press left on the model."""
+        from transformers import DynamicCache
+
+        self.cache, self.length = DynamicCache(config=self.model.config), len(job.prompt)
+        self.press = nullcontext() if job.tokens is None else press(job.method, job.tokens, self.length)(self.model)
+        for layer in self.layers:
+            layer.masked_key_indices = None
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Run the model under the press; see :meth:`Side.read`."""
+        with self.press:
+            return self._run(input_ids=ids)
+
+    def step(self, token: Tensor, place: int) -> Tensor:
+        """Run the model; the place is said, because the cache counts only what it kept."""
+        return self._run(input_ids=token, position_ids=torch.tensor([[place]]))
+
+    def _run(self, **given: Tensor) -> Tensor:
+        return self.model(**given, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+
+    def _masked(self) -> list[Any]:
+        """Return, for each layer under Ada-KV, the sequences, heads and tokens that stay in memory and are masked."""
+        return [layer.masked_key_indices for layer in self.layers if layer.masked_key_indices is not None]
+
+    def kept(self) -> float:
+        """Count what is neither gone nor masked."""
+        keys = [layer.keys for layer in self.cache.layers]
+        held = sum(x.shape[1] * x.shape[2] for x in keys) - sum(len(heads) for _, heads, _ in self._masked())
+        return held / sum(x.shape[1] * self.length for x in keys)
+
+    def kv_bytes(self) -> int:
+        """Add up the storages of keys and values."""
+        return sum(x.untyped_storage().nbytes() for layer in self.cache.layers for x in (layer.keys, layer.values))
+
+    def remembered(self) -> object:
+        """Return the cache and the indices of what is masked."""
+        return self.cache, self._masked()
+
+
+def press(method: str, tokens: int, length: int) -> Any:
+    """Return the press that keeps so many tokens of a prompt of ``length``."""
+    import kvpress
+
+    ratio = 1 - (tokens + 0.5) / length  # a press keeps int(length * (1 - ratio)); the half is against rounding
+    presses: dict[str, Callable[[], Any]] = {
+        "snapkv": lambda: kvpress.SnapKVPress(ratio),
+        "snapkv@heads": lambda: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio)),
+        "expected_attention": lambda: kvpress.ExpectedAttentionPress(ratio),
+        "expected_attention@heads": lambda: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(ratio, epsilon=0.01)),
+        "knorm": lambda: kvpress.KnormPress(ratio),
+    }
+    return presses[method]()
+
+
+SIDES: dict[str, Callable[[str], Side]] = {"ag": Ours, "kvpress": Theirs}
+
+
+@torch.no_grad()
+def measure(side: Side, job: Job) -> dict[str, Any]:
+    """Read a job's prompt, evict, feed what follows, and return what that took.
+
+    Returns:
+        ``prefill``: seconds; ``decode``: seconds of each token fed; after the prompt ``kept``, ``kv_bytes`` and
+        ``all_bytes`` (keys, values, and what is remembered beside them); ``nats``: of each token that follows.
+    """
+    side.begin(job)
+    ids = torch.tensor([job.prompt])
+    start = time.perf_counter()
+    logits = side.read(ids)
+    prefill = time.perf_counter() - start
+    held = {"kept": side.kept(), "kv_bytes": side.kv_bytes(), "all_bytes": storage_bytes(side.remembered())}
+    nats, seconds = [_nats(logits, job.following[0])], []
+    for number, (token, following) in enumerate(zip(job.following, job.following[1:], strict=False)):
+        given = torch.tensor([[token]])
+        start = time.perf_counter()
+        logits = side.step(given, len(job.prompt) + number)
+        seconds.append(time.perf_counter() - start)
+        nats.append(_nats(logits, following))
+    return {"prefill": prefill, "decode": seconds, **held, "nats": nats}
+
+
+def _nats(logits: Tensor, token: int) -> float:
+    return float(F.cross_entropy(logits[:, -1].float(), torch.tensor([token])))
+
+
+def storage_bytes(found: object) -> int:
+    """Return the bytes of all tensors' storages that can be reached from an object, modules and code left out."""
+    storages: dict[int, int] = {}
+    met: dict[int, object] = {}  # held, so that no address is used twice
+    todo = [found]
+    while todo:
+        one = todo.pop()
+        if id(one) in met or isinstance(one, nn.Module | type | types.ModuleType | types.FunctionType):
+            continue
+        met[id(one)] = one
+        if isinstance(one, Tensor):
+            storage = one.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(one, dict):
+            todo += one.values()
+        elif isinstance(one, list | tuple | set | frozenset):
+            todo += one
+        else:
+            todo += getattr(one, "__dict__", {}).values()
+    return sum(storages.values())
+
+
+@contextmanager
+def answers() -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Give what writes an answer; all else that is printed goes to standard error."""
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+        yield lambda answer: print(json.dumps(answer), file=out, flush=True)
+
+
+def main(name: str) -> None:
+    """Answer requests until there are no more."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with answers() as answer:
+        asked = json.loads(sys.stdin.readline())
+        if asked["threads"] is not None:
+            torch.set_num_threads(asked["threads"])
+        side = SIDES[name](asked["model"])
+        answer({package: version(package) for package in side.packages} | {"threads": torch.get_num_threads()})
+        for line in sys.stdin:
+            answer(measure(side, Job(**json.loads(line))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
