@@ -27,6 +27,7 @@ class GatedLayer(EvictionLayer):
         gates: of the model; this layer has one.
     """
 
+    makes = RingStore
     store: RingStore | None
     gates: AttentionGates
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -73,6 +73,9 @@ class EvictionLayer(CacheLayerMixin):
         rotation: what keys are rotated by.
         gates: of the model, where this layer has a gate; else None.
     """
+
+    #: The class of its storage.
+    makes: ClassVar[type[RaggedStore]] = RaggedStore
 
     is_sliding = False
     is_compileable = False
