@@ -329,13 +329,17 @@ class EvictionCache(Cache, Interceptor):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish(self, states: Tensor) -> Tensor:
-        """Put each sequence's own last token in the last column, where ``model.generate`` looks for it.
+        """Put each sequence's own last token in the last column, where ``model.generate`` looks for it; trim memory.
 
         Columns of padding have no meaning, so that nothing is lost; those on the right would otherwise be continued.
         """
         out = self.history.ended(states)
         if self.repetition is not None and not self.repetition.active and not self.repetition.done:
             self._repeat(self.repetition)
+        if self._pass.completes_prompt:
+            for layer in self.evicting_layers:
+                if layer.store is not None:
+                    layer.store.trim()
         return out
 
     def _repeat(self, repetition: Repetition) -> None:

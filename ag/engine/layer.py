@@ -332,7 +332,7 @@ class EvictionLayer(CacheLayerMixin):
     def retain(self, keep: Tensor, now: Pass) -> None:
         """Free what is not in ``keep`` ``[B, Hkv, N]``, here and in what the scorer recorded."""
         assert self.store is not None
-        if not self.store.retain(keep.flatten(0, 1)):
+        if not self.store.retain(keep.flatten(0, 1), spare=not now.completes_prompt):
             return
         self.evicted_at = min(now.seen, now.prompt_columns) if now.reading else now.seen
         if not self.memory:

@@ -146,6 +146,56 @@ def test_what_crop_takes_back_after_loading(tiny_llama, tmp_path, name):
     assert held(cache) == held(loaded)
 
 
+@pytest.mark.parametrize("name", ["flags", "ring", "snapkv", "late"])
+def test_what_crop_refuses_after_loading(tiny_llama, tmp_path, name, monkeypatch):
+    """Every number of tokens that the original would not take back, the loaded one does not either."""
+    monkeypatch.setitem(CASES, "late", ("knorm", 12, "steps:4", {}, None))
+    model, text = tiny_llama(), Text()
+    cache = made(model, name)
+    text.begin(model, cache)
+    for _ in range(9):
+        text.feed(model, [cache], text.tokens(1))
+    cache.crop(1)
+    text.mask = text.mask[:, :-1]
+    text.feed(model, [cache], text.tokens(2))
+    cache.save(tmp_path / "c")
+
+    def outcome(each, number):
+        try:
+            each.crop(number)
+        except UserError as error:
+            return str(error)
+        at = text.mask.shape[1] - number
+        mask, ids = torch.cat([text.mask[:, :at], torch.ones(3, 4, dtype=torch.long)], 1), torch.full((3, 4), 9)
+        with torch.no_grad():
+            outs = [
+                model(ids[:, :1], attention_mask=mask[:, : at + n], past_key_values=each).logits for n in (1, 2, 3, 4)
+            ]
+        return torch.cat(outs).tolist(), held(each)
+
+    found = []
+    for number in range(1, 14):
+        one, other = copy.deepcopy(cache), ag.EvictionCache.load(tmp_path / "c", model)
+        found.append(outcome(one, number))
+        assert found[-1] == outcome(other, number)
+    assert {type(x) for x in found} == {str, tuple}
+
+
+def test_padding_on_the_right(tiny_llama, tmp_path):
+    """Later tokens of a shorter sequence follow its own last one, not the padding."""
+    model, text = tiny_llama(), Text()
+    cache, mask = made(model, "h2o"), text.mask.flip(1)
+    with torch.no_grad():
+        model(text.ids.flip(1) * mask, attention_mask=mask, past_key_values=cache)
+        cache.save(tmp_path / "c")
+        loaded = ag.EvictionCache.load(tmp_path / "c", model)
+        for _ in range(4):
+            ids, mask = text.tokens(1), torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
+            one, other = (model(ids, attention_mask=mask, past_key_values=x).logits for x in (cache, loaded))
+            assert torch.equal(one, other)
+    assert held(cache) == held(loaded)
+
+
 def test_generate_goes_on_and_checks_the_text(tiny_llama, tmp_path):
     """One context, many questions, in another process's words: each answer is that of a copy."""
     model, greedy = tiny_llama(), {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
