@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.layout import Layout, sent, slack
+from ag.kernels.row_close import row_close
 
 
 class Rows(NamedTuple):
@@ -142,16 +143,18 @@ class RaggedStore:
 
         Returns whether there were others. ``spare`` says whether a new buffer gets slack.
         """
-        index, valid = self.layout.index(keep.shape[1])
-        keep = keep & valid
+        if self.layout.step is None or keep.shape[1] != int(self.lengths[0]):
+            keep = keep & (torch.arange(keep.shape[1], device=keep.device) < self.rows[1][:, None])
         lengths = keep.sum(1).cpu()
         held = int(lengths.sum())
         if held == int(self.lengths.sum()):
             return False
         if self.layout.loose(lengths):
-            self._move(index[keep], lengths, spare=spare)
-        else:
-            self._close(index, keep, lengths)
+            self._move(self.layout.index(keep.shape[1])[0][keep], lengths, spare=spare)
+            return True
+        to_end = row_close(self.columns, keep, *self.rows)
+        starts = self.layout.starts
+        self.layout.settle(starts + (self.lengths - lengths) if to_end else starts, lengths)
         return True
 
     def select_sequences(self, chosen: Tensor) -> None:
@@ -200,16 +203,3 @@ class RaggedStore:
         self.keys, self.values, self.ranks, *gate = moved
         self.gate = gate[0] if gate else None
         self.layout.settle(starts, lengths, limits)
-
-    def _close(self, index: Tensor, keep: Tensor, lengths: Tensor) -> None:
-        """Close the gaps between the kept tokens from the side, the same for all rows, where fewer have to move."""
-        place = self.rows[0][:, None] + keep.cumsum(1) - 1
-        later = place + (self.rows[1] - lengths.to(index.device))[:, None]  # so that a row ends where it ended
-        down, up = keep & (place != index), keep & (later != index)
-        to_end = int(up.sum()) < int(down.sum())
-        moving, target = (up, later) if to_end else (down, place)
-        source, target = index[moving], target[moving]
-        for x in self.columns:
-            x.index_copy_(0, target, x.index_select(0, source))
-        starts = self.layout.starts
-        self.layout.settle(starts + (self.lengths - lengths) if to_end else starts, lengths)
