@@ -66,8 +66,8 @@ def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
     arrivals: list[list[Arrival]] = [[] for _ in cache.layers]
     append, retain = RaggedStore.append, RaggedStore.retain
 
-    def retaining(store: RaggedStore, keep: Tensor) -> bool:
-        gone = retain(store, keep)
+    def retaining(store: RaggedStore, keep: Tensor, *, spare: bool = True) -> bool:
+        gone = retain(store, keep, spare=spare)
         layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
         last = arrivals[layer][-1]
         last.kept = contents(store) if last.kept is None else last.kept

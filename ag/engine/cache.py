@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ag.engine import saved
 from ag.engine.decide import Decision
 from ag.engine.gated import GatedLayer
 from ag.engine.history import History
@@ -117,9 +119,35 @@ class EvictionCache(Cache, Interceptor):
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled, as by ``torch.save``: the model would go with it."""
         raise UserError(
-            f"{type(self).__name__}: a cache refers to its model and cannot be pickled: use copy.deepcopy(cache) in "
-            "the same process, or read the prompt again."
+            f"{type(self).__name__}: a cache refers to its model and cannot be pickled: use cache.save(path) and "
+            f"{type(self).__name__}.load(path, model), or copy.deepcopy(cache) in the same process."
         )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what is held after a prompt to one safetensors file, which takes its name when it is whole.
+
+        Args:
+            path: of the file; an earlier saved cache there is replaced.
+
+        Raises:
+            UserError: before the end of a prompt, where something else is in the way, or for a state that no file can
+                have: records of a scorer that are not tensors, or a policy that :func:`ag.policy` cannot make again.
+        """
+        saved.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Self:
+        """Read a saved cache, with which the text goes on as with the one that was saved.
+
+        Args:
+            path: of the file.
+            model: of the same geometry and data type, and with the same weights, which are not compared. A policy
+                ``gates`` takes the gates attached to it, which are.
+
+        Raises:
+            UserError: when the file is no whole saved cache of this schema, or of another model or other gates.
+        """
+        return saved.load(cls, path, model)
 
     # ---- what it holds
 
@@ -301,13 +329,17 @@ class EvictionCache(Cache, Interceptor):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish(self, states: Tensor) -> Tensor:
-        """Put each sequence's own last token in the last column, where ``model.generate`` looks for it.
+        """Put each sequence's own last token in the last column, where ``model.generate`` looks for it; trim memory.
 
         Columns of padding have no meaning, so that nothing is lost; those on the right would otherwise be continued.
         """
         out = self.history.ended(states)
         if self.repetition is not None and not self.repetition.active and not self.repetition.done:
             self._repeat(self.repetition)
+        if self._pass.completes_prompt:
+            for layer in self.evicting_layers:
+                if layer.store is not None:
+                    layer.store.trim()
         return out
 
     def _repeat(self, repetition: Repetition) -> None:

@@ -27,6 +27,7 @@ class GatedLayer(EvictionLayer):
         gates: of the model; this layer has one.
     """
 
+    makes = RingStore
     store: RingStore | None
     gates: AttentionGates
 
@@ -69,7 +70,7 @@ class GatedLayer(EvictionLayer):
         """Free what no later query sees, where the tokens of this pass are not to be taken back."""
         step.held = None  # the new buffers can have its memory
         if self._ends(step):
-            self._storage(step).settle()
+            self._storage(step).settle(spare=not step.now.completes_prompt)
 
     # ---- what the stages ask
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,11 +24,11 @@ from ag.engine.passes import Pass
 from ag.engine.policy import Policy
 from ag.engine.positions import Original
 from ag.engine.projection import output_weight
-from ag.engine.select import closing_order
 from ag.engine.storage import RaggedStore, Rows
 from ag.errors import UserError
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
+from ag.kernels.row_close import closed
 from ag.model.hooks import AttentionCall
 
 
@@ -73,6 +73,9 @@ class EvictionLayer(CacheLayerMixin):
         rotation: what keys are rotated by.
         gates: of the model, where this layer has a gate; else None.
     """
+
+    #: The class of its storage.
+    makes: ClassVar[type[RaggedStore]] = RaggedStore
 
     is_sliding = False
     is_compileable = False
@@ -288,7 +291,7 @@ class EvictionLayer(CacheLayerMixin):
         self.memory = {name: F.pad(x, (0, slots.shape[-1] - x.shape[-1])) for name, x in self.memory.items()}
         k, v = held.keys.unflatten(0, shape), held.values.unflatten(0, shape)
         return Observation(
-            keys=Keys(k=k, v=v, ranks=slots, valid=filled),
+            keys=Keys(k=k, v=v, ranks=slots, valid=filled, full=held.valid is None),
             queries=replace(queries, q=self.rotation.queries(queries.q, held, queries.ranks)),
             context=Context(
                 scaling=call.scaling,
@@ -329,21 +332,10 @@ class EvictionLayer(CacheLayerMixin):
     def retain(self, keep: Tensor, now: Pass) -> None:
         """Free what is not in ``keep`` ``[B, Hkv, N]``, here and in what the scorer recorded."""
         assert self.store is not None
-        if not self.store.retain(keep.flatten(0, 1)):
+        if not self.store.retain(keep.flatten(0, 1), spare=not now.completes_prompt):
             return
         self.evicted_at = min(now.seen, now.prompt_columns) if now.reading else now.seen
-        if not self.memory:
-            return
-        order = closing_order(keep)
-        lengths = keep.sum(-1)[..., None]
-        for name, x in self.memory.items():
-            heads = x.shape[1] // keep.shape[1]
-            index = order.repeat_interleave(heads, 1)
-            empty = torch.arange(order.shape[-1], device=keep.device) >= lengths.repeat_interleave(heads, 1)
-            while index.ndim < x.ndim:
-                index, empty = index.unsqueeze(2), empty.unsqueeze(2)
-            gathered = x.gather(-1, index.expand(*x.shape[:-1], -1))
-            self.memory[name] = gathered.masked_fill(empty, 0.0)
+        self.memory = {name: closed(x, keep) for name, x in self.memory.items()}
 
     def select_sequences(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""

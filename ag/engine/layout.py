@@ -7,6 +7,7 @@ from torch import Tensor
 
 SLACK_TOKENS = 16  # free slots a row gets at least when the buffer is laid out
 SLACK_SHARE = 16  # and one more for each so many tokens that it holds
+SPACIOUS_SHARE = 64  # a prompt is spacious with more than one slot for each so many held tokens free
 LOOSE_SHARE = 32  # a buffer is loose when more than one slot for each so many held tokens is neither held nor slack
 
 
@@ -23,7 +24,8 @@ class Layout:
     for the other. On a CPU they are the same tensors.
 
     A buffer that is laid out anew gives each row ``max(16, length // 16)`` free slots behind its tokens. That happens
-    when a row is full, or when tokens went and the buffer is loose: larger than what is held, its slack, and 1/32.
+    when a row is full, or when tokens went and the buffer is loose: larger than what is held, its slack, and 1/32. A
+    prompt gets none: the first token behind it finds its row full.
 
     Args:
         rows: number of rows R, all empty.
@@ -90,6 +92,11 @@ class Layout:
         """Tell whether a buffer for rows of these lengths would be noticeably smaller."""
         held = int(lengths.sum())
         return int(self.limits[-1]) > held + int(slack(lengths).sum()) + held // LOOSE_SHARE
+
+    def spacious(self, lengths: Tensor) -> bool:
+        """Tell whether a buffer without slack for rows of these lengths would be noticeably smaller."""
+        held = int(lengths.sum())
+        return int(self.limits[-1]) > held + held // SPACIOUS_SHARE
 
     def index(self, longest: int) -> tuple[Tensor, Tensor]:
         """Return the slots ``[R, N]`` of all tokens (clamped where a row is shorter) and their validity."""

@@ -41,12 +41,14 @@ class Keys:
         v: values ``[B, Hkv, N, D]``.
         ranks: ``[B, Hkv, N]`` long, the place of each among its sequence's own tokens, ascending.
         valid: ``[B, Hkv, N]`` bool, False on free slots, which come last.
+        full: whether the host knows that no slot is free.
     """
 
     k: Tensor
     v: Tensor
     ranks: Tensor
     valid: Tensor
+    full: bool = False
 
     @cached_property
     def single(self) -> Tensor:
@@ -294,6 +296,8 @@ class Observation:
 
     def _spans(self, oldest: Tensor, newest: Tensor) -> list[Span]:
         """Return the slots that queries see whose ranks go from ``oldest`` to ``newest`` ``[B, n]``, for each n."""
+        if self._sees_everything:
+            return [Span(0, self.k.shape[2], self.k.shape[2])] * oldest.shape[1]
 
         def slots(ranks: Tensor) -> Tensor:
             wanted = ranks[:, None].expand(-1, self.key_ranks.shape[1], -1).to(self.key_ranks.dtype)
@@ -304,6 +308,11 @@ class Observation:
         if self.sliding_window is not None:
             start = open_until = slots(oldest - self.sliding_window).amin((0, 1))
         return [Span(*slots) for slots in zip(start.tolist(), open_until.tolist(), stop.tolist(), strict=True)]
+
+    @property
+    def _sees_everything(self) -> bool:
+        """Whether there is one query, the newest of a sequence, to which nothing is hidden."""
+        return self._keys.full and self.decoding and self.q.shape[2] == 1 and self.sliding_window is None
 
     def _blocks(self) -> Iterator[tuple[slice, slice, AttentionRows]]:
         """Visit the new queries in tiles; yields query heads, slots and the queries against those."""
@@ -338,11 +347,12 @@ class Observation:
             x[:, columns] if isinstance(columns, slice) else x.gather(1, columns)
             for x in (self.query_ranks, self.query_valid)
         )
-        distance = ranks[:, None, :, None] - self.key_ranks[:, heads, None, open_until:stop]
-        hidden = (distance < 0) | ~self.key_valid[:, heads, None, open_until:stop]
-        if self.sliding_window is not None:
-            hidden = hidden | (distance >= self.sliding_window)
-        s[..., open_until - start :].masked_fill_(hidden[:, :, None], float("-inf"))
+        if open_until < stop:
+            distance = ranks[:, None, :, None] - self.key_ranks[:, heads, None, open_until:stop]
+            hidden = (distance < 0) | ~self.key_valid[:, heads, None, open_until:stop]
+            if self.sliding_window is not None:
+                hidden = hidden | (distance >= self.sliding_window)
+            s[..., open_until - start :].masked_fill_(hidden[:, :, None], float("-inf"))
 
         def values() -> Values:
             return held.values.part(heads, slice(start, stop))

@@ -88,6 +88,11 @@ class Pass(Tokens):
     judged: bool = False
     remember: bool = False
 
+    @property
+    def completes_prompt(self) -> bool:
+        """Whether the prompt is over after these tokens, and none of them follows it."""
+        return self.reading and self.ends_prompt
+
     def to(self, device: torch.device) -> Self:
         """Return the same on another device."""
         return self._each(lambda x: x.to(device))

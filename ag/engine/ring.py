@@ -89,10 +89,13 @@ class RingStore(RaggedStore):
         if self._flagged == self.recent:
             self.layout.count_room()  # the host waits for the lengths, and knows them from now on
 
-    def settle(self) -> None:
-        """Put the tokens of the last pass where they belong, and free what no query after it sees."""
+    def settle(self, *, spare: bool = True) -> None:
+        """Put the tokens of the last pass where they belong, and free what no query after it sees.
+
+        ``spare`` says whether a new buffer gets slack.
+        """
         if not self.settled:
-            self._arrange(None)
+            self._arrange(None, spare=spare)
 
     def crop(self, ranks: Tensor) -> None:
         """Drop the tokens whose rank is not below ``ranks[b]`` ``[B]``."""
@@ -132,11 +135,12 @@ class RingStore(RaggedStore):
         there = rows.ranks >= 0
         return there if rows.valid is None else there & rows.valid
 
-    def _arrange(self, counts: Tensor | None) -> None:
+    def _arrange(self, counts: Tensor | None, *, spare: bool = True) -> None:
         """Lay rows out as ring and survivors.
 
         Args:
             counts: ``[B]``, own tokens of each sequence, beyond which all go; None: as many as there are.
+            spare: whether the new buffer gets slack.
         """
         self.before, self.settled, self.open, self._flagged = None, True, False, 0
         longest = int(self.lengths.max())
@@ -158,6 +162,6 @@ class RingStore(RaggedStore):
         place = place.where(stays, width).long()
         source = torch.full((len(index), width + 1), -1, device=index.device).scatter_(1, place, index)[:, :width]
         held = torch.arange(width, device=index.device) < lengths[:, None]
-        self._move(source.clamp_min(0)[held], lengths.long().cpu())
+        self._move(source.clamp_min(0)[held], lengths.long().cpu(), spare=spare)
         slots = self.layout.index(width)[0][held & (source < 0)]  # where the next token comes, unless a flagged one is
         self.ranks[slots], self.flags[slots] = -1, False

@@ -37,7 +37,7 @@ class Schedule:
         # Own tokens [B, n] of each sequence when something could last go: at the end of the prompt, and at each later
         # decision that crop may take back; for these the columns seen before the forward pass and after it.
         self._decided = torch.empty(0, 1, dtype=torch.long)
-        self._decisions: list[tuple[int, int]] = []
+        self._decisions: tuple[tuple[int, int], ...] = ()
 
     def whole(self, tokens: Tokens, history: History, *, padded: bool) -> Pass:
         """Make the pass of all tokens of a forward pass; ``padded`` says whether some are not real."""
@@ -101,7 +101,7 @@ class Schedule:
             count = tokens.counts
             ends = count == history.prompt_lengths
             due = (count > 0) & (ends if policy.block is None else ends | (count % policy.block == 0))
-            self._decided, self._decisions = seen.minimum(history.prompt_lengths)[:, None], []
+            self._decided, self._decisions = seen.minimum(history.prompt_lengths)[:, None], ()
         else:
             due = self._grown(seen)
         if not bool(due.any()):
@@ -119,7 +119,7 @@ class Schedule:
     def _note(self, seen: Tensor, due: Tensor, before: int, after: int) -> None:
         """Note a decision after the prompt, in a forward pass between two numbers of columns."""
         self._decided = torch.cat([self._decided, seen.where(due, self._decided[:, -1])[:, None]], 1)
-        self._decisions.append((before, after))
+        self._decisions = *self._decisions, (before, after)
 
     def _forget_what_crop_cannot_reach(self) -> None:
         evicted_at = max(layer.evicted_at for layer in self.layers)

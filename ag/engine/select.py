@@ -35,6 +35,17 @@ def best(standing: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -
     return protected | (valid & (standing < room[..., None]))
 
 
+def without_worst(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -> Tensor | None:
+    """Do what :func:`select` does where at most one token of each head goes, without an order; None: more have to."""
+    rivals = valid & ~protected
+    surplus = valid.sum(-1) - capacity.maximum((valid & protected).sum(-1))
+    if int(surplus.max()) > 1:
+        return None
+    worst = score.masked_fill(~rivals, float("inf")).flip(-1).argmin(-1, keepdim=True)  # of equal ones the last
+    gone = torch.zeros_like(valid).scatter_(-1, valid.shape[-1] - 1 - worst, (surplus > 0)[..., None])
+    return valid & ~gone
+
+
 def at_least(capacity: Tensor, floor: float, protected: Tensor) -> Tensor:
     """Return what each head gets in any case, ``[B, Hkv]``: a share of the capacity ``[B]``, and all it protects."""
     least = (capacity * floor).long()[:, None]

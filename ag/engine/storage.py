@@ -2,7 +2,8 @@
 
 A row is one (sequence, KV head) pair, row ``b * Hkv + h``. The rows lie one after the other in a flat buffer, each with
 a little slack, so that decoding appends in place; see :class:`ag.engine.layout.Layout`. What is evicted leaves a gap,
-which the side of the row closes where fewer tokens have to move; when much is gone the buffer is laid out anew.
+which the side of the row closes where fewer tokens have to move; when much is gone the buffer is laid out anew. A
+prompt is stored without slack, which the first token behind it brings.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.layout import Layout, sent, slack
+from ag.kernels.row_close import row_close
 
 
 class Rows(NamedTuple):
@@ -75,14 +77,14 @@ class RaggedStore:
             gate: ``[B, Hkv, T]``, what the gate says of them; None: 1 of each.
         """
         shape = k.shape[:3]
-        length = shape[2]
+        length, spare = shape[2], len(self.keys) > 0
         new = [k.flatten(0, 2), v.flatten(0, 2), ranks[:, None].expand(shape).flatten().int()]
         if self.gate is not None:
             said = self.gate.new_ones(shape) if gate is None else gate.to(self.gate.dtype)
             new.append(said.flatten())
         if keep is None:
             if length > self.layout.room:
-                self._lay_out(self.lengths + length)
+                self._lay_out(self.lengths + length, spare=spare)
             slots = self.rows[0] + self.rows[1]
             if length > 1:
                 slots = (slots[:, None] + torch.arange(length, device=k.device)).flatten()
@@ -90,7 +92,7 @@ class RaggedStore:
             keep = keep.expand(shape).flatten(0, 1)
             lengths = self.lengths + keep.sum(1).cpu()
             if not self.layout.fits(lengths):
-                self._lay_out(lengths)
+                self._lay_out(lengths, spare=spare)
             chosen = keep.flatten()
             slots = ((self.rows[0] + self.rows[1])[:, None] + keep.cumsum(1) - 1).flatten()[chosen]
             new = [x[chosen] for x in new]
@@ -136,21 +138,23 @@ class RaggedStore:
         limit = ranks.repeat_interleave(self.kv_heads).to(index.device)
         return (valid & (self.ranks[index] < limit[:, None])).sum(1)
 
-    def retain(self, keep: Tensor) -> bool:
+    def retain(self, keep: Tensor, *, spare: bool = True) -> bool:
         """Keep the tokens where ``keep`` ``[R, N]`` (laid out as :meth:`padded`) is True and free the others.
 
-        Returns whether there were others.
+        Returns whether there were others. ``spare`` says whether a new buffer gets slack.
         """
-        index, valid = self.layout.index(keep.shape[1])
-        keep = keep & valid
+        if self.layout.step is None or keep.shape[1] != int(self.lengths[0]):
+            keep = keep & (torch.arange(keep.shape[1], device=keep.device) < self.rows[1][:, None])
         lengths = keep.sum(1).cpu()
         held = int(lengths.sum())
         if held == int(self.lengths.sum()):
             return False
         if self.layout.loose(lengths):
-            self._move(index[keep], lengths)
-        else:
-            self._close(index, keep, lengths)
+            self._move(self.layout.index(keep.shape[1])[0][keep], lengths, spare=spare)
+            return True
+        to_end = row_close(self.columns, keep, *self.rows)
+        starts = self.layout.starts
+        self.layout.settle(starts + (self.lengths - lengths) if to_end else starts, lengths)
         return True
 
     def select_sequences(self, chosen: Tensor) -> None:
@@ -168,14 +172,26 @@ class RaggedStore:
         if self.layout.loose(self.lengths):
             self._lay_out(self.lengths)
 
-    def _lay_out(self, lengths: Tensor) -> None:
-        """Lay the buffer out anew for rows of these lengths."""
-        self._move(self.layout.tokens(), self.lengths, lengths)
+    def trim(self) -> None:
+        """Give slack back, until the next token comes, where it is more than one slot for each 64 tokens."""
+        if self.layout.spacious(self.lengths):
+            self._lay_out(self.lengths, spare=False)
 
-    def _move(self, slots: Tensor, lengths: Tensor, room: Tensor | None = None) -> None:
-        """Copy the tokens at ``slots`` (row after row, ``lengths`` of them each) into a new buffer with slack."""
+    def _lay_out(self, lengths: Tensor, *, spare: bool = True) -> None:
+        """Lay the buffer out anew for rows of these lengths."""
+        self._move(self.layout.tokens(), self.lengths, lengths, spare=spare)
+
+    def _move(self, slots: Tensor, lengths: Tensor, room: Tensor | None = None, *, spare: bool = True) -> None:
+        """Copy the tokens at ``slots`` (row after row, ``lengths`` of them each) into a new buffer.
+
+        Args:
+            slots: ``[n]`` long, where the tokens are.
+            lengths: ``[R]`` long, tokens of each row.
+            room: ``[R]`` long, tokens of each row that there is to be room for; None: those.
+            spare: whether there is to be slack beside.
+        """
         room = lengths if room is None else room
-        capacities = room + slack(room)
+        capacities = room + slack(room) if spare else room
         limits = capacities.cumsum(0)
         starts = limits - capacities
         total, device = int(capacities.sum()), self.keys.device
@@ -187,16 +203,3 @@ class RaggedStore:
         self.keys, self.values, self.ranks, *gate = moved
         self.gate = gate[0] if gate else None
         self.layout.settle(starts, lengths, limits)
-
-    def _close(self, index: Tensor, keep: Tensor, lengths: Tensor) -> None:
-        """Close the gaps between the kept tokens from the side, the same for all rows, where fewer have to move."""
-        place = self.rows[0][:, None] + keep.cumsum(1) - 1
-        later = place + (self.rows[1] - lengths.to(index.device))[:, None]  # so that a row ends where it ended
-        down, up = keep & (place != index), keep & (later != index)
-        to_end = int(up.sum()) < int(down.sum())
-        moving, target = (up, later) if to_end else (down, place)
-        source, target = index[moving], target[moving]
-        for x in self.columns:
-            x.index_copy_(0, target, x.index_select(0, source))
-        starts = self.layout.starts
-        self.layout.settle(starts + (self.lengths - lengths) if to_end else starts, lengths)

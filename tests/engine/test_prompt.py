@@ -7,12 +7,10 @@ import weakref
 import pytest
 import torch
 from gates_for import gates_for
-from refused import refuses
 
 import ag
 from ag.engine import EvictionCache, read_prompt
 from ag.engine.observe import Observation
-from ag.errors import UserError
 from ag.model.hooks import decoder_of
 
 POLICIES = [
@@ -103,11 +101,6 @@ def test_copies_go_their_own_ways(tiny_llama):
         ((alone, _),) = read_prompt(model, [cache.policy], ids)
         assert torch.equal(model(torch.tensor([[9]]), past_key_values=alone).logits, logits[0])
     assert not torch.allclose(*logits, atol=1e-3)
-
-
-def test_a_cache_is_not_pickled(tiny_llama, tmp_path):
-    with refuses(UserError, "EvictionCache", "copy.deepcopy"):
-        torch.save(ag.EvictionCache(tiny_llama(), "h2o", 4), tmp_path / "cache.pt")
 
 
 @pytest.mark.parametrize("spec", ["full", "snapkv@preference", "gates"])

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.engine.select import select, select_over_heads
+from ag.engine.select import select, select_over_heads, without_worst
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -85,3 +85,17 @@ def test_ties_over_heads_keep_the_lower_head_then_the_lower_index():
     score, none = torch.zeros(1, 3, 4), torch.zeros(1, 3, 4, dtype=torch.bool)
     keep = select_over_heads(score, none, ~none, torch.tensor([2]), 0.0)
     assert keep[0].tolist() == [[True] * 4, [True, True, False, False], [False] * 4]
+
+
+@settings(max_examples=200)
+@given(cases(), st.integers(0, 2**31))
+def test_one_goes_without_an_order(case, seed):
+    """Where every head gives up one token or none the result is that of the sort, ties included; else there is none."""
+    score, protected, valid, capacity = case
+    held = valid.sum(-1)
+    near = held - torch.randint(0, 2, held.shape, generator=torch.Generator().manual_seed(seed))
+    for each in (capacity, near.maximum((protected & valid).sum(-1))):
+        found, want = without_worst(score, protected, valid, each), select(score, protected, valid, each)
+        gone = (valid & ~want).sum(-1)
+        assert (found is None) == bool((gone > 1).any())
+        assert found is None or torch.equal(found, want)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from gates_for import gates_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ag
 from ag.engine.storage import RaggedStore
 
 DIM = 3
@@ -240,7 +242,7 @@ def test_the_process_gives_memory_back():
 
 @pytest.mark.parametrize(
     ("where", "most"),
-    [("oldest", 1000 // 32 + 1), ("newest", 0), ("middle", 0), ("anywhere", 1000 // 32 + 1)],
+    [("oldest", 1000 // 32 + 1), ("newest", 1), ("middle", 1), ("anywhere", 1000 // 32 + 1)],
 )
 @pytest.mark.parametrize("uneven", [False, True])
 def test_one_in_one_out_rarely_lays_the_buffer_out_anew(where, most, uneven):
@@ -274,9 +276,12 @@ def test_one_in_one_out_rarely_lays_the_buffer_out_anew(where, most, uneven):
     assert (store.padded().valid is None) != uneven
 
 
-@pytest.mark.parametrize(("prompt", "steps", "most"), [(0, 100, 6), (256, 512, 19)])
+@pytest.mark.parametrize(("prompt", "steps", "most"), [(0, 100, 7), (256, 512, 20)])
 def test_appending_rarely_copies_the_buffer(prompt, steps, most):
-    """A copy buys 1/16 of a row, at least 16 tokens: log(768 / 256) / log(1 + 1/16) = 18.1 copies for 512 tokens."""
+    """A copy buys 1/16 of a row, at least 16 tokens: log(768 / 256) / log(1 + 1/16) = 18.1 copies for 512 tokens.
+
+    The first token behind a prompt, which has no slack, brings one.
+    """
     store = RaggedStore(1, 2, torch.empty(1, 8), torch.empty(1, 8))
     if prompt:
         store.append(tokens(1, 2, prompt), tokens(1, 2, prompt), torch.arange(prompt)[None], None)
@@ -287,6 +292,57 @@ def test_appending_rarely_copies_the_buffer(prompt, steps, most):
             places.append(store.keys.data_ptr())
     assert store.lengths.tolist() == [prompt + steps] * 2
     assert 1 <= len(places) - 1 <= most
+
+
+READ = {
+    "full": ("full", None, "prefill", {}, None),
+    "snapkv": ("snapkv", 0.25, "prefill", {"window": 8}, None),
+    "cake": ("cake", 0.25, "prefill", {"window": 8}, None),
+    "nearly all": ("h2o", 0.97, "prefill", {}, None),
+    "kvzip": ("kvzip", 0.3, "prefill", {"chunk": 200}, None),
+    "blocks": ("h2o@heads", 0.25, "blocks:64+every", {}, None),
+    "flags": ("gates", None, "prefill", {}, {}),
+    "dense flags": ("gates", None, "prefill", {}, {"prefill": "dense", "recent_tokens": 9}),
+    "ring": ("gates", None, "prefill", {}, {"covers": "all", "recent_tokens": 9}),
+    "ranked": ("gates", 0.3, "every", {}, {}),
+}
+
+
+@pytest.mark.parametrize("chunk", [600, 170], ids=["whole", "chunks"])
+@pytest.mark.parametrize("name", READ)
+def test_a_prompt_is_held_without_slack(tiny_llama, name, chunk):
+    """At most 2 % beside its tokens and what is known of each; 1/16 and 16 slots a row once tokens follow."""
+    spec, budget, schedule, options, gates = READ[name]
+    model = tiny_llama(max_position_embeddings=1024)
+    if gates is not None:
+        ag.attach(model, gates_for(model, **gates))
+    cache = ag.EvictionCache(model, spec, budget, schedule, **options)
+    ids = torch.randint(3, 128, (2, 620), generator=torch.Generator().manual_seed(0))
+    cache.expect(torch.ones(2, 600, dtype=torch.bool))
+    stores = []
+
+    def allocated():
+        stores[:] = [layer.store for layer in cache.evicting_layers]
+        everything = [x for store in stores for x in (*store.columns, *store.layout.rows, store.layout.limits)]
+        held = sum(int(store.counts().sum()) for store in stores)
+        rest = sum(layer.gate_memory.nbytes for layer in cache.evicting_layers)
+        token = 2 * 16 * 4
+        known = 4 + {None: 0, torch.bool: 1, torch.float32: 4}[None if stores[0].gate is None else stores[0].gate.dtype]
+        return held, cache.nbytes - rest, sum(x.untyped_storage().nbytes() for x in everything), token, known
+
+    with torch.no_grad():
+        for part in ids[:, :600].split(chunk, 1):
+            model(part, past_key_values=cache, logits_to_keep=1)
+        held, nbytes, everything, token, known = allocated()
+        assert held * token <= nbytes <= 1.02 * held * token
+        assert everything <= 1.02 * held * (token + known) + 3 * 4 * 3 * 8
+        model(ids[:, 600:601], past_key_values=cache)
+        held, nbytes, *_ = allocated()
+        assert 1.05 * held * token <= nbytes <= 17.5 / 16 * held * token + 3 * 4 * 17 * token
+        places = [store.keys.data_ptr() for store in stores]
+        for at in range(601, 612):
+            model(ids[:, at : at + 1], past_key_values=cache)
+        assert places == [layer.store.keys.data_ptr() for layer in cache.evicting_layers]
 
 
 def test_rows_of_equal_length_are_read_without_a_copy():

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.select import best, closing_order, select, standings
+from ag.engine.select import best, closing_order, select, standings, without_worst
 
 BY_TOKEN = ("score", "protected", "second", "standing")  # what a ballot has of each token
 
@@ -75,6 +75,10 @@ class Ballot:
     def keep_heads(self, share: Tensor) -> Tensor:
         """Return the mask of ``share`` ``[B, Hkv]`` tokens, and of all where nothing is due."""
         if self.second is None:
+            if "standing" not in vars(self):
+                keep = without_worst(self.score, self.protected, self.valid, share)
+                if keep is not None:
+                    return keep | self.exempt
             return best(self.standing, self.protected, self.valid, share) | self.exempt
         sure = best(self.standing, self.protected, self.valid, (share * self.first_share + 1e-6).long())
         return select(self.second, sure, self.valid, share) | self.exempt

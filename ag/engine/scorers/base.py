@@ -54,6 +54,8 @@ class Scorer(ABC):
     turns: ClassVar[bool] = False
     #: Option that multiplies its score by the size of the values, which wrappers do themselves; empty: there is none.
     weighs: ClassVar[str] = ""
+    #: Options that :meth:`with_tokenizer` fills in.
+    told: ClassVar[tuple[str, ...]] = ()
     #: Whether its score is made of differences, which the rounding of float32 logits shows in.
     precise: ClassVar[bool] = False
 

@@ -53,13 +53,14 @@ class KVzip(Scorer):
     default_allocator: ClassVar[str] = "global"
     rereads: ClassVar[bool] = True
     weighs: ClassVar[str] = "normalize"
+    told: ClassVar[tuple[str, ...]] = ("ask", "ask_part", "answer")
 
     def __post_init__(self) -> None:
         """Refuse values out of range, and token ids that are none."""
         super().__post_init__()
         require(self, "chunk", self.chunk >= 1, "1 or more")
         require(self, "overlap", self.overlap >= 0, "0 or more")
-        for name in ("ask", "ask_part", "answer"):
+        for name in self.told:
             text = getattr(self, name)
             if text is not None and not all(part.isdecimal() for part in text.split()):
                 raise UserError(f"KVzip: {name}={text!r:.60}: expected token ids separated by blanks, such as 17 4 9.")

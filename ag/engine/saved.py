@@ -1,0 +1,168 @@
+"""Caches in files: one safetensors file, whose header says what its tensors are. Nothing is pickled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ag.engine.policy import Policy, policy
+from ag.engine.state import restore, state_of
+from ag.errors import UserError
+from ag.files import fsync
+from ag.gates.gate import AttentionGates
+from ag.model.geometry import fingerprint
+from ag.versions import versions
+
+if TYPE_CHECKING:
+    from ag.engine.cache import EvictionCache
+
+SCHEMA = 1
+FORMAT = "ag.EvictionCache"
+
+C = TypeVar("C", bound="EvictionCache")
+
+
+def save(cache: EvictionCache, path: str | os.PathLike[str]) -> None:
+    """Write a cache; see :meth:`ag.engine.cache.EvictionCache.save`."""
+    target, tensors = Path(path), dict[str, Tensor]()
+    _check_replaceable(target)
+    state = state_of(cache, tensors)
+    head = {
+        "versions": versions("ag", "torch", "transformers"),
+        "base_model": _base(cache),
+        "policy": _words(cache),
+        "gates": None if cache.gates is None else _digest(cache.gates),
+        "state": state,
+    }
+    metadata = {"format": FORMAT, "schema": str(SCHEMA), "cache": json.dumps(head)}
+    staged = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        safetensors.torch.save_file(tensors, staged, metadata)
+        fsync(staged)
+        staged.replace(target)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{target}: cannot be written: {error}; give a path in a folder with room for it.") from error
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def load(kind: type[C], path: str | os.PathLike[str], model: nn.Module) -> C:
+    """Read a cache; see :meth:`ag.engine.cache.EvictionCache.load`."""
+    file = Path(path)
+    with _opened(file) as (metadata, read):
+        with _whole(file):
+            head = json.loads(metadata["cache"])
+            said, base = head["policy"], head["base_model"]
+            made = policy(said["spec"], said["budget"], said["schedule"], **said["options"])
+        cache = kind(model, made)
+        _check_base(file, base, _base(cache))
+        digest = None if cache.gates is None else _digest(cache.gates)
+        if digest != head["gates"]:
+            raise UserError(f"{file}: the cache was made with other gates than those that {made!r} gives here.")
+        with _whole(file):
+            restore(cache, head["state"], read)
+    return cache
+
+
+# ---- what it was made of
+
+
+def _words(cache: EvictionCache) -> dict[str, Any]:
+    """Return what :func:`ag.policy` makes the policy of again."""
+    mine, options = cache.policy, dict(cache.policy.options)
+    inner = getattr(mine.scorer, "inner", mine.scorer)
+    for name in () if inner is None else inner.told:
+        options |= {} if (text := getattr(inner, name)) is None else {name: text}
+    again = policy(str(mine.spec), mine.budget, mine.schedule, **options)
+    again = again if cache.gates is None else again.trained_with(cache.gates)
+    if any(
+        getattr(again, f.name) != getattr(mine, f.name) for f in fields(Policy) if f.name not in ("gates", "options")
+    ):
+        raise UserError(
+            f"EvictionCache.save: {mine!r} was changed since ag.policy made it; make it by ag.policy alone."
+        )
+    return {"spec": str(mine.spec), "budget": mine.budget, "schedule": mine.schedule, "options": options}
+
+
+def _base(cache: EvictionCache) -> dict[str, Any]:
+    """Return what is known of the model: its geometry and type, and its name for the reader."""
+    config = cache.decoder.config
+    return {"name": config.name_or_path or "", "dtype": str(cache.decoder.dtype), "fingerprint": fingerprint(config)}
+
+
+def _digest(gates: AttentionGates) -> str:
+    """Return a hash of the gates: their configuration and weights."""
+    found = hashlib.sha256(json.dumps(asdict(gates.config), sort_keys=True).encode())
+    for name, x in sorted(gates.state_dict().items()):
+        found.update(name.encode())
+        found.update(x.detach().float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _check_base(file: Path, was: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Refuse a model of another geometry or data type."""
+    pairs = {"dtype": (was["dtype"], here["dtype"])}
+    pairs |= {name: (was["fingerprint"].get(name), x) for name, x in here["fingerprint"].items()}
+    for name, (wanted, found) in pairs.items():
+        if wanted != found:
+            raise UserError(
+                f"{file}: the cache was made for a model with {name}={wanted!r} ({was['name'] or 'no name'}), "
+                f"and this one has {found!r}; load that model, in that data type."
+            )
+
+
+# ---- files
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[dict[str, str], Callable[[str], Tensor]]]:
+    """Open a saved cache; gives its metadata and what reads a tensor by name."""
+    what = "expected a file of EvictionCache.save"
+    try:
+        opened = safe_open(file, "pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: cannot be read: {error}: {what}.") from error
+    with opened as tensors:
+        metadata = tensors.metadata() or {}
+        if metadata.get("format") != FORMAT or "cache" not in metadata:
+            raise UserError(f"{file}: no saved cache: {what}.")
+        if metadata.get("schema") != str(SCHEMA):
+            raise UserError(
+                f"{file}: schema={metadata.get('schema')!r:.20}: expected {SCHEMA}; another version of ag wrote it: "
+                "use that one, or read the prompt again."
+            )
+        yield metadata, tensors.get_tensor
+
+
+@contextmanager
+def _whole(file: Path) -> Iterator[None]:
+    """Turn what a damaged file brings about into one error."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: damaged ({error!r:.80}): read the prompt again, and save the cache anew.") from error
+
+
+def _check_replaceable(target: Path) -> None:
+    """Refuse to write over something that is no saved cache."""
+    if not target.exists():
+        return
+    try:
+        with safe_open(target, "pt") as found:
+            mine = (found.metadata() or {}).get("format") == FORMAT
+    except (OSError, SafetensorError):
+        mine = False
+    if not mine:
+        raise UserError(f"{target}: exists and is no saved cache; give another path.")

@@ -1,0 +1,79 @@
+"""Gaps closed: every version against lists."""
+
+import pytest
+import torch
+
+from ag.kernels import native
+from ag.kernels.row_close import closed, cpu, row_close
+from ag.kernels.row_close.reference import reference_row_close
+
+COMPILED = native.function(cpu.SOURCE, *cpu.ARGUMENTS)
+NEEDS_COMPILER = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"C++: {COMPILED}")
+VERSIONS = [
+    pytest.param(reference_row_close, id="reference"),
+    pytest.param(cpu.row_close, id="cpp", marks=NEEDS_COMPILER),
+    pytest.param(row_close, id="picked"),
+]
+GONE = {
+    "one each": [[3], [0], [6], [4]],
+    "near the ends": [[8, 5], [4], [6, 5], [4]],
+    "near the beginnings": [[0], [0], [1], [0, 1]],
+    "anywhere": [[1, 2, 5], [0, 4], [], [2]],
+    "none": [[], [], [], []],
+    "all": [list(range(9)), list(range(5)), list(range(7)), list(range(5))],
+}
+
+
+def rows():
+    """Four rows of 9, 5, 7 and 5 tokens with free slots between; three columns that number the slots."""
+    lengths, starts = torch.tensor([9, 5, 7, 5]), torch.tensor([2, 12, 20, 27])
+    slots = torch.arange(34)
+    columns = [slots[:, None] * torch.ones(1, 3), slots[:, None].expand(-1, 5).bfloat16().contiguous(), slots.int()]
+    return columns, starts, lengths
+
+
+@pytest.mark.parametrize("to_end", [None, False, True])
+@pytest.mark.parametrize("case", GONE)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_rows_equal_lists(version, case, to_end):
+    columns, starts, lengths = rows()
+    keep = torch.ones(4, 9, dtype=torch.bool)
+    kept = []
+    for row, gone in enumerate(GONE[case]):
+        keep[row, gone] = False
+        first, length = int(starts[row]), int(lengths[row])
+        kept.append([first + t for t in range(length) if t not in gone])
+    side = version(columns, keep, starts, lengths, to_end=to_end)
+    down = sum(
+        slot != start + i for start, row in zip(starts.tolist(), kept, strict=True) for i, slot in enumerate(row)
+    )
+    stops = (starts + lengths).tolist()
+    up = sum(slot != stop - len(row) + i for stop, row in zip(stops, kept, strict=True) for i, slot in enumerate(row))
+    assert side == (up < down if to_end is None else to_end)
+    for row, want in enumerate(kept):
+        first = stops[row] - len(want) if side else int(starts[row])
+        for x in columns:
+            found = x.view(34, -1)[first : first + len(want)]
+            assert found.long().tolist() == [[slot] * found.shape[1] for slot in want]
+    free = [slot for slot in range(34) if not any(a <= slot < b for a, b in zip(starts.tolist(), stops, strict=True))]
+    assert columns[2][free].tolist() == free
+
+
+@pytest.mark.parametrize("forced", ["reference", pytest.param("cpp", marks=NEEDS_COMPILER)])
+@pytest.mark.parametrize("shape", [(2, 4, 6), (2, 4, 3, 6)])
+@pytest.mark.parametrize("even", [True, False])
+def test_records_follow_their_tokens(monkeypatch, forced, shape, even):
+    """Two query heads a KV head; what is short ends with 0, and the record itself stays as it was."""
+    monkeypatch.setenv("AG_KERNELS", forced)
+    x = torch.arange(1.0, 1 + torch.tensor(shape).prod()).view(shape)
+    keep = torch.tensor([[[1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 1, 1]], [[1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 0, 0]]]).bool()
+    if not even:
+        keep[1, 0, 4:] = False
+    before, found = x.clone(), closed(x, keep)
+    assert torch.equal(x, before) and found.shape == (*shape[:-1], 4)
+    for b in range(2):
+        for h in range(4):
+            kept = keep[b, h // 2]
+            for mine, theirs in zip(found[b, h].view(-1, 4), x[b, h].view(-1, 6), strict=True):
+                want = theirs[kept].tolist()
+                assert mine.tolist() == want + [0.0] * (4 - len(want))
