@@ -9,30 +9,27 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ag.engine.policy import Policy, policy
-from ag.engine.state import restore, state_of
+from ag.engine.state import Stateful, restore, state_of
 from ag.errors import UserError
 from ag.files import fsync
 from ag.gates.gate import AttentionGates
 from ag.model.geometry import fingerprint
 from ag.versions import versions
 
-if TYPE_CHECKING:
-    from ag.engine.cache import EvictionCache
-
 SCHEMA = 1
 FORMAT = "ag.EvictionCache"
 
-C = TypeVar("C", bound="EvictionCache")
+C = TypeVar("C", bound=Stateful)
 
 
-def save(cache: EvictionCache, path: str | os.PathLike[str]) -> None:
+def save(cache: Stateful, path: str | os.PathLike[str]) -> None:
     """Write a cache; see :meth:`ag.engine.cache.EvictionCache.save`."""
     target, tensors = Path(path), dict[str, Tensor]()
     _check_replaceable(target)
@@ -56,7 +53,7 @@ def save(cache: EvictionCache, path: str | os.PathLike[str]) -> None:
         staged.unlink(missing_ok=True)
 
 
-def load(kind: type[C], path: str | os.PathLike[str], model: nn.Module) -> C:
+def load(kind: Callable[[nn.Module, Policy], C], path: str | os.PathLike[str], model: nn.Module) -> C:
     """Read a cache; see :meth:`ag.engine.cache.EvictionCache.load`."""
     file = Path(path)
     with _opened(file) as (metadata, read):
@@ -77,7 +74,7 @@ def load(kind: type[C], path: str | os.PathLike[str], model: nn.Module) -> C:
 # ---- what it was made of
 
 
-def _words(cache: EvictionCache) -> dict[str, Any]:
+def _words(cache: Stateful) -> dict[str, Any]:
     """Return what :func:`ag.policy` makes the policy of again."""
     mine, options = cache.policy, dict(cache.policy.options)
     inner = getattr(mine.scorer, "inner", mine.scorer)
@@ -94,7 +91,7 @@ def _words(cache: EvictionCache) -> dict[str, Any]:
     return {"spec": str(mine.spec), "budget": mine.budget, "schedule": mine.schedule, "options": options}
 
 
-def _base(cache: EvictionCache) -> dict[str, Any]:
+def _base(cache: Stateful) -> dict[str, Any]:
     """Return what is known of the model: its geometry and type, and its name for the reader."""
     config = cache.decoder.config
     return {"name": config.name_or_path or "", "dtype": str(cache.decoder.dtype), "fingerprint": fingerprint(config)}

@@ -8,7 +8,7 @@ computes what the original would, bit by bit. Policy and layers are made anew by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,15 +17,16 @@ from ag.engine.decide import Decision
 from ag.engine.history import History
 from ag.engine.layer import EvictionLayer
 from ag.engine.layout import Layout
+from ag.engine.policy import Policy
 from ag.engine.repeat import Repetition
 from ag.engine.ring import RingStore
+from ag.engine.schedule import Schedule
 from ag.engine.storage import RaggedStore
+from ag.engine.undo import Undo
 from ag.errors import UserError
+from ag.gates.gate import AttentionGates
 from ag.model.geometry import fingerprint
 from ag.model.hooks import device_of
-
-if TYPE_CHECKING:
-    from ag.engine.cache import EvictionCache
 
 #: What is written of each part of a cache, and of which types.
 HISTORY: dict[str, Any] = {
@@ -46,7 +47,22 @@ LAYOUT = {"starts": Tensor, "lengths": Tensor, "limits": Tensor}
 COLUMNS = {"keys": Tensor, "values": Tensor, "ranks": Tensor, "gate": Tensor | None}
 
 
-def state_of(cache: EvictionCache, tensors: dict[str, Tensor]) -> dict[str, Any]:
+class Stateful(Protocol):
+    """What of :class:`ag.engine.cache.EvictionCache` a file is about."""
+
+    decoder: Any
+    policy: Policy
+    gates: AttentionGates | None
+    history: History
+    decision: Decision | None
+    repetition: Repetition | None
+    evicting_layers: list[EvictionLayer]
+    _schedule: Schedule
+    _undo: Undo
+    _sharing: list[int]
+
+
+def state_of(cache: Stateful, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the state of a cache, with the names of tensors in their places; the tensors go into ``tensors``."""
     history, shares = cache.history, None if cache.decision is None else cache.decision.shares
     if not history.seen or history.seen < history.prompt_columns:
@@ -86,7 +102,7 @@ def state_of(cache: EvictionCache, tensors: dict[str, Tensor]) -> dict[str, Any]
     }
 
 
-def restore(cache: EvictionCache, state: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
+def restore(cache: Stateful, state: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
     """Give a fresh cache a state; tensors are read by name."""
     device = device_of(cache.decoder)
     cache.history = History(**_unpacked(state["history"], HISTORY, read, device))
