@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,12 +12,13 @@ from matplotlib.ticker import PercentFormatter
 
 from ag.evaluate.comparison.findings import Comparison, Entry, Wins
 from ag.evaluate.comparison.lead import Leading, full_cache, leading, lines
-from ag.evaluate.comparison.positions import curve
+from ag.evaluate.comparison.positions import curve, difference
 from ag.gates.figures import DPI
 
 # Okabe and Ito's palette without black, which is the text's
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C", "#A89B00")
 MARKERS = "osD^vP*X"
+DASHES = ("-", "--", ":", "-.")
 SMALL = 0.01  # nats, below which the scale of the leading curves is linear
 LONGEST = 36  # characters of a name
 
@@ -175,20 +177,26 @@ def depths(task: str, entries: Sequence[Entry]) -> Figure:
 
 
 def positions(task: str, entries: Sequence[Entry]) -> Figure:
-    """Draw the loss along the text, the mean over samples in bins of positions."""
+    """Draw nats over the full cache along the text, means over samples in bins of positions; without one, the nats."""
     figure = Figure(figsize=(8, 4), dpi=DPI, layout="constrained")
     axes = figure.subplots()
-    for number, entry in enumerate(entries):
-        bins = curve(entry.outcomes)
-        axes.plot(
-            list(bins),
-            [np.mean(nats) for nats in bins.values()],
-            color=COLOURS[number % len(COLOURS)],
-            label=short(entry.name),
-            linewidth=1.4,
-        )
+    full = next((entry for entry in entries if not entry.evicts), None)
+    drawn = [entry for entry in entries if entry.evicts] if full else list(entries)
+    labels, budgets = (list(dict.fromkeys(getattr(entry.row, name) for entry in drawn)) for name in ("label", "budget"))
+    for entry in drawn:
+        if full:
+            bins = {start: mean for start, (mean, _) in difference(entry, full).items()}
+        else:
+            bins = {start: float(np.mean(nats)) for start, nats in curve(entry.outcomes).items()}
+        number, dashes = labels.index(entry.row.label), DASHES[budgets.index(entry.row.budget) % len(DASHES)]
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        line: dict[str, Any] = {"linestyle": dashes, "linewidth": 1.4, "marker": marker, "markersize": 4}
+        axes.plot(list(bins), list(bins.values()), color=colour, label=short(entry.name), **line)
+    if full:
+        axes.axhline(0, color="#555555", linewidth=0.8)
+        axes.set_yscale("symlog", linthresh=SMALL)
     axes.set_xlabel("position in the text (tokens)")
-    axes.set_ylabel(entries[0].row.metric)
+    axes.set_ylabel("nats over the full cache" if full else entries[0].row.metric)
     axes.set_title(task, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)

@@ -122,9 +122,17 @@ def streamed(tmp_path):
         tags = [{"nats@4": a, "nats@6": b, "held@end": 0.25 + 0.5 * (label == "full")} for a, b in texts]
         scores = [(2 * a + 3 * b) / 5 for a, b in texts]
         row = replace(entry(label, None if label == "full" else 0.5, "ppl_stream", scores).row, key=label)
+        row = replace(row, policy=f"ag.policy('{label}')")
         outcomes = [Outcome(str(i), s, 9, 0.5, 9, 0.1, t) for i, (s, t) in enumerate(zip(scores, tags, strict=True))]
         entries.append(Entry(row, outcomes, []))
     return Comparison(tmp_path, "full", [findings._tested(one, "full", entries) for one in entries])
+
+
+def test_curves_over_positions_start_from_the_full_cache(streamed):
+    tova, h2o, level = plots.positions("ppl_stream", streamed.entries).axes[0].lines  # full is the level
+    assert (tova.get_label(), tova.get_xdata().tolist()) == ("tova 0.5", [4, 6])
+    assert tova.get_ydata() == pytest.approx([0.3, 0.5])
+    assert list(h2o.get_ydata()) == list(level.get_ydata()) == [0.0, 0.0]
 
 
 def test_a_table_by_position(streamed):
