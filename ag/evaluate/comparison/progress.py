@@ -62,7 +62,8 @@ class Progressing:
             parts.append(f"{self._outcomes // self._together} of {self._samples} samples")
         fraction = self._outcomes / self._samples if self._samples else 0.0
         here = self._done + fraction - (self._first or 0)
-        if here > 0:
+        # results of samples that run together come together, so that the first of them says nothing about time
+        if here > 0 and (self._outcomes >= self._together or self._done > (self._first or 0)):
             left = (self._total - self._done - fraction) * (self._clock() - self._begun) / here
             parts.append(f"about {timedelta(seconds=round(left))} left")
         return ", ".join(parts)

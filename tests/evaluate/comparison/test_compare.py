@@ -517,6 +517,18 @@ def test_progress_without_a_terminal_is_a_line_every_half_minute(quiet):
     ]
 
 
+def test_progress_waits_for_a_sample_of_every_cell_before_it_tells_a_time(quiet):
+    now = [0.0]
+    progress = Progressing(quiet, 2, lambda: now[0])
+    progress.begin("worked: full", 2, 40)
+    now[0] = 300.0  # 25 samples together
+    progress.outcome()
+    assert quiet.file.getvalue() == "0 of 2 cells, 0 of 40 samples (worked: full and 1 more)\n"
+    for _ in range(49):
+        progress.outcome()
+    assert progress.said() == "0 of 2 cells, 25 of 40 samples, about 0:03:00 left"
+
+
 def test_rows_of_earlier_commands_stay_and_are_named(config, quiet):
     compare(config(), quiet)
     fewer = compare(config(policies=["full", "h2o"], budgets=[0.5]), quiet)
