@@ -183,11 +183,13 @@ def positions(task: str, entries: Sequence[Entry]) -> Figure:
     full = next((entry for entry in entries if not entry.evicts), None)
     drawn = [entry for entry in entries if entry.evicts] if full else list(entries)
     labels, budgets = (list(dict.fromkeys(getattr(entry.row, name) for entry in drawn)) for name in ("label", "budget"))
+    lowest = 0.0
     for entry in drawn:
         if full:
             bins = {start: mean for start, (mean, _) in difference(entry, full).items()}
         else:
             bins = {start: float(np.mean(nats)) for start, nats in curve(entry.outcomes).items()}
+        lowest = min([lowest, *bins.values()])
         number, dashes = labels.index(entry.row.label), DASHES[budgets.index(entry.row.budget) % len(DASHES)]
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         line: dict[str, Any] = {"linestyle": dashes, "linewidth": 1.4, "marker": marker, "markersize": 4}
@@ -195,6 +197,7 @@ def positions(task: str, entries: Sequence[Entry]) -> Figure:
     if full:
         axes.axhline(0, color="#555555", linewidth=0.8)
         axes.set_yscale("symlog", linthresh=SMALL)
+        axes.set_ylim(bottom=lowest)
     axes.set_xlabel("position in the text (tokens)")
     axes.set_ylabel("nats over the full cache" if full else entries[0].row.metric)
     axes.set_title(task, fontsize=11)
