@@ -206,7 +206,7 @@ class Observation:
         return self._output()
 
     def turn(self, x: Tensor, places: Tensor, span: int = 1) -> Tensor:
-        """Rotate queries or keys ``[B, H, n, D]`` further by places ``[B, 1, n]``, as the model's RoPE does.
+        """Rotate queries or keys ``[B, H, n, D]`` further by places ``[B, 1, n or 1]``, as the model's RoPE does.
 
         Args:
             x: what to rotate.

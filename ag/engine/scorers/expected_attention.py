@@ -118,6 +118,7 @@ def _both_sides(seen: Observation, matrix: Tensor, places: Tensor, span: int = 1
     """Return ``R M R^T`` for symmetric ``[B, H, (n,) D, D]``, R the (mean) rotation to places ``[B, 1, n]``."""
     dim = matrix.shape[-1]
     flat = matrix.reshape(*matrix.shape[:2], -1, dim)
-    places = places.repeat_interleave(flat.shape[2] // places.shape[-1], -1)
+    if places.shape[-1] > 1:
+        places = places.repeat_interleave(flat.shape[2] // places.shape[-1], -1)
     once = seen.turn(flat, places, span).view_as(matrix).mT
     return seen.turn(once.reshape_as(flat), places, span).view_as(matrix)
