@@ -135,7 +135,7 @@ def smollm2() -> Path:
 @pytest.fixture(scope="module")
 def no_figures() -> Iterator[None]:
     """Pictures take half the time of a tiny run; tests/integration/test_run_folder.py has them drawn."""
-    from ag.callbacks import Figures
+    from ag.callbacks.figures import Figures
 
     with pytest.MonkeyPatch.context() as patch:
         for when in ("on_validation_end", "on_train_end"):

@@ -25,7 +25,7 @@ SCRIPT = """
 import os, signal
 from pathlib import Path
 from ag import fit
-from ag.callbacks import Figures
+from ag.callbacks.figures import Figures
 from ag.callbacks.throughput import Throughput
 from ag.training.module import GatedLM
 

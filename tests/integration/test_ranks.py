@@ -55,7 +55,7 @@ def test_two_ranks_train_like_one_with_twice_the_rows(recipe: Path, tmp_path: Pa
 FAILING = """
 import os
 from ag import fit
-from ag.callbacks import Figures
+from ag.callbacks.figures import Figures
 from ag.training.module import GatedLM
 
 step = GatedLM.training_step
