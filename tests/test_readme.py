@@ -31,9 +31,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 SMALL = [
     "data.val_samples=2",
-    "data.batch_size=2",
+    "data.prompt_min=60",
+    "data.prompt_max=80",
+    "data.batch_size=1",
     "data.val_batch_size=2",
-    "trainer.max_steps=3",
+    "trainer.max_steps=2",
     "trainer.val_every=0",
     "warmup.regress_steps=1",
     "optim.warmup_steps=0",
@@ -121,7 +123,7 @@ def test_the_commands_by_hand_and_the_python_example_work(tmp_path, smollm2):
     for program in ("ag.generate", "ag.evaluate"):
         words = next(words for words in commands(ROOT / "README.md") if words[2:3] == [program])
         words = [word.replace(*next(iter(place.items()))) for word in words]
-        done = run(*words[1:])
+        done = run(*words[1:], *(["max_new_tokens=8"] if program == "ag.generate" else []))
         assert done.returncode == 0, done.stderr
         assert "evicted" in done.stdout.lower()
     (example,) = (block for language, block in BLOCK.findall(readme) if language == "python")

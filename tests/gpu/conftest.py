@@ -15,6 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from gpu.cases import REHEARSAL
 
 
+@pytest.fixture(scope="module", autouse=REHEARSAL)
+def undrawn(no_figures: None) -> None:
+    """In a rehearsal nothing is drawn: pictures take half the time of a tiny run."""
+
+
 @pytest.fixture
 def card() -> None:
     """Skip what a rehearsal without a card cannot show."""

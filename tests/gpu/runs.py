@@ -18,6 +18,7 @@ from ag.training.loggers import read_metrics
 from gpu.cases import REHEARSAL
 
 STEPS = 4
+UNDRAWN = Path(__file__).parents[1] / "undrawn.py"
 
 
 def train(recipe: Path, output: Path, *overrides: str, alone: bool = False) -> Path:
@@ -44,7 +45,8 @@ def _fit(arguments: list[str], alone: bool) -> None:
             assert fit.main(arguments) == 0
             return
         python = started() if REHEARSAL else sys.executable
-        command = [python, "-m", "ag.fit", *arguments]
+        program = [str(UNDRAWN)] if REHEARSAL else ["-m", "ag.fit"]
+        command = [python, *program, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-4000:]
 

@@ -5,7 +5,7 @@ import torch
 
 from ag.kernels.ragged_decode import flash
 from ag.kernels.ragged_decode.chunked import chunked_ragged_decode
-from gpu.cases import DEVICE, DIMS, PRECISIONS, draw, here, name, near
+from gpu.cases import DEVICE, DIMS, DTYPES, PRECISIONS, draw, here, name, near
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +46,7 @@ def by_row(q, keys, values, starts, lengths, scaling):
     return want.view(q.shape)
 
 
-@pytest.mark.parametrize("dtype", PRECISIONS, ids=name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("dim", DIMS)
 def test_output(triton_untuned, dim, dtype):
     torch.manual_seed(dim)

@@ -14,6 +14,8 @@ from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.training.loggers import read_metrics
 
+UNDRAWN = Path(__file__).parents[1] / "undrawn.py"
+
 
 def train(recipe: Path, output: Path, *overrides: str) -> Path:
     """Run the command here, expect success, return the run folder."""
@@ -28,8 +30,8 @@ def resume(run: Path, *overrides: str) -> Path:
     return run
 
 
-def start(*arguments: str | Path, script: Path | None = None, **options: Any) -> subprocess.Popen[str]:
-    """Run the command, or a script in its place, in a process of its own."""
+def start(*arguments: str | Path, script: Path | None = UNDRAWN, **options: Any) -> subprocess.Popen[str]:
+    """Run a script, or the command where there is none, in a process of its own."""
     program = ["-m", "ag.fit"] if script is None else [str(script)]
     return subprocess.Popen(
         [started(), *program, *map(str, arguments)],

@@ -91,7 +91,7 @@ def test_torchrun_without_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_sweep(recipe: Path, tmp_path: Path) -> None:
     arguments = [f"recipe={recipe}", "trainer.max_steps=2", "loss.beta=0.3,0.4", f"output={tmp_path}"]
-    process = start("-m", *arguments)
+    process = start("-m", *arguments, script=None)
     output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     swept = {load_config(run / "config.yaml", Config).loss.beta: run for run in runs(tmp_path)}
@@ -105,7 +105,7 @@ def test_sweep(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_says_nothing_of_other_projects(recipe: Path, tmp_path: Path) -> None:
     """Lightning's advertisements, deprecations that only libraries can mend, and bars in a log file."""
-    process = start(f"recipe={recipe}", "train=gates+lora", "trainer.max_steps=1", f"output={tmp_path}")
+    process = start(f"recipe={recipe}", "train=gates+lora", "trainer.max_steps=1", f"output={tmp_path}", script=None)
     output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert "step 1/1" in output

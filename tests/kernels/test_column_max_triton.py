@@ -59,4 +59,4 @@ def test_two_runs_agree_to_the_bit():
 
 @pytest.mark.parametrize("name", HARD)
 def test_hard_inputs(name):
-    check_column_max(triton_column_max, reference_column_max, name, 70)
+    check_column_max(triton_column_max, reference_column_max, name, 40)

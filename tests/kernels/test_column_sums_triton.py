@@ -53,4 +53,4 @@ def test_two_runs_agree_to_the_bit():
 @pytest.mark.parametrize("name", HARD)
 @pytest.mark.parametrize("power", [1, 2])
 def test_hard_inputs(name, power):
-    check_column_sums(triton_column_sums, reference_column_sums, name, 70, power)
+    check_column_sums(triton_column_sums, reference_column_sums, name, 40, power)

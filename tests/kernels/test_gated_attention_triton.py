@@ -142,7 +142,7 @@ def test_blocks_of_evicted_keys_are_not_read():
 
 @pytest.mark.parametrize("case", TOGETHER, ids=str)
 def test_a_packed_document_is_what_it_is_alone(case):
-    packed, alone = packed_and_alone(triton_gated_attention, (16, 1, 7, 25), torch.float32, **TOGETHER[case])
+    packed, alone = packed_and_alone(triton_gated_attention, (16, 1, 3, 19), torch.float32, **TOGETHER[case])
     for name, got, want in zip(["out", "dq", "dk", "dv", "dkeep"], packed, alone, strict=True):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -246,4 +246,4 @@ def test_the_operation_chooses_triton_and_compiled_models_keep_working(monkeypat
 
 @pytest.mark.parametrize("name", HARD)
 def test_hard_inputs(name):
-    check_gated_attention(triton_gated_attention, reference_gated_attention, name, 70)
+    check_gated_attention(triton_gated_attention, reference_gated_attention, name, 40)
