@@ -47,19 +47,19 @@ def test_one_is_a_token_and_one_point_nought_the_whole_prompt(text, budget):
 
     generated = _policy(config(ag.generate.GenerateConfig, "policy=h2o", "prompt=x", f"budget={text}"))
     explained = pictures._policies(config(ag.explain.ExplainConfig, "policies=[h2o]", f"budget={text}"))["h2o"]
-    _, compared = cells.plan(config(ag.compare.CompareConfig, "policies=[full,h2o]", f"budgets=[{text}]"))
+    _, compared = cells.list_cells(config(ag.compare.CompareConfig, "policies=[full,h2o]", f"budgets=[{text}]"))
     words = config(ag.evaluate.__main__.EvaluateConfig, "policies=[h2o]", f"budgets=[{text}]", "root=x")
-    [evaluated] = cells.plan(translate(words).config)
+    [evaluated] = cells.list_cells(translate(words).config)
     for policy in (generated, explained, compared.policy, evaluated.policy, ag.policy("h2o", budget)):
         assert (policy.budget, type(policy.budget)) == (budget, type(budget))
 
 
 def test_both_ones_stand_apart_in_a_comparison():
     config = parse(["policies=[full,h2o]", "budgets=[1,1.0]"], ag.compare.CompareConfig, "ag.compare").config
-    assert [cell.name for cell in cells.plan(config)] == ["ppl: full", "ppl: h2o 1", "ppl: h2o 1.0"]
+    assert [cell.name for cell in cells.list_cells(config)] == ["ppl: full", "ppl: h2o 1", "ppl: h2o 1.0"]
 
 
 def test_a_budget_of_a_yaml_file(tmp_path):
     (tmp_path / "mine.yaml").write_text("policies: [full, h2o]\nbudgets: [1, 1.0, 0.5]\n")
     config = parse([f"recipe={tmp_path / 'mine.yaml'}"], ag.compare.CompareConfig, "ag.compare").config
-    assert [cell.name for cell in cells.plan(config)][1:] == ["ppl: h2o 1", "ppl: h2o 1.0", "ppl: h2o 0.5"]
+    assert [cell.name for cell in cells.list_cells(config)][1:] == ["ppl: h2o 1", "ppl: h2o 1.0", "ppl: h2o 0.5"]

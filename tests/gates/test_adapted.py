@@ -139,7 +139,9 @@ def test_generate(folder):
 
 def test_compare_runs_gates_on_the_merged_model(folder):
     def plan(model):
-        return cells.plan(CompareConfig(model=str(folder / model), policies=["full", f"gates:{folder / 'export'}"]))
+        return cells.list_cells(
+            CompareConfig(model=str(folder / model), policies=["full", f"gates:{folder / 'export'}"])
+        )
 
     assert len(plan("merged")) == 2
     with refuses(UserError, "adapter="):
