@@ -121,6 +121,7 @@ def test_logits_are_those_of_the_training_forward(family, kind, passes, side, re
         assert 0.2 < share < 0.8, "the flags are not mixed: the test shows nothing"
 
 
+@pytest.mark.slow
 def test_smollm2(smollm2):
     model, tokenizer = models.load_base(ModelConfig(name=str(smollm2)))
     text = "A gate looks at every token of the text and says whether later tokens will want to see it again. "

@@ -253,6 +253,7 @@ def test_caote_pooled_at_the_end(scene, kind, fast):
     assert not torch.allclose(got, wrapper(inner=base).score(scene.seen), rtol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["caote", "fastcaote"])
 @pytest.mark.parametrize("base", ["h2o", "tova"])
 def test_greedy_caote_lets_tokens_go_one_by_one(base, spec):
@@ -453,6 +454,7 @@ def test_cake_with_the_rounding_of_the_code_keeps_the_budget(tiny_llama):
 # ---- the order of evicting and attending
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["prefill", "steps:3", "blocks:7+every"])
 @pytest.mark.parametrize("name", ["h2o", "snapkv+caote", "tova@heads", "h2o@pyramid", "gates"])
 def test_queries_that_attend_after_the_eviction(tiny_llama, name, schedule):

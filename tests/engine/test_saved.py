@@ -116,6 +116,7 @@ def test_a_loaded_cache_goes_on_as_the_saved_one(tiny_llama, tmp_path, name, ste
     assert held(loaded) == held(cache) != before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["tiny_mistral", "tiny_qwen3"])
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "ring"])
 def test_other_models(request, tmp_path, family, name):

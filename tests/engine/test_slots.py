@@ -178,6 +178,7 @@ def test_a_budget_that_suffices_changes_no_word(family, schedule, request):
     assert torch.equal(model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **GREEDY), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["streaming_llm", "tova"])
 def test_a_stream_runs_past_the_context_of_the_model(tiny_llama, name):
     """No position beyond budget and block ever reaches the rotary embedding, and the text goes on as it should."""
@@ -231,6 +232,7 @@ def test_sliding_windows_are_refused(tiny_mistral, tiny_qwen2):
     ag.EvictionCache(tiny_mistral(sliding_window=None), "h2o", budget=24, positions="slot")
 
 
+@pytest.mark.slow
 def test_bfloat16_does_not_drift(tiny_llama):
     """200 steps, each of which rotates what is held anew: the sinks' keys stay as they were, and so do the errors."""
     model, exact = tiny_llama().bfloat16(), tiny_llama().bfloat16().float()

@@ -90,6 +90,7 @@ def saved_bytes(module):
     return sum(t.untyped_storage().nbytes() for at, t in storages.items() if at not in owned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gate", [{"kind": "mlp", "hidden": 24}, {"window": 32, "shortcut": True}], ids=["mlp", "window"]
 )
@@ -102,6 +103,7 @@ def test_gates_for_streams(folder, gate):
     assert found.activations[0] == pytest.approx(saved_bytes(module), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", ["gates", "gates+lora", "lora"])
 def test_parameters_are_exact(folder, train):
     config = config_of(folder, train)
@@ -113,6 +115,7 @@ def test_parameters_are_exact(folder, train):
     assert found.memory["gates"] + found.memory["LoRA"] == found.memory["gradients"] == 4 * sum(trained.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "precision"),
     [("gates", "32-true"), ("gates+lora", "32-true"), ("gates+lora", "bf16-mixed"), ("lora", "32-true")],
@@ -126,6 +129,7 @@ def test_activations_are_those_that_the_step_saves(folder, train, precision):
     assert kept < plain / 3
 
 
+@pytest.mark.slow
 def test_drawn_shares_cost_a_teacher(folder):
     config = config_of(folder, "gates")
     config.data.packing = "repeated"
@@ -172,6 +176,7 @@ def test_ddp_copies_and_fsdp2_divides(folder):
     assert ddp.tokens == 4 * one.tokens and ddp.flops == one.flops
 
 
+@pytest.mark.slow
 def test_nf4_bytes(tmp_path, tiny_llama, tiny_tokenizer):
     pytest.importorskip("bitsandbytes")
     tiny_llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=2).save_pretrained(tmp_path)
@@ -205,6 +210,7 @@ def test_report(folder, monkeypatch):
     assert "at 2 tera-operations a second (measured" in report(replace(config, tflops=None))
 
 
+@pytest.mark.slow
 def test_command(folder, capsys):
     arguments = [f"model.name={folder}", "data.kind=facts", "plan=true", "trainer.accelerator=cpu", "train=gates"]
     assert fit.main(arguments) == 0

@@ -153,6 +153,7 @@ def _die_while_writing(config, quiet):
     compare(config, quiet)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_results(config, quiet, tmp_path):
     """SIGKILL in the middle of the third row, its lock held."""
     compare(config(output=str(tmp_path / "whole")), quiet)
@@ -186,6 +187,7 @@ def _work_and_tell(config, console, diary):
     compare(config, console)
 
 
+@pytest.mark.slow
 def test_two_workers_do_each_cell_once(config, quiet, tmp_path):
     diary = tmp_path / "diary"
     workers = [in_process(_work_and_tell, config(together=1), quiet, diary) for _ in range(2)]
@@ -257,6 +259,7 @@ def failing(monkeypatch):
     return install
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [
@@ -283,6 +286,7 @@ def test_out_of_memory_is_recorded_and_the_run_goes_on(config, quiet, failing, e
     assert [len(line.split(" | ")) for line in table.splitlines() if line.startswith("| tova")][-2:] == [10, 10]
 
 
+@pytest.mark.slow
 def test_failed_cells_run_again_only_when_asked(config, quiet, failing, monkeypatch):
     failing(MemoryError("none left"))
     compare(config(), quiet)
