@@ -12,6 +12,33 @@ inline float as_float(uint32_t bits) {
   return x;
 }
 
+struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Half {
+  uint16_t bits;
+};
+
+inline float widen(float x) { return x; }
+
+inline float widen(BFloat16 x) { return as_float(static_cast<uint32_t>(x.bits) << 16); }
+
+// Exact for finite numbers, subnormal ones among them: the exponent is moved, then rebiased by a product.
+inline float widen(Half x) {
+  const float size = as_float(static_cast<uint32_t>(x.bits & 0x7fff) << 13) * 0x1p112f;
+  return x.bits & 0x8000 ? -size : size;
+}
+
+inline void narrow(float x, float* out) { *out = x; }
+
+// To the nearest, ties to even; NaN stays NaN.
+inline void narrow(float x, BFloat16* out) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  out->bits = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 // e^x for x <= 0, relative error below 1e-6: 2^n times a polynomial on [-log(2)/2, log(2)/2]. Below -87, where numbers
 // become subnormal, it is 0.
 inline float exp_negative(float x) {

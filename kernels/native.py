@@ -11,9 +11,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
+from torch import Tensor
 
 from ag.files import home
 
@@ -24,26 +26,61 @@ SECONDS = 300  # after which a compiler is given up
 log = logging.getLogger(__name__)
 
 
-@functools.cache
-def function(source: Path, *arguments: type) -> ctypes._NamedFuncPointer | str:
-    """Return the C function named like the folder of its source, or why there is none.
+@dataclass(frozen=True)
+class Kernel:
+    """A C function, named like the folder of its source and compiled at first use.
 
-    Compiles where this machine has not done so before.
-
-    Args:
+    Attributes:
         source: a C++ file, which may include ``native.h``.
-        arguments: their ctypes types; nothing is returned.
+        arguments: the ctypes types of the function's arguments; it returns nothing.
     """
+
+    source: Path
+    arguments: tuple[type, ...]
+
+    def __call__(self, *arguments: object) -> None:
+        """Call the function.
+
+        Raises:
+            RuntimeError: it could not be compiled (see :meth:`failure`).
+        """
+        function = _function(self)
+        if isinstance(function, str):
+            raise RuntimeError(function)
+        function(*arguments)
+
+    def failure(self) -> str | None:
+        """Compile the function where this machine has not done so before; return why that failed, or None."""
+        function = _function(self)
+        return function if isinstance(function, str) else None
+
+    def unavailable(self, *tensors: Tensor, in_place: bool = False) -> str | None:
+        """Return why the function cannot work on tensors, or None.
+
+        Args:
+            tensors: what it reads.
+            in_place: whether it also writes into them, for which they must be contiguous.
+        """
+        if tensors[0].device.type != "cpu":
+            return f"the tensors are on {tensors[0].device.type}"
+        if in_place and not all(x.is_contiguous() for x in tensors):
+            return "a buffer is not contiguous"
+        return self.failure()
+
+
+@functools.cache
+def _function(kernel: Kernel) -> ctypes._NamedFuncPointer | str:
+    """Return the compiled function, or why there is none."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return "there is no C++ compiler (install g++)"
     try:
-        found = load(source, compiler, home() / "kernels")
+        found = load(kernel.source, compiler, home() / "kernels")
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [repr(error)]
         return f"{compiler} could not compile it: {said[0]}"
     found.restype = None
-    found.argtypes = arguments
+    found.argtypes = kernel.arguments
     return found
 
 

@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
+from ag.model.products import Products
 
 IMPLEMENTATION = "ag"
 
@@ -160,6 +161,7 @@ def instrument(model: nn.Module) -> Attachment:
         module.config._attn_implementation = IMPLEMENTATION
         module._ag_own_config = configs[-1][1]
     base = _unwrapped(model)
+    handles += Products(base, lambda kwargs: isinstance(kwargs.get("past_key_values"), Interceptor)).handles
     attachment = decoder._ag_attachment = Attachment(base, handles, configs, vars(decoder).get("forward"))
     decoder.forward = partial(_decode, decoder, decoder.forward)
     base.generate = partial(_generate, base)

@@ -17,24 +17,6 @@ namespace {
 
 constexpr int64_t CHUNK = 256;
 
-struct BFloat16 {
-  uint16_t bits;
-};
-
-struct Half {
-  uint16_t bits;
-};
-
-inline float widen(float x) { return x; }
-
-inline float widen(BFloat16 x) { return as_float(static_cast<uint32_t>(x.bits) << 16); }
-
-// Exact for finite numbers, subnormal ones among them: the exponent is moved, then rebiased by a product.
-inline float widen(Half x) {
-  const float size = as_float(static_cast<uint32_t>(x.bits & 0x7fff) << 13) * 0x1p112f;
-  return x.bits & 0x8000 ? -size : size;
-}
-
 // scores[g][t] = <q_g, k_t>; DIM 0: the size is known at run time only.
 template <int DIM, typename T>
 void dot(const float* q, const T* keys, int64_t group, int64_t count, int64_t size, float* scores, float* wide) {

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from ag.kernels import native
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
-ARGUMENTS = (ctypes.c_int, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 4, ctypes.c_int, ctypes.c_void_p)
+KERNEL = native.Kernel(
+    Path(__file__).with_name("cpu.cpp"),
+    (ctypes.c_int, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 4, ctypes.c_int, ctypes.c_void_p),
+)
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def ragged_decode(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, scaling: float) -> Tensor:
     """Compute :func:`ag.kernels.ragged_decode.ragged_decode` on the CPU in one pass over what is held."""
-    function = native.function(SOURCE, *ARGUMENTS)
-    assert not isinstance(function, str)
     batch, heads, dim = q.shape
     rows, width = len(starts), values.shape[1]
     query = q.float().contiguous() * scaling
     out = torch.empty(batch, heads, width)
-    function(
+    KERNEL(
         TYPES[keys.dtype],
         query.data_ptr(),
         keys.data_ptr(),
@@ -42,9 +42,6 @@ def ragged_decode(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengt
 
 def unavailable(keys: Tensor, values: Tensor) -> str | None:
     """Return why the C++ version cannot run on such keys and values, or None."""
-    if keys.device.type != "cpu":
-        return f"the tensors are on {keys.device.type}"
     if keys.dtype not in TYPES or values.dtype != keys.dtype:
         return f"keys of {keys.dtype} and values of {values.dtype} are not both float32, bfloat16 or float16"
-    function = native.function(SOURCE, *ARGUMENTS)
-    return function if isinstance(function, str) else None
+    return KERNEL.unavailable(keys)

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from ag.kernels import native
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
-ARGUMENTS = (*[ctypes.c_void_p] * 10, *[ctypes.c_int64] * 6)
+KERNEL = native.Kernel(
+    Path(__file__).with_name("cpu.cpp"),
+    (*[ctypes.c_void_p] * 10, *[ctypes.c_int64] * 6),
+)
 
 
 def ring_append(
@@ -29,10 +31,8 @@ def ring_append(
     window: int | None = None,
 ) -> None:
     """Do what :func:`ag.kernels.ring_append.ring_append` does, on the CPU."""
-    function = native.function(SOURCE, *ARGUMENTS)
-    assert not isinstance(function, str)
     new = [x.contiguous() for x in (new_keys, new_values, new_flags, new_ranks)]  # named, so that they outlive the call
-    function(
+    KERNEL(
         *(x.data_ptr() for x in (keys, values, ranks, flags, starts, lengths, *new)),
         *(len(starts), new_flags.shape[1]),
         *(x.shape[1] * x.element_size() for x in (keys, values)),
@@ -40,11 +40,6 @@ def ring_append(
     )
 
 
-def unavailable(*tensors: Tensor) -> str | None:
+def unavailable(*buffers: Tensor) -> str | None:
     """Return why the C++ version cannot work in such buffers, or None."""
-    if tensors[0].device.type != "cpu":
-        return f"the tensors are on {tensors[0].device.type}"
-    if not all(x.is_contiguous() for x in tensors):
-        return "a buffer is not contiguous"
-    function = native.function(SOURCE, *ARGUMENTS)
-    return function if isinstance(function, str) else None
+    return KERNEL.unavailable(*buffers, in_place=True)

@@ -12,16 +12,16 @@ from ag.kernels import native
 from ag.kernels.row_statistics.reference import KINDS, Kind
 from ag.kernels.row_statistics.values import Values
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
-ARGUMENTS = (ctypes.c_int, *[ctypes.c_void_p] * 9, *[ctypes.c_int64] * 8, ctypes.c_int, ctypes.c_void_p)
+KERNEL = native.Kernel(
+    Path(__file__).with_name("cpu.cpp"),
+    (ctypes.c_int, *[ctypes.c_void_p] * 9, *[ctypes.c_int64] * 8, ctypes.c_int, ctypes.c_void_p),
+)
 
 
 def row_statistics(
     kind: Kind, logits: Tensor, counted: Tensor, values: Values | None = None, outputs: Tensor | None = None
 ) -> Tensor:
     """Compute :func:`ag.kernels.row_statistics.row_statistics` on the CPU in one pass."""
-    function = native.function(SOURCE, *ARGUMENTS)
-    assert not isinstance(function, str)
     batch, heads, rows, keys = logits.shape
     kv_heads, dim, strides = heads, 0, (0, 0)
     norms = spread = along = dots = centre = centred = None
@@ -41,7 +41,7 @@ def row_statistics(
     tensors = (logits, counted, norms, spread, along, dots, None if dots is None else outputs, centre)
     parts = [None if x is None else x.contiguous() for x in tensors]
     out = torch.empty(batch, heads, keys)
-    function(
+    KERNEL(
         KINDS.index(kind),
         *(None if x is None else x.data_ptr() for x in (*parts, centred)),
         *(batch, heads, kv_heads, rows, keys, dim, *strides),
@@ -53,9 +53,6 @@ def row_statistics(
 
 def unavailable(logits: Tensor) -> str | None:
     """Return why the C++ version cannot run on such logits, or None."""
-    if logits.device.type != "cpu":
-        return f"the tensors are on {logits.device.type}"
     if logits.dtype != torch.float32:
         return f"{logits.dtype} is not float32"
-    function = native.function(SOURCE, *ARGUMENTS)
-    return function if isinstance(function, str) else None
+    return KERNEL.unavailable(logits)

@@ -3,17 +3,16 @@
 import pytest
 import torch
 from attention_by_hand import Scene
+from compiled import needs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ag.engine import observe
 from ag.engine.observe import Context, Keys, Queries
 from ag.engine.rows import FUSED, AttentionRows, attention
-from ag.kernels import native
 from ag.kernels.row_statistics import Values, cpu
 from ag.kernels.row_statistics.reference import differences
 
-COMPILED = native.function(cpu.SOURCE, *cpu.ARGUMENTS)
-needs_compiler = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"C++: {COMPILED}")
+needs_compiler = needs(cpu.KERNEL)
 
 SCENES = {
     "one": {},

@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 from attention_by_hand import Scene, agree, group_mean, pool
+from compiled import needs
 
 import ag
 from ag.engine.allocators.base import Ballot
@@ -26,11 +27,9 @@ from ag.engine.wrappers.criticalkv import CriticalKV
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue, joint_error, key_error, value_error
 from ag.engine.wrappers.vatp import Vatp
 from ag.errors import UserError
-from ag.kernels import native
 from ag.kernels.row_statistics import Values, cpu
 
-COMPILED = native.function(cpu.SOURCE, *cpu.ARGUMENTS)
-needs_compiler = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"C++: {COMPILED}")
+needs_compiler = needs(cpu.KERNEL)
 
 SCENES = {
     "one": {"lengths": (10,)},

@@ -8,9 +8,9 @@ from ag.kernels import dispatch, native
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Nothing compiled or logged so far, and no version forced."""
-    native.function.cache_clear()
+    native._function.cache_clear()
     dispatch._tell.cache_clear()
     monkeypatch.delenv("AG_KERNELS", raising=False)
     yield monkeypatch
-    native.function.cache_clear()
+    native._function.cache_clear()
     dispatch._tell.cache_clear()

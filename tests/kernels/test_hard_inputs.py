@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from compiled import needs
 from hard import HARD, SCALING, check_column_max, check_column_sums, check_gated_attention, hard
 
-from ag.kernels import native
 from ag.kernels.column_max.chunked import chunked_column_max
 from ag.kernels.column_max.reference import reference_column_max
 from ag.kernels.column_sums.chunked import chunked_column_sums
@@ -15,8 +15,7 @@ from ag.kernels.gated_prefill.chunked import chunked_gated_prefill
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
 from ag.kernels.ragged_decode import chunked_ragged_decode, cpu
 
-COMPILED = native.function(cpu.SOURCE, *cpu.ARGUMENTS)
-needs_compiler = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"C++: {COMPILED}")
+needs_compiler = needs(cpu.KERNEL)
 
 
 @pytest.mark.parametrize("name", HARD)

@@ -7,14 +7,13 @@ import types
 
 import pytest
 import torch
+from compiled import needs
 
 from ag.errors import UserError
-from ag.kernels import native
 from ag.kernels.ragged_decode import chunked_ragged_decode, cpu, flash, ragged_decode, reference_ragged_decode
 
 SCALING = 0.3
-COMPILED = native.function(cpu.SOURCE, *cpu.ARGUMENTS)
-needs_compiler = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"C++: {COMPILED}")
+needs_compiler = needs(cpu.KERNEL)
 VERSIONS = [
     pytest.param(cpu.ragged_decode, id="cpp", marks=needs_compiler),
     pytest.param(chunked_ragged_decode, id="chunked"),

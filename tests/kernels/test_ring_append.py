@@ -2,15 +2,14 @@
 
 import pytest
 import torch
+from compiled import needs
 
-from ag.kernels import native
 from ag.kernels.ring_append import cpu, reference_ring_append, ring_append
 
-COMPILED = native.function(cpu.SOURCE, *cpu.ARGUMENTS)
-NEEDS_COMPILER = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"C++: {COMPILED}")
+needs_compiler = needs(cpu.KERNEL)
 VERSIONS = [
     pytest.param(reference_ring_append, id="reference"),
-    pytest.param(cpu.ring_append, id="cpp", marks=NEEDS_COMPILER),
+    pytest.param(cpu.ring_append, id="cpp", marks=needs_compiler),
     pytest.param(ring_append, id="picked"),
 ]
 CASES = {
@@ -104,11 +103,13 @@ def check(append, case, seed=0):
         assert (keys[starts[r] - 1] == -7).all()
 
 
-def test_c_plus_plus_takes_any_type_and_buffers_without_gaps():
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        check(
-            cpu.ring_append if not isinstance(COMPILED, str) else ring_append, {"ring": 3, "window": 7, "dtype": dtype}
-        )
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_c_plus_plus_takes_any_type(dtype):
+    check(cpu.ring_append, {"ring": 3, "window": 7, "dtype": dtype})
+
+
+def test_c_plus_plus_takes_buffers_without_gaps():
     buffer = torch.zeros(4, 8)
     assert cpu.unavailable(buffer, buffer[:, ::2]) == "a buffer is not contiguous"
     assert cpu.unavailable(buffer.to("meta")) == "the tensors are on meta"

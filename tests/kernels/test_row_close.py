@@ -2,16 +2,15 @@
 
 import pytest
 import torch
+from compiled import needs
 
-from ag.kernels import native
 from ag.kernels.row_close import closed, cpu, row_close
 from ag.kernels.row_close.reference import reference_row_close
 
-COMPILED = native.function(cpu.SOURCE, *cpu.ARGUMENTS)
-NEEDS_COMPILER = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"C++: {COMPILED}")
+needs_compiler = needs(cpu.KERNEL)
 VERSIONS = [
     pytest.param(reference_row_close, id="reference"),
-    pytest.param(cpu.row_close, id="cpp", marks=NEEDS_COMPILER),
+    pytest.param(cpu.row_close, id="cpp", marks=needs_compiler),
     pytest.param(row_close, id="picked"),
 ]
 GONE = {
@@ -59,7 +58,7 @@ def test_rows_equal_lists(version, case, to_end):
     assert columns[2][free].tolist() == free
 
 
-@pytest.mark.parametrize("forced", ["reference", pytest.param("cpp", marks=NEEDS_COMPILER)])
+@pytest.mark.parametrize("forced", ["reference", pytest.param("cpp", marks=needs_compiler)])
 @pytest.mark.parametrize("shape", [(2, 4, 6), (2, 4, 3, 6)])
 @pytest.mark.parametrize("even", [True, False])
 def test_records_follow_their_tokens(monkeypatch, forced, shape, even):

@@ -6,15 +6,14 @@ from itertools import product
 
 import pytest
 import torch
+from compiled import needs
 from pairs import covering
 
 from ag.errors import UserError
-from ag.kernels import native
 from ag.kernels.row_statistics import Values, cpu, reference_row_statistics, row_statistics
 from ag.kernels.row_statistics.reference import KINDS
 
-COMPILED = native.function(cpu.SOURCE, *cpu.ARGUMENTS)
-needs_compiler = pytest.mark.skipif(isinstance(COMPILED, str), reason=f"C++: {COMPILED}")
+needs_compiler = needs(cpu.KERNEL)
 VERSIONS = {"cpp": cpu.row_statistics, "reference": reference_row_statistics}
 CASES = {
     "one": {"rows": 1, "keys": 5, "hidden": 0.0},
@@ -29,8 +28,8 @@ CASES = {
 @pytest.fixture
 def version(request):
     """The version of a name."""
-    if request.param == "cpp" and isinstance(COMPILED, str):
-        pytest.skip(f"C++: {COMPILED}")
+    if request.param == "cpp" and cpu.KERNEL.failure():
+        pytest.skip(f"C++: {cpu.KERNEL.failure()}")
     return VERSIONS[request.param]
 
 

@@ -1,0 +1,11 @@
+"""The product as PyTorch computes it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def reference_gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute :func:`ag.kernels.gemv.gemv` in PyTorch."""
+    return F.linear(x, weight, bias)

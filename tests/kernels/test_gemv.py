@@ -1,0 +1,81 @@
+"""One token's products: every version against float64."""
+
+import pytest
+import torch
+from compiled import needs
+
+from ag.kernels.gemv import best_version, cpu, gemv
+from ag.kernels.gemv.reference import reference_gemv
+
+needs_compiler = needs(cpu.KERNEL)
+VERSIONS = [
+    pytest.param(reference_gemv, id="reference"),
+    pytest.param(cpu.gemv, id="cpp", marks=needs_compiler),
+    pytest.param(gemv, id="picked"),
+]
+EPSILON = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # a rounding of the result, and in float32 some of the sum
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", EPSILON, ids=str)
+@pytest.mark.parametrize("size", [1, 7, 64, 1537])
+@pytest.mark.parametrize("rows", [1, 3, 4, 6, 577])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_versions_agree_with_float64(version, rows, size, dtype, threads):
+    threads(2)
+    make = torch.Generator().manual_seed(rows * size)
+    x, weight, bias = (torch.randn(*shape, generator=make).to(dtype) for shape in ((1, 1, size), (rows, size), (rows,)))
+    for b in (None, bias):
+        exact = weight.double() @ x.double().flatten()
+        exact = exact if b is None else exact + b.double()
+        got = version(x, weight, b)
+        assert got.shape == (1, 1, rows)
+        assert got.dtype == dtype
+        assert (got.flatten().double() - exact).abs().max() <= EPSILON[dtype] * exact.abs().max().clamp_min(1)
+
+
+@needs_compiler
+def test_threads_do_not_change_a_bit_and_states_may_have_gaps(threads):
+    weight, wide = torch.randn(601, 128), torch.randn(1, 128, 2)
+    outs = []
+    for count in (1, 2, 3):
+        threads(count)
+        outs.append(cpu.gemv(wide[..., 0], weight))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[0], cpu.gemv(wide[..., 0].contiguous(), weight))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", EPSILON, ids=str)
+def test_infinite_and_undefined_numbers_go_on(dtype):
+    weight = torch.eye(5).to(dtype)
+    weight[1, 1], weight[2, 2] = float("inf"), float("nan")
+    got = cpu.gemv(torch.tensor([1.0, -2.0, 1.0, 3e38, 0.0]).to(dtype), weight)
+    assert got[1] == -float("inf") or got[1].isnan()  # inf * 0 of the others
+    assert got[2].isnan()
+    assert got[0].isfinite()
+
+
+@needs_compiler
+def test_bfloat16_is_rounded_to_the_nearest_and_ties_to_even():
+    values = torch.tensor([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-12, -(1 + 2**-8), 3.3e38, 2.0**-130])
+    parts = torch.stack([values.bfloat16().float(), values - values.bfloat16().float()], 1)
+    weight = parts.bfloat16()
+    exact = weight.float().sum(1)
+    assert torch.equal(cpu.gemv(torch.ones(2, dtype=torch.bfloat16), weight), exact.bfloat16())
+
+
+def test_what_cannot_run_in_c_plus_plus(threads):
+    weight = torch.zeros(4, 8)
+    assert cpu.unavailable(weight.half()) == "torch.float16 is not float32 or bfloat16"
+    assert cpu.unavailable(weight.T) == "the weight is not contiguous"
+    assert cpu.unavailable(weight.to("meta")) == "the tensors are on meta"
+    threads(1)
+    assert best_version(weight) == "reference"

@@ -1,0 +1,126 @@
+"""Products of one token on all threads: where they run, and that nothing stays changed."""
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from compiled import needs
+from peft import LoraConfig, get_peft_model
+from transformers import DynamicCache
+
+import ag
+from ag.kernels.gemv import cpu
+
+pytestmark = needs(cpu.KERNEL)
+IDS = torch.arange(3, 23)[None]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The number of weights that the kernel multiplied, with two threads."""
+    made, kernel, before = [], cpu.gemv, torch.get_num_threads()
+    monkeypatch.setattr(cpu, "gemv", lambda x, weight, bias: made.append(weight) or kernel(x, weight, bias))
+    torch.set_num_threads(2)
+    yield made
+    torch.set_num_threads(before)
+
+
+def linear(model):
+    return [layer for layer in model.modules() if type(layer) is torch.nn.Linear]
+
+
+def step(model, cache, tokens=IDS[:, :1]):
+    with torch.no_grad():
+        return model(tokens, past_key_values=cache).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_weight_of_a_step_and_only_then(tiny_llama, calls, dtype):
+    model = tiny_llama(attention_bias=True).to(dtype)
+    cache, plain = ag.EvictionCache(model, "full"), DynamicCache(config=model.config)
+    step(model, cache, IDS)
+    step(model, plain, IDS)
+    assert not calls, "a prompt"
+    want = step(model, plain)
+    assert not calls, "another cache"
+    got = step(model, cache)
+    assert len(calls) == len(linear(model)) == 3 * 7 + 1
+    assert (got - want).abs().max() <= (1e-5 if dtype == torch.float32 else 3e-2) * want.abs().max()
+    assert not any("forward" in vars(layer) for layer in linear(model))
+
+
+def test_a_token_given_as_an_embedding(tiny_llama, calls):
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "full")
+    step(model, cache, IDS)
+    with torch.no_grad():
+        model(inputs_embeds=model.get_input_embeddings()(IDS[:, :1]), past_key_values=cache)
+    assert len(calls) == len(linear(model))
+
+
+def test_where_they_do_not_run(tiny_llama, calls, monkeypatch):
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "full")
+    step(model, cache, IDS.repeat(2, 1))
+    step(model, cache, IDS[:, :1].repeat(2, 1))
+    assert not calls, "two sequences"
+    cache.reset()
+    step(model, cache, IDS)
+    model(IDS[:, :1], past_key_values=cache)
+    assert not calls, "gradients are recorded"
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = ag.EvictionCache(model, "full")
+        step(model, mixed, IDS)
+        step(model, mixed)
+    assert not calls, "autocast chooses types"
+    torch.set_num_threads(1)
+    step(model, cache)
+    assert not calls, "one thread"
+    torch.set_num_threads(2)
+    monkeypatch.setenv("AG_KERNELS", "reference")
+    step(model, cache)
+    assert not calls, "the reference is asked for"
+    monkeypatch.delenv("AG_KERNELS")
+    step(model, cache)
+    assert calls
+
+
+def test_nothing_stays_after_an_error_or_detaching(tiny_llama, calls, monkeypatch):
+    model = tiny_llama()
+    hooks = [len(part._forward_hooks) for part in model.modules()]
+    cache = ag.EvictionCache(model, "full")
+    step(model, cache, IDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "attend", lambda call: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(model, cache)
+    assert calls, "the first layer's products ran"
+    assert not any("forward" in vars(layer) for layer in linear(model))
+    ag.detach(model)
+    assert [len(part._forward_hooks) for part in model.modules()] == hooks
+
+
+def test_layers_that_a_library_runs_in_its_own_way_are_left_alone(tiny_llama, calls):
+    model = tiny_llama()
+    own = linear(model)[0]
+    add_hook_to_module(own, ModelHook())
+    forward = own.forward
+    half = linear(model)[1]
+    half.weight = torch.nn.Parameter(half.weight.T.contiguous().T)
+    cache = ag.EvictionCache(model, "full")
+    step(model, cache, IDS)
+    step(model, cache)
+    assert len(calls) == len(linear(model)) - 2
+    assert own.forward is forward
+
+
+def test_adapters_put_in_later(tiny_llama, calls):
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "full")
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    adapted.eval()
+    plain = DynamicCache(config=model.config)
+    step(adapted, plain, IDS)
+    step(adapted, cache, IDS)
+    want, got = step(adapted, plain), step(adapted, cache)
+    assert len(calls) == 3 * 7 + 1
+    assert torch.allclose(got, want, atol=1e-5)
