@@ -236,6 +236,10 @@ class EvictionCache(Cache, Interceptor):
 
     # ---- a forward pass, in the order in which it calls
 
+    def modules(self) -> list[nn.Module]:
+        """Return the gates, which run in a forward pass beside the model's modules."""
+        return [] if self.gates is None else [self.gates]
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         """Take the padding of the coming tokens; see :class:`ag.model.hooks.Interceptor`.

@@ -60,7 +60,8 @@ class GatedLayer(EvictionLayer):
         if step.fresh and dense:
             step.out = self._dense(step)
         elif self._pushes(step) and self.rotation.in_place and not self._windowed(step):
-            step.out = attend_one(replace(step.unrotated, window=None), store, step.now.ranks, step.now.seen)
+            call = step.unrotated if step.unrotated.window is None else replace(step.unrotated, window=None)
+            step.out = attend_one(call, store, step.now.ranks, step.now.seen)
         elif step.fresh:
             step.out = self._sparse(step)
         else:

@@ -78,6 +78,10 @@ class Interceptor(ABC):
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         """Start a forward pass over ``[B, T]`` new tokens; the mask is ``[B, seen + T]``, nonzero on real tokens."""
 
+    def modules(self) -> list[nn.Module]:
+        """Return the modules that run in a forward pass beside the model's."""
+        return []
+
     def note(self, tokens: Tensor) -> None:
         """Look at the ids ``[B, T]`` or embeddings ``[B, T, d]`` of the new tokens, after :meth:`begin`."""
         return None
@@ -161,11 +165,17 @@ def instrument(model: nn.Module) -> Attachment:
         module.config._attn_implementation = IMPLEMENTATION
         module._ag_own_config = configs[-1][1]
     base = _unwrapped(model)
-    handles += Products(base, lambda kwargs: isinstance(kwargs.get("past_key_values"), Interceptor)).handles
+    handles += Products(base, partial(_running, base)).handles
     attachment = decoder._ag_attachment = Attachment(base, handles, configs, vars(decoder).get("forward"))
     decoder.forward = partial(_decode, decoder, decoder.forward)
     base.generate = partial(_generate, base)
     return attachment
+
+
+def _running(base: nn.Module, kwargs: dict[str, Any]) -> list[nn.Module]:
+    """Return the modules that run in a forward pass with such keyword arguments; none without an interceptor."""
+    interceptor = kwargs.get("past_key_values")
+    return [base, *interceptor.modules()] if isinstance(interceptor, Interceptor) else []
 
 
 def restore(model: nn.Module) -> None:

@@ -6,9 +6,10 @@ such a pass the linear layers compute by :func:`ag.kernels.gemv.gemv`; before an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +18,21 @@ from torch.utils.hooks import RemovableHandle
 
 from ag.kernels.gemv import best_version, cpu
 
+Forwards = list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]]  # attributes of linear layers, and what they compute
+
 
 class Products:
     """The linear layers of a model, which share each product of one token among the threads.
 
     Args:
         model: whose forward pass begins and ends it.
-        wanted: whether a pass with these keyword arguments is one to do so in.
+        modules: gives the modules that run in a pass with these keyword arguments; none where it shall not begin.
     """
 
-    def __init__(self, model: nn.Module, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        self.wanted = wanted
-        self.linear = [layer for layer in model.modules() if type(layer) is nn.Linear and plain(layer)]
-        self.forwards = [(vars(layer), partial(_forward, layer)) for layer in self.linear]
+    def __init__(self, model: nn.Module, modules: Callable[[dict[str, Any]], Iterable[nn.Module]]) -> None:
+        self.modules = modules
+        self.known: WeakKeyDictionary[nn.Module, Forwards] = WeakKeyDictionary()
+        self.active: Forwards = []
         self.handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             model.register_forward_hook(self._end, always_call=True),
@@ -40,23 +43,27 @@ class Products:
             return
         given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
         tokens = next((x for x in given if isinstance(x, Tensor)), None)
-        if tokens is None or tokens.device.type != "cpu" or tokens.shape[:2] != (1, 1) or not self.wanted(kwargs):
+        if tokens is None or tokens.device.type != "cpu" or tokens.shape[:2] != (1, 1) or best_version() != "cpp":
             return
-        if self.linear and best_version(self.linear[0].weight) == "cpp":
-            for own, forward in self.forwards:
-                own.setdefault("forward", forward)  # not where something else (accelerate) has its own
+        for module in self.modules(kwargs):
+            if module not in self.known:
+                self.known[module] = _forwards(module)
+            for own, forward in self.known[module]:
+                if "forward" not in own:  # something else (accelerate) may have its own
+                    own["forward"] = forward
+                    self.active.append((own, forward))
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if torch.compiler.is_compiling():
-            return
-        for own, forward in self.forwards:
+        while self.active:
+            own, forward = self.active.pop()
             if own.get("forward") is forward:
                 del own["forward"]
 
 
-def plain(layer: nn.Linear) -> bool:
-    """Whether a layer's weight is an ordinary parameter, and not one that a library keeps in shards or few bits."""
-    return type(layer.weight) is nn.Parameter
+def _forwards(module: nn.Module) -> Forwards:
+    """Return the linear layers of a module, but those whose weights a library keeps in shards or few bits."""
+    linear = [layer for layer in module.modules() if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter]
+    return [(vars(layer), partial(_forward, layer)) for layer in linear]
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from compiled import needs
+from gates_for import gates_for
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
@@ -113,9 +114,24 @@ def test_layers_that_a_library_runs_in_its_own_way_are_left_alone(tiny_llama, ca
     assert own.forward is forward
 
 
+def test_gates_that_decide_on_every_token(tiny_llama, calls):
+    model = tiny_llama()
+    gates = gates_for(model, kind="mlp", covers="all", scope="causal", recent_tokens=4)
+    ag.attach(model, gates)
+    cache = ag.EvictionCache(model, "gates")
+    step(model, cache, IDS)
+    step(model, cache)
+    assert len(calls) == len(linear(model)) + len(linear(gates)) == 22 + 3 * 2
+    assert not any("forward" in vars(layer) for layer in linear(gates))
+
+
 def test_adapters_put_in_later(tiny_llama, calls):
     model = tiny_llama()
     cache = ag.EvictionCache(model, "full")
+    step(model, cache, IDS)
+    step(model, cache)
+    calls.clear()
+    cache.reset()
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     adapted.eval()
     plain = DynamicCache(config=model.config)
