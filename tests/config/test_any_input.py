@@ -44,6 +44,7 @@ def no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ag.config.command_line.sweep", lambda *_: 0)
 
 
+@pytest.mark.slow
 @anything
 @given(argv=st.lists(arguments, max_size=4))
 def test_any_arguments(argv: list[str], capsys: pytest.CaptureFixture[str], no_sweep: None) -> None:

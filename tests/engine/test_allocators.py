@@ -307,6 +307,7 @@ def random_case(seed):
     return layers, n, protected, capacity, preference, levels
 
 
+@pytest.mark.slow
 def test_cascading_equals_one_decision_at_the_end():
     """300 random cases, a third of them with equal preferences and most with tied scores; never much over budget."""
     cut = 0

@@ -141,6 +141,7 @@ def test_a_run_without_gates_is_evaluated_with_its_adapter(run, tiny_tokenizer, 
     assert "policy 'gates': there are no gates; give run=RUN" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_budgets_samples_and_another_place(run, tmp_path, capsys):
     """With budgets, gates that need none are ranked as well."""
     folder, *_ = run("gates")

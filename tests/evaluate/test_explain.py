@@ -20,6 +20,7 @@ def words(tiny_folder, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_all_pictures(words, tiny_llama, tmp_path, capsys):
     export.save(tmp_path / "gates", gates_for(tiny_llama()), base_model="tiny")
     more = [

@@ -268,6 +268,7 @@ def test_metrics_of_the_export_are_those_of_the_last_step(recipe: Path, tmp_path
     assert (row["step"], row["val/loss"]) == (3, metrics["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("drawn")
 def test_all_loggers(recipe: Path, tmp_path: Path) -> None:
     loggers = "logger=[csv,tensorboard,wandb]"

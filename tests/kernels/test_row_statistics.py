@@ -21,7 +21,7 @@ CASES = {
     "w7-N33": {"rows": 7, "keys": 33},
     "w17-N257-G4-B2": {"batch": 2, "rows": 17, "keys": 257, "heads": 4, "kv_heads": 1},
     "w65-N1000-G2": {"rows": 65, "keys": 1000, "heads": 2},
-    "w33-N4099-G1": {"rows": 33, "keys": 4099, "heads": 2, "kv_heads": 2},
+    "w17-N4099-G1": {"rows": 17, "keys": 4099, "heads": 1, "kv_heads": 1},
 }
 
 

@@ -107,6 +107,7 @@ def test_a_second_run_computes_nothing_and_changes_nothing(config, quiet, monkey
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_cells_alone_or_together_are_the_same(config, quiet, tmp_path):
     compare(config(), quiet)
     compare(config(together=1, output=str(tmp_path / "alone")), quiet)
@@ -388,6 +389,7 @@ def test_gates_by_their_flags_and_ranked(config, quiet, tiny_llama, tmp_path):
     assert again[0] == keys[0] and not set(again[1:]) & set(keys)
 
 
+@pytest.mark.slow
 def test_one_export_at_several_shares_under_labels(config, quiet, tiny_llama, tmp_path, capsys, monkeypatch):
     """Each label has its own share, row, samples and line; a new name computes nothing anew."""
     gates = gates_for(tiny_llama(), prefill="sparse", recent_tokens=2)
@@ -592,6 +594,7 @@ def test_nats_of_right_answers(config, quiet, question):
         assert remark in (comparison.folder / file).read_text()
 
 
+@pytest.mark.slow
 def test_a_task_above_its_floor_is_informative(config, quiet):
     comparison = compare(config(tasks=["needle_single"], task_options=NEEDLES), quiet)
     full = comparison.entries[0]

@@ -124,6 +124,7 @@ def test_the_subsets_are_those_of_the_benchmark(shared_data):
     assert {name: names.get(metric, metric) for name, metric in metrics.items()} == facts["dataset2metric"]
 
 
+@pytest.mark.slow
 def test_every_subset_of_the_data_loads(shared_data, tiny_tokenizer):
     for name in GROUPS["longbench"]:
         loaded = make(name, str(shared_data)).load(tiny_tokenizer, 2, 3000)

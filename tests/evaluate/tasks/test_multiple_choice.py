@@ -42,6 +42,7 @@ def test_a_full_cache_is_the_plain_model(tiny_llama, tiny_tokenizer, write, plai
     assert [outcome.tokens for outcome in outcomes] == [len(sample.prompt) for sample in loaded.samples]
 
 
+@pytest.mark.slow
 def test_policies_together_are_as_each_alone(tiny_llama, tiny_tokenizer, write):
     model = tiny_llama()
     ag.attach(model, gates_for(model))

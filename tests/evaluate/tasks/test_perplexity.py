@@ -145,6 +145,7 @@ def test_every_size_of_a_pass_gives_the_same_without_eviction(tiny_llama, tiny_t
     assert found == pytest.approx(found[:1] * 4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_positions_by_slot_go_beyond_the_context(tiny_llama, tiny_tokenizer, write, step_by_step):
     model = tiny_llama(max_position_embeddings=64)
     task = make("ppl_stream", write("pg19_style/test", ROWS), block=30, tokens=100)

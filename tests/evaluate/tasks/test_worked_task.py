@@ -55,6 +55,7 @@ def test_problems_are_of_the_test_split(tiny_tokenizer):
     assert (len(left.samples), left.too_long) == (fitting, 12 - fitting) and fitting < 12
 
 
+@pytest.mark.slow
 def test_batches_are_what_each_text_is_alone(tiny_llama, tiny_tokenizer, tmp_path):
     model = tiny_llama()
     gates_for(model, recent_tokens=4).save_pretrained(tmp_path / "export")
