@@ -346,14 +346,26 @@ def test_environment_is_made_once(shell, tmp_path):
     assert shell("prompt=512") == (0, "", [dry, *made, go])
 
 
-def test_environment_lies_where_it_is_told(shell, tmp_path):
-    code, _, calls = shell("elsewhere", "rounds=2")
-    assert code == 0 and (tmp_path / "elsewhere" / "installed").is_file()
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("elsewhere rounds=2", "environment=elsewhere rounds=2"),
+        ("environment=elsewhere rounds=2", "environment=build/kvpress environment=elsewhere rounds=2"),
+        ("rounds=2 environment=elsewhere", "environment=build/kvpress rounds=2 environment=elsewhere"),
+        ("first environment=then environment=elsewhere", "environment=first environment=then environment=elsewhere"),
+    ],
+)
+def test_environment_lies_where_it_is_told(shell, tmp_path, capsys, words, told):
+    code, _, calls = shell(*words.split())
+    assert code == 0 and [path.parent.name for path in tmp_path.rglob("installed")] == ["elsewhere"]
     assert calls[1:] == [
         ".venv/bin/python -m venv elsewhere",
         f"elsewhere/bin/python {PIP}",
-        f".venv/bin/python {RUN} environment=elsewhere rounds=2",
+        f".venv/bin/python {RUN} {told}",
     ]
+    with pytest.raises(SystemExit):
+        bench.main([*told.split(), "--print"])
+    assert "environment: elsewhere\n" in capsys.readouterr().out
 
 
 def test_a_folder_of_something_else_is_left_alone(shell, tmp_path):
