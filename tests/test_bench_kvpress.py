@@ -308,7 +308,7 @@ def test_no_process_outlives_an_error(base, tmp_path, monkeypatch, processes):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not KVPRESS.is_file(), reason="no environment of kvpress: bash scripts/bench_kvpress.sh makes it")
-def test_kvpress_keeps_the_same_tokens(base, tmp_path):
+def test_kvpress_has_the_same_losses_shares_and_bytes(base, tmp_path):
     """Under the same hyper-parameters, and Ada-KV frees nothing."""
     theirs = bench.Process("kvpress", str(KVPRESS), tmp_path / "log", {"model": str(base), "threads": 1})
     try:
