@@ -11,14 +11,15 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from ag.config import key
@@ -71,7 +72,12 @@ class Contestant:
 
     def tokens(self, prompt: int) -> int | None:
         """Return the tokens of a prompt that each KV head keeps."""
-        return None if self.keep is None else math.floor(prompt * self.keep + 1e-9)
+        return None if self.keep is None else tokens_of(self.keep, prompt)
+
+
+def tokens_of(share: float, prompt: int) -> int:
+    """Return the tokens of a prompt that a share keeps; a share is rarely an exact float, and 0.29 of 100 is 29."""
+    return math.floor(share * prompt + 1e-9)
 
 
 def contestants(config: Config) -> list[Contestant]:
@@ -81,7 +87,7 @@ def contestants(config: Config) -> list[Contestant]:
         UserError: for a share that cannot be.
     """
     for share in config.keep:
-        if not 0 < share < 1 or math.floor(share * config.prompt + 1e-9) <= WINDOW:
+        if not 0 < share < 1 or tokens_of(share, config.prompt) <= WINDOW:
             raise UserError(
                 f"keep={share:g} of prompt={config.prompt}: expected a share below 1 of more than {WINDOW} tokens, "
                 "which the window of snapkv takes; give a larger keep or prompt."
@@ -140,7 +146,7 @@ class Process:
         setup: the first request.
     """
 
-    def __init__(self, name: str, python: str, log: Path, setup: dict[str, Any]) -> None:
+    def __init__(self, name: str, python: str, log: Path, setup: Record) -> None:
         self.name, self.log = name, log
         with log.open("w") as errors:
             self._process = subprocess.Popen(
@@ -150,9 +156,13 @@ class Process:
                 stderr=errors,
                 text=True,
             )
-        self.versions = self.ask(setup)
+        try:
+            self.versions = self.ask(setup)
+        except BaseException:
+            self.close()
+            raise
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Record) -> Record:
         """Send a request and wait for its answer.
 
         Raises:
@@ -169,7 +179,7 @@ class Process:
             code = self._process.wait()
             said = (self.log.read_text().strip().splitlines() or [f"exit code {code}"])[-1]
             raise UserError(f"{self.name}: its process failed: {said} ({self.log} has all that it printed).")
-        answer: dict[str, Any] = json.loads(line)
+        answer: Record = json.loads(line)
         return answer
 
     def close(self) -> None:
@@ -178,8 +188,9 @@ class Process:
         self._process.communicate()
 
 
-def start(config: Config, model: str, folder: Path) -> dict[str, Process]:
-    """Start both sides; each loads the model.
+@contextmanager
+def both(config: Config, model: str) -> Iterator[dict[str, Process]]:
+    """Start both sides, each of which loads the model; they end with the context.
 
     Raises:
         UserError: there is no environment of kvpress, or it has another torch.
@@ -190,30 +201,21 @@ def start(config: Config, model: str, folder: Path) -> dict[str, Process]:
             f"environment={config.environment}: there is no bin/python; bash scripts/bench_kvpress.sh "
             f"{config.environment} makes it."
         )
+    folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
     sides: dict[str, Process] = {}
-    try:
+    with ExitStack() as stack:
         for name, python in {"ag": sys.executable, "kvpress": str(theirs)}.items():
             setup = {"model": model, "threads": config.threads}
             sides[name] = Process(name, python, folder / f"kvpress-{name}.log", setup)
+            stack.callback(sides[name].close)
         mine, other = (side.versions["torch"] for side in sides.values())
         if mine != other:
             raise UserError(f"environment={config.environment} has torch {other}, and this one {mine}: make it anew.")
-    except BaseException:
-        stop(sides)
-        raise
-    return sides
+        yield sides
 
 
-def stop(sides: dict[str, Process]) -> None:
-    """End the processes."""
-    for side in sides.values():
-        side.close()
-
-
-def measure(
-    config: Config, documents: list[tuple[list[int], list[int]]], sides: dict[str, Process]
-) -> Iterator[Record]:
+def measure(config: Config, documents: list[Text], sides: dict[str, Process]) -> Iterator[Record]:
     """Let the sides take turns, contestant by contestant, and yield what each measured; who begins alternates."""
     plan, names = contestants(config), list(sides)
     prompt, following = documents[0][0][:WARMUP], documents[0][1][: FIRST + 2]
@@ -231,65 +233,51 @@ def measure(
                 yield place | sides[name].ask(job)
 
 
-def table(records: list[Record]) -> list[dict[str, Any]]:
+def table(records: list[Record]) -> list[Record]:
     """Return a row for each contestant and side.
 
     Seconds are medians over the measurements, those per token of each one's mean; ``over kvpress`` is the median
     quotient of measurements of the same document and round. Bytes are means over documents, right after the prompt;
     ``all bytes`` adds to keys and values what is remembered beside them. Nats are means over documents.
     """
-    return [
-        {"contestant": f"{name}, {side}"}
-        | _row(_of(records, name, side), _of(records, name, "kvpress"), _of(records, "full", side))
-        for name in dict.fromkeys(record["contestant"] for record in records)
-        for side in ("ag", "kvpress")
-    ]
-
-
-def _row(mine: list[Record], theirs: list[Record], full: list[Record]) -> dict[str, Any]:
-    """Return one side's figures of a contestant: its measurements, those of kvpress, and its own side's full cache."""
     from ag.bench.measure import paired  # loads torch, which no help needs
 
-    def over(value: Callable[[Record], float]) -> float:
-        return paired([*map(value, mine)], [*map(value, theirs)])
+    full = {side: _figures(records, "full", side) for side in ("ag", "kvpress")}
+    rows = []
+    for name in dict.fromkeys(record["contestant"] for record in records):
+        theirs = _figures(records, name, "kvpress")
+        for side in full:
+            mine = _figures(records, name, side)
+            over = {key: paired(mine[key], theirs[key]) for key in ("prefill", "token", "all_bytes")}
+            rows.append(
+                {
+                    "contestant": f"{name}, {side}",
+                    "kept": fmean(mine["kept"]),
+                    "prefill s": median(mine["prefill"]),
+                    "prefill over kvpress": over["prefill"],
+                    "ms/token": 1000 * median(mine["token"]),
+                    "ms/token over kvpress": over["token"],
+                    "KV bytes": round(fmean(mine["kv_bytes"])),
+                    "all bytes": round(fmean(mine["all_bytes"])),
+                    "all bytes over kvpress": over["all_bytes"],
+                    "nats": fmean(mine["nats"]),
+                    "nats over full": fmean(mine["nats"]) - fmean(full[side]["nats"]),
+                }
+            )
+    return rows
 
-    return {
-        "kept": statistics.fmean(record["kept"] for record in mine),
-        "prefill s": statistics.median(map(_prefill, mine)),
-        "prefill over kvpress": over(_prefill),
-        "ms/token": 1000 * statistics.median(map(_token, mine)),
-        "ms/token over kvpress": over(_token),
-        "KV bytes": round(statistics.fmean(record["kv_bytes"] for record in mine)),
-        "all bytes": round(statistics.fmean(map(_bytes, mine))),
-        "all bytes over kvpress": over(_bytes),
-        "nats": statistics.fmean(map(_nats, mine)),
-        "nats over full": statistics.fmean(map(_nats, mine)) - statistics.fmean(map(_nats, full)),
-    }
 
-
-def _of(records: list[Record], name: str, side: str) -> list[Record]:
-    """Return the measurements of a contestant on one side, by round and document."""
+def _figures(records: list[Record], name: str, side: str) -> dict[str, list[float]]:
+    """Return the figures of each measurement of a contestant on one side, by round and document."""
     mine = [record for record in records if (record["contestant"], record["side"]) == (name, side)]
-    return sorted(mine, key=lambda record: (record["round"], record["document"]))
+    mine.sort(key=lambda record: (record["round"], record["document"]))
+    figures = {key: [float(record[key]) for record in mine] for key in ("kept", "prefill", "kv_bytes", "all_bytes")}
+    figures["token"] = [fmean(record["decode"][FIRST:]) for record in mine]
+    figures["nats"] = [fmean(record["nats"]) for record in mine]
+    return figures
 
 
-def _prefill(record: Record) -> float:
-    return float(record["prefill"])
-
-
-def _token(record: Record) -> float:
-    return statistics.fmean(record["decode"][FIRST:])
-
-
-def _bytes(record: Record) -> float:
-    return float(record["all_bytes"])
-
-
-def _nats(record: Record) -> float:
-    return statistics.fmean(record["nats"])
-
-
-def compare(config: Config, words: str) -> dict[str, Any]:
+def compare(config: Config, words: str) -> Record:
     """Measure, and return the rows with all that they come from.
 
     Raises:
@@ -303,21 +291,18 @@ def compare(config: Config, words: str) -> dict[str, Any]:
     plan = contestants(config)
     model = resolve(config.model)
     documents = texts(config, model)
-    sides = start(config, model, Path(config.output))
-    described = machine(torch.device("cpu")) | {"threads": sides["ag"].versions["threads"]}
-    theirs = sides["kvpress"].versions
-    described["kvpress"] = f"{theirs['kvpress']} (transformers {theirs['transformers']})"
     records: list[Record] = []
-    begin, each = time.perf_counter(), 2 * len(plan)
-    try:
+    with both(config, model) as sides:
+        described = machine(torch.device("cpu")) | {"threads": sides["ag"].versions["threads"]}
+        theirs = sides["kvpress"].versions
+        described["kvpress"] = f"{theirs['kvpress']} (transformers {theirs['transformers']})"
+        begin, each = time.perf_counter(), 2 * len(plan)
         for record in measure(config, documents, sides):
             records.append(record)
             if len(records) % each == 0:
                 done, of = len(records) // each, config.rounds * len(documents)
                 left = (time.perf_counter() - begin) / done * (of - done) / 60
                 print(f"{done} of {of} documents; about {left:.0f} min left", file=sys.stderr, flush=True)
-    finally:
-        stop(sides)
     results = {"command": words, "date": date.today().isoformat(), "machine": described, "config": asdict(config)}
     return results | {"rows": table(records), "records": records}
 

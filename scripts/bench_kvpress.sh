@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # This engine beside kvpress: bash scripts/bench_kvpress.sh [FOLDER] [key=value ...]; --help lists the keys.
-# FOLDER (build/kvpress) is kvpress' virtual environment, made when it is not there: kvpress 0.5.5 needs transformers
-# below 5.3, and this project a newer one. torch is the project's own build, so that a CPU build stays one.
+# FOLDER, or environment=FOLDER (build/kvpress), is kvpress' virtual environment, made when it is not there: kvpress
+# 0.5.5 needs transformers below 5.3, and this project a newer one. torch is the project's own build, so that a CPU
+# build stays one.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 environment=build/kvpress
@@ -12,6 +13,7 @@ esac
 words=("environment=$environment" "$@")
 for word in "$@"; do
     case "$word" in
+        environment=*) environment="${word#*=}" ;; # of several the last one counts, as in Python
         -h | --help | --print | --dry-run) exec .venv/bin/python -m scripts.bench_kvpress "${words[@]}" ;;
     esac
 done

@@ -40,6 +40,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from undrawn import undraw
 
 from ag.model import smollm2 as smollm2_wheel
 
@@ -135,11 +136,8 @@ def smollm2() -> Path:
 @pytest.fixture(scope="module")
 def no_figures() -> Iterator[None]:
     """Pictures take half the time of a tiny run; tests/integration/test_run_folder.py has them drawn."""
-    from ag.callbacks.figures import Figures
-
     with pytest.MonkeyPatch.context() as patch:
-        for when in ("on_validation_end", "on_train_end"):
-            patch.delattr(Figures, when)
+        undraw(patch.delattr)
         yield
 
 

@@ -243,6 +243,20 @@ def executable(path, text):
     path.chmod(0o755)
 
 
+@pytest.fixture
+def processes(monkeypatch):
+    """The processes that were started, ours from a warm Python."""
+    made, popen = [], subprocess.Popen
+
+    def start(*arguments, **options):
+        made.append(popen(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(sys, "executable", started())
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return made
+
+
 def test_sides_take_turns_over_the_same_tokens(base, tmp_path, monkeypatch, capsys):
     environment = stand_in(tmp_path / "env", version("torch"))
     monkeypatch.setattr(sys, "executable", started())
@@ -267,19 +281,34 @@ def test_sides_take_turns_over_the_same_tokens(base, tmp_path, monkeypatch, caps
     assert rows["knorm 0.5, ag"]["kept"] == 0.5 and rows["knorm 0.5, ag"]["nats over full"] != 0
 
 
-def test_environment_is_refused(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", started())
-    config = bench.Config(environment=str(tmp_path / "none"))
-    with refuses(UserError, f"environment={config.environment}", "scripts/bench_kvpress.sh"):
-        bench.start(config, str(base), tmp_path)
-    config.environment = str(stand_in(tmp_path / "other", "2.0.1"))
-    with refuses(UserError, f"environment={config.environment}", "2.0.1", version("torch")):
-        bench.start(config, str(base), tmp_path)
+@pytest.mark.parametrize(
+    ("torch_version", "parts"), [(None, ("scripts/bench_kvpress.sh",)), ("2.0.1", ("2.0.1", version("torch")))]
+)
+def test_environment_is_refused(base, tmp_path, processes, torch_version, parts):
+    environment = tmp_path / "env" if torch_version is None else stand_in(tmp_path / "env", torch_version)
+    config = bench.Config(environment=str(environment), output=str(tmp_path))
+    with refuses(UserError, f"environment={environment}", *parts), bench.both(config, str(base)):
+        pass
+    assert len(processes) == (0 if torch_version is None else 2)
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_no_process_outlives_an_error(base, tmp_path, monkeypatch, processes):
+    def fails(device):
+        assert [process.poll() for process in processes] == [None, None]
+        raise OSError("no /proc here")
+
+    monkeypatch.setattr("ag.bench.measure.machine", fails)
+    environment = stand_in(tmp_path / "env", version("torch"))
+    words = {"model": str(base), "prompt": 160, "continuation": 6, "documents": 1, "keep": [0.5]}
+    with pytest.raises(OSError, match="no /proc"):
+        bench.compare(bench.Config(environment=str(environment), output=str(tmp_path), **words), "")
+    assert [process.poll() is not None for process in processes] == [True, True]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not KVPRESS.is_file(), reason="no environment of kvpress: bash scripts/bench_kvpress.sh makes it")
-def test_kvpress_keeps_the_same_tokens(base, tmp_path):
+def test_kvpress_has_the_same_losses_shares_and_bytes(base, tmp_path):
     """Under the same hyper-parameters, and Ada-KV frees nothing."""
     theirs = bench.Process("kvpress", str(KVPRESS), tmp_path / "log", {"model": str(base), "threads": 1})
     try:
@@ -346,14 +375,26 @@ def test_environment_is_made_once(shell, tmp_path):
     assert shell("prompt=512") == (0, "", [dry, *made, go])
 
 
-def test_environment_lies_where_it_is_told(shell, tmp_path):
-    code, _, calls = shell("elsewhere", "rounds=2")
-    assert code == 0 and (tmp_path / "elsewhere" / "installed").is_file()
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("elsewhere rounds=2", "environment=elsewhere rounds=2"),
+        ("environment=elsewhere rounds=2", "environment=build/kvpress environment=elsewhere rounds=2"),
+        ("rounds=2 environment=elsewhere", "environment=build/kvpress rounds=2 environment=elsewhere"),
+        ("first environment=then environment=elsewhere", "environment=first environment=then environment=elsewhere"),
+    ],
+)
+def test_environment_lies_where_it_is_told(shell, tmp_path, capsys, words, told):
+    code, _, calls = shell(*words.split())
+    assert code == 0 and [path.parent.name for path in tmp_path.rglob("installed")] == ["elsewhere"]
     assert calls[1:] == [
         ".venv/bin/python -m venv elsewhere",
         f"elsewhere/bin/python {PIP}",
-        f".venv/bin/python {RUN} environment=elsewhere rounds=2",
+        f".venv/bin/python {RUN} {told}",
     ]
+    with pytest.raises(SystemExit):
+        bench.main([*told.split(), "--print"])
+    assert "environment: elsewhere\n" in capsys.readouterr().out
 
 
 def test_a_folder_of_something_else_is_left_alone(shell, tmp_path):

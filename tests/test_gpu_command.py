@@ -10,6 +10,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from undrawn import WITHOUT_PICTURES
 from warm import warm_python
 
 from ag.bench.card import pack, table
@@ -76,8 +77,8 @@ def test_the_whole_command_rehearsed_on_a_cpu(warm, tmp_path):
     left_out = {*TWINS} | {line.name for line in table.check() if not line.prefix and line.name not in TESTS}
     with open(warm / "ag" / "bench" / "card" / "table.py", "a") as file:
         file.write(FEWER.format(left_out=left_out))
-    with open(warm / "callbacks" / "figures.py", "a") as file:  # pictures take half the time of a tiny run
-        file.write("\n\ndel Figures.on_validation_end, Figures.on_train_end\n")
+    with open(warm / "callbacks" / "figures.py", "a") as file:
+        file.write(WITHOUT_PICTURES)
     done = gpu_sh("all", out, "--cpu-rehearsal", "--work", tmp_path / "work", cwd=warm)
     rows = {part: read(out / part) for part in table.PARTS}
     bad = [

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from undrawn import UNDRAWN
 from warm import started
 
 from ag import fit
@@ -18,7 +19,6 @@ from ag.training.loggers import read_metrics
 from gpu.cases import REHEARSAL
 
 STEPS = 4
-UNDRAWN = Path(__file__).parents[1] / "undrawn.py"
 
 
 def train(recipe: Path, output: Path, *overrides: str, alone: bool = False) -> Path:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from undrawn import UNDRAWN
 from warm import started
 
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.training.loggers import read_metrics
-
-UNDRAWN = Path(__file__).parents[1] / "undrawn.py"
 
 
 def train(recipe: Path, output: Path, *overrides: str) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import logged, resume, runs, start, train, weights
+from undrawn import WITHOUT_PICTURES
 
 from ag.callbacks.checkpoint_files import checkpoints
 
@@ -25,7 +26,6 @@ SCRIPT = """
 import os, signal
 from pathlib import Path
 from ag import fit
-from ag.callbacks.figures import Figures
 from ag.callbacks.throughput import Throughput
 from ag.training.module import GatedLM
 
@@ -67,7 +67,7 @@ def on_train_batch_end(self, *arguments):
 
 
 GatedLM.training_step, Throughput.on_train_batch_end = training_step, on_train_batch_end
-del Figures.on_validation_end, Figures.on_train_end  # pictures take half the time
+{undraw}
 raise SystemExit(fit.main())
 """
 
@@ -90,7 +90,7 @@ def whole_of_two(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def broken(recipe: Path, place: Path, fault: str, *overrides: str, rank: int = 0) -> tuple[Path, int, str]:
     """Run with a fault; returns the run folder, the exit code and what was written to stderr."""
     script = place / "broken.py"
-    script.write_text(SCRIPT.format(fault=fault, rank=rank, place=place, step=STEP))
+    script.write_text(SCRIPT.format(fault=fault, rank=rank, place=place, step=STEP, undraw=WITHOUT_PICTURES))
     process = start(f"recipe={recipe}", f"output={place / 'runs'}", *RUN, *overrides, script=script)
     try:
         _, errors = process.communicate(timeout=400)

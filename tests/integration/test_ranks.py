@@ -9,6 +9,7 @@ import pytest
 import torch
 from command import column, logged, runs, start, train, weights
 from two_ranks import LENGTHS, Losses, hidden_states, values_and_gradients
+from undrawn import WITHOUT_PICTURES
 from warm import started
 
 TWO_RANKS = ["trainer.devices=2", "trainer.strategy=ddp"]
@@ -55,7 +56,6 @@ def test_two_ranks_train_like_one_with_twice_the_rows(recipe: Path, tmp_path: Pa
 FAILING = """
 import os
 from ag import fit
-from ag.callbacks.figures import Figures
 from ag.training.module import GatedLM
 
 step = GatedLM.training_step
@@ -68,7 +68,7 @@ def training_step(self, batch, batch_idx):
 
 
 GatedLM.training_step = training_step
-del Figures.on_validation_end, Figures.on_train_end  # pictures take half the time
+{undraw}
 raise SystemExit(fit.main())
 """
 
@@ -77,7 +77,7 @@ raise SystemExit(fit.main())
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failing_rank_ends_the_job(rank: int, recipe: Path, tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
-    script.write_text(FAILING.format(rank=rank))
+    script.write_text(FAILING.format(rank=rank, undraw=WITHOUT_PICTURES))
     # one question: a rank without any takes part in the validation all the same
     overrides = [*TWO_RANKS, "data.val_samples=1", "trainer.val_every=1", "trainer.max_steps=4"]
     process = start(f"recipe={recipe}", f"output={tmp_path / 'runs'}", *overrides, script=script)

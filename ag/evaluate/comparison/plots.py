@@ -36,7 +36,7 @@ def draw(comparison: Comparison) -> Iterator[tuple[str, Figure]]:
         if any("depth" in outcome.tags for entry in entries for outcome in entry.outcomes):
             yield f"depths_{task}", depths(task, entries)
         if any(outcome.blocks for entry in entries for outcome in entry.outcomes):
-            yield f"positions_{task}", positions(task, entries)
+            yield f"positions_{task}", positions(task, entries, comparison.labels)
     wins = [(budget, comparison.wins(budget)) for budget in comparison.budgets]
     if any(len(matrix.names) > 1 for _, matrix in wins):
         yield "wins", win_matrix(wins)
@@ -176,13 +176,17 @@ def depths(task: str, entries: Sequence[Entry]) -> Figure:
     return figure
 
 
-def positions(task: str, entries: Sequence[Entry]) -> Figure:
-    """Draw nats over the full cache along the text, means over samples in bins of positions; without one, the nats."""
+def positions(task: str, entries: Sequence[Entry], labels: Sequence[str]) -> Figure:
+    """Draw nats over the full cache along the text, means over samples in bins of positions.
+
+    Without a result of the full cache, or with nothing else, the nats themselves are drawn.
+    """
     figure = Figure(figsize=(8, 4), dpi=DPI, layout="constrained")
     axes = figure.subplots()
-    full = next((entry for entry in entries if not entry.evicts), None)
-    drawn = [entry for entry in entries if entry.evicts] if full else list(entries)
-    labels, budgets = (list(dict.fromkeys(getattr(entry.row, name) for entry in drawn)) for name in ("label", "budget"))
+    evicting = [entry for entry in entries if entry.evicts]
+    full = next((entry for entry in entries if not entry.evicts), None) if evicting else None
+    drawn = evicting if full else entries
+    budgets = list(dict.fromkeys(entry.row.budget for entry in drawn))
     lowest = 0.0
     for entry in drawn:
         if full:

@@ -108,7 +108,7 @@ def test_curves_over_positions():
     one = entry("x", 0.5, "a", [2.0])
     tags = {"nats@0": 3.0, "nats@1024": 1.5}
     outcomes = [Outcome("0", 2.0, 9, 0.5, 9, 0.1, tags), Outcome("1", 2.0, 9, 0.5, 9, 0.1, {"nats@0": 5.0})]
-    (line,) = plots.positions("a", [Entry(one.row, outcomes, [])]).axes[0].lines
+    (line,) = plots.positions("a", [Entry(one.row, outcomes, [])], ["x"]).axes[0].lines
     assert line.get_xdata().tolist() == [0, 1024]
     assert line.get_ydata().tolist() == [4.0, 1.5]
 
@@ -129,10 +129,30 @@ def streamed(tmp_path):
 
 
 def test_curves_over_positions_start_from_the_full_cache(streamed):
-    tova, h2o, level = plots.positions("ppl_stream", streamed.entries).axes[0].lines  # full is the level
+    tova, h2o, level = plots.positions("ppl_stream", streamed.entries, streamed.labels).axes[0].lines
     assert (tova.get_label(), tova.get_xdata().tolist()) == ("tova 0.5", [4, 6])
     assert tova.get_ydata() == pytest.approx([0.3, 0.5])
-    assert list(h2o.get_ydata()) == list(level.get_ydata()) == [0.0, 0.0]
+    assert list(h2o.get_ydata()) == list(level.get_ydata()) == [0.0, 0.0]  # the level is the full cache
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_full_cache_alone_has_a_curve(streamed):
+    (axes,) = dict(plots.draw(replace(streamed, entries=streamed.entries[:1])))["positions_ppl_stream"].axes
+    (line,) = axes.lines
+    assert (line.get_label(), line.get_ydata().tolist()) == ("full", [1.5, 3.0])
+    assert axes.get_yscale() == "linear" and axes.get_ylabel() == "accuracy"
+
+
+def test_a_policy_has_one_colour_in_all_plots(streamed):
+    figures = dict(plots.draw(streamed))
+    colours = []
+    for name in ("quality_ppl_stream", "positions_ppl_stream"):
+        handles, labels = figures[name].axes[0].get_legend_handles_labels()
+        drawn = [handle.lines[0] if name.startswith("quality") else handle for handle in handles]
+        colours.append({label.split()[0]: line.get_color() for label, line in zip(labels, drawn, strict=True)})
+    quality, positions = colours
+    assert positions == {label: quality[label] for label in ("tova", "h2o")}
+    assert len(set(quality.values())) == 3
 
 
 def test_a_table_by_position(streamed):
