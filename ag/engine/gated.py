@@ -95,7 +95,7 @@ class GatedLayer(EvictionLayer):
 
     def _pushes(self, step: Step) -> bool:
         """Whether the pass stores one token that may evict at once."""
-        return step.call.q.shape[2] == 1 and not step.call.k.requires_grad and not self._dense_prompt(step)
+        return step.call.q.shape[2] == 1 and not self._dense_prompt(step) and not self._differentiated(step)
 
     def _windowed(self, step: Step) -> bool:
         """Whether more is held than the model's sliding window lets the newest query see."""

@@ -266,8 +266,15 @@ class EvictionLayer(CacheLayerMixin):
 
     def _one_by_one(self, step: Step) -> bool:
         """Tell whether one query per sequence can meet the stored rows where they lie."""
-        q = step.call.q
-        return q.shape[2] == 1 and not step.now.reading and self.rotation.in_place and not q.requires_grad
+        one = step.call.q.shape[2] == 1 and not step.now.reading
+        return one and self.rotation.in_place and not self._differentiated(step)
+
+    def _differentiated(self, step: Step) -> bool:
+        """Tell whether gradients go through the new tokens or what is held; kernels for one token have none."""
+        if not torch.is_grad_enabled():
+            return False
+        call, held = step.call, () if self.store is None else (self.store.keys, self.store.values)
+        return any(x.requires_grad for x in (call.q, call.k, call.v, *held))
 
     def _attend_held(self, step: Step, *, keep: Tensor | None = None, recent: int = 0) -> Tensor:
         """Attend from all queries to the padded rows of what is held; see :func:`ag.engine.attend.attend_rows`."""
