@@ -82,7 +82,7 @@ def test_gradients_flow_through_a_decoded_token(tiny_llama):
     "policy", [("tova", 30, "every"), ("knorm", 30, "every"), ("gates",)], ids=["tova", "knorm", "ring"]
 )
 def test_gradients_through_a_decoded_token_are_right_or_refused(tiny_llama, policy, trained, decoded):
-    """Against differences of losses (norms are in float32); a policy that moves keys which attention has saved makes autograd refuse."""
+    """Against differences of losses, norms being in float32; none is given where keys move that attention saved."""
     model = tiny_llama().double().requires_grad_(False)
     if policy == ("gates",):
         ag.attach(model, gates_for(model, covers="all", window=6, recent_tokens=7).double())
