@@ -74,8 +74,7 @@ class EvictionLayer(CacheLayerMixin):
         gates: of the model, where this layer has a gate; else None.
     """
 
-    #: The class of its storage.
-    makes: ClassVar[type[RaggedStore]] = RaggedStore
+    store_type: ClassVar[type[RaggedStore]] = RaggedStore
 
     is_sliding = False
     is_compileable = False
@@ -211,7 +210,7 @@ class EvictionLayer(CacheLayerMixin):
         call, now = step.unrotated, step.now
         if self.store is None:
             probability = torch.float32 if self.gates is not None else None
-            self.store = RaggedStore(call.k.shape[0], call.k.shape[1], call.k, call.v, probability)
+            self.store = self.store_type(call.k.shape[0], call.k.shape[1], call.k, call.v, probability)
         said = None if self.gates is None or step.logits is None else self.gates.probability(step.logits)
         self.store.append(call.k, call.v, now.ranks, now.real[:, None] if now.padded else None, said)
 
