@@ -68,6 +68,13 @@ def no_triton(*tensors: Tensor, largest: int = 256) -> str | None:
     return f"the head size {widest} is above {largest}" if widest > largest else None
 
 
+def recorded(*buffers: Tensor) -> str | None:
+    """Return why a version that autograd does not see cannot write into buffers, or None."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in buffers):
+        return "a gradient goes through a buffer"
+    return None
+
+
 def interpreting() -> bool:
     """Whether Triton's interpreter runs the kernels, on any device; the variable must be set before Triton's import."""
     return os.environ.get("TRITON_INTERPRET") == "1"

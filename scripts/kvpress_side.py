@@ -109,7 +109,7 @@ class Ours(Side):
         return self.cache.kept_share()
 
     def kv_bytes(self) -> int:
-        """Ask the cache, which counts slack too."""
+        """Ask the cache, which counts spare slots too."""
         return self.cache.nbytes
 
     def remembered(self) -> object:

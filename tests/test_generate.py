@@ -70,7 +70,7 @@ def test_text_and_numbers_are_those_of_masked_forward_passes(folder, tiny_llama,
     seen, token = len(ids) + NEW - 1, 3 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, head size, bytes
     assert found.full_kv_bytes == seen * token
     held = found.full_kv_bytes - evicted * len(ids) * token
-    assert held <= found.kv_bytes < held + 32 * token  # and some slack to append to
+    assert held <= found.kv_bytes < held + 32 * token  # and some spare slots to append to
 
 
 def test_prefill_and_decoding_are_timed_apart(folder, monkeypatch):

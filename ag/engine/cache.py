@@ -343,7 +343,7 @@ class EvictionCache(Cache, Interceptor):
         if self._pass.completes_prompt:
             for layer in self.evicting_layers:
                 if layer.store is not None:
-                    layer.store.trim()
+                    layer.store.trim(spare=False)
         return out
 
     def _repeat(self, repetition: Repetition) -> None:

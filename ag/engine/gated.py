@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class GatedLayer(EvictionLayer):
         gates: of the model; this layer has one.
     """
 
-    makes = RingStore
+    store_type: ClassVar[type[RingStore]] = RingStore
     store: RingStore | None
     gates: AttentionGates
 
@@ -79,7 +80,7 @@ class GatedLayer(EvictionLayer):
         if self.store is None:
             k, config = step.unrotated.k, self.gates.config
             window = step.call.window if config.covers == "all" else None  # else all that follows the prompt stays
-            self.store = RingStore(
+            self.store = self.store_type(
                 *(k.shape[0], k.shape[1], k, step.unrotated.v), recent=config.recent_tokens, window=window
             )
         return self.store
@@ -96,7 +97,7 @@ class GatedLayer(EvictionLayer):
 
     def _pushes(self, step: Step) -> bool:
         """Whether the pass stores one token that may evict at once."""
-        return step.call.q.shape[2] == 1 and not step.call.k.requires_grad and not self._dense_prompt(step)
+        return step.call.q.shape[2] == 1 and not self._dense_prompt(step) and not self._differentiated(step)
 
     def _windowed(self, step: Step) -> bool:
         """Whether more is held than the model's sliding window lets the newest query see."""

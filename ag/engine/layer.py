@@ -74,8 +74,7 @@ class EvictionLayer(CacheLayerMixin):
         gates: of the model, where this layer has a gate; else None.
     """
 
-    #: The class of its storage.
-    makes: ClassVar[type[RaggedStore]] = RaggedStore
+    store_type: ClassVar[type[RaggedStore]] = RaggedStore
 
     is_sliding = False
     is_compileable = False
@@ -211,7 +210,7 @@ class EvictionLayer(CacheLayerMixin):
         call, now = step.unrotated, step.now
         if self.store is None:
             probability = torch.float32 if self.gates is not None else None
-            self.store = RaggedStore(call.k.shape[0], call.k.shape[1], call.k, call.v, probability)
+            self.store = self.store_type(call.k.shape[0], call.k.shape[1], call.k, call.v, probability)
         said = None if self.gates is None or step.logits is None else self.gates.probability(step.logits)
         self.store.append(call.k, call.v, now.ranks, now.real[:, None] if now.padded else None, said)
 
@@ -266,8 +265,15 @@ class EvictionLayer(CacheLayerMixin):
 
     def _one_by_one(self, step: Step) -> bool:
         """Tell whether one query per sequence can meet the stored rows where they lie."""
-        q = step.call.q
-        return q.shape[2] == 1 and not step.now.reading and self.rotation.in_place and not q.requires_grad
+        one = step.call.q.shape[2] == 1 and not step.now.reading
+        return one and self.rotation.in_place and not self._differentiated(step)
+
+    def _differentiated(self, step: Step) -> bool:
+        """Tell whether gradients go through the new tokens or what is held; kernels for one token have none."""
+        if not torch.is_grad_enabled():
+            return False
+        call, held = step.call, () if self.store is None else (self.store.keys, self.store.values)
+        return any(x.requires_grad for x in (call.q, call.k, call.v, *held))
 
     def _attend_held(self, step: Step, *, keep: Tensor | None = None, recent: int = 0) -> Tensor:
         """Attend from all queries to the padded rows of what is held; see :func:`ag.engine.attend.attend_rows`."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SLACK_TOKENS = 16  # free slots a row gets at least when the buffer is laid out
-SLACK_SHARE = 16  # and one more for each so many tokens that it holds
-SPACIOUS_SHARE = 64  # a prompt is spacious with more than one slot for each so many held tokens free
-LOOSE_SHARE = 32  # a buffer is loose when more than one slot for each so many held tokens is neither held nor slack
+SPARE_SLOTS = 16  # spare slots that a row gets at least when the buffer is laid out
+SPARE_SHARE = 16  # and one more for each so many tokens that it holds
+LOOSE_SHARE = 32  # a buffer is loose when more than one slot for each so many held tokens is neither held nor spare
+LOOSE_PROMPT_SHARE = 64  # that of a prompt, which has no spare slots
 
 
 class Layout:
@@ -23,9 +23,9 @@ class Layout:
     :meth:`settle` sends what the host knows, and :meth:`grow` adds the same number on both sides, so that neither waits
     for the other. On a CPU they are the same tensors.
 
-    A buffer that is laid out anew gives each row ``max(16, length // 16)`` free slots behind its tokens. That happens
-    when a row is full, or when tokens went and the buffer is loose: larger than what is held, its slack, and 1/32. A
-    prompt gets none: the first token behind it finds its row full.
+    A buffer that is laid out anew gives each row ``max(16, length // 16)`` spare slots behind its tokens. That happens
+    when a row is full, or when tokens went and the buffer is loose: larger than what is held, its spare slots, and
+    1/32. A prompt gets none: the first token behind it finds its row full.
 
     Args:
         rows: number of rows R, all empty.
@@ -88,15 +88,11 @@ class Layout:
         """Tell whether rows of these lengths fit where the rows start."""
         return bool((self.starts + lengths <= self.limits).all())
 
-    def loose(self, lengths: Tensor) -> bool:
-        """Tell whether a buffer for rows of these lengths would be noticeably smaller."""
+    def loose(self, lengths: Tensor, *, spare: bool = True) -> bool:
+        """Tell whether a buffer for rows of these lengths, with spare slots or without, would be noticeably smaller."""
         held = int(lengths.sum())
-        return int(self.limits[-1]) > held + int(slack(lengths).sum()) + held // LOOSE_SHARE
-
-    def spacious(self, lengths: Tensor) -> bool:
-        """Tell whether a buffer without slack for rows of these lengths would be noticeably smaller."""
-        held = int(lengths.sum())
-        return int(self.limits[-1]) > held + held // SPACIOUS_SHARE
+        needed, share = (int(spare_slots(lengths).sum()), LOOSE_SHARE) if spare else (0, LOOSE_PROMPT_SHARE)
+        return int(self.limits[-1]) > held + needed + held // share
 
     def index(self, longest: int) -> tuple[Tensor, Tensor]:
         """Return the slots ``[R, N]`` of all tokens (clamped where a row is shorter) and their validity."""
@@ -113,9 +109,9 @@ class Layout:
         return first + torch.arange(total, device=self.device)
 
 
-def slack(lengths: Tensor) -> Tensor:
-    """Return the free slots that rows of these lengths get when they are laid out."""
-    return torch.clamp(lengths // SLACK_SHARE, min=SLACK_TOKENS)
+def spare_slots(lengths: Tensor) -> Tensor:
+    """Return the spare slots that rows of these lengths get when they are laid out, ``[R]``."""
+    return torch.clamp(lengths // SPARE_SHARE, min=SPARE_SLOTS)
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:

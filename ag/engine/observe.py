@@ -116,8 +116,8 @@ class Context:
         precise: whether the logits of a prompt's last queries, and of a short prompt, are products in float64.
         memory: what scorers recorded at earlier observations, tensors ``[..., N]`` whose last dimension is that of
             the keys (new tokens have 0); what they record now goes there too.
-        turn: rotates queries or keys ``[B, H, n, D]`` further by places ``[B, 1, n]``, by the mean rotation of so many
-            places from there on; None: the model's rotations are not known.
+        turn: rotates queries or keys ``[B, H, n, D]`` further by places ``[B, 1, n or 1]``, by the mean rotation of so
+            many places from there on; None: the model's rotations are not known.
         output: gives the output projection by query head, ``[H, D, M]`` float32; None: it is not known.
         memo: where measurements are remembered, so that each is made once.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -15,6 +15,7 @@ from torch import Tensor
 from ag.engine.allocators import ALLOCATORS, Allocator
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.scorers import SCORERS, Scorer
+from ag.engine.scorers.base import option_names
 from ag.engine.spec import PolicySpec, check_known, parse_budget
 from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.errors import UserError
@@ -175,7 +176,7 @@ def policy(
     gates = _moved(gates, boundary, spec, budget)
     if rest:
         made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
-        own = {f.name for part in made for f in fields(part)} - {"inner"} | set(_options(type(allocator)))
+        own = {name for part in made for name in option_names(part)} - {"inner"} | set(_options(type(allocator)))
         check_known(next(iter(rest)), sorted(own | set(ENGINE if made else ENGINE[:1])), "option", str(spec))
     if scorer is not None and scorer.rereads:
         _check_reread(spec, schedule, engine)
@@ -201,7 +202,7 @@ def _engine_options(spec: PolicySpec, budget: int | float | None, options: dict[
     """Take the options of every policy out of ``options``, and refuse those that mean nothing without a budget."""
     engine = {name: options.pop(name) for name in ENGINE if name in options}
     if spec.reads_gates and budget is None:
-        known = {*FLAGS, *ENGINE, *(f.name for f in fields(SCORERS[spec.scorer]))}
+        known = {*FLAGS, *ENGINE, *option_names(SCORERS[spec.scorer])}
         for name in options:
             check_known(name, sorted(known), "option", str(spec))
     idle = [*(options if spec.evicts else ()), *(name for name in ENGINE[1:] if name in engine)]
@@ -248,7 +249,7 @@ def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
         if options.get(option):
             raise UserError(f"Policy '{spec}': {option} is {reason}; leave {name} out.")
     bases = [part for part in wrapper.__mro__ if issubclass(part, Wrapper) and part is not Wrapper]
-    own = {name for part in bases for name in vars(part).get("__annotations__", {})} & {f.name for f in fields(wrapper)}
+    own = {name for part in bases for name in vars(part).get("__annotations__", {})} & {*option_names(wrapper)}
     mine = {name: options.pop(name) for name in list(options) if name in own - {"inner"}}
     return _make(wrapper, mine, inner=_make(base, options))
 
@@ -286,11 +287,11 @@ def _moved(
 
 
 def _options(kind: type[Allocator]) -> list[str]:
-    return [*(f.name for f in fields(kind)), *kind.shorthands]
+    return [*option_names(kind), *kind.shorthands]
 
 
 def _make(part: type[Part], options: dict[str, Option], **fixed: Any) -> Part:
-    names = [f.name for f in fields(part) if f.name not in fixed]
+    names = [name for name in option_names(part) if name not in fixed]
     given: dict[str, Any] = {name: options.pop(name) for name in names if name in options}
     hints = get_type_hints(part)
     for name, value in given.items():

@@ -37,7 +37,7 @@ class Original:
         return None
 
     def turn(self, x: Tensor, places: Tensor, span: int) -> Tensor:
-        """Rotate ``[B, H, n, D]`` further by places ``[B, 1, n]``, averaged over so many from there on."""
+        """Rotate ``[B, H, n, D]`` further by places ``[B, 1, n or 1]``, averaged over so many from there on."""
         return rotate(self.decoder, x, places, span)
 
     def unrotated(self, call: AttentionCall, now: Pass) -> AttentionCall:

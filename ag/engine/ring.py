@@ -92,7 +92,8 @@ class RingStore(RaggedStore):
     def settle(self, *, spare: bool = True) -> None:
         """Put the tokens of the last pass where they belong, and free what no query after it sees.
 
-        ``spare`` says whether a new buffer gets slack.
+        Args:
+            spare: whether a new buffer gets spare slots.
         """
         if not self.settled:
             self._arrange(None, spare=spare)
@@ -140,7 +141,7 @@ class RingStore(RaggedStore):
 
         Args:
             counts: ``[B]``, own tokens of each sequence, beyond which all go; None: as many as there are.
-            spare: whether the new buffer gets slack.
+            spare: whether the new buffer gets spare slots.
         """
         self.before, self.settled, self.open, self._flagged = None, True, False, 0
         longest = int(self.lengths.max())

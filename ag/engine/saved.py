@@ -59,14 +59,14 @@ def load(kind: Callable[[nn.Module, Policy], C], path: str | os.PathLike[str], m
     with _opened(file) as (metadata, read):
         with _whole(file):
             head = json.loads(metadata["cache"])
-            said, base = head["policy"], head["base_model"]
+            said = head["policy"]
             made = policy(said["spec"], said["budget"], said["schedule"], **said["options"])
         cache = kind(model, made)
-        _check_base(file, base, _base(cache))
-        digest = None if cache.gates is None else _digest(cache.gates)
-        if digest != head["gates"]:
-            raise UserError(f"{file}: the cache was made with other gates than those that {made!r} gives here.")
+        here, digest = _base(cache), None if cache.gates is None else _digest(cache.gates)
         with _whole(file):
+            _check_base(file, head["base_model"], here)
+            if digest != head["gates"]:
+                raise UserError(f"{file}: the cache was made with other gates than those that {made!r} gives here.")
             restore(cache, head["state"], read)
     return cache
 
@@ -78,7 +78,7 @@ def _words(cache: Stateful) -> dict[str, Any]:
     """Return what :func:`ag.policy` makes the policy of again."""
     mine, options = cache.policy, dict(cache.policy.options)
     inner = getattr(mine.scorer, "inner", mine.scorer)
-    for name in () if inner is None else inner.told:
+    for name in () if inner is None else inner.from_tokenizer:
         options |= {} if (text := getattr(inner, name)) is None else {name: text}
     again = policy(str(mine.spec), mine.budget, mine.schedule, **options)
     again = again if cache.gates is None else again.trained_with(cache.gates)

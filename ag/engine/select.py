@@ -29,7 +29,7 @@ def standings(score: Tensor, rivals: Tensor) -> Tensor:
 
 
 def best(standing: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -> Tensor:
-    """Do what :func:`select` does, from the :func:`places` of what is not protected."""
+    """Do what :func:`select` does, from the :func:`standings` of what is not protected."""
     protected = protected & valid
     room = capacity - protected.sum(-1)
     return protected | (valid & (standing < room[..., None]))

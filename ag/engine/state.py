@@ -7,7 +7,7 @@ computes what the original would, bit by bit. Policy and layers are made anew by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -65,10 +65,14 @@ class Stateful(Protocol):
 def state_of(cache: Stateful, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the state of a cache, with the names of tensors in their places; the tensors go into ``tensors``."""
     history, shares = cache.history, None if cache.decision is None else cache.decision.shares
-    if not history.seen or history.seen < history.prompt_columns:
+    if not history.seen:
         raise UserError(
-            f"{type(cache).__name__}.save: {history.seen} of {history.prompt_columns or 'the'} tokens of the prompt "
-            "were read so far: expected a whole prompt; save the cache after it."
+            f"{type(cache).__name__}.save: nothing was read yet: expected a prompt; save the cache after it."
+        )
+    if history.seen < history.prompt_columns:
+        raise UserError(
+            f"{type(cache).__name__}.save: {history.seen} of {history.prompt_columns} columns of the prompt were read "
+            "so far: expected all; save the cache after them."
         )
     if shares is not None and (shares.open or shares.votes):
         raise UserError(f"{type(cache).__name__}.save: {cache.policy.allocator!r} has not decided yet; save it later.")
@@ -87,6 +91,7 @@ def state_of(cache: Stateful, tensors: dict[str, Tensor]) -> dict[str, Any]:
         state = taken(name, layer, LAYER) | {"gate": taken(f"{name}.gate", layer.gate_memory, GATE_MEMORY)}
         state["store"] = None
         if store is not None:
+            store.trim(spare=True)  # a ring whose tokens leave a sliding window shortens rows in a buffer that stays
             slots = store.layout.tokens()
             held = {key: None if x is None else x.detach()[slots] for key in COLUMNS for x in [getattr(store, key)]}
             state["store"] = {key: _packed(f"{name}.{key}", x, tensors) for key, x in held.items()}
@@ -120,62 +125,91 @@ def restore(cache: Stateful, state: Mapping[str, Any], read: Callable[[str], Ten
         shares.settled = _unpacked(state["shares"], SHARES, read, device)["settled"]
         for index, settled in shares.settled.items():
             shares.settled[index] = settled.to(device_of(cache.decoder.layers[index]))
-    rows = len(cache.history.valid), fingerprint(cache.decoder.config)
-    for layer, module, part in zip(cache.evicting_layers, cache.decoder.layers, state["layers"], strict=True):
-        near, store = device_of(module), part.pop("store")
+    valid = cache.history.valid
+    if valid.dtype != torch.bool or valid.ndim != 2:
+        raise ValueError("history.valid")
+    for index, (layer, part) in enumerate(zip(cache.evicting_layers, state["layers"], strict=True)):
+        near, store = device_of(cache.decoder.layers[index]), part.pop("store")
         vars(layer.gate_memory).update(_unpacked(part.pop("gate"), GATE_MEMORY, read, near))
         vars(layer).update(_unpacked(part, LAYER, read, near))
-        layer.store = None if store is None else _store(layer, store, read, near)
-        if layer.store is not None:
-            _check_store(layer.store, cache.history.valid, *rows)
+        layer.store = None if store is None else _store(cache, index, store, read)
 
 
-def _store(
-    layer: EvictionLayer, state: dict[str, Any], read: Callable[[str], Tensor], device: torch.device
-) -> RaggedStore:
-    """Make a store as it was, free slots included."""
-    ring, cpu, even = layer.makes is RingStore, torch.device("cpu"), state.pop("even")
+def _store(cache: Stateful, index: int, state: dict[str, Any], read: Callable[[str], Tensor]) -> RaggedStore:
+    """Make the store of a layer as it was, free slots included.
+
+    Kernels read and write where it says, so that all they rely on is checked first.
+    """
+    layer, device, cpu = cache.evicting_layers[index], device_of(cache.decoder.layers[index]), torch.device("cpu")
+    ring, even = layer.store_type is RingStore, state.pop("even")
     parts = {key: {name: state.pop(name) for name in kinds} for key, kinds in (("columns", COLUMNS), ("at", LAYOUT))}
-    at = _unpacked(parts["at"], LAYOUT, read, cpu)
-    starts, lengths, limits = (at[name] for name in ("starts", "lengths", "limits"))
-    ends = torch.cat([starts.new_zeros(1), limits])
-    held = int(lengths.sum())
-    if not (lengths >= 0).all() or not (starts >= ends[:-1]).all() or not (starts + lengths <= limits).all():
-        raise ValueError("rows overlap")
-    if limits[-1] > 2 * held + 64 * len(limits):  # more than any layout has
-        raise ValueError("rows are too far apart")
-    store: RaggedStore = object.__new__(layer.makes)
+    columns, at = _unpacked(parts["columns"], COLUMNS, read, device), _unpacked(parts["at"], LAYOUT, read, cpu)
+    store: RaggedStore = object.__new__(layer.store_type)
     vars(store).update(_unpacked(state, STORE | (RING if ring else {}), read, cpu))
-    store.layout = Layout(len(limits), device)
-    store.layout.settle(starts, lengths, limits)
+    geometry, valid = fingerprint(cache.decoder.config), cache.history.valid
+    if (store.batch, store.kv_heads) != (len(valid), geometry["num_kv_heads"]):
+        raise ValueError("rows")
+    said = torch.bool if ring else torch.float32 if layer.gates is not None else None
+    _check_columns(columns, said, cache.decoder.dtype, geometry["head_dim"])
+    rows, held = store.batch * store.kv_heads, len(columns["ranks"])
+    _check_places(**at, rows=rows, held=held)
+    if isinstance(store, RingStore):
+        assert layer.gates is not None
+        own = valid.sum(1).cpu().repeat_interleave(store.kv_heads)
+        if not 1 <= store.recent <= layer.gates.config.recent_tokens or (store.window or store.recent) < store.recent:
+            raise ValueError("ring")
+        if not (at["lengths"] >= own.clamp_max(store.recent)).all():
+            raise ValueError("rows are shorter than the ring")
+        if store.before is not None and (store.before.dtype != torch.long or store.before.shape != (rows,)):
+            raise ValueError("before")
+    store.layout = Layout(rows, device)
+    store.layout.settle(at["starts"], at["lengths"], at["limits"])
     if not even:
         store.layout.step = None
     slots = store.layout.tokens()
-    for name, x in _unpacked(parts["columns"], COLUMNS, read, device).items():
-        buffer = None if x is None else x.new_zeros(int(limits[-1]), *x.shape[1:])
-        if buffer is not None:
-            if len(x) != held:
-                raise ValueError(name)
-            buffer.index_copy_(0, slots, x)
-        setattr(store, name, buffer)
+    for name, x in columns.items():
+        buffer = None if x is None else x.new_zeros(int(at["limits"][-1]), *x.shape[1:])
+        setattr(store, name, buffer if buffer is None else buffer.index_copy_(0, slots, x))
     return store
 
 
-def _check_store(store: RaggedStore, valid: Tensor, batch: int, geometry: Mapping[str, Any]) -> None:
-    """Refuse a store that kernels could not work in."""
-    rows = batch * geometry["num_kv_heads"]
-    heads = (store.batch, store.kv_heads, len(store.lengths))
-    if heads != (batch, geometry["num_kv_heads"], rows) or store.ranks.dtype != torch.int32 or store.ranks.ndim != 1:
-        raise ValueError("rows")
-    wide = geometry["head_dim"]
-    if any(x.ndim != 2 or not x.is_floating_point() or x.shape[1] != wide for x in (store.keys, store.values)):
-        raise ValueError("keys")
-    own = valid.sum(1).cpu().repeat_interleave(store.kv_heads)
-    if isinstance(store, RingStore):
-        if store.recent < 1 or not (store.lengths >= own.clamp_max(store.recent)).all() or store.gate is None:
-            raise ValueError("ring")
-        if store.gate.dtype != torch.bool:
-            raise ValueError("gate")
+def _check_columns(
+    columns: Mapping[str, Tensor | None], gate: torch.dtype | None, model: torch.dtype, head_dim: int
+) -> None:
+    """Refuse columns of other types or shapes than those of a store.
+
+    Args:
+        columns: what is held of each token, by name.
+        gate: type of what a gate says of each token; None: nothing.
+        model: type that the model computes keys and values in; autocast may have changed either.
+        head_dim: numbers of a key, and of a value.
+    """
+    ranks, wide = columns["ranks"], (head_dim,)
+    assert ranks is not None
+    kind = ranks.device.type
+    types = {model, torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else {model}
+    wanted: dict[str, tuple[Collection[torch.dtype | None], tuple[int, ...]]]
+    wanted = {"keys": (types, wide), "values": (types, wide), "ranks": ({torch.int32}, ()), "gate": ({gate}, ())}
+    for name, (kinds, shape) in wanted.items():
+        x = columns[name]
+        if (None if x is None else x.dtype) not in kinds or (x is not None and x.shape != (len(ranks), *shape)):
+            raise ValueError(name)
+
+
+def _check_places(*, starts: Tensor, lengths: Tensor, limits: Tensor, rows: int, held: int) -> None:
+    """Refuse rows that overlap, hold other than ``held`` tokens, or lie further apart than any layout has them."""
+    for name, x in (("starts", starts), ("lengths", lengths), ("limits", limits)):
+        if x.dtype != torch.long or x.shape != (rows,):
+            raise ValueError(name)
+    ends = torch.cat([starts.new_zeros(1), limits[:-1]])
+    if not ((starts >= ends) & (limits >= starts) & (lengths >= 0)).all():
+        raise ValueError("rows overlap")
+    if not (lengths <= limits - starts).all():  # a sum of the two could wrap
+        raise ValueError("rows overlap")
+    if int(lengths.sum()) != held:
+        raise ValueError("lengths")
+    if int(limits[-1]) > 2 * held + 64 * rows:
+        raise ValueError("rows are too far apart")
 
 
 # ---- values

@@ -1,9 +1,9 @@
 """Ragged storage of keys and values: each (sequence, KV head) holds as many tokens as it kept.
 
 A row is one (sequence, KV head) pair, row ``b * Hkv + h``. The rows lie one after the other in a flat buffer, each with
-a little slack, so that decoding appends in place; see :class:`ag.engine.layout.Layout`. What is evicted leaves a gap,
+spare slots, so that decoding appends in place; see :class:`ag.engine.layout.Layout`. What is evicted leaves a gap,
 which the side of the row closes where fewer tokens have to move; when much is gone the buffer is laid out anew. A
-prompt is stored without slack, which the first token behind it brings.
+prompt is stored without spare slots, which the first token behind it brings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ag.engine.layout import Layout, sent, slack
+from ag.engine.layout import Layout, sent, spare_slots
 from ag.kernels.row_close import row_close
 
 
@@ -58,7 +58,7 @@ class RaggedStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys and values, slack included."""
+        """Bytes allocated for keys and values, spare slots included."""
         return self.keys.nbytes + self.values.nbytes
 
     @property
@@ -139,11 +139,17 @@ class RaggedStore:
         return (valid & (self.ranks[index] < limit[:, None])).sum(1)
 
     def retain(self, keep: Tensor, *, spare: bool = True) -> bool:
-        """Keep the tokens where ``keep`` ``[R, N]`` (laid out as :meth:`padded`) is True and free the others.
+        """Keep some tokens and free the others.
 
-        Returns whether there were others. ``spare`` says whether a new buffer gets slack.
+        Args:
+            keep: ``[R, N]`` bool, laid out as :meth:`padded`, True for what stays; free slots are whatever they are.
+            spare: whether a new buffer gets spare slots.
+
+        Returns:
+            Whether there were others.
         """
         if self.layout.step is None or keep.shape[1] != int(self.lengths[0]):
+            # some row is shorter than keep is wide: its free slots, which may be True, are no tokens to be counted
             keep = keep & (torch.arange(keep.shape[1], device=keep.device) < self.rows[1][:, None])
         lengths = keep.sum(1).cpu()
         held = int(lengths.sum())
@@ -169,13 +175,16 @@ class RaggedStore:
     def crop(self, ranks: Tensor) -> None:
         """Drop, at the end of every row, the tokens whose rank is not below ``ranks[b]`` ``[B]``."""
         self.layout.settle(self.layout.starts, self.count_below(ranks).cpu())
-        if self.layout.loose(self.lengths):
-            self._lay_out(self.lengths)
+        self.trim(spare=True)
 
-    def trim(self) -> None:
-        """Give slack back, until the next token comes, where it is more than one slot for each 64 tokens."""
-        if self.layout.spacious(self.lengths):
-            self._lay_out(self.lengths, spare=False)
+    def trim(self, *, spare: bool) -> None:
+        """Lay the buffer out anew where it is loose.
+
+        Args:
+            spare: whether it has spare slots then; else the next token brings them.
+        """
+        if self.layout.loose(self.lengths, spare=spare):
+            self._lay_out(self.lengths, spare=spare)
 
     def _lay_out(self, lengths: Tensor, *, spare: bool = True) -> None:
         """Lay the buffer out anew for rows of these lengths."""
@@ -188,10 +197,10 @@ class RaggedStore:
             slots: ``[n]`` long, where the tokens are.
             lengths: ``[R]`` long, tokens of each row.
             room: ``[R]`` long, tokens of each row that there is to be room for; None: those.
-            spare: whether there is to be slack beside.
+            spare: whether there are to be spare slots beside.
         """
         room = lengths if room is None else room
-        capacities = room + slack(room) if spare else room
+        capacities = room + spare_slots(room) if spare else room
         limits = capacities.cumsum(0)
         starts = limits - capacities
         total, device = int(capacities.sum()), self.keys.device

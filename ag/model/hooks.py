@@ -343,7 +343,7 @@ def rotate(decoder: Any, x: Tensor, positions: Tensor, span: int = 1) -> Tensor:
     Args:
         decoder: the model's stack of layers.
         x: ``[B, H, n, D]``, already scaled as the model's RoPE scales (yarn).
-        positions: ``[B, H or 1, n or 1]`` long.
+        positions: ``[B or 1, H or 1, n or 1]`` long.
         span: rotate by the mean of so many positions, from each of these on.
     """
     apply = sys.modules[type(decoder).__module__].apply_rotary_pos_emb

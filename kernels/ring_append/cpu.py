@@ -6,7 +6,9 @@ import ctypes
 from pathlib import Path
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from ag.errors import UserError
 from ag.kernels import native
 
 KERNEL = native.Kernel(
@@ -32,12 +34,19 @@ def ring_append(
 ) -> None:
     """Do what :func:`ag.kernels.ring_append.ring_append` does, on the CPU."""
     new = [x.contiguous() for x in (new_keys, new_values, new_flags, new_ranks)]  # named, so that they outlive the call
+    buffers = [keys, values, ranks, flags, lengths]
+    if (new_keys.dtype, new_values.dtype) != (keys.dtype, values.dtype):  # it copies bytes, as many as a buffer's are
+        raise UserError(
+            f"ring_append: new keys and values of {new_keys.dtype} and {new_values.dtype}: expected {keys.dtype} and "
+            f"{values.dtype} as held; let the model run in one data type, or make a new cache."
+        )
     KERNEL(
         *(x.data_ptr() for x in (keys, values, ranks, flags, starts, lengths, *new)),
         *(len(starts), new_flags.shape[1]),
         *(x.shape[1] * x.element_size() for x in (keys, values)),
         *(ring, window or 0),
     )
+    increment_version(buffers)  # autograd does not see the call
 
 
 def unavailable(*buffers: Tensor) -> str | None:

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 SEARCHED = 1024  # ranks that a program looks at together
 
@@ -87,3 +88,4 @@ def triton_ring_append(
             *(dim, triton.next_power_of_2(dim), width, triton.next_power_of_2(width), window is not None, SEARCHED),
             num_warps=1,
         )
+    increment_version([keys, values, ranks, flags, lengths])  # autograd does not see the kernel

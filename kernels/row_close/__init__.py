@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ag.kernels.dispatch import pick
+from ag.kernels.dispatch import pick, recorded
 from ag.kernels.row_close import cpu
 from ag.kernels.row_close.reference import reference_row_close
 
@@ -34,7 +34,7 @@ def row_close(
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
-    version = pick("row_close", {"cpp": cpu.unavailable(*columns), "reference": None})
+    version = pick("row_close", {"cpp": recorded(*columns) or cpu.unavailable(*columns), "reference": None})
     close = cpu.row_close if version == "cpp" else reference_row_close
     return close(columns, keep, starts, lengths, to_end=to_end)
 
@@ -49,12 +49,12 @@ def closed(x: Tensor, keep: Tensor) -> Tensor:
     while heads.ndim < x.ndim:
         heads = heads.unsqueeze(2)
     rows = heads.expand_as(x).reshape(-1, tokens)
-    x = x.clone(memory_format=torch.contiguous_format)
-    starts = torch.arange(0, x.numel(), tokens, device=x.device)
-    row_close([x.view(-1)], rows, starts, torch.full_like(starts, tokens), to_end=False)
+    wide = x.clone(memory_format=torch.contiguous_format)
+    starts = torch.arange(0, wide.numel(), tokens, device=x.device)
+    row_close([wide.view(-1)], rows, starts, torch.full_like(starts, tokens), to_end=False)
     longest = int(counts.max())
-    x = x[..., :longest]
+    x = wide[..., :longest]  # below it is copied, for a view would hold the memory of all N
     if int(counts.min()) < longest:
         held = torch.arange(longest, device=x.device) < rows.sum(-1, keepdim=True)
-        x = x.masked_fill(~held.view(x.shape), 0)
-    return x
+        return x.contiguous().masked_fill_(~held.view(x.shape), 0)
+    return x.clone(memory_format=torch.contiguous_format)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ag.kernels import native
 
@@ -33,6 +34,7 @@ def row_close(
         *keep.shape,
         ctypes.byref(side),
     )
+    increment_version(columns)  # autograd does not see the call
     return bool(side.value)
 
 

@@ -12,16 +12,21 @@ def reference_row_close(
     columns: Sequence[Tensor], keep: Tensor, starts: Tensor, lengths: Tensor, *, to_end: bool | None = None
 ) -> bool:
     """Do what :func:`ag.kernels.row_close.row_close` does."""
-    offset = torch.arange(keep.shape[1], device=keep.device)
+    offset = torch.arange(keep.shape[1], dtype=torch.int32, device=keep.device)
     keep = keep & (offset < lengths[:, None])
-    index = starts[:, None] + offset
-    place = starts[:, None] + keep.cumsum(1) - 1
-    later = place + (lengths - keep.sum(1))[:, None]  # so that a row ends where it ended
-    down, up = keep & (place != index), keep & (later != index)
+    kept = keep.cumsum(1, dtype=torch.int32)
+    down = kept - 1 - offset  # by how many slots a kept token moves: by as many as went before it
+    up = (lengths[:, None] - kept[:, -1:]).int()  # and so many more where the row ends as it ended
     if to_end is None:
-        to_end = int(up.sum()) < int(down.sum())
-    moving, target = (up, later) if to_end else (down, place)
-    source, target = index[moving], target[moving]
+        to_end = _moving(keep, down + up) < _moving(keep, down)
+    shift = down.add_(up) if to_end else down
+    rows, places = (keep & (shift != 0)).nonzero(as_tuple=True)
+    source = starts[rows] + places
+    target = source + shift[rows, places]
     for x in columns:
         x.index_copy_(0, target, x.index_select(0, source))
     return to_end
+
+
+def _moving(keep: Tensor, shift: Tensor) -> int:
+    return int((keep & (shift != 0)).sum())

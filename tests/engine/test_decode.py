@@ -1,5 +1,7 @@
 """Decoding reads ragged rows where they lie, whatever wraps the model."""
 
+import copy
+
 import pytest
 import torch
 from gates_for import gates_for
@@ -74,6 +76,44 @@ def test_gradients_flow_through_a_decoded_token(tiny_llama):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("decoded", [0, 1, 4])
+@pytest.mark.parametrize("trained", ["q_proj", "k_proj", "v_proj"])
+@pytest.mark.parametrize(
+    "policy", [("tova", 30, "every"), ("knorm", 30, "every"), ("gates",)], ids=["tova", "knorm", "ring"]
+)
+def test_gradients_through_a_decoded_token_are_right_or_refused(tiny_llama, policy, trained, decoded):
+    """Against differences of losses, norms being in float32; none is given where keys move that attention saved."""
+    model = tiny_llama().double().requires_grad_(False)
+    if policy == ("gates",):
+        ag.attach(model, gates_for(model, covers="all", window=6, recent_tokens=7).double())
+    ids = torch.randint(3, 128, (1, 47), generator=torch.Generator().manual_seed(0))
+    cache = ag.EvictionCache(model, *policy)
+    with torch.no_grad():
+        for part in ids[:, : 40 + decoded].split([40] + [1] * decoded, 1):
+            model(part, past_key_values=cache)
+    weights = [getattr(block.self_attn, trained).weight.requires_grad_() for block in model.model.layers]
+    aim = torch.randn(128, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+
+    def loss():
+        return model(ids[:, -1:], past_key_values=copy.deepcopy(cache)).logits[0, -1] @ aim
+
+    found = loss()
+    try:
+        gradients = torch.autograd.grad(found, weights)
+    except RuntimeError as error:
+        assert "inplace" in str(error) and policy != ("gates",)
+        return
+    for weight, gradient in zip(weights, gradients, strict=True):
+        step = 1e-3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2), dtype=torch.double)
+        with torch.no_grad():
+            weight.add_(step)
+            more = loss()
+            weight.sub_(2 * step)
+            less = loss()
+            weight.add_(step)
+        assert torch.isclose((more - less) / 2, (gradient * step).sum(), rtol=0.01, atol=1e-5)
+
+
 def test_a_compiled_model_equals_the_plain_one(tiny_llama):
     """The engine stays outside of what is compiled."""
     model = tiny_llama(num_hidden_layers=2)

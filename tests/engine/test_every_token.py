@@ -243,7 +243,7 @@ def test_what_gates_cannot_do_is_refused_and_loses_nothing(tiny_llama):
     [("tiny_llama", 1, 0, "dense"), ("tiny_llama", 9, 2, "sparse"), ("tiny_mistral", 24, 1, "sparse")],
 )
 def test_kept_positions_at_every_step(family, recent, sinks, prefill, request):
-    """Beside them the bytes: one token more a row than is held, slack, and what a layout may be too large."""
+    """Beside them the bytes: one token more a row than is held, spare slots, and what a layout may be too large."""
     model = request.getfixturevalue(family)()
     gates = everywhere(model, recent_tokens=recent, sink_tokens=sinks, window=6, prefill=prefill)
     (row,), window = rows_of([240]), getattr(model.config, "sliding_window", None)

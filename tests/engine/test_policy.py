@@ -498,7 +498,7 @@ def test_gates_are_read_from_a_folder(tiny_llama, tmp_path):
     gates = gates_for(tiny_llama(), seed=3)
     folder = tmp_path / "run@2" / "a+b"  # neither sign is the grammar's here
     gates.save_pretrained(folder)
-    ranked = Gates(trained_sinks=0)  # as these gates were trained
+    ranked = Gates()  # these gates were trained without sinks and recents
     for spec, scorer, kind, budget in [
         (f"gates:{folder}", ranked, "global", None),
         (f"gates:{folder}", ranked, "global", 0.5),

@@ -124,7 +124,7 @@ def test_every_policy(tiny_llama, case):
 )
 @settings(SMALL, max_examples=6)
 def test_bytes_are_those_of_the_tokens_kept(tiny_llama, name, budget, dtype, batch):
-    """Within 10 %, from 256 kept tokens on (a head that kept fewer has slack for 16 all the same)."""
+    """Within 10 %, from 256 kept tokens on (a head that kept fewer has 16 spare slots all the same)."""
     model = tiny_llama(max_position_embeddings=1024).to(dtype)
     options = {"beta": 1} if "pyramid" in name else {"floor": 1.0} if "heads" in name else {}
     ids = torch.randint(3, 128, (batch, 500), generator=torch.Generator().manual_seed(budget))

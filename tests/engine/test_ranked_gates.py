@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gates_for import gates_for
+from refused import refuses
 
 import ag
 from ag.engine.scorers.gates import Gates
@@ -106,3 +107,13 @@ def test_values_out_of_range():
         Gates(recent=-1)
     with pytest.raises(UserError, match="recent_share"):
         Gates(recent_share=1.5)
+    with refuses(UserError, "recent_share=0.5", "recent=3", "leave one out"):
+        ag.policy("gates", 8, recent=3, recent_share=0.5)
+
+
+@pytest.mark.parametrize("name", ["trained_sinks", "trained_recent"])
+def test_what_the_gates_say_is_no_option(name):
+    for budget in (8, None):
+        with pytest.raises(UserError) as caught:
+            ag.policy("gates", budget, **{name: 3})
+        assert str(caught.value).count("trained_") == 1  # nor is it offered

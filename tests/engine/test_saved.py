@@ -14,7 +14,9 @@ from refused import refuses
 from safetensors import safe_open
 
 import ag
+from ag.engine import state
 from ag.engine.repeat import Repetition
+from ag.engine.ring import RingStore
 from ag.engine.saved import FORMAT, SCHEMA
 from ag.engine.scorers import SCORERS
 from ag.engine.scorers.base import Scorer
@@ -56,9 +58,9 @@ def made(model, name):
 class Text:
     """A padded batch that goes on with the same tokens in every cache."""
 
-    def __init__(self, lengths=LENGTHS):
-        self.drawn, longest = torch.Generator().manual_seed(0), max(lengths)
-        self.mask = torch.stack([torch.arange(longest) >= longest - n for n in lengths]).long()
+    def __init__(self):
+        self.drawn, longest = torch.Generator().manual_seed(0), max(LENGTHS)
+        self.mask = torch.stack([torch.arange(longest) >= longest - n for n in LENGTHS]).long()
         self.ids = self.tokens(longest) * self.mask
 
     def tokens(self, count):
@@ -71,11 +73,10 @@ class Text:
         return [model(ids, attention_mask=self.mask, position_ids=positions, past_key_values=x).logits for x in caches]
 
     def begin(self, model, cache):
-        ids, self.mask = self.ids, self.mask[:, :0]
-        self.mask = torch.stack([torch.arange(ids.shape[1]) >= ids.shape[1] - n for n in LENGTHS]).long()
+        self.mask = (self.ids > 0).long()
         positions = (self.mask.cumsum(1) - 1).clamp_min(0)
         with torch.no_grad():
-            model(ids, attention_mask=self.mask, position_ids=positions, past_key_values=cache)
+            model(self.ids, attention_mask=self.mask, position_ids=positions, past_key_values=cache)
 
 
 def held(cache):
@@ -127,6 +128,28 @@ def test_other_models(request, tmp_path, family, name):
     loaded = ag.EvictionCache.load(tmp_path / "c", model)
     for _ in range(20):
         assert torch.equal(*text.feed(model, [cache, loaded], text.tokens(1)))
+
+
+def test_a_ring_that_a_window_emptied(tiny_mistral, tmp_path, monkeypatch):
+    """A flagged prompt fills a window of 120; behind 121 tokens without flags a row of the same buffer holds three."""
+    model, drawn = tiny_mistral(sliding_window=120), torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 128, (1, 260), generator=drawn)
+    ag.attach(model, gates_for(model, covers="all", recent_tokens=3, sink_tokens=0))
+    monkeypatch.setattr(ag.AttentionGates, "flags", lambda self, logits: torch.ones_like(logits) * logits.shape[2] > 1)
+    cache = ag.EvictionCache(model, "gates")
+    with torch.no_grad():
+        model(ids[:, :130], past_key_values=cache)
+        assert [len(head) for head in cache.kept_positions(1)[0]] == [119, 119]
+        for t in range(130, 251):
+            model(ids[:, t : t + 1], past_key_values=cache)
+        assert [len(head) for head in cache.kept_positions(1)[0]] == [3, 3]
+        cache.save(tmp_path / "c")
+        loaded = ag.EvictionCache.load(tmp_path / "c", model)
+        assert held(loaded) == held(cache) and loaded.nbytes == cache.nbytes
+        for t in range(251, 260):
+            one, other = (model(ids[:, t : t + 1], past_key_values=x).logits for x in (cache, loaded))
+            assert torch.equal(bits(one), bits(other))
+    assert held(loaded) == held(cache)
 
 
 @pytest.mark.parametrize("name", ["full", "flags", "ring", "snapkv"])
@@ -234,12 +257,12 @@ def test_only_what_is_held_is_written(tiny_llama, tmp_path):
         assert torch.equal(tensors[f"layers.{index}.values"], rows.values.flatten(0, 1))
 
 
-@pytest.mark.parametrize("share", [0.3, 0.7])
-def test_gates_of_a_folder(tiny_llama, tmp_path, share):
+@pytest.mark.parametrize("threshold", [0.3, 0.7])
+def test_gates_of_a_folder(tiny_llama, tmp_path, threshold):
     model, text = tiny_llama(), Text()
     gates = gates_for(model)
     gates.save_pretrained(tmp_path / "gates")
-    cache = ag.EvictionCache(model, f"gates:{tmp_path / 'gates'}", threshold=share)
+    cache = ag.EvictionCache(model, f"gates:{tmp_path / 'gates'}", threshold=threshold)
     text.begin(model, cache)
     cache.save(tmp_path / "c")
     loaded = ag.EvictionCache.load(tmp_path / "c", model)
@@ -268,6 +291,21 @@ def test_attached_gates_are_compared(tiny_llama, tmp_path):
         ag.EvictionCache.load(tmp_path / "c", model)
 
 
+def test_under_autocast(tiny_llama, tmp_path):
+    """Keys are rotated in float32 then, and values are products in bfloat16."""
+    model, text = tiny_llama(), Text()
+    cache = made(model, "h2o")
+    with torch.autocast("cpu", torch.bfloat16):
+        text.begin(model, cache)
+        store = cache.evicting_layers[0].store
+        assert (store.keys.dtype, store.values.dtype) == (torch.float32, torch.bfloat16)
+        cache.save(tmp_path / "c")
+        loaded = ag.EvictionCache.load(tmp_path / "c", model)
+        assert torch.equal(*text.feed(model, [cache, loaded], text.tokens(1)))
+    with refuses(UserError, "values"):
+        ag.EvictionCache.load(tmp_path / "c", model)
+
+
 def test_instructions_of_a_tokenizer(tiny_llama, tiny_tokenizer, tmp_path):
     """The policy's text does not have them; the loaded cache does, for its next prompt."""
     model, text = tiny_llama(), Text()
@@ -281,6 +319,47 @@ def test_instructions_of_a_tokenizer(tiny_llama, tiny_tokenizer, tmp_path):
         each.reset()
         text.begin(model, each)
     assert held(loaded) == held(cache)
+
+
+#: Attributes that a fresh cache of the same policy and model has too, or that follow from those that are written.
+FIXED = {
+    "cache": {"policy", "gates", "decoder", "rotation", "evicting_layers", "layers", "layer_class_to_replicate",
+              "offloading", "_sharing", "now"},
+    "history": set(),
+    "schedule": {"policy", "gates", "rotation", "layers"},
+    "undo": {"policy", "gates", "layers"},
+    "shares": {"allocator", "layers", "open", "votes", "policy"},
+    "layer": {"policy", "gates", "rotation", "keys", "values", "is_initialized", "_logits"},
+    "gate": {"window"},
+    "layout": {"device", "rows", "room", "step", "_behind"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["prompt", "decoding"])
+@pytest.mark.parametrize("name", ["full", "h2o", "pyramidkv-steps", "kvzip", "ranked", "ring"])
+def test_no_attribute_is_forgotten(tiny_llama, name, steps):
+    """Whatever a part has that is not fixed is written; a new attribute must be put on one of the two lists."""
+    model, text = tiny_llama(), Text()
+    cache = made(model, name)
+    text.begin(model, cache)
+    for _ in range(steps):
+        text.feed(model, [cache], text.tokens(1))
+
+    def written(kind, part):
+        return vars(part).keys() - FIXED[kind]
+
+    assert written("cache", cache) == {"history", "decision", "repetition", "_schedule", "_undo"}
+    assert written("history", cache.history) == state.HISTORY.keys()
+    assert written("schedule", cache._schedule) == state.SCHEDULE.keys()
+    assert written("undo", cache._undo) == state.UNDO.keys()
+    if cache.decision is not None:
+        assert written("shares", cache.decision.shares) == state.SHARES.keys()
+    for layer in cache.evicting_layers:
+        assert written("layer", layer) == state.LAYER.keys() | {"gate_memory", "store"}
+        assert written("gate", layer.gate_memory) == state.GATE_MEMORY.keys()
+        ring = state.RING.keys() if isinstance(layer.store, RingStore) else set()
+        assert vars(layer.store).keys() == state.STORE.keys() | state.COLUMNS.keys() | ring | {"layout"}
+        assert written("layout", layer.store.layout) == {"_lengths" if x == "lengths" else x for x in state.LAYOUT}
 
 
 # ---- what is refused
@@ -366,6 +445,11 @@ def drop(*path):
     return change
 
 
+def forge_gate(head, tensors):
+    head["state"]["layers"][1]["store"]["gate"] = {"tensor": "layers.1.gate"}
+    tensors["layers.1.gate"] = torch.ones(len(tensors["layers.1.ranks"]))
+
+
 FORGED = {
     "long rows": forge("layers.1.lengths", lambda x: x + 10**6),
     "rows below zero": forge("layers.1.lengths", lambda x: x - 100),
@@ -374,6 +458,17 @@ FORGED = {
     "rows that overlap": forge("layers.0.starts", torch.zeros_like),
     "few keys": forge("layers.2.keys", lambda x: x[:-1]),
     "wide ranks": forge("layers.2.ranks", lambda x: x[:, None].expand(-1, 2).contiguous()),
+    "starts of another type": forge("layers.1.starts", lambda x: x.int()),
+    "lengths of another type": forge("layers.1.lengths", lambda x: x.int()),
+    "limits of another type": forge("layers.1.limits", lambda x: x.double()),
+    "lengths as a table": forge("layers.1.lengths", lambda x: x[:, None]),
+    "a row less": forge("layers.1.starts", lambda x: x[:-1]),
+    "lengths that wrap": forge("layers.1.lengths", lambda x: x.where(torch.arange(len(x)) < 5, 2**63 - 1)),
+    "limits that wrap": forge("layers.1.limits", lambda x: x.where(torch.arange(len(x)) < 5, 2**63 - 1)),
+    "precise keys": forge("layers.2.keys", lambda x: x.double()),
+    "coarse values": forge("layers.2.values", lambda x: x.half()),
+    "what gates said, without gates": forge_gate,
+    "a text that is no mask": forge("history.valid", lambda x: x.long()),
     "ranks of another type": forge("layers.2.ranks", lambda x: x.long()),
     "keys of another type": forge("layers.2.keys", lambda x: x.int()),
     "keys of another width": forge("layers.2.keys", lambda x: x[:, :8].contiguous()),
@@ -382,6 +477,9 @@ FORGED = {
     "no layer": drop("layers", 2),
     "no shares": drop("shares"),
     "no policy": lambda head, tensors: head.pop("policy"),
+    "no gates": lambda head, tensors: head.pop("gates"),
+    "a number for the model": lambda head, tensors: head.update(base_model=3),
+    "a model without geometry": lambda head, tensors: head["base_model"].update(fingerprint=None),
     "a number for a tensor": lambda head, tensors: head["state"]["history"].update(valid=3),
     "a text for a number": lambda head, tensors: head["state"]["layers"][0].update(seen="3"),
     "an attribute more": lambda head, tensors: head["state"]["layers"][0].update(run=3),
@@ -400,23 +498,42 @@ def test_damage(saved, name):
         ag.EvictionCache.load(file, model)
 
 
-@pytest.mark.parametrize(
-    ("change", "value"), [("lengths", lambda x: x.clamp_max(3)), ("gate", lambda x: x.float())], ids=["short", "float"]
-)
-def test_a_ring_that_a_kernel_could_not_work_in(tiny_llama, tmp_path, change, value):
+def shorten(head, tensors):
     """Rows that are shorter than the ring would have the next token written beyond them."""
-    model, file = tiny_llama(), tmp_path / "c"
+    tensors["layers.1.lengths"] = tensors["layers.1.lengths"].clamp_max(3)
+    for name in ("keys", "values", "ranks", "gate"):
+        tensors[f"layers.1.{name}"] = tensors[f"layers.1.{name}"][:18].contiguous()
+
+
+def in_store(**changes):
+    return lambda head, tensors: head["state"]["layers"][1]["store"].update(changes)
+
+
+FORGED_RINGS = {
+    "short rows": shorten,
+    "lengths of another type": forge("layers.1.lengths", lambda x: x.int()),
+    "precise keys": forge("layers.1.keys", lambda x: x.double()),
+    "precise values": forge("layers.1.values", lambda x: x.double()),
+    "flags of another type": forge("layers.1.gate", lambda x: x.float()),
+    "flags without any": forge("layers.1.gate", lambda x: x[:, None][:, :0]),
+    "no flags": in_store(gate=None),
+    "no ring": in_store(recent=0),
+    "another ring": in_store(recent=8),
+    "a window within the ring": in_store(window=3),
+    "what came before as a table": forge("layers.1.before", lambda x: x[:, None]),
+}
+
+
+@pytest.mark.parametrize("name", FORGED_RINGS)
+def test_a_ring_that_a_kernel_could_not_work_in(tiny_llama, tmp_path, name):
+    model, file, text = tiny_llama(), tmp_path / "c", Text()
     cache = made(model, "ring")
-    Text().begin(model, cache)
+    text.begin(model, cache)
+    text.feed(model, [cache], text.tokens(2))
     cache.save(file)
-
-    def shorten(head, tensors):
-        tensors[f"layers.1.{change}"] = value(tensors[f"layers.1.{change}"])
-        if change == "lengths":
-            for name in ("keys", "values", "ranks", "gate"):
-                tensors[f"layers.1.{name}"] = tensors[f"layers.1.{name}"][:18].contiguous()
-
-    rewritten(file, shorten)
+    rewritten(file)
+    ag.EvictionCache.load(file, model)
+    rewritten(file, FORGED_RINGS[name])
     with refuses(UserError, str(file), "damaged"):
         ag.EvictionCache.load(file, model)
 
@@ -424,12 +541,12 @@ def test_a_ring_that_a_kernel_could_not_work_in(tiny_llama, tmp_path, change, va
 def test_nothing_to_save_yet(tiny_llama, tmp_path):
     model, ids = tiny_llama(), torch.randint(3, 128, (1, 20), generator=torch.Generator().manual_seed(0))
     cache = ag.EvictionCache(model, "snapkv", 12, window=4)
-    with refuses(UserError, "0", "save"):
+    with refuses(UserError, "EvictionCache.save", "nothing", "prompt"):
         cache.save(tmp_path / "c")
     cache.expect(torch.ones(1, 20, dtype=torch.bool))
     with torch.no_grad():
         model(ids[:, :8], past_key_values=cache)
-        with refuses(UserError, "8 of 20"):
+        with refuses(UserError, "8 of 20 columns"):
             cache.save(tmp_path / "c")
         model(ids[:, 8:], past_key_values=cache)
     assert list(tmp_path.iterdir()) == []

@@ -427,7 +427,7 @@ def test_decoding_with_every_holds_flat_memory(tiny_llama, name, steps):
                 everything.append(all_bytes())
     assert all(int(layer.store.lengths.sum()) == 64 for layer in cache.evicting_layers)
     if name.endswith("heads"):
-        assert max(sizes) - min(sizes) <= 3 * 2 * 4 * 2 * 16 * 4  # a head's slack follows its length
+        assert max(sizes) - min(sizes) <= 3 * 2 * 4 * 2 * 16 * 4  # a head's spare slots follow its length
     else:
         assert max(sizes) - min(sizes) <= 3 * 2 * 1 * 2 * 16 * 4  # laid out before or after a token went
     assert (

@@ -246,7 +246,7 @@ def test_the_process_gives_memory_back():
 )
 @pytest.mark.parametrize("uneven", [False, True])
 def test_one_in_one_out_rarely_lays_the_buffer_out_anew(where, most, uneven):
-    """1,000 decode steps: the sinks move up behind what was the oldest token, until the 32 slots of slack are used."""
+    """1,000 decode steps: the sinks move up behind what was the oldest token, until the 32 spare slots are used."""
     store = RaggedStore(1, 2, torch.empty(1, 2), torch.empty(1, 2))
     lengths = [512, 600] if uneven else [512, 512]
     prompt = torch.arange(600)[None]
@@ -276,11 +276,26 @@ def test_one_in_one_out_rarely_lays_the_buffer_out_anew(where, most, uneven):
     assert (store.padded().valid is None) != uneven
 
 
+@pytest.mark.parametrize("gone", [[], [1]])
+def test_free_slots_are_not_kept(gone):
+    """Rows that are equally long and evenly spaced, below the width of ``keep``, which is True there."""
+    store = RaggedStore(1, 2, torch.empty(1, 2), torch.empty(1, 2))
+    ranks = torch.arange(6)[None]
+    k = ranks[:, None, :, None].expand(1, 2, 6, 2).float()
+    store.append(k, k, ranks, None)
+    store.crop(torch.tensor([4]))
+    assert store.layout.step is not None and store.lengths.tolist() == [4, 4]
+    keep = torch.ones(2, 6, dtype=torch.bool)
+    keep[:, gone] = False
+    assert store.retain(keep) == bool(gone)
+    assert [row.tolist() for row in store.kept()] == [[x for x in range(4) if x not in gone]] * 2
+
+
 @pytest.mark.parametrize(("prompt", "steps", "most"), [(0, 100, 7), (256, 512, 20)])
 def test_appending_rarely_copies_the_buffer(prompt, steps, most):
     """A copy buys 1/16 of a row, at least 16 tokens: log(768 / 256) / log(1 + 1/16) = 18.1 copies for 512 tokens.
 
-    The first token behind a prompt, which has no slack, brings one.
+    The first token behind a prompt, which has no spare slots, brings some.
     """
     store = RaggedStore(1, 2, torch.empty(1, 8), torch.empty(1, 8))
     if prompt:
@@ -310,7 +325,7 @@ READ = {
 
 @pytest.mark.parametrize("chunk", [600, 170], ids=["whole", "chunks"])
 @pytest.mark.parametrize("name", READ)
-def test_a_prompt_is_held_without_slack(tiny_llama, name, chunk):
+def test_a_prompt_is_held_without_spare_slots(tiny_llama, name, chunk):
     """At most 2 % beside its tokens and what is known of each; 1/16 and 16 slots a row once tokens follow."""
     spec, budget, schedule, options, gates = READ[name]
     model = tiny_llama(max_position_embeddings=1024)

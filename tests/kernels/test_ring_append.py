@@ -3,7 +3,9 @@
 import pytest
 import torch
 from compiled import needs
+from refused import refuses
 
+from ag.errors import UserError
 from ag.kernels.ring_append import cpu, reference_ring_append, ring_append
 
 needs_compiler = needs(cpu.KERNEL)
@@ -113,3 +115,41 @@ def test_c_plus_plus_takes_buffers_without_gaps():
     buffer = torch.zeros(4, 8)
     assert cpu.unavailable(buffer, buffer[:, ::2]) == "a buffer is not contiguous"
     assert cpu.unavailable(buffer.to("meta")) == "the tensors are on meta"
+
+
+def one_row(dtype=torch.float32):
+    """The arguments of a step: a row of four tokens in a ring of four."""
+    return {
+        "keys": torch.ones(6, 4),
+        "values": torch.ones(6, 4),
+        "ranks": torch.arange(6, dtype=torch.int32),
+        "flags": torch.ones(6, dtype=torch.bool),
+        "starts": torch.tensor([0]),
+        "lengths": torch.tensor([4]),
+        "new_keys": torch.zeros(1, 1, 4, dtype=dtype),
+        "new_values": torch.zeros(1, 1, 4, dtype=dtype),
+        "new_flags": torch.ones(1, 1, dtype=torch.bool),
+        "new_ranks": torch.tensor([4]),
+        "ring": 4,
+    }
+
+
+@pytest.mark.parametrize("append", VERSIONS)
+def test_autograd_notices(append):
+    """A product has saved the keys; once some moved, its gradient is refused."""
+    row, x = one_row(), torch.ones(6, 4, requires_grad=True)
+    out = (x * row["keys"]).sum()
+    append(**row)
+    with pytest.raises(RuntimeError, match="inplace"):
+        out.backward()
+    with torch.inference_mode():
+        append(**row | {"new_ranks": torch.tensor([5])})
+        append(**one_row())
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_c_plus_plus_refuses_new_tokens_of_another_type(dtype):
+    """Narrower ones would be read beyond their end."""
+    with refuses(UserError, str(dtype), "torch.float32"):
+        cpu.ring_append(**one_row(dtype))

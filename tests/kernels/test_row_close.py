@@ -70,9 +70,61 @@ def test_records_follow_their_tokens(monkeypatch, forced, shape, even):
         keep[1, 0, 4:] = False
     before, found = x.clone(), closed(x, keep)
     assert torch.equal(x, before) and found.shape == (*shape[:-1], 4)
+    assert found.untyped_storage().nbytes() == found.nbytes  # a view would hold the memory of all six
     for b in range(2):
         for h in range(4):
             kept = keep[b, h // 2]
             for mine, theirs in zip(found[b, h].view(-1, 4), x[b, h].view(-1, 6), strict=True):
                 want = theirs[kept].tolist()
                 assert mine.tolist() == want + [0.0] * (4 - len(want))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 6), (1, 1, 3, 6), (2, 2, 6)])
+@pytest.mark.parametrize("gone", [[], [0], [0, 2, 3], list(range(6))])
+def test_records_are_as_large_as_what_they_say(shape, gone):
+    x, keep = torch.arange(1.0, 1 + torch.tensor(shape).prod()).view(shape), torch.ones(*shape[:2], 6).bool()
+    keep[..., gone] = False
+    found = closed(x, keep)
+    assert torch.equal(found, x[..., [i for i in range(6) if i not in gone]])
+    assert found.untyped_storage().nbytes() == found.nbytes and found.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("to_end", [None, False, True])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_evenly_spaced_rows_below_the_width(version, to_end):
+    """Slots behind a row do not count, whatever ``keep`` says of them: here they are those of the next row."""
+    x, keep = torch.arange(12.0), torch.ones(3, 6, dtype=torch.bool)
+    keep[1, 0] = keep[2, 1] = False
+    starts, lengths = torch.tensor([0, 4, 8]), torch.tensor([3, 3, 3])
+    side = version([x], keep, starts, lengths, to_end=to_end)
+    assert side == (to_end is not False)
+    first = 1 if side else 0
+    assert x[[0, 1, 2]].tolist() == [0, 1, 2] and x[[3, 7, 11]].tolist() == [3, 7, 11]
+    assert x[[4 + first, 5 + first]].tolist() == [5, 6] and x[[8 + first, 9 + first]].tolist() == [8, 10]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_autograd_notices(version):
+    """A product has saved what lies in the column; once that moved, its gradient is refused."""
+    columns, starts, lengths = rows()
+    keep = torch.ones(4, 9, dtype=torch.bool)
+    keep[:, 1] = False
+    x = torch.ones_like(columns[0], requires_grad=True)
+    out = (x * columns[0]).sum()
+    version(columns, keep, starts, lengths)
+    with pytest.raises(RuntimeError, match="inplace"):
+        out.backward()
+    with torch.inference_mode():
+        version([torch.zeros_like(part) for part in columns], keep, starts, lengths)
+        version(columns, keep, starts, lengths)
+
+
+def test_gradients_go_where_the_tokens_came_from():
+    """A gradient through a column reaches the token that was moved."""
+    columns, starts, lengths = rows()
+    x, keep = columns[0].clone().requires_grad_(), torch.ones(4, 9, dtype=torch.bool)
+    keep[0, 0] = False
+    column = x * 1.0
+    row_close([column], keep, starts, lengths, to_end=False)
+    column[2].sum().backward()  # the first row begins here, with what was its second token
+    assert x.grad.sum(1).nonzero().flatten().tolist() == [3]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,8 +16,16 @@ from ag.engine.repeat import Repetition
 from ag.engine.rows import Statistic, attention
 from ag.errors import require
 
+#: Metadata of a field that is no option of a policy.
+DERIVED = MappingProxyType({"option": False})
+
 Group = Literal["mean", "sum", "max"]
 Reduction = Callable[[Observation, Tensor], Tensor]
+
+
+def option_names(part: type | object) -> list[str]:
+    """Return the fields of a part of a policy that are its options."""
+    return [f.name for f in fields(cast("Any", part)) if f.metadata.get("option", True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +63,7 @@ class Scorer(ABC):
     #: Option that multiplies its score by the size of the values, which wrappers do themselves; empty: there is none.
     weighs: ClassVar[str] = ""
     #: Options that :meth:`with_tokenizer` fills in.
-    told: ClassVar[tuple[str, ...]] = ()
+    from_tokenizer: ClassVar[tuple[str, ...]] = ()
     #: Whether its score is made of differences, which the rounding of float32 logits shows in.
     precise: ClassVar[bool] = False
 

@@ -115,7 +115,7 @@ class ExpectedAttention(Scorer):
 
 
 def _both_sides(seen: Observation, matrix: Tensor, places: Tensor, span: int = 1) -> Tensor:
-    """Return ``R M R^T`` for symmetric ``[B, H, (n,) D, D]``, R the (mean) rotation to places ``[B, 1, n]``."""
+    """Return ``R M R^T`` for symmetric ``[B, H, (n,) D, D]``, R the (mean) rotation to places ``[B, 1, n or 1]``."""
     dim = matrix.shape[-1]
     flat = matrix.reshape(*matrix.shape[:2], -1, dim)
     if places.shape[-1] > 1:

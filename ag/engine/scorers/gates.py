@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.scorers.base import Scorer
-from ag.errors import require
+from ag.engine.scorers.base import DERIVED, Scorer
+from ag.errors import UserError, require
+
+RECENT_SHARE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,7 @@ class Gates(Scorer):
             the budget.
         recent: newest tokens that stay; None: ``trained_recent``, but at most ``recent_share`` of the budget, and
             what the sinks leave of it.
-        recent_share: of the budget.
+        recent_share: of the budget; None: a quarter.
         trained_recent: as many tokens of the prompt as the first query behind it saw in training, which is
             ``gate.recent_tokens`` less its own; taken from the gates. The flags keep these too.
         trained_sinks: ``gate.sink_tokens``, taken from the gates.
@@ -34,9 +36,9 @@ class Gates(Scorer):
 
     sinks: int | None = None  # type: ignore[assignment]
     recent: int | None = None  # type: ignore[assignment]
-    recent_share: float = 0.25
-    trained_recent: int = 0
-    trained_sinks: int = 0
+    recent_share: float | None = None
+    trained_recent: int = field(default=0, metadata=DERIVED)
+    trained_sinks: int = field(default=0, metadata=DERIVED)
     reads_gates: ClassVar[bool] = True
     default_allocator: ClassVar[str] = "global"  # as the flags, which have one boundary for all heads
 
@@ -44,7 +46,12 @@ class Gates(Scorer):
         """Refuse values out of range."""
         require(self, "sinks", self.sinks is None or self.sinks >= 0, "0 or more, or None")
         require(self, "recent", self.recent is None or self.recent >= 0, "0 or more, or None")
-        require(self, "recent_share", 0 <= self.recent_share <= 1, "0 to 1")
+        require(self, "recent_share", self.recent_share is None or 0 <= self.recent_share <= 1, "0 to 1, or None")
+        if self.recent is not None and self.recent_share is not None:
+            raise UserError(
+                f"Gates: recent_share={self.recent_share} with recent={self.recent}: expected one of the two, as the "
+                "share is of a number of recents that nobody gave; leave one out."
+            )
 
     def trained_with(self, sinks: int, recent: int) -> Self:
         """Return the scorer that protects so many tokens, where it was not told how many."""
@@ -58,7 +65,8 @@ class Gates(Scorer):
         """Return the sinks and the newest tokens."""
         sinks = capacity.clamp_max(self.trained_sinks) if self.sinks is None else torch.full_like(capacity, self.sinks)
         if self.recent is None:
-            most = (capacity * self.recent_share).long().clamp_max(self.trained_recent)
+            share = RECENT_SHARE if self.recent_share is None else self.recent_share
+            most = (capacity * share).long().clamp_max(self.trained_recent)
             recent = most.minimum((capacity - sinks).clamp_min(0))
         else:
             recent = torch.full_like(capacity, self.recent)

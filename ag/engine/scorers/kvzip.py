@@ -53,24 +53,24 @@ class KVzip(Scorer):
     default_allocator: ClassVar[str] = "global"
     rereads: ClassVar[bool] = True
     weighs: ClassVar[str] = "normalize"
-    told: ClassVar[tuple[str, ...]] = ("ask", "ask_part", "answer")
+    from_tokenizer: ClassVar[tuple[str, ...]] = ("ask", "ask_part", "answer")
 
     def __post_init__(self) -> None:
         """Refuse values out of range, and token ids that are none."""
         super().__post_init__()
         require(self, "chunk", self.chunk >= 1, "1 or more")
         require(self, "overlap", self.overlap >= 0, "0 or more")
-        for name in self.told:
+        for name in self.from_tokenizer:
             text = getattr(self, name)
             if text is not None and not all(part.isdecimal() for part in text.split()):
                 raise UserError(f"KVzip: {name}={text!r:.60}: expected token ids separated by blanks, such as 17 4 9.")
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """Return the scorer with the instructions that it was not given, in the tokens of a tokenizer."""
-        made = {"ask": ASK, "ask_part": ASK_PART, "answer": answer_of(tokenizer)}
+        made = zip(self.from_tokenizer, (ASK, ASK_PART, answer_of(tokenizer)), strict=True)
         ids: dict[str, Any] = {
             name: " ".join(map(str, tokenizer(text, add_special_tokens=False)["input_ids"]))
-            for name, text in made.items()
+            for name, text in made
             if getattr(self, name) is None
         }
         return replace(self, **ids)
