@@ -13,7 +13,7 @@ import pytest
 from undrawn import WITHOUT_PICTURES
 from warm import warm_python
 
-from ag.bench.card import pack, table
+from ag.bench.card import PARTS, pack, table
 from ag.bench.card.run import ROWS, read, results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,7 +71,7 @@ def warm(no_setup, tmp_path):
 def test_the_whole_command_rehearsed_on_a_cpu(warm, tmp_path):
     pytest.importorskip("triton", reason="needs Triton's interpreter")
     out = tmp_path / "out"
-    every = {line.name: line for part in table.PARTS for line in table.lines(part)}
+    every = {line.name: line for part in PARTS for line in table.lines(part)}
     for name, twin in TWINS.items():
         assert every[name].rehearsal == every[twin].rehearsal and every[name].command[0] == every[twin].command[0]
     left_out = {*TWINS} | {line.name for line in table.check() if not line.prefix and line.name not in TESTS}
@@ -80,7 +80,7 @@ def test_the_whole_command_rehearsed_on_a_cpu(warm, tmp_path):
     with open(warm / "callbacks" / "figures.py", "a") as file:
         file.write(WITHOUT_PICTURES)
     done = gpu_sh("all", out, "--cpu-rehearsal", "--work", tmp_path / "work", cwd=warm)
-    rows = {part: read(out / part) for part in table.PARTS}
+    rows = {part: read(out / part) for part in PARTS}
     bad = [
         (name, row.get("why"), row.get("tail"))
         for part in rows.values()

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from ag.bench.__main__ import main as bench
+from ag.bench.card import PARTS, ROOT, fit, kernels, machine, pack, run, small_model, summary, table
 from ag.bench.card import __main__ as command
-from ag.bench.card import fit, kernels, machine, pack, run, small_model, summary, table
 from ag.bench.card.line import Goal, Line, Shape
 from ag.bench.card.machine import Machine
 from ag.config import Config, ModelConfig
@@ -161,7 +161,7 @@ def test_without_a_card_the_command_names_the_rehearsal(tmp_path, capsys, monkey
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize("part", table.PARTS)
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("memory", [24.0, 80.0, 140.0, None])
 def test_every_line_has_a_size_for_every_card_and_its_words_are_whole(part, memory):
     lines = table.lines(part)
@@ -219,7 +219,7 @@ def test_goals_read_the_right_numbers():
 
 
 def test_the_line_that_the_documentation_adds_is_a_line():
-    text = (machine.ROOT / "docs" / "gpu.md").read_text()
+    text = (ROOT / "docs" / "gpu.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     line = eval(example, {"Line": Line, "Shape": Shape, "Goal": Goal, "fitted": table.fitted})
     words = line.words({"out": "OUT", "work": "WORK", "data": "DATA", "device": "gpu"})

@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from ag.bench.measure import seconds_of
 from ag.config import key
 from ag.config.command_line import parse
+from ag.kernels.column_max import column_max
 from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
@@ -187,13 +189,16 @@ def _prefill(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _columns(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> Cases:
-    """Sums of weights over queries, which need the products with keys twice: for the norms, then for the sums."""
+    """Sums and maxima of weights over queries, which need the products with keys twice, first for the norms."""
     (q, k, _), _ = _inputs(config, config.train, device, dtype)
     counted = torch.ones(1, config.train, dtype=torch.bool, device=device)
     flops = 2 * config.heads * config.dim * config.train**2
     once = q.nbytes + k.nbytes + 4 * config.heads * config.train
-    run = lambda: column_sums(q, k, config.dim**-0.5, counted)  # noqa: E731
-    return [Case("column_sums", f"{config.train:,} tokens", run, flops, once, {})]
+    size = f"{config.train:,} tokens"
+    return [
+        Case(of.__name__, size, partial(of, q, k, config.dim**-0.5, counted), flops, once, {})
+        for of in (column_sums, column_max)
+    ]
 
 
 def _decoding(batch: int) -> Callable[[KernelConfig, torch.device, torch.dtype], Cases]:

@@ -36,15 +36,6 @@ CALIBRATION = 9  # documents that the small model is rounded with
 SPARE = 100_000  # bytes of file system blocks and the note
 
 
-def options(parser: argparse._ArgumentGroup) -> None:
-    """Add the options of ``gpu.sh pack``."""
-    here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    parser.add_argument("--present", help="file with the packages that the machine has, one a line (pip list)")
-    parser.add_argument("--python", default=here, help="the machine's Python (%(default)s)")
-    parser.add_argument("--cuda", default="13.0", help="the CUDA version of its torch (%(default)s)")
-    parser.add_argument("--megabytes", type=float, default=60, help="size of the pack, at most (%(default)s)")
-
-
 def gather(told: argparse.Namespace, out: Path) -> str:
     """Make the folder anew and return what lies in it, in one line.
 

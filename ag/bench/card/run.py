@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from ag.bench.card import ROOT
 from ag.bench.card.line import Line
-from ag.bench.card.machine import ROOT, Machine
+from ag.bench.card.machine import Machine
 from ag.errors import UserError
 
 Row = dict[str, Any]

@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from ag.bench.card import ROOT
 from ag.bench.card.line import Goal, Line, Result, Shape
-from ag.bench.card.machine import ROOT
 
-PARTS = ("check", "speed", "train")
 MODEL_GIB = {"random:llama-8b": 15.0, "random:llama-1b": 2.3}  # weights in 16 bits
 TOKEN_KIB = {"random:llama-8b": 128, "random:llama-1b": 32}  # keys and values of a token
 SMALL_RUN = "trainer.max_steps=2 warmup.regress_steps=1 optim.warmup_steps=0 data.prompt_min=20 data.prompt_max=40 "
 SMALL_RUN += "data.continuation=8 data.val_samples=2 data.batch_size=1 data.val_batch_size=1 gate.recent_tokens=4"
-KERNELS = ("gated_attention", "gated_prefill", "column_sums", "ragged_decode")
+KERNELS = ("gated_attention", "gated_prefill", "column_sums", "column_max", "ragged_decode")
 ROUNDS = {"more": "rounds=3 steps=32"}
 TINY = {"model": "random:tiny", "dtype": "float32", "batch": "1", "more": "rounds=1 warmup=0 steps=1"}
 #: Files of tests in the order of their worth; others come after them.
