@@ -38,6 +38,13 @@ class Products:
             model.register_forward_hook(self._end, always_call=True),
         ]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the model, or a file, takes along: not the layers, which are found again."""
+        return {"modules": self.modules, "handles": self.handles}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, known=WeakKeyDictionary(), active=[])
+
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return

@@ -1,5 +1,7 @@
 """Products of one token on all threads: where they run, and that nothing stays changed."""
 
+import copy
+
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
@@ -140,3 +142,14 @@ def test_adapters_put_in_later(tiny_llama, calls):
     want, got = step(adapted, plain), step(adapted, cache)
     assert len(calls) == 3 * 7 + 1
     assert torch.allclose(got, want, atol=1e-5)
+
+
+def test_copies_and_files_of_a_model_keep_them(tiny_llama, calls, tmp_path):
+    model = tiny_llama()
+    step(model, ag.EvictionCache(model, "full"))
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        calls.clear()
+        step(other, ag.EvictionCache(other, "full"))
+        own = {layer.weight for layer in linear(other)}
+        assert {*calls} == own
