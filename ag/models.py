@@ -18,11 +18,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--verify", action="store_true", help="check the hashes of a converted wheel")
     options = parser.parse_args(arguments)
     from ag.model import smollm2  # these load torch and transformers, which no help needs
-    from ag.model.base import resolve
+    from ag.model.base import SOURCES, resolve
 
-    path = resolve(options.name)
+    path = Path(resolve(options.name))
     if options.verify:
-        smollm2.verify(Path(path))
+        next((source for source in SOURCES if source.is_ready(path)), smollm2.SOURCE).verify(path)
     print(path)
     return 0
 

