@@ -25,7 +25,7 @@ from transformers.utils.import_utils import is_bitsandbytes_available, is_flash_
 from ag.config import LoraConfig, ModelConfig
 from ag.errors import UserError
 from ag.files import home
-from ag.model import random_base, smollm2
+from ag.model import gemma3, random_base, smollm2
 from ag.model.quiet import quiet
 from ag.model.wheels import WheelError
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ALIAS = "smollm2"
 ALIAS_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
-SOURCES = (smollm2.SOURCE,)
+SOURCES = (smollm2.SOURCE, gemma3.SOURCE)
 HUB_TIMEOUT = 5.0  # seconds for the hub's first answer
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ def resolve(name: str, revision: str | None = None) -> str:
 
     The alias `smollm2` is, in this order: the snapshot in the hub's cache, the conversion that an earlier
     call left in AG_HOME, a download from the hub, a conversion of the PyPI wheel (see `ag.model.smollm2`).
+    The alias `gemma3-270m` is the conversion that `python -m ag.models` left there, for those who accepted its licence.
 
     Args:
         name: Alias, hub id or folder.
@@ -56,7 +57,10 @@ def resolve(name: str, revision: str | None = None) -> str:
 
     Raises:
         ModelError: A path that is no model folder, or the alias with neither hub nor wheel at hand.
+        LicenseError: `gemma3-270m` before it was fetched.
     """
+    if name == gemma3.ALIAS:
+        return _resolve_gemma3(revision)
     if name in (ALIAS, ALIAS_REPOSITORY):
         return _resolve_alias(revision)
     path = Path(name).expanduser()
@@ -65,7 +69,7 @@ def resolve(name: str, revision: str | None = None) -> str:
     if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(
             f"model.name={name!r} is not a folder with a config.json: give one that save_pretrained wrote, a "
-            f"hub id or {ALIAS!r}"
+            f"hub id, {ALIAS!r} or {gemma3.ALIAS!r}"
         )
     return name
 
@@ -73,6 +77,14 @@ def resolve(name: str, revision: str | None = None) -> str:
 def hub_name(name: str) -> str:
     """Return the hub's id of the alias, and any other name as it is."""
     return ALIAS_REPOSITORY if name == ALIAS else name
+
+
+def _resolve_gemma3(revision: str | None) -> str:
+    if revision is not None:
+        raise ModelError(
+            f"model.revision={revision!r}: model.name={gemma3.ALIAS!r} is one release of PyPI: leave the revision out"
+        )
+    return str(gemma3.find())
 
 
 def _resolve_alias(revision: str | None) -> str:
