@@ -146,6 +146,7 @@ def test_conversions_of_earlier_versions_stay_valid(tmp_path: Path) -> None:
         "files": {"weights": {"bytes": 10, "sha256": hashlib.sha256(b"0123456789").hexdigest()}},
     }
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert wheel.SOURCE.is_ready(tmp_path)
     wheel.SOURCE.verify(tmp_path)
 
 
