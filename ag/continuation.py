@@ -21,7 +21,6 @@ from ag.engine.spec import PolicySpec, named
 from ag.errors import UserError
 from ag.gates import export
 from ag.model import base as models
-from ag.model import smollm2
 from ag.model.geometry import fingerprint
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ def _load(config: GenerateConfig, gates: str | None) -> tuple[Model, PreTrainedT
     name = config.model or base["name"]
     if not name:
         raise UserError("No base model is named: give model=NAME, or gates=EXPORT of an export that names one.")
-    revision = None if config.model or base["revision"] == smollm2.REQUIREMENT else base["revision"]
+    revision = None if config.model else models.hub_revision(base["revision"])
     model, tokenizer = models.load_base(ModelConfig(name, revision, config.dtype), config.device)
     if gates and config.adapter and export.adapter_path(gates):
         return export.load_adapter(model, gates), tokenizer

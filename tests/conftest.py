@@ -43,6 +43,7 @@ from transformers import (
 from undrawn import undraw
 
 from ag.model import smollm2 as smollm2_wheel
+from ag.model.wheels import WheelNotFoundError
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.replace_once_a_launch()
@@ -128,8 +129,8 @@ def shared_data() -> Path:
 def smollm2() -> Path:
     """The folder of the base model, made from its PyPI wheel once a machine (see ag.model.smollm2)."""
     try:
-        return smollm2_wheel.get()
-    except smollm2_wheel.WheelNotFoundError as error:
+        return smollm2_wheel.SOURCE.get()
+    except WheelNotFoundError as error:
         pytest.skip(str(error))
 
 

@@ -10,6 +10,7 @@ import pytest
 from warm import started
 
 import ag
+from ag import models
 from ag.bench.__main__ import main, named
 from ag.bench.config import BenchConfig
 from ag.compare import CompareConfig
@@ -18,6 +19,7 @@ from ag.config.command_line import parse
 from ag.evaluate.__main__ import EvaluateConfig
 from ag.explain import ExplainConfig
 from ag.generate import GenerateConfig
+from ag.model.wheels import Source
 
 SCHEMAS = {
     "ag.generate": GenerateConfig,
@@ -95,6 +97,10 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, t
         assert told.model == "ag"
         options = {name: value for name, value in told.model_args.items() if name not in ("pretrained", "policy")}
         assert ag.policy(told.model_args["policy"], **options)
+    elif program == "ag.models":
+        monkeypatch.setattr(Source, "get", lambda source: tmp_path / source.name)
+        assert models.main(words[3:]) == 0
+        assert capsys.readouterr().out == f"{tmp_path / words[3]}\n"
     elif program == "bash":
         assert (ROOT / words[1]).is_file()
     else:

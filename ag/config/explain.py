@@ -13,7 +13,7 @@ from ag.plugins import load
 class ExplainConfig:
     """The keys of ``python -m ag.explain``."""
 
-    model: str = key("smollm2", "hub id, local folder, or the alias smollm2")
+    model: str = key("smollm2", "hub id, local folder, or the alias smollm2 or gemma3-270m")
     revision: str | None = key(None, "git revision of a hub model")
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
     device: str = key("cpu", "cpu, cuda, cuda:1, ...")

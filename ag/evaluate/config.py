@@ -15,7 +15,7 @@ class EvaluateConfig:
     """What ``python -m ag.evaluate`` can be told."""
 
     run: str | None = key(None, "run folder of ag.fit: its model, export and data")
-    model: str = key("smollm2", "without a run: hub id, local folder, or the alias smollm2")
+    model: str = key("smollm2", "without a run: hub id, local folder, or the alias smollm2 or gemma3-270m")
     root: str | None = key(None, "local folder of the data (a run has one; without a run: of plain documents)")
     policies: list[str] = key(["full", "gates"], "what to compare; gates are those of the run")
     budgets: list[Any] = key([], "what policies that need a budget keep", words=f"list of {BUDGET}")

