@@ -75,6 +75,6 @@ def _forwards(module: nn.Module) -> Forwards:
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
     weight = layer.weight
-    if x.numel() == weight.shape[1] and x.dtype == weight.dtype and cpu.unavailable(weight) is None:
+    if x.numel() == weight.shape[1] and cpu.unavailable(x, weight) is None:
         return cpu.gemv(x, weight, layer.bias)
     return F.linear(x, weight, layer.bias)

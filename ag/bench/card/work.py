@@ -16,7 +16,7 @@ from ag.errors import UserError
 TINY_MODEL = "random:docs/models/tiny.json"
 
 
-def work(options: argparse.Namespace) -> int:
+def run_parts(options: argparse.Namespace) -> int:
     """Run the parts that the command line asks for.
 
     Returns:
