@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import Policy
+from ag.engine.repeat import Measured, Reader
 from ag.model.hooks import AttentionCall, Interceptor, decoder_of
 
 
@@ -23,7 +24,8 @@ def read_prompt(
 ) -> list[tuple[EvictionCache, Tensor]]:
     """Show a prompt to caches with different policies; those that read it densely share one forward pass.
 
-    Each cache is as if it had been alone. What a shared pass needs beside the caches is one layer's keys and values.
+    Those that let the model repeat it in the same way share the repetition too. Each cache is as if it had been alone.
+    What a shared pass needs beside the caches is one layer's keys and values.
 
     Args:
         model: causal language model in evaluation mode.
@@ -67,6 +69,11 @@ class _Together(Interceptor):
 
     def __init__(self, caches: list[EvictionCache]) -> None:
         self.caches = caches
+        # what is repeated does not depend on the budget, and slots are ranks as long as nothing went
+        known: dict[Reader, Measured] = {}
+        for cache in caches:
+            if cache.repetition is not None:
+                cache.repetition.known = known
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         for cache in self.caches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +64,21 @@ class Reread(Protocol):
         """Forget the newest tokens."""
 
 
+@dataclass
+class Measured:
+    """What a repetition says of a prompt.
+
+    Attributes:
+        scores: by layer, ``[B, Hkv, N]``.
+        calls: by layer, that of its attention without tokens.
+        seconds: of the model and of measuring.
+    """
+
+    scores: dict[int, Tensor] = field(default_factory=dict)
+    calls: dict[int, AttentionCall] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
 class Repetition:
     """What a cache has to do between a prompt and the tokens that follow it, for a scorer that reads twice.
 
@@ -75,10 +90,11 @@ class Repetition:
         self.scorer = scorer
         #: Whether the model repeats at present, and whether it has.
         self.active = self.done = False
+        #: What was measured, by scorer; caches that read the same prompt may share it (see :func:`read_prompt`).
+        self.known: dict[Reader, Measured] = {}
         self._tokens: list[Tensor] = []
         self._places: list[range] = []  # what is repeated at present, by sequence
-        self._scores: dict[int, Tensor] = {}  # by layer, [B, Hkv, N]
-        self._calls: dict[int, AttentionCall] = {}  # by layer, one without tokens
+        self._measured = Measured()
         self._norms: Tensor | None = None  # of what the layer at hand reads, [B, m]
         self._following: Tensor | None = None  # positions [B] that the next tokens would be rotated by
 
@@ -108,6 +124,17 @@ class Repetition:
     @torch.no_grad()
     def run(self, cache: Reread) -> None:
         """Let the model repeat the prompt that a cache holds, whole and nothing else, and evict."""
+        measured = self.known.get(self.scorer)
+        if measured is None:
+            measured = self.known[self.scorer] = self._measure(cache)
+        self.done, self.known = True, {}
+        self._tokens.clear()
+        for layer in cache.evicting_layers:  # each cache as if it had been alone
+            layer.scoring_seconds += measured.seconds / len(cache.evicting_layers)
+        self._evict(cache, measured)
+
+    def _measure(self, cache: Reread) -> Measured:
+        """Let the model repeat the prompt, chunk by chunk."""
         start, ids = time.perf_counter(), torch.cat(self._tokens, 1)
         seen, prompt = cache.history.seen, cache.history.prompt_columns
         if ids.shape[1] != seen or seen > prompt:
@@ -122,12 +149,10 @@ class Repetition:
             parts = [chunks[number] if number < len(chunks) else (range(0), []) for chunks in inputs]
             self._places = [places for places, _ in parts]
             self._repeat(cache, [asked for _, asked in parts])
-        self.active, self.done = False, True
-        self._tokens.clear()
-        seconds = time.perf_counter() - start
-        for layer in cache.evicting_layers:
-            layer.scoring_seconds += seconds / len(cache.evicting_layers)
-        self._evict(cache)
+        self.active = False
+        measured, self._measured = self._measured, Measured()
+        measured.seconds = time.perf_counter() - start
+        return measured
 
     def _repeat(self, cache: Reread, rows: Sequence[list[int]]) -> None:
         """Read rows of tokens, padded on their left, and forget them."""
@@ -185,11 +210,12 @@ class Repetition:
             largest = largest * projected_norms(v.float(), output_weight(call.module, q.shape[1]), 2)
         scored = (mine & (slots >= self.scorer.sinks))[:, None].expand(-1, kv_heads, -1)
         best = largest.unflatten(1, (kv_heads, -1)).amax(2).float().masked_fill(~scored, 0.0)
-        if call.layer not in self._scores:
-            self._scores[call.layer] = best.new_zeros(batch, kv_heads, now.prompt_columns)
+        scores = self._measured.scores
+        if call.layer not in scores:
+            scores[call.layer] = best.new_zeros(batch, kv_heads, now.prompt_columns)
             none = slice(0)
-            self._calls[call.layer] = replace(call, q=q[:, :, none], k=k[:, :, none], v=v[:, :, none], memo={})
-        self._scores[call.layer].scatter_reduce_(2, slots[:, None].expand_as(best), best, "amax")
+            self._measured.calls[call.layer] = replace(call, q=q[:, :, none], k=k[:, :, none], v=v[:, :, none], memo={})
+        scores[call.layer].scatter_reduce_(2, slots[:, None].expand_as(best), best, "amax")
 
     def _slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the slots ``[B, P]`` of the sinks and of the chunk, padded on the left, and which exist."""
@@ -204,13 +230,11 @@ class Repetition:
             return None
         return torch.nn.functional.pad(1 / self._norms.clamp_min(1e-12), (width, 0), value=1.0)
 
-    def _evict(self, cache: Reread) -> None:
+    def _evict(self, cache: Reread, measured: Measured) -> None:
         """Decide and evict, layer by layer."""
         assert cache.now is not None and cache.decision is not None
         now = replace(cache.now, reading=True, due=torch.ones(len(cache.history.valid), dtype=torch.bool))
-        for index, scores in self._scores.items():
-            layer, call = cache.evicting_layers[index], self._calls[index]
+        for index, scores in measured.scores.items():
+            layer, call = cache.evicting_layers[index], measured.calls[index]
             layer.memory["repeated"] = scores
             layer.decide_later(call, now.to(scores.device), cache.decision, cache.evicting_layers)
-        self._scores.clear()
-        self._calls.clear()

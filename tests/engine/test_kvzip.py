@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import ag
 from ag.engine.scorers.kvzip import KVzip
 from ag.errors import UserError
+from ag.model.hooks import decoder_of
 
 OPTIONS = {"chunk": 11, "overlap": 3, "sinks": 2, "ask": "7 8 9", "ask_part": "5 6", "answer": "11"}
 ROW = torch.randint(12, 128, (1, 30), generator=torch.Generator().manual_seed(3))
@@ -234,19 +235,27 @@ def test_slots(tiny_llama, monkeypatch):
     torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-4)
 
 
-def test_prefill_shares_the_prompt_with_other_policies(tiny_llama):
-    model = tiny_llama()
-    policies = [ag.policy("h2o", 0.5), ag.policy("kvzip", 0.5, **OPTIONS), ag.policy("kvzip@heads", 0.3, **OPTIONS)]
+def test_prefill_and_repetition_are_shared_with_other_policies(tiny_llama):
+    model, passes = tiny_llama(), []
+    alike = [ag.policy("kvzip", 0.5, **OPTIONS), ag.policy("kvzip@heads", 0.3, **OPTIONS)]
+    alike += [ag.policy("kvzip+criticalkv", 0.3, **OPTIONS), ag.policy("kvzip", 0.2, positions="slot", **OPTIONS)]
+    policies = [ag.policy("h2o", 0.5), *alike, ag.policy("kvzip", 0.5, **OPTIONS | {"normalize": True})]
+    handle = decoder_of(model).register_forward_hook(lambda *_: passes.append(1))
     together = ag.engine.read_prompt(model, policies, ROW)
+    shared = len(passes)
+    ag.engine.read_prompt(model, alike[:1], ROW)
+    handle.remove()
+    assert shared == 1 + 2 * (len(passes) - shared - 1)  # the prompt, and what two scorers repeat
     for policy, (cache, last) in zip(policies, together, strict=True):
         ((alone, state),) = ag.engine.read_prompt(model, [policy], ROW)
         torch.testing.assert_close(last, state)
+        assert (min(x.scoring_seconds for x in cache.evicting_layers) > 0) and cache.kept_share() == alone.kept_share()
         for layer in range(3):
             pairs = zip(cache.kept_positions(layer)[0], alone.kept_positions(layer)[0], strict=True)
             assert all(torch.equal(a, b) for a, b in pairs)
-        token = torch.tensor([[17]])
-        logits = [model(token, past_key_values=x).logits for x in (cache, alone)]
-        torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-4)
+        for token in ([[17]], [[4]]):
+            logits = [model(torch.tensor(token), past_key_values=x).logits for x in (cache, alone)]
+            torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-4)
 
 
 def test_instructions_come_from_a_tokenizer(tiny_tokenizer):
