@@ -34,6 +34,7 @@ types() {
 
 tests() {
     rm -f .pytest_cache/failed
+    unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same files
     "$bin/python" -m pytest -n 2 --dist worksteal --durations=10 "$@" ||
         failed+=("$bin/python -m pytest $(cat .pytest_cache/failed 2>/dev/null || echo "$@")")
 }
