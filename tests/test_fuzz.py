@@ -28,6 +28,7 @@ anything = settings(
     max_examples=120,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+any_file = settings(anything, max_examples=60)  # a case reads and writes files
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,7 @@ def load_with(folder, raw):
         return None
 
 
-@anything
+@any_file
 @given(position=st.integers(0, 900), insert=st.binary(max_size=12), removed=st.integers(0, 12))
 def test_any_bytes_in_the_header_of_the_weights(exported, position, insert, removed):
     folder, raw, weights = exported
@@ -103,7 +104,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@anything
+@any_file
 @given(header=st.dictionaries(st.text(max_size=8), entries | st.integers(), max_size=3), length=st.none() | sizes)
 def test_any_header_of_the_weights(exported, header, length):
     folder, raw, _ = exported
@@ -112,7 +113,7 @@ def test_any_header_of_the_weights(exported, header, length):
     assert load_with(folder, stated.to_bytes(8, "little") + text + raw[-64:]) is None
 
 
-@anything
+@any_file
 @given(size=st.integers(0, 40), cut=st.integers(1, 4000))
 def test_any_length_of_the_weights(exported, size, cut):
     folder, raw, _ = exported
@@ -131,7 +132,7 @@ rows = st.dictionaries(
 lines = st.lists(rows.map(json.dumps) | st.text(max_size=30) | values.map(json.dumps), max_size=4)
 
 
-@anything
+@any_file
 @given(lines=lines, tail=st.binary(max_size=8), kind=st.sampled_from(["boolq", "words"]))
 def test_any_rows_of_a_dataset(lines, tail, kind, tmp_path_factory, tiny_tokenizer):
     root = tmp_path_factory.mktemp("rows")

@@ -12,7 +12,7 @@ from ag.engine.attend import attend_rows
 from ag.engine.storage import RaggedStore
 from ag.errors import UserError
 
-PROMPT, NEW = 60, 6
+PROMPT, NEW = 60, 3
 
 
 def logits(model, forward, *policy, **options):
@@ -114,6 +114,7 @@ def test_gradients_through_a_decoded_token_are_right_or_refused(tiny_llama, poli
         assert torch.isclose((more - less) / 2, (gradient * step).sum(), rtol=0.01, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_equals_the_plain_one(tiny_llama):
     """The engine stays outside of what is compiled."""
     model = tiny_llama(num_hidden_layers=2)

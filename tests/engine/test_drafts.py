@@ -8,7 +8,7 @@ import torch
 
 import ag
 
-PROMPTS, PASSES = (21, 17), 44
+PROMPTS, PASSES = (21, 17), 34
 
 
 @pytest.fixture(scope="module")

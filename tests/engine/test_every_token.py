@@ -17,22 +17,21 @@ from ag.config import ModelConfig
 from ag.errors import UserError
 from ag.model import base as models
 
-LENGTHS = (300, 241)
+LENGTHS = (140, 101)
 KINDS = {
     "attention": {},
     "window": {"window": 20, "shortcut": True, "granularity": "query_head"},
     "linear": {"kind": "linear"},
     "mlp": {"kind": "mlp", "hidden": 16},
 }
-ONES = [[1, 1]] * 200
 PASSES = {
-    "decode": [[100, 41], *ONES],
-    "chunks-1": [[1, n >= 59] for n in range(300)],
-    "chunks-7": [[7, 7 if n >= 9 else 0] for n in range(42)] + [[6, 10]],
-    "blocks:9": [[300, 241]],
-    "chunks-64": [[64, 49], *[[64, 64]] * 3, [44, 0]],
-    "turns": [[120, 90], *[[1, 1]] * 30, [64, 31], *[[1, 1]] * 40, [5, 5], *[[1, 1]] * 41, [0, 1], [0, 3]],
-    "pauses": [[210, 181], *[[1, n % 3 > 0] for n in range(90)]],
+    "decode": [[60, 21], *[[1, 1]] * 80],
+    "chunks-1": [[1, n >= 39] for n in range(140)],
+    "chunks-7": [[7, 7 if n >= 6 else 0] for n in range(19)] + [[7, 10]],
+    "blocks:9": [[140, 101]],
+    "chunks-64": [[64, 37], [64, 64], [12, 0]],
+    "turns": [[50, 26], *[[1, 1]] * 15, [30, 11], *[[1, 1]] * 20, [5, 5], *[[1, 1]] * 20, [0, 1], [0, 3]],
+    "pauses": [[80, 61], *[[1, n % 3 > 0] for n in range(60)]],
 }
 
 
@@ -126,6 +125,8 @@ def test_smollm2(smollm2):
     model, tokenizer = models.load_base(ModelConfig(name=str(smollm2)))
     text = "A gate looks at every token of the text and says whether later tokens will want to see it again. "
     row = torch.tensor(tokenizer(text * 8).input_ids[:150])
+    model.model.layers = model.model.layers[:6]  # all 30 take four times as long
+    model.config.num_hidden_layers = 6
     for kind in ("window", "mlp"):
         gates = everywhere(model, **{"num_heads": 4, "head_dim": 16} | KINDS[kind], recent_tokens=16)
         want, _ = trained(model, gates, row)
@@ -246,8 +247,8 @@ def test_kept_positions_at_every_step(family, recent, sinks, prefill, request):
     """Beside them the bytes: one token more a row than is held, spare slots, and what a layout may be too large."""
     model = request.getfixturevalue(family)()
     gates = everywhere(model, recent_tokens=recent, sink_tokens=sinks, window=6, prefill=prefill)
-    (row,), window = rows_of([240]), getattr(model.config, "sliding_window", None)
-    passes, judged = [40, *[1] * 150, 12, *[1] * 38], []
+    (row,), window = rows_of([150]), getattr(model.config, "sliding_window", None)
+    passes, judged = [40, *[1] * 70, 12, *[1] * 28], []
     judge = ag.AttentionGates.flags
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ag.AttentionGates, "flags", lambda self, x: judged.append(judge(self, x)[0]) or judge(self, x))
@@ -265,7 +266,7 @@ def test_kept_positions_at_every_step(family, recent, sinks, prefill, request):
     slots = sum(n + 1 + max(16, n // 16) for layer in result.held[-1] for n in map(len, layer[0]))
     memory = 3 * 6 * 2 * 2 * 8 * 4
     assert held * 2 * 16 * 4 + memory <= cache.nbytes <= slots * 34 / 32 * 2 * 16 * 4 + memory
-    assert cache.kept_share() == held / (3 * 2 * 240)
+    assert cache.kept_share() == held / (3 * 2 * 150)
     assert sum(map(sum, cache.report().kept)) == held
 
 
@@ -368,7 +369,7 @@ def test_crop_refuses_what_is_gone_and_loses_nothing(tiny_llama):
             short.crop(2)
 
 
-GREEDY = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
+GREEDY = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
 
 
 @pytest.mark.parametrize("draft", ["prompt lookup", "assistant", "chunks"])
@@ -397,7 +398,7 @@ def test_beams_are_scored_by_their_own_words(tiny_llama):
     options = GREEDY | {"num_beams": 3, "output_scores": True, "return_dict_in_generate": True}
     out = model.generate(ids, past_key_values=ag.EvictionCache(model, "gates"), **options)
     text = out.sequences[0]
-    again = feed(ag.EvictionCache(model, "gates"), model, [text], [[36], *[[1]] * 30]).logits[0][35:-1]
+    again = feed(ag.EvictionCache(model, "gates"), model, [text], [[36], *[[1]] * 16]).logits[0][35:-1]
     nats = again.log_softmax(-1).gather(1, text[36:, None]).mean()
     assert float(out.sequences_scores[0]) == pytest.approx(float(nats), abs=1e-3)
 
@@ -409,18 +410,18 @@ def test_budgets_rank_generated_tokens_by_their_own_probability(tiny_llama, name
     model, capacity, prompts = tiny_llama(), 14, [30, 21]
     ag.attach(model, gates_for(model, window=5, covers=covers))
     said, probability = [], ag.AttentionGates.probability
-    rows = [row[: p + 40] for row, p in zip(rows_of(), prompts, strict=True)]
+    rows = [row[: p + 24] for row, p in zip(rows_of(), prompts, strict=True)]
     policy = ag.policy(name, capacity, f"steps:{steps}")
     with pytest.MonkeyPatch.context() as patch:
         recorded = lambda self, x: said.append(probability(self, x)) or said[-1]  # noqa: E731
         patch.setattr(ag.AttentionGates, "probability", recorded)
-        result = feed(ag.EvictionCache(model, policy), model, rows, [prompts, *[[1, 1]] * 40])
+        result = feed(ag.EvictionCache(model, policy), model, rows, [prompts, *[[1, 1]] * 24])
     visible = [result.visible(layer, 0, len(rows[0])) for layer in range(3)]
     assert (result.logits[0] - masked_logits(model, rows[0], visible)).abs().max() < 1e-4
-    assert len(said) == 3 * (41 if covers == "all" else 1)
+    assert len(said) == 3 * (25 if covers == "all" else 1)
     for layer in range(3):
         for b, prompt in enumerate(prompts):
-            own = torch.ones(2, prompt + 40)
+            own = torch.ones(2, prompt + 24)
             own[:, :prompt] = said[layer][b, :, -prompt:]
             if covers == "all":
                 own[:, prompt:] = torch.cat([x[b] for x in said[layer + 3 :: 3]], 1)

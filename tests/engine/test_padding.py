@@ -7,7 +7,7 @@ from gates_for import gates_for
 import ag
 
 LENGTHS = (30, 19, 24)
-NEW = 6
+NEW = 4
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
 POLICIES = [
     ("full", None, {}),

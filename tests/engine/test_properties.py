@@ -14,7 +14,7 @@ from ag.engine.scorers import SCORERS
 from ag.engine.wrappers import WRAPPERS
 
 SMALL = settings(
-    max_examples=60,
+    max_examples=40,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -89,7 +89,7 @@ def bits(x):
     return x.view(torch.uint8 if x.dtype == torch.bool else {4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-@pytest.mark.parametrize("steps", [0, 11], ids=["prompt", "decoding"])
+@pytest.mark.parametrize("steps", [0, 8], ids=["prompt", "decoding"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_loaded_cache_goes_on_as_the_saved_one(tiny_llama, tmp_path, name, steps):
     """A ragged batch, saved after the prompt or after tokens behind it; tokens one by one, a later turn, a beam."""
@@ -105,7 +105,7 @@ def test_a_loaded_cache_goes_on_as_the_saved_one(tiny_llama, tmp_path, name, ste
     assert loaded.policy.scorer == cache.policy.scorer and loaded.policy.allocator == cache.policy.allocator
     assert held(loaded) == held(cache) == before and loaded.nbytes == cache.nbytes
     assert str(loaded.report()) == str(cache.report())
-    for size in (*[1] * 9, 5, 1, 1):
+    for size in (*[1] * 4, 5, 1):
         one, other = text.feed(model, [cache, loaded], text.tokens(size))
         assert torch.equal(bits(one), bits(other))
         assert held(loaded) == held(cache)
@@ -126,7 +126,7 @@ def test_other_models(request, tmp_path, family, name):
     text.begin(model, cache)
     cache.save(tmp_path / "c")
     loaded = ag.EvictionCache.load(tmp_path / "c", model)
-    for _ in range(20):
+    for _ in range(10):
         assert torch.equal(*text.feed(model, [cache, loaded], text.tokens(1)))
 
 

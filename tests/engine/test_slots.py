@@ -15,7 +15,7 @@ from ag.model.hooks import UnsupportedModelError, decoder_of
 
 PROMPTS, STEPS = (29, 19), 8
 ROWS = [torch.randint(3, 128, (p + STEPS,), generator=torch.Generator().manual_seed(p)) for p in PROMPTS]
-GREEDY = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 POLICIES = {
     "streaming_llm": {"sinks": 2},
     "h2o": {},
@@ -81,16 +81,17 @@ def test_keys_are_rotated_by_their_slots(tiny_llama, name, schedule, side):
     """Alone and in padded batches, which hold the same."""
     model, exact = tiny_llama(), tiny_llama().double()
     policy = ag.policy(name, 12, schedule, positions="slot", **POLICIES[name])
-    alone = run(model, policy, [ROWS[1]], [PROMPTS[1]])
-    check_slots(exact, [ROWS[1]], alone)
-    batch = run(model, policy, ROWS, PROMPTS, side)
-    check_slots(exact, ROWS, batch)
+    rows = [row[:-4] for row in ROWS]
+    alone = run(model, policy, [rows[1]], [PROMPTS[1]])
+    check_slots(exact, [rows[1]], alone)
+    batch = run(model, policy, rows, PROMPTS, side)
+    check_slots(exact, rows, batch)
     assert [[layer[1] for layer in held] for held in batch.held] == [
         [layer[0] for layer in held] for held in alone.held
     ]
     if name.endswith("@heads"):
         assert any(len(heads[0]) != len(heads[1]) for layer in batch.held[-1] for heads in layer)
-    original = run(model, ag.policy(name, 12, schedule, **POLICIES[name]), [ROWS[1]], [PROMPTS[1]])
+    original = run(model, ag.policy(name, 12, schedule, **POLICIES[name]), [rows[1]], [PROMPTS[1]])
     assert (original.logits[0][PROMPTS[1] :] - alone.logits[0][PROMPTS[1] :]).abs().max() > 1e-2
 
 
@@ -155,8 +156,8 @@ ROPES = {
 def test_other_rotations(tiny_llama, rope):
     model, exact = tiny_llama(rope_parameters=ROPES[rope]), tiny_llama(rope_parameters=ROPES[rope]).double()
     assert (decoder_of(model).rotary_emb.attention_scaling != 1) == (rope == "yarn")
-    result = run(model, ag.policy("h2o", 12, "blocks:8+every", positions="slot"), ROWS, PROMPTS)
-    check_slots(exact, ROWS, result)
+    result = run(model, ag.policy("h2o", 12, "blocks:8+every", positions="slot"), [row[:-4] for row in ROWS], PROMPTS)
+    check_slots(exact, [row[:-4] for row in ROWS], result)
 
 
 @pytest.mark.parametrize(
@@ -183,25 +184,25 @@ def test_a_budget_that_suffices_changes_no_word(family, schedule, request):
 def test_a_stream_runs_past_the_context_of_the_model(tiny_llama, name):
     """No position beyond budget and block ever reaches the rotary embedding, and the text goes on as it should."""
     model = tiny_llama(max_position_embeddings=48)
-    row = torch.randint(3, 128, (100 + 40,), generator=torch.Generator().manual_seed(1))
+    row = torch.randint(3, 128, (60 + 20,), generator=torch.Generator().manual_seed(1))
     policy = ag.policy(name, 24, "blocks:8+every", positions="slot")
     cache, positions = ag.EvictionCache(model, policy), []
     decoder_of(model).rotary_emb.register_forward_pre_hook(
         lambda _, args, named: positions.append((args[1] if len(args) > 1 else named["position_ids"]).abs().max()),
         with_kwargs=True,
     )
-    result = feed(cache, model, [row], [[100], *[[1]] * 40])
+    result = feed(cache, model, [row], [[60], *[[1]] * 20])
     assert 24 <= int(torch.stack(positions).max()) <= 24 + 8
-    assert cache.seen_tokens == 140
+    assert cache.seen_tokens == 80
     check_slots(tiny_llama(max_position_embeddings=48).double(), [row], result)
     positions.clear()
     cache = ag.EvictionCache(model, policy)
-    text = model.generate(row[None, :100], past_key_values=cache, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    text = model.generate(row[None, :60], past_key_values=cache, max_new_tokens=10, min_new_tokens=10, do_sample=False)
     assert int(torch.stack(positions).max()) <= 24 + 8
-    again = feed(ag.EvictionCache(model, policy), model, [text[0]], [[100], *[[1]] * 20])
-    logits = again.logits[0][99:-1]
+    again = feed(ag.EvictionCache(model, policy), model, [text[0]], [[60], *[[1]] * 10])
+    logits = again.logits[0][59:-1]
     logits[:, 2] = float("-inf")
-    assert logits.argmax(-1).tolist() == text[0, 100:].tolist()
+    assert logits.argmax(-1).tolist() == text[0, 60:].tolist()
 
 
 @pytest.mark.parametrize(
@@ -234,28 +235,28 @@ def test_sliding_windows_are_refused(tiny_mistral, tiny_qwen2):
 
 @pytest.mark.slow
 def test_bfloat16_does_not_drift(tiny_llama):
-    """200 steps, each of which rotates what is held anew: the sinks' keys stay as they were, and so do the errors."""
+    """100 steps, each of which rotates what is held anew: the sinks' keys stay as they were, and so do the errors."""
     model, exact = tiny_llama().bfloat16(), tiny_llama().bfloat16().float()
-    row = torch.randint(3, 128, (40 + 200,), generator=torch.Generator().manual_seed(0))
+    row = torch.randint(3, 128, (40 + 100,), generator=torch.Generator().manual_seed(0))
     policy = ag.policy("streaming_llm", 16, "every", positions="slot")
     logits, keys = [], []
     for which in (model, exact):
-        cache, mask = ag.EvictionCache(which, policy), torch.ones(1, 240, dtype=torch.long)
+        cache, mask = ag.EvictionCache(which, policy), torch.ones(1, 140, dtype=torch.long)
         outs = []
         with torch.no_grad():
-            for start, stop in [(0, 40), *((t, t + 1) for t in range(40, 240))]:
+            for start, stop in [(0, 40), *((t, t + 1) for t in range(40, 140))]:
                 places = torch.arange(start, stop)[None]
                 out = which(row[None, start:stop], mask[:, :stop], places, past_key_values=cache).logits[0, -1:]
                 outs.append(out.float())
-                if start in (0, 239):
+                if start in (0, 139):
                     keys.append([layer.store.padded().keys[:, :4].clone() for layer in cache.evicting_layers])
-        assert contents(cache.evicting_layers[0].store) == [[[0, 1, 2, 3, *range(228, 240)]] * 2]
+        assert contents(cache.evicting_layers[0].store) == [[[0, 1, 2, 3, *range(128, 140)]] * 2]
         logits.append(torch.cat(outs))
     for first, last in zip(keys[0], keys[1], strict=True):
         assert torch.equal(first, last)
     error = (logits[0] - logits[1]).norm(dim=-1) / logits[1].norm(dim=-1)
     assert float(error.mean()) < 0.05
-    assert float(error[-70:].mean()) < 1.3 * float(error[1:71].mean())
+    assert float(error[-35:].mean()) < 1.3 * float(error[1:36].mean())
 
 
 def test_gates_on_every_token(tiny_llama):

@@ -121,18 +121,18 @@ def test_a_stream_keeps_its_size(tiny_llama, tiny_tokenizer, write, step_by_step
 def test_a_stream_keeps_its_share(tiny_llama, tiny_tokenizer, write):
     """Held is the mean over tokens of what a pass left; here the share, but for rounding and the last, short pass."""
     root = write("pg19_style/test", ROWS)
-    task = make("ppl_stream", root, block=50, tokens=210, bin=80)
+    task = make("ppl_stream", root, block=50, tokens=130, bin=40)
     policies = [ag.policy(name, 0.3, "steps:8", budget_of="seen") for name in ("streaming_llm", "h2o", "tova")]
     policies.append(ag.policy("streaming_llm", 0.3, "steps:8"))
     samples = task.load(tiny_tokenizer, 1, 512).samples
     *grown, fixed = [outcome for _, outcome in task.run(tiny_llama(), tiny_tokenizer, policies, samples)]
-    share = np.array([int(0.3 * len(seen) + 1e-9) / len(seen) for seen in passes(50, 210, 8)])
+    share = np.array([int(0.3 * len(seen) + 1e-9) / len(seen) for seen in passes(50, 130, 8)])
     for outcome in grown:
         assert outcome.kept == pytest.approx(share.mean())
-        assert [outcome.tags["held@50"], outcome.tags["held@130"]] == pytest.approx(
-            [share[:80].mean(), share[80:].mean()]
+        assert [outcome.tags["held@50"], outcome.tags["held@90"]] == pytest.approx(
+            [share[:40].mean(), share[40:].mean()]
         )
-    assert fixed.tags["held@end"] == pytest.approx(15 / 210)
+    assert fixed.tags["held@end"] == pytest.approx(15 / 130)
 
 
 def test_every_size_of_a_pass_gives_the_same_without_eviction(tiny_llama, tiny_tokenizer, write):
@@ -148,13 +148,13 @@ def test_every_size_of_a_pass_gives_the_same_without_eviction(tiny_llama, tiny_t
 @pytest.mark.slow
 def test_positions_by_slot_go_beyond_the_context(tiny_llama, tiny_tokenizer, write, step_by_step):
     model = tiny_llama(max_position_embeddings=64)
-    task = make("ppl_stream", write("pg19_style/test", ROWS), block=30, tokens=100)
+    task = make("ppl_stream", write("pg19_style/test", ROWS), block=30, tokens=80)
     policy = ag.policy("streaming_llm", 20, "every", positions="slot")
     [(_, outcome)] = task.run(model, tiny_tokenizer, [policy], task.load(tiny_tokenizer, 1, 64).samples)
     ids = tiny_tokenizer(TEXTS[0])["input_ids"]
-    nats = step_by_step(model, ag.EvictionCache(model, policy), ids[:30], ids[30:100])
+    nats = step_by_step(model, ag.EvictionCache(model, policy), ids[:30], ids[30:80])
     assert outcome.score == pytest.approx(-float(nats.mean()), abs=1e-5)
-    assert outcome.tags["held@end"] == pytest.approx(20 / 100)
+    assert outcome.tags["held@end"] == pytest.approx(20 / 80)
 
 
 def test_policies_that_cannot_stream(tiny_llama, tiny_tokenizer, write):
@@ -180,13 +180,13 @@ def test_gates_that_act_on_every_token(tiny_llama, tiny_tokenizer, write, kind):
     window = 16 if kind == "attention" else 0
     gates = gates_for(model, kind=kind, window=window, covers="all", recent_tokens=8, sink_tokens=2)
     ag.attach(model, gates)
-    ids = torch.tensor([tiny_tokenizer(TEXTS[0])["input_ids"][:210]])
+    ids = torch.tensor([tiny_tokenizer(TEXTS[0])["input_ids"][:120]])
     with torch.no_grad():
         logits = model(ids, gating=Gating(gates, torch.ones_like(ids), hard=True), use_cache=False).logits[0].float()
     nats = torch.nn.functional.cross_entropy(logits[49:-1], ids[0, 50:])
     held = []
     for step in (1, 7, 64):
-        task = make("ppl_stream", root, block=50, tokens=210, step=step)
+        task = make("ppl_stream", root, block=50, tokens=120, step=step)
         samples = task.load(tiny_tokenizer, 1, 512).samples
         [(_, outcome)] = task.run(model, tiny_tokenizer, [ag.policy("gates")], samples)
         assert outcome.score == pytest.approx(float(nats), abs=1e-4)
