@@ -16,6 +16,7 @@ from torch import Tensor
 
 REHEARSAL = os.environ.get("AG_GPU_REHEARSAL") == "1"
 DEVICE = "cpu" if REHEARSAL else "cuda"
+FEW: dict[str, Any] = {"num_hidden_layers": 1} if REHEARSAL else {}  # in the interpreter each layer takes its time
 
 PRECISIONS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 DTYPES = [dtype for dtype in PRECISIONS if not (REHEARSAL and dtype == torch.bfloat16)]  # else float16 twice

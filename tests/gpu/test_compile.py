@@ -7,7 +7,7 @@ from gates_for import gates_for
 import ag
 from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
-from gpu.cases import DEVICE, REHEARSAL, arguments, draw, near, run
+from gpu.cases import DEVICE, FEW, REHEARSAL, arguments, draw, near, run
 
 pytestmark = pytest.mark.gpu
 MODES = [None] if REHEARSAL else ["default", "reduce-overhead"]  # the latter: CUDA graphs of what lies between
@@ -34,7 +34,7 @@ def decoded(model, forward, policy, steps=2 if REHEARSAL else 6):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_compiled_model_decodes_as_the_plain_one(tiny_llama, triton_untuned, fresh, mode):
     """The engine stays outside of what is compiled, and of what is captured."""
-    model = tiny_llama(num_hidden_layers=2).to(DEVICE)
+    model = tiny_llama(**{"num_hidden_layers": 2} | FEW).to(DEVICE)
     ag.attach(model, gates_for(model))
     compiled = torch.compile(model, backend="eager") if mode is None else torch.compile(model, mode=mode)
     for policy in (("gates",), ("snapkv@heads", 0.5, "prefill")):

@@ -5,7 +5,7 @@ import torch
 from gates_for import gates_for
 
 import ag
-from gpu.cases import DEVICE, REHEARSAL, here, name, near
+from gpu.cases import DEVICE, FEW, REHEARSAL, here, name, near
 from gpu.waiting import no_waiting, pretended
 
 pytestmark = pytest.mark.gpu
@@ -57,7 +57,7 @@ POLICIES = {
 @pytest.mark.parametrize("policy", ["gates", "snapkv@heads", "h2o"])
 def test_logits_are_those_of_the_plain_versions(tiny_llama, monkeypatch, policy):
     """A prompt and three tokens, with flags and keys as the model and the gates give them, whatever their strides."""
-    model = tiny_llama().to(DEVICE)
+    model = tiny_llama(**FEW).to(DEVICE)
     ag.attach(model, gates_for(model, prefill="sparse", recent_tokens=3))
     ids = tokens(2, 32 if REHEARSAL else 64)
     seen = {}
@@ -66,7 +66,7 @@ def test_logits_are_those_of_the_plain_versions(tiny_llama, monkeypatch, policy)
         cache = ag.EvictionCache(model, policy, **POLICIES[policy])
         logits = [step(model, cache, ids)]
         logits += [step(model, cache, ids[:, t : t + 1]) for t in range(3)]
-        seen[version] = torch.cat(logits, 1), [[h.tolist() for h in row] for row in cache.kept_positions(2)]
+        seen[version] = torch.cat(logits, 1), [[h.tolist() for h in row] for row in cache.kept_positions(-1)]
     assert 0 < cache.kept_share() < 1
     assert seen["triton"][1] == seen["reference"][1]
     near(seen["triton"][0], seen["reference"][0].double(), 1e-4, policy)
@@ -98,7 +98,7 @@ def test_a_decoding_step_does_not_wait(tiny_llama, triton_untuned, monkeypatch, 
 
 
 def test_a_windowed_model_does_not_wait(tiny_mistral, triton_untuned):
-    model = tiny_mistral().to(DEVICE)
+    model = tiny_mistral(**FEW).to(DEVICE)
     cache = ag.EvictionCache(model, "full")
     step(model, cache, tokens(2, 40))
     new = tokens(2, 1)
@@ -110,7 +110,7 @@ def test_a_windowed_model_does_not_wait(tiny_mistral, triton_untuned):
 @pytest.mark.parametrize("why", ["evicts", "mask", "recent"])
 def test_what_has_to_wait(tiny_llama, triton_untuned, why):
     """A step that evicts, one with a mask, and the one after which no recent token of the prompt is left."""
-    model = tiny_llama().to(DEVICE)
+    model = tiny_llama(**FEW).to(DEVICE)
     ag.attach(model, gates_for(model, recent_tokens=2))
     given = ("tova", 20, "every") if why == "evicts" else ("gates",) if why == "recent" else ("full",)
     cache, new = ag.EvictionCache(model, *given), tokens(1, 1)
@@ -164,7 +164,7 @@ def test_evicted_memory_is_free(tiny_llama, card):
 @pytest.mark.parametrize("kind", ["attention", "mlp"])
 def test_gates_on_every_token_wait_for_room_alone(tiny_llama, triton_untuned, monkeypatch, kind):
     """Eviction and the gate's memory are the card's business until a row may be full."""
-    model = tiny_llama(num_hidden_layers=2).to(DEVICE)
+    model = tiny_llama(**{"num_hidden_layers": 2} | FEW).to(DEVICE)
     window = {"window": 4} if kind == "attention" else {}
     ag.attach(model, gates_for(model, kind=kind, covers="all", recent_tokens=3, sink_tokens=2, **window))
     cache, new = ag.EvictionCache(model, "gates"), tokens(2, 1)
@@ -176,6 +176,6 @@ def test_gates_on_every_token_wait_for_room_alone(tiny_llama, triton_untuned, mo
     with no_waiting(model, cache, new):
         for _ in range(10):
             step(model, cache, new)
-    held = cache.kept_positions(1)[0][0].tolist()
+    held = cache.kept_positions(-1)[0][0].tolist()
     assert held[-3:] == [48, 49, 50]
     assert len(held) < 51

@@ -6,7 +6,7 @@ from gates_for import gates_for
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 import ag
-from gpu.cases import DEVICE, near
+from gpu.cases import DEVICE, FEW, near
 from gpu.runs import check_losses, continued, train, weights
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +16,7 @@ pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
 @pytest.fixture
 def model(tiny_llama, tmp_path):
     """A tiny Llama in 4 bits that computes in float32."""
-    tiny_llama().save_pretrained(tmp_path)
+    tiny_llama(**FEW).save_pretrained(tmp_path)
     quantised = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -30,7 +30,7 @@ def dequantised(model, tiny_llama):
     """The same model with the weights that its 4 bits stand for."""
     import bitsandbytes as bnb
 
-    plain = tiny_llama().to(DEVICE)
+    plain = tiny_llama(**FEW).to(DEVICE)
     for name, module in model.named_modules():
         if isinstance(module, bnb.nn.Linear4bit):
             exact = bnb.functional.dequantize_4bit(module.weight, module.weight.quant_state)

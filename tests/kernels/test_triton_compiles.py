@@ -1,6 +1,7 @@
 """The Triton kernels compile to machine code of two cards, from the very calls that launch them; no GPU is needed.
 
 What is compiled is the first configuration, that of the deterministic mode: it must fit the card at every head size.
+Each card, head size and type meets each other in a case; the largest cases are those of the card with the least memory.
 """
 
 import os
@@ -43,7 +44,7 @@ class Card:
         return 0
 
 
-@pytest.fixture(params=LARGEST, ids=["sm_89", "sm_90"])
+@pytest.fixture
 def compiled(request, monkeypatch):
     """Make launches compile instead; maps the kernels' names to what the compiler says of them."""
     seen = {}
@@ -69,21 +70,25 @@ def draw(heads, dim, dtype=torch.bfloat16, length=300):
     return torch.randn(2, length, heads, dim).to(dtype).transpose(1, 2).requires_grad_()
 
 
-WIDE = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def cases(names, *rows):
+    """Parametrize a test by these arguments, after the card that ``compiled`` stands for."""
+    ids = ["-".join(map(str, ("sm", *("+".join(sorted(x)) if isinstance(x, set) else x for x in row)))) for row in rows]
+    return pytest.mark.parametrize(("compiled", *names), rows, indirect=["compiled"], ids=ids)
+
+
+HALF, WHOLE = torch.bfloat16, torch.float32
+ALL = {"keep", "valid", "window", "dense", "first"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@cases(
     ("dim", "dtype", "given"),
-    [
-        (256, torch.bfloat16, {"keep", "valid", "window", "dense", "first"}),
-        (256, torch.float32, {"keep", "valid", "window", "dense", "first"}),
-        (96, torch.float16, {"keep"}),
-        (128, torch.bfloat16, {"keep", "valid", "window", "dense", "first"}),
-        (60, torch.bfloat16, {"keep"}),
-        (64, torch.float32, {"valid"}),
-    ],
-    ids=lambda x: str(x) if not isinstance(x, set) else "-".join(sorted(x)),
+    (89, 256, HALF, ALL),
+    (89, 256, WHOLE, ALL),
+    (90, 256, HALF, {"keep", "first"}),
+    (90, 60, torch.float16, {"keep"}),
+    (90, 128, HALF, ALL),
+    (90, 64, WHOLE, {"valid"}),
 )
 def test_gated_attention_compiles(compiled, dim, dtype, given):
     keep = torch.rand(2, 2, 300, requires_grad=True) if "keep" in given else None
@@ -98,8 +103,7 @@ def test_gated_attention_compiles(compiled, dim, dtype, given):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [128, 256])
-@WIDE
+@cases(("dim", "dtype"), (89, 256, WHOLE), (90, 256, HALF), (89, 128, HALF), (90, 128, WHOLE))
 def test_column_sums_compile(compiled, dim, dtype):
     q, k = draw(4, dim, dtype).detach(), draw(2, dim, dtype).detach()
     triton_column_sums(q, k, 0.1, torch.ones(2, 300, dtype=torch.bool), None, 100, 2, 4, True)
@@ -107,8 +111,7 @@ def test_column_sums_compile(compiled, dim, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [128, 256])
-@WIDE
+@cases(("dim", "dtype"), (89, 256, HALF), (90, 256, WHOLE), (89, 128, WHOLE), (90, 128, HALF))  # the other halves
 def test_column_max_compiles(compiled, dim, dtype):
     q, k = draw(4, dim, dtype).detach(), draw(2, dim, dtype).detach()
     valid = torch.ones(2, 300, dtype=torch.bool)
@@ -117,8 +120,7 @@ def test_column_max_compiles(compiled, dim, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [128, 256])
-@WIDE
+@cases(("dim", "dtype"), (89, 256, WHOLE), (90, 256, HALF), (89, 128, HALF), (90, 128, WHOLE))
 def test_gated_prefill_compiles(compiled, dim, dtype):
     q, k, v = (draw(heads, dim, dtype).detach() for heads in (4, 2, 2))
     valid = torch.ones(2, 300, dtype=torch.bool)
@@ -127,8 +129,7 @@ def test_gated_prefill_compiles(compiled, dim, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [128, 256])
-@WIDE
+@cases(("dim", "dtype"), (89, 256, WHOLE), (90, 256, HALF), (89, 128, HALF), (90, 128, WHOLE))
 def test_ragged_decode_compiles(compiled, dim, dtype):
     q, keys, values = (torch.randn(*shape, dim).to(dtype) for shape in ((2, 4), (500,), (500,)))
     starts, lengths = torch.tensor([0, 100, 250, 300]), torch.tensor([90, 7, 0, 200])
@@ -137,7 +138,7 @@ def test_ragged_decode_compiles(compiled, dim, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dim", "dtype", "window"), [(60, torch.bfloat16, 200), (256, torch.float32, None)])
+@cases(("dim", "dtype", "window"), (89, 60, HALF, 200), (90, 256, WHOLE, None))
 def test_ring_append_compiles(compiled, dim, dtype, window):
     keys, values = torch.randn(500, dim).to(dtype), torch.randn(500, dim).to(dtype)
     new = {"keys": torch.randn(2, 2, dim).to(dtype), "values": torch.randn(2, 2, dim).to(dtype)}
