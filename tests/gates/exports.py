@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -41,8 +42,12 @@ def make_adapter(seed: int = 0) -> PeftModel:
     return get_peft_model(base, lora)
 
 
+_exported_adapter = functools.cache(make_adapter)  # nothing changes this one
+
+
 def make_export(path: Path, seed: int = 0) -> Path:
-    export.save(path, make_gates(seed), base_model="org/base", adapter=make_adapter(), metrics={"kept": 0.4})
+    adapter = _exported_adapter()
+    export.save(path, make_gates(seed), base_model="org/base", adapter=adapter, metrics={"kept": 0.4})
     return path
 
 

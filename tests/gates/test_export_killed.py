@@ -21,6 +21,7 @@ from exports import MODEL, assert_same, hidden, make_adapter, make_export, make_
 from peft import PeftModel
 from refused import refuses
 from safetensors.torch import load_file
+from warm import started
 
 from ag.gates import export
 from ag.gates.export import ExportError
@@ -120,11 +121,14 @@ def test_an_export_set_aside_by_a_kill_survives_a_failing_one(tmp_path: Path) ->
 
 
 def run_here(call: str, *prefix: str) -> str:
-    """Run a function of this file in a fresh process and return what it prints."""
+    """Run a function of this file in a process of its own and return what it prints.
+
+    A prefix starts a new Python: a fork of a warm one is no child of it.
+    """
     folders = [str(folder) for folder in Path(__file__).parents[:2]]
     code = f"import sys; sys.path[:0] = {folders!r}; import test_export_killed; {call}"
     done = subprocess.run(
-        [*prefix, sys.executable, "-c", code],
+        [*prefix, sys.executable if prefix else started(), "-c", code],
         capture_output=True,
         text=True,
         timeout=300,

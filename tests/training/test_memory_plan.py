@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from warm import started
 
 from ag import fit
 from ag.config import Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
@@ -21,21 +21,37 @@ from ag.training.memory_plan import plan, report
 from ag.training.module import GatedLM
 
 LAYERS, LENGTH = 6, 160
-STEPS = memory_plan.steps
+STEPS, BUILD = memory_plan.steps, memory_plan._build
 
 
 @pytest.fixture(scope="module", autouse=True)
 def measured_once():
-    """Each batch on fake tensors takes seconds: tests share those of equal settings, checkpointed or not."""
-    known = {}
+    """Batches on fake tensors and models without contents take seconds: tests share those of equal settings.
+
+    Neither depends on the devices; a batch is measured with checkpointing and without.
+    """
+    known, built = {}, {}
 
     def steps(config):
-        key = repr(replace(config, model=replace(config.model, gradient_checkpointing=False)))
-        known[key] = known.get(key) or STEPS(config)
+        trainer = replace(config.trainer, devices=1, strategy="auto")
+        model = replace(config.model, gradient_checkpointing=False)
+        key = repr(replace(config, model=model, trainer=trainer, tflops=None))
+        if key not in known:
+            with pytest.MonkeyPatch.context() as patch:  # a step changes what it builds
+                patch.setattr(memory_plan, "_build", BUILD)
+                known[key] = STEPS(config)
         return known[key]
+
+    def build(config, geometry):
+        model = replace(config.model, quantization="none", gradient_checkpointing=False)
+        key = repr((config.train, model, config.lora, config.gate, geometry))
+        if key not in built:
+            built[key] = BUILD(config, geometry)
+        return built[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_plan, "steps", steps)
+        patch.setattr(memory_plan, "_build", build)
         yield
 
 
@@ -228,7 +244,7 @@ def test_a_large_model_without_its_weights(tmp_path):
     )
     words = "recipe=redpajama_cpt model.name=docs/models/llama-2-70b.json plan=true tflops=70 trainer.devices=8"
     words += " data.max_length=256"
-    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True)
+    done = subprocess.run([started(), "-c", code, *words.split()], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "base 68,976.6 M" in done.stdout
     assert int(done.stdout.rpartition("PEAK ")[2]) < 2 << 20
