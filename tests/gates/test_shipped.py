@@ -63,8 +63,9 @@ def test_a_name_that_is_not_there_suggests_the_nearest(wrong: str) -> None:
 def test_they_remember_what_is_asked_later(smollm2: Path, tmp_path: Path) -> None:
     """Of 12 numbers hidden in 256 tokens, at 30 % of the cache: the full cache's hits, which snapkv does not have."""
     words = [
-        f"model={smollm2}", "policies=[full,gates:smollm2@global,snapkv]", "budgets=[0.3]", "tasks=[needle_single]",
-        "task_options.needle_single.lengths=[256]", "samples=12", "view_samples=0", f"output={tmp_path}",
+        f"model={smollm2}", "policies=[full,gates:smollm2@global,snapkv]", "budgets=[0.3]", "tasks=[needle_books_1]",
+        "task_options.needle_books_1.haystack=noise", "task_options.needle_books_1.lengths=[256]",
+        "samples=12", "view_samples=0", f"output={tmp_path}",
     ]  # fmt: skip
     assert main(words) == 0
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
