@@ -37,6 +37,20 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a nibble, an 8-bit maximum per 64, 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
+def _sdpa(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return int(flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape))
+
+
+def _sdpa_backward(gradient: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return int(flop_counter.sdpa_backward_flop_count(gradient.shape, q.shape, k.shape, v.shape))
+
+
+FLOPS: dict[Any, Any] = flop_counter.flop_registry | {  # PyTorch knows the attention of GPUs only
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _sdpa,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
+}
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of one GPU by part, and the work of one step.
@@ -172,11 +186,15 @@ def model_config(config: Config) -> PretrainedConfig:
 
 
 class _Live(TorchDispatchMode):
-    """Counts the bytes of live storages, without those of ``owners``."""
+    """Counts operations, and the bytes of live storages without those of ``owners``.
+
+    PyTorch's own counter of operations takes longer than the step, and its hooks on modules hold gradients, so that the
+    peak is too high.
+    """
 
     def __init__(self, owners: list[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
+        self.now = self.peak = self.flops = 0
         self.exact = False  # whether a new peak is made sure of, which takes time
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         for owner in owners:
@@ -184,7 +202,13 @@ class _Live(TorchDispatchMode):
                 self._known.add(tensor.untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = FLOPS.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += int(formula(*args, **kwargs, out_val=out))
         tree_map_only(Tensor, self._count, out)
         return out
 
@@ -336,16 +360,16 @@ def _step(config: Config, geometry: PretrainedConfig, length: int, checkpointing
         ids = torch.zeros(batch, length, dtype=torch.long)
         trained = [p for m in (adapted, gates) if m is not None for p in m.parameters() if p.requires_grad]
         owners = [adapted] if gates is None else [adapted, gates]
-        with _collected(), _counting_flops() as flops, _Live(owners) as live:
+        with _collected(), _Live(owners) as live:
             with _autocast(config):
                 states = decoder_of(adapted)(input_ids=ids, use_cache=False, gating=gating).last_hidden_state
                 means = [x.sigmoid().mean() for x in gating.logits.values()] if isinstance(gating, Gating) else []
-            forward = flops.get_total_flops()
+            forward = live.flops
             saved = live.settle()
             torch.autograd.backward([states, *means], [torch.ones_like(states), *map(torch.ones_like, means)])
             gradients = sum(p.nbytes for p in trained if p.grad is not None)
         teacher = config.loss.objective == "kl" or config.loss.draws_share
-        total = flops.get_total_flops() + (forward if teacher else 0)
+        total = live.flops + (forward if teacher else 0)
         return Step(float(saved), float(max(live.peak - saved - gradients, 0)), float(total))
 
 
@@ -357,24 +381,6 @@ def _collected() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-@contextmanager
-def _counting_flops() -> Iterator[flop_counter.FlopCounterMode]:
-    aten = torch.ops.aten
-
-    def backward(gradient: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-        return int(flop_counter.sdpa_backward_flop_count(gradient, q, k, v))
-
-    def forward(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-        return int(flop_counter.sdpa_flop_count(q, k, v))
-
-    formulas = {  # PyTorch knows those of GPUs only
-        aten._scaled_dot_product_flash_attention_for_cpu: forward,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
-    }
-    with flop_counter.FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-        yield counter
 
 
 def _autocast(config: Config) -> torch.autocast:
