@@ -73,6 +73,7 @@ def test_text_and_numbers_are_those_of_masked_forward_passes(folder, tiny_llama,
     assert held <= found.kv_bytes < held + 32 * token  # and some spare slots to append to
 
 
+@pytest.mark.slow
 def test_prefill_and_decoding_are_timed_apart(folder, monkeypatch):
     """A model whose prompt takes 0.3 s more and whose steps take 0.02 s more, and whose first use takes 1 s more."""
     slow = {"first": 1.0}

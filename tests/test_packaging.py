@@ -109,6 +109,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / archive.name.removesuffix(".tar.gz")
 
 
+@pytest.mark.slow
 def test_sdist_holds_what_tests_read_and_the_links(sdist: Path) -> None:
     for folder in FOLDERS:
         assert (sdist / "ag" / folder).readlink() == Path("..", folder)
@@ -159,6 +160,7 @@ def test_every_folder_is_in_the_package_list() -> None:
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages_on_disk() | {"ag.kernels"}
 
 
+@pytest.mark.slow
 def test_wheel_holds_our_folders_below_ag_only(wheel_names: list[str]) -> None:
     assert {name.split("/")[0] for name in wheel_names} == {"ag", f"ag-{PROJECT['project']['version']}.dist-info"}
     expected = {f"{package.replace('.', '/')}/" for package in packages_on_disk()}

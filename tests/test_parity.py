@@ -73,6 +73,7 @@ def test_served_logits_equal_trained_logits(family, variant, request):
     assert (alone[0] - trained[1]).abs().max() <= 1e-4
 
 
+@pytest.mark.slow
 def test_served_logits_equal_trained_logits_on_smollm2(smollm2):
     model, tokenizer = models.load_base(ModelConfig(name=str(smollm2)))
     gates = gates_for(model, num_heads=4, head_dim=16, recent_tokens=2, sink_tokens=1)

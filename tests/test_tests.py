@@ -39,6 +39,7 @@ def faults(sources: dict[str, str]) -> list[str]:
     ]
     own = {(file, function.name) for file, function in functions}
     checking: set[tuple[str, str]] = set()
+    helpers: set[str] = set()
 
     def checks(file: str, node: ast.AST) -> bool:
         name = called(node)
@@ -47,12 +48,17 @@ def faults(sources: dict[str, str]) -> list[str]:
         must = [word.value for word in node.keywords if word.arg == "check"] if isinstance(node, ast.Call) else []
         if name in CHECKS or any(isinstance(value, ast.Constant) and value.value is True for value in must):
             return True
-        return (file, name) in checking if (file, name) in own else any(name == other for _, other in checking)
+        return (file, name) in checking if (file, name) in own else name in helpers
 
+    asked = [  # the nodes that can check anything, walked once
+        (file, f.name, [node for node in ast.walk(f) if isinstance(node, (ast.Assert, ast.Call))])
+        for file, f in functions
+    ]
     before = -1
     while len(checking) > before:
         before = len(checking)
-        checking |= {(file, f.name) for file, f in functions if any(checks(file, node) for node in ast.walk(f))}
+        helpers = {name for _, name in checking}
+        checking |= {(file, name) for file, name, nodes in asked if any(checks(file, node) for node in nodes)}
     found = []
     for file, test in functions:
         if test.name.startswith("test"):

@@ -45,6 +45,7 @@ def go(lines, workspace, here=H200, seconds=600, after=lambda: None):
     return run.run(lines, workspace, here, seconds, after, said.append), "\n".join(said)
 
 
+@pytest.mark.slow
 def test_a_line_that_fails_and_one_that_hangs_are_recorded_and_the_next_one_runs(workspace):
     lines = [
         python("fails", "print(3 * chr(120)); raise SystemExit(1)"),

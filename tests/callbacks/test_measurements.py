@@ -36,6 +36,7 @@ def test_without_gates(tmp_path: Path) -> None:
     assert "train/grad_norm_gates" not in row and row["train/grad_norm_lora"] > 0
 
 
+@pytest.mark.slow
 def test_throughput_counts_real_tokens_and_no_validation_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # a clock that stands still but for 2 s a training batch and 100 s a validation batch
     now = 0.0

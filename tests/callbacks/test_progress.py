@@ -15,6 +15,7 @@ import tiny_run
 from tiny_run import fit
 
 
+@pytest.mark.slow
 def test_lines_for_a_log_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, trainer={"progress": True, "val_every": 3, "accumulate": 2}, batches=12)
     lines = [line for line in capsys.readouterr().out.splitlines() if "step" in line]

@@ -45,12 +45,13 @@ def wait_for(process: subprocess.Popen[str], line: str) -> None:
     raise AssertionError(f"{line!r} was never printed: {process.stderr.read() if process.stderr else ''}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "code", "accumulate"),
     [
         (signal.SIGTERM, 143, 4),
-        pytest.param(signal.SIGUSR1, 138, 1, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, 130, 1, marks=pytest.mark.slow),
+        (signal.SIGUSR1, 138, 1),
+        (signal.SIGINT, 130, 1),
     ],
 )
 def test_signal_saves_and_resumes_exactly(tmp_path: Path, signum: int, code: int, accumulate: int) -> None:

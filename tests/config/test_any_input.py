@@ -64,6 +64,7 @@ trees = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @anything
 @given(
     content=texts

@@ -107,6 +107,7 @@ def test_an_empty_file_gives_the_defaults(write: Any) -> None:
     assert fit("recipe=" + write("empty.yaml", "# nothing\n")) == Config(recipe="empty")
 
 
+@pytest.mark.slow
 def test_dump_round_trip_of_unusual_text(tmp_path: Path) -> None:
     odd = [
         "yes",

@@ -1,5 +1,6 @@
 """Every shipped recipe: it loads, validates, says what it is, and has the published numbers of the paper."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,12 +47,14 @@ COMPARISONS = {  # cells, and the published score of the full cache that the com
 }
 
 
+@cache
 def load(name: str, **overrides: str) -> Config:
     return resolve(Config, {"recipe": name, **overrides})
 
 
-def flat(config: Config) -> dict[str, object]:
-    tree = parse_yaml(dump(config))
+@cache
+def flat(name: str) -> dict[str, object]:
+    tree = parse_yaml(dump(load(name)))
     return {
         name: tree[name] if "." not in name else tree[name.split(".")[0]][name.split(".")[1]] for name in keys(Config)
     }
@@ -110,7 +113,7 @@ def test_loads_without_a_warning_and_survives_a_round_trip(name: str, tmp_path: 
 @pytest.mark.parametrize("name", sorted({*ABLATIONS, *TASKS, *CPT, "smollm2_quarter"} - {"piqa_sft", "redpajama_cpt"}))
 def test_a_recipe_repeats_nothing_of_its_base(name: str) -> None:
     tree = parse_yaml(recipes()[name].read_text())
-    base, config = flat(load(tree.pop("base"))), flat(load(name))
+    base, config = flat(tree.pop("base")), flat(name)
     changed = {key for key in base if base[key] != config[key]} - {"recipe"}
     written = {f"{section}.{key}" for section, inner in tree.items() if isinstance(inner, dict) for key in inner}
     assert changed == written | {key for key, value in tree.items() if not isinstance(value, dict)}
@@ -177,11 +180,11 @@ def test_pretraining_has_the_papers_values(name: str, model: str, train: str, sa
 @pytest.mark.parametrize(("name", "difference"), ABLATIONS.items())
 def test_an_ablation_differs_in_its_own_keys_only(name: str, difference: dict[str, object]) -> None:
     expected = {
-        **flat(load("piqa_sft")),
+        **flat("piqa_sft"),
         "recipe": name,
         **{f"gate.{key}": value for key, value in difference.items()},
     }
-    assert flat(load(name)) == expected
+    assert flat(name) == expected
 
 
 @pytest.mark.parametrize("name", OTHERS)

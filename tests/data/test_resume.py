@@ -89,7 +89,8 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "workers"), [(1, 0), pytest.param(1, 2, marks=pytest.mark.slow), (2, 0), (2, 2)]
+    ("accumulate", "workers"),
+    [(1, 0), pytest.param(1, 2, marks=pytest.mark.slow), (2, 0), pytest.param(2, 2, marks=pytest.mark.slow)],
 )
 def test_every_checkpoint_continues_with_the_next_batch(tmp_path, workers, accumulate):
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)

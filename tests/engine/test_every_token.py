@@ -150,6 +150,7 @@ def cases(draw):
     return changes, lengths, draw(st.sampled_from([None, 1, 4, 7])), [n for n in later if any(n)]
 
 
+@pytest.mark.slow
 @given(cases(), st.sampled_from(["left", "right"]), st.integers(0, 2))
 @settings(max_examples=40, database=None, suppress_health_check=list(HealthCheck))
 def test_any_gates_chunks_and_turns(tiny_llama, case, side, seed):
@@ -445,6 +446,7 @@ def best(rivals, own, capacity, heads):
     return kept
 
 
+@pytest.mark.slow
 def test_the_chat_of_the_docs_stays_bounded(tiny_llama, tiny_tokenizer, tmp_path, capsys):
     page = (Path(__file__).resolve().parents[2] / "docs" / "gates.md").read_text()
     (example,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "EvictionCache" in code)

@@ -91,7 +91,7 @@ def prefix_pooled(scene, scores, window, kernel, kind):
     ],
 )
 def test_what_is_held_is_what_the_policy_with_the_option_says(family, name, schedule, request, monkeypatch):
-    model, prompt, passes = request.getfixturevalue(family)(), 34, [1, 1, 3, 1, 1, 1, 2]
+    model, prompt, passes = request.getfixturevalue(family)(), 27, [1, 1, 3, 1, 1, 1, 2]
     spec, options, plain = CHANGES[name]
     row = torch.randint(3, 128, (prompt + sum(passes),), generator=torch.Generator().manual_seed(5))
     calls, capacity = observed_calls(monkeypatch), 15
@@ -445,7 +445,7 @@ def test_preference_by_hand():
 def test_cake_with_the_rounding_of_the_code_keeps_the_budget(tiny_llama):
     """Through the whole model: never more than the budget; other layers than with exact shares somewhere."""
     differ = 0
-    for seed in range(4):
+    for seed in range(2):
         model = tiny_llama(seed=seed, num_hidden_layers=5)
         row = torch.randint(3, 128, (60,), generator=torch.Generator().manual_seed(seed))
         kept = []
@@ -470,6 +470,9 @@ def test_cake_with_the_rounding_of_the_code_keeps_the_budget(tiny_llama):
         name=["h2o", "snapkv+caote", "tova@heads", "h2o@pyramid", "gates"],
         schedule=["prefill", "steps:3", "blocks:7+every"],
         side=["left", "right"],
+        allowed=lambda name, schedule, **_: (
+            (schedule, name in ("h2o", "gates")) not in (("prefill", False), ("steps:3", True))
+        ),  # these two alone record nothing, or all
     ),
 )
 def test_queries_that_attend_after_the_eviction(tiny_llama, name, schedule, side):
@@ -517,7 +520,7 @@ def test_what_is_protected_stays_where_the_budget_is_smaller(allocator):
     assert torch.equal(*roomy)
 
 
-@pytest.mark.parametrize("schedule", ["every", "blocks:7+every", "steps:3"])
+@pytest.mark.parametrize("schedule", ["blocks:7+every", "steps:3"])
 @pytest.mark.parametrize("allocator", ["uniform", "pyramid", "heads", "preference"])
 def test_what_is_protected_stays_over_time(tiny_llama, allocator, schedule):
     rows = [torch.randint(3, 128, (n + 6,), generator=torch.Generator().manual_seed(n)) for n in (29, 8)]

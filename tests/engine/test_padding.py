@@ -1,5 +1,7 @@
 """Batches padded on either side: each row is continued, and keeps what it keeps, as alone."""
 
+from itertools import cycle
+
 import pytest
 import torch
 from gates_for import gates_for
@@ -52,8 +54,11 @@ def held(cache, layer, row, columns):
     return [[int(columns[i]) for i in head.tolist()] for head in cache.kept_positions(layer)[row]]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("spec", "budget", "options"), POLICIES, ids=IDS)
+@pytest.mark.parametrize(
+    ("spec", "budget", "options", "side"),
+    [(*policy, side) for policy, side in zip(POLICIES, cycle(["left", "right"]), strict=False)],
+    ids=IDS,
+)
 def test_a_batch_generates_what_its_rows_do_alone(make, spec, budget, options, side):
     model, cache_of = make
     batch, together = padded(rows(), side), cache_of(spec, budget, options)

@@ -55,6 +55,7 @@ def cases(draw):
     return geometry, policy, prompts, draw(st.sampled_from(["left", "right"])), dtype, draw(st.integers(0, 3))
 
 
+@pytest.mark.slow
 @given(cases())
 @SMALL
 def test_every_policy(tiny_llama, case):

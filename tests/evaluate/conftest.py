@@ -36,11 +36,11 @@ def tiny_folder(
     return folder
 
 
-@pytest.fixture
-def config(tiny_folder: Path, tmp_path: Path) -> Callable[..., CompareConfig]:
-    """`config(**changes)`: three policies at two budgets on one task, five cells."""
+@pytest.fixture(scope="session")
+def settings(tiny_folder: Path) -> Callable[..., CompareConfig]:
+    """`settings(output, **changes)`: three policies at two budgets on one task, five cells."""
 
-    def make(**changes: Any) -> CompareConfig:
+    def make(output: Path | str, **changes: Any) -> CompareConfig:
         values: dict[str, Any] = {
             "model": str(tiny_folder),
             "root": str(tiny_folder),
@@ -48,11 +48,17 @@ def config(tiny_folder: Path, tmp_path: Path) -> Callable[..., CompareConfig]:
             "budgets": [0.5, 0.25],
             "tasks": ["ppl"],
             "task_options": {"ppl": {"prompt": 40, "continuation": 8}},
-            "output": str(tmp_path / "out"),
+            "output": str(output),
         }
         return CompareConfig(**values | changes)
 
     return make
+
+
+@pytest.fixture
+def config(settings: Callable[..., CompareConfig], tmp_path: Path) -> Callable[..., CompareConfig]:
+    """`config(**changes)`: as ``settings``, with a folder for each test."""
+    return lambda **changes: settings(**{"output": tmp_path / "out"} | changes)
 
 
 @pytest.fixture

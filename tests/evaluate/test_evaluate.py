@@ -88,7 +88,7 @@ def rows(out):
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
 
 
-@pytest.mark.parametrize("train", [pytest.param("gates", marks=pytest.mark.slow), "gates+lora"])
+@pytest.mark.parametrize("train", ["gates", pytest.param("gates+lora", marks=pytest.mark.slow)])
 def test_gates_beside_the_full_cache(run, tiny_tokenizer, train, capsys, monkeypatch):
     folder, config, gates, model = run(train)
     assert main([f"run={folder}"]) == 0
@@ -129,6 +129,7 @@ def test_gates_beside_the_full_cache(run, tiny_tokenizer, train, capsys, monkeyp
     assert json.loads((folder / "evaluation.json").read_text()) == found
 
 
+@pytest.mark.slow
 def test_a_run_without_gates_is_evaluated_with_its_adapter(run, tiny_tokenizer, capsys):
     folder, config, _, model = run("lora")
     assert main([f"run={folder}"]) == 0

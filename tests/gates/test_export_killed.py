@@ -61,7 +61,8 @@ def no_space() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("replaces", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("replaces", [True, False])
 def test_every_failing_operation_leaves_the_earlier_export(tmp_path: Path, replaces: bool) -> None:
     folder = tmp_path / "e"
     struck, operation = list[str](), 0

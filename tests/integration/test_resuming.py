@@ -63,15 +63,16 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, step: str, number: int, *argume
 # in the first half of an accumulation, in the second, where a validation is due, at the begin of an epoch, at the end
 # of the run, and in validations, of which the third is at the end of an epoch and at a checkpoint (two batches each);
 # the end of an epoch is below
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "number", "step"),
     [
         ("training", 8, 5),
-        pytest.param("training", 15, 8, marks=pytest.mark.slow),
-        pytest.param("training", 12, 7, marks=pytest.mark.slow),
-        pytest.param("training", 35, 18, marks=pytest.mark.slow),
-        pytest.param("validation", 2, 8, marks=pytest.mark.slow),
-        pytest.param("validation", 5, 12, marks=pytest.mark.slow),
+        ("training", 15, 8),
+        ("training", 12, 7),
+        ("training", 35, 18),
+        ("validation", 2, 8),
+        ("validation", 5, 12),
     ],
 )
 def test_terminated_anywhere(
@@ -119,6 +120,7 @@ REMEMBER = [
 ]
 
 
+@pytest.mark.slow
 def test_drawn_shares_are_drawn_again(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train(recipe, tmp_path / "whole", *REMEMBER)
     shares = column(whole, "train/share")

@@ -98,7 +98,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Figures, when, draw, raising=False)
 
 
-QUICK = ("gates+lora", "lora", "kl", "warm start", "documents of packed text")
+QUICK = ("lora", "kl")
 
 
 @pytest.mark.parametrize(

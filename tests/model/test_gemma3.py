@@ -217,6 +217,7 @@ def oracle(vocabulary) -> sentencepiece.SentencePieceProcessor:
 
 
 class TestTiny:
+    @pytest.mark.slow
     def test_the_model_is_the_one_that_was_written(self, tiny, tiny_gguf: Path, tmp_path: Path) -> None:
         read = wheels.read_gguf(tiny_gguf, **gemma3.SETTINGS)
         ids = torch.arange(40).view(2, 20) * 7

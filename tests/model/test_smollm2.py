@@ -91,6 +91,7 @@ def test_weights_are_those_of_the_gguf(smollm2: Path) -> None:
     wheel.SOURCE.verify(smollm2)
 
 
+@pytest.mark.slow
 def test_answers_in_english(smollm2: Path) -> None:
     model, tokenizer = load_base(ModelConfig(name=str(smollm2)))
     chat = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]

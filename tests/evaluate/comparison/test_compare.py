@@ -4,6 +4,7 @@ import io
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from dataclasses import asdict, replace
@@ -14,6 +15,7 @@ import pytest
 import torch
 from gates_for import gates_for
 from refused import refuses
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import ag
@@ -39,6 +41,22 @@ def no_plots(monkeypatch):
 
 
 FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(scope="module")
+def finished(settings, tmp_path_factory):
+    """The folder of the five cells, read only."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ag.evaluate.comparison.plots.draw", lambda comparison: [])
+        compare(settings(folder), Console(file=io.StringIO(), width=200))
+    return folder
+
+
+@pytest.fixture
+def done(config, finished):
+    """A copy of that folder, where the next run of ``config()`` finds it."""
+    return Path(shutil.copytree(finished, config().output))
 
 
 def lines(output):
@@ -98,9 +116,9 @@ def test_kvzip_is_asked_in_the_models_own_tokens(config, quiet, tiny_folder, tin
     assert entry.row.kept == pytest.approx(0.5, abs=0.01)
 
 
-def test_a_second_run_computes_nothing_and_changes_nothing(config, quiet, monkeypatch):
+def test_a_second_run_computes_nothing_and_changes_nothing(config, quiet, done, monkeypatch):
     compare(config(), quiet)
-    folder = Path(config().output)
+    folder = done
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     monkeypatch.setattr("ag.model.base.load_base", None)
     compare(config(), quiet)
@@ -108,8 +126,7 @@ def test_a_second_run_computes_nothing_and_changes_nothing(config, quiet, monkey
 
 
 @pytest.mark.slow
-def test_cells_alone_or_together_are_the_same(config, quiet, tmp_path):
-    compare(config(), quiet)
+def test_cells_alone_or_together_are_the_same(config, quiet, done, tmp_path):
     compare(config(together=1, output=str(tmp_path / "alone")), quiet)
     assert lines(tmp_path / "alone") == lines(config().output)
     assert (tmp_path / "alone" / "table.md").read_text() == (Path(config().output) / "table.md").read_text()
@@ -155,9 +172,8 @@ def _die_while_writing(config, quiet):
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_results(config, quiet, tmp_path):
+def test_a_killed_run_resumes_to_the_same_results(config, quiet, finished):
     """SIGKILL in the middle of the third row, its lock held."""
-    compare(config(output=str(tmp_path / "whole")), quiet)
     process = in_process(_die_while_writing, config(together=1), quiet)
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
@@ -165,8 +181,8 @@ def test_a_killed_run_resumes_to_the_same_results(config, quiet, tmp_path):
     assert len((output / "results.jsonl").read_text().splitlines()) == 3
     assert not (output / "table.md").exists()
     compare(config(together=1), quiet)
-    assert lines(output) == lines(tmp_path / "whole")
-    assert (output / "table.md").read_text() == (tmp_path / "whole" / "table.md").read_text()
+    assert lines(output) == lines(finished)
+    assert (output / "table.md").read_text() == (finished / "table.md").read_text()
     assert (output / "results.corrupt.jsonl").read_bytes().startswith(b'{"key": ')
     assert "is computed anew" in quiet.file.getvalue()
 
@@ -189,7 +205,7 @@ def _work_and_tell(config, console, diary):
 
 
 @pytest.mark.slow
-def test_two_workers_do_each_cell_once(config, quiet, tmp_path):
+def test_two_workers_do_each_cell_once(config, quiet, finished, tmp_path):
     diary = tmp_path / "diary"
     workers = [in_process(_work_and_tell, config(together=1), quiet, diary) for _ in range(2)]
     for worker in workers:
@@ -198,16 +214,14 @@ def test_two_workers_do_each_cell_once(config, quiet, tmp_path):
     told = [line.split(maxsplit=1) for line in diary.read_text().splitlines()]
     assert len({pid for pid, _ in told}) == 2
     assert len(told) == len({policies for _, policies in told}) == 5
-    compare(config(output=str(tmp_path / "alone")), quiet)
     by_key = {row["key"]: row for row in lines(config().output)}
     assert len(lines(config().output)) == 5
-    assert by_key == {row["key"]: row for row in lines(tmp_path / "alone")}
-    assert (Path(config().output) / "table.md").read_text() == (tmp_path / "alone" / "table.md").read_text()
+    assert by_key == {row["key"]: row for row in lines(finished)}
+    assert (Path(config().output) / "table.md").read_text() == (finished / "table.md").read_text()
 
 
-def test_corrupt_rows_are_put_aside_and_computed_anew(config, quiet):
-    compare(config(), quiet)
-    before, path = lines(config().output), Path(config().output) / "results.jsonl"
+def test_corrupt_rows_are_put_aside_and_computed_anew(config, quiet, done):
+    before, path = lines(done), done / "results.jsonl"
     damage = [b"not json", b'{"key": "x"}', b"[" * 100_000, b"\xff\xfe"]
     path.write_bytes(b"\n".join([path.read_bytes().splitlines()[0], *damage, b"", b"null", b""]))
     compare(config(), quiet)
@@ -216,9 +230,8 @@ def test_corrupt_rows_are_put_aside_and_computed_anew(config, quiet):
     assert quiet.file.getvalue().count("is computed anew") == 5
 
 
-def test_a_row_that_was_removed_is_computed_anew(config, quiet):
-    compare(config(), quiet)
-    before, path = lines(config().output), Path(config().output) / "results.jsonl"
+def test_a_row_that_was_removed_is_computed_anew(config, quiet, done):
+    before, path = lines(done), done / "results.jsonl"
     rows = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([rows[0], *rows[2:]]))
     compare(config(), quiet)
@@ -227,10 +240,9 @@ def test_a_row_that_was_removed_is_computed_anew(config, quiet):
 
 
 @pytest.mark.parametrize("damage", [None, "", '{"sample": "0"}\n'], ids=["gone", "empty", "wrong"])
-def test_a_row_without_its_samples_is_computed_anew(config, quiet, damage):
-    compare(config(), quiet)
-    before = lines(config().output)
-    path = Path(config().output) / "samples" / f"{before[1]['key']}.jsonl"
+def test_a_row_without_its_samples_is_computed_anew(config, quiet, done, damage):
+    before = lines(done)
+    path = done / "samples" / f"{before[1]['key']}.jsonl"
     whole = path.read_text()
     path.unlink() if damage is None else path.write_text(damage)
     compare(config(), quiet)
@@ -465,7 +477,7 @@ def test_an_unknown_baseline():
         CompareConfig(policies=["full"], baseline="h2o")
 
 
-def test_a_budgeted_baseline_is_met_at_the_same_budget(config, quiet):
+def test_a_budgeted_baseline_is_met_at_the_same_budget(config, quiet, done):
     comparison = compare(config(baseline="h2o"), quiet)
     by_name = {entry.name: entry for entry in comparison.entries}
     assert by_name["full"].paired is None and by_name["h2o 0.5"].paired is None
@@ -499,8 +511,6 @@ def test_the_command(config, tiny_folder, capsys, monkeypatch):
 
 
 def test_progress_tells_of_cells(config, monkeypatch):
-    from rich.console import Console
-
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
     compare(config(), console)
     shown = console.file.getvalue()
@@ -535,8 +545,7 @@ def test_progress_waits_for_a_sample_of_every_cell_before_it_tells_a_time(quiet)
     assert progress.said() == "0 of 2 cells, 25 of 40 samples, about 0:03:00 left"
 
 
-def test_rows_of_earlier_commands_stay_and_are_named(config, quiet):
-    compare(config(), quiet)
+def test_rows_of_earlier_commands_stay_and_are_named(config, quiet, done):
     fewer = compare(config(policies=["full", "h2o"], budgets=[0.5]), quiet)
     assert sorted(fewer.hidden) == ["ppl: h2o 0.25", "ppl: tova 0.25", "ppl: tova 0.5"]
     page = (fewer.folder / "report.html").read_text()
