@@ -473,9 +473,8 @@ def test_a_long_prompt_in_blocks_never_holds_more_than_budget_and_block(tiny_lla
 @pytest.fixture
 def new_alone():
     """The collector does not walk what other tests left, which takes seconds."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("new_alone")
