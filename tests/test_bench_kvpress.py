@@ -209,6 +209,7 @@ def test_our_side_keeps_the_budget_under_every_method(base, method):
     assert found["kept"] == 0.5 and len(found["nats"]) == 6
 
 
+@pytest.mark.slow
 def test_a_failing_side_is_named_with_its_last_words(tmp_path):
     with refuses(UserError, "ag", "nowhere", str(tmp_path / "log")):
         bench.Process("ag", started(), tmp_path / "log", {"model": "./nowhere", "threads": None})

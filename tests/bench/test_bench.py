@@ -188,6 +188,7 @@ def test_bad_input_is_one_line(words, parts, capsys, tmp_path):
     names(error, *parts)
 
 
+@pytest.mark.slow
 def test_a_stream_holds_its_size_beside_a_full_cache_that_is_cropped_to_it():
     rows = rows_of("stream", kinds=["attention", "mlp"], recent=32, steps=90, rounds=2)
     assert [row["contestant"] for row in rows] == ["full", "gates, attention", "gates, mlp"]

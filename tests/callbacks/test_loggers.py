@@ -45,6 +45,7 @@ def test_a_resumed_run_replaces_the_rows_after_its_checkpoint(tmp_path: Path) ->
     ]
 
 
+@pytest.mark.slow
 def test_it_is_written_whatever_loggers_are_chosen(tmp_path: Path) -> None:
     fit(tmp_path, logger=["tensorboard"], trainer={"val_every": 3})
     with open(tmp_path / "metrics.csv", newline="") as file:

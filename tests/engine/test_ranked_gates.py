@@ -53,6 +53,7 @@ def test_sinks_and_recents_of_the_training_stay(trained, spec, attached):
     assert missing, "without protection some of these go"
 
 
+@pytest.mark.slow
 def test_as_many_as_the_flags_keep_are_the_flagged(trained):
     """Over all layers and heads, since one threshold holds for all; the budget is per KV head, 6 of them."""
     model, gates, _ = trained

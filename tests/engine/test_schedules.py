@@ -378,7 +378,9 @@ def per_layer(held, row=0):
     return [[len(head) for head in layer[row]] for layer in held]
 
 
-@pytest.mark.parametrize(("name", "schedule"), once(["uniform"], ["prefill", "steps:3", "blocks:7+every"]))
+@pytest.mark.parametrize(
+    ("name", "schedule"), list(marked(once(["uniform"], ["prefill", "steps:3", "blocks:7+every"])))
+)
 def test_a_uniform_budget_is_exact(llama, name, schedule):
     options = {"recent": 3} if name.startswith("scissorhands") else {}
     result = run(llama, make(name, schedule, 13, **options), [ROWS[0][:-1]], [29])
@@ -395,7 +397,9 @@ def test_a_share_of_each_row_s_own_prompt(llama):
             assert (per_layer(held, 0), per_layer(held, 1)) == ([[8, 8]] * 3, [[6, 6]] * 3)
 
 
-@pytest.mark.parametrize(("name", "schedule"), once(UNEVEN, ["prefill", "steps:3", "blocks:7+every"], SHARED))
+@pytest.mark.parametrize(
+    ("name", "schedule"), list(marked(once(UNEVEN, ["prefill", "steps:3", "blocks:7+every"], SHARED)))
+)
 def test_uneven_budgets_are_exact_and_stay(llama, name, schedule):
     """C tokens a head over all layers, or over the heads of a layer; while decoding every layer keeps its own."""
     allocator = name.partition("@")[2]
@@ -515,7 +519,7 @@ def all_bytes():
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        *once(["uniform"], ["prefill", "blocks:7+steps:3"]),
+        *marked(once(["uniform"], ["prefill", "blocks:7+steps:3"])),
         *once(UNEVEN, ["prefill", "every", "blocks:7+steps:3"], ["streaming_llm", "h2o+obcache_joint", "gates+caote"]),
     ],
 )

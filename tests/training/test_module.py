@@ -255,6 +255,7 @@ def test_regression_steps_train_the_gates_without_a_backward_pass_of_the_model(t
     assert measured == [[True, False]] * 3 + [[False, True]] * 2
 
 
+@pytest.mark.slow
 def test_a_run_of_regression_only(tiny_llama, tmp_path):
     module = build(
         tiny_llama, loss=LossConfig(objective="regress"), warmup=WarmupConfig(keep=0.3), optim=OptimConfig(gate_lr=0.04)

@@ -106,6 +106,7 @@ def test_hits_and_the_score_of_exact_needles(root, tiny_llama, tiny_tokenizer):
         assert "answer" not in outcome.tags
 
 
+@pytest.mark.slow
 def test_copies_of_the_cache_leave_generation_alone(root, tiny_llama, tiny_tokenizer):
     """Scoring right answers first changes nothing of what the model then says."""
     model = tiny_llama()
