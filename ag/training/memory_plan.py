@@ -37,17 +37,10 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a nibble, an 8-bit maximum per 64, 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def _sdpa(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return int(flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape))
-
-
-def _sdpa_backward(gradient: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return int(flop_counter.sdpa_backward_flop_count(gradient.shape, q.shape, k.shape, v.shape))
-
-
-FLOPS: dict[Any, Any] = flop_counter.flop_registry | {  # PyTorch knows the attention of GPUs only
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _sdpa,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
+KNOWN, ATEN = flop_counter.flop_registry, torch.ops.aten
+FLOPS: dict[Any, Any] = KNOWN | {  # PyTorch knows the attention of GPUs only, which does the same work
+    ATEN._scaled_dot_product_flash_attention_for_cpu: KNOWN[ATEN._scaled_dot_product_flash_attention],
+    ATEN._scaled_dot_product_flash_attention_for_cpu_backward: KNOWN[ATEN._scaled_dot_product_flash_attention_backward],
 }
 
 
