@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import logging
 import os
 
@@ -38,13 +39,11 @@ def pick(operation: str, versions: dict[str, str | None]) -> str:
         reason = versions[forced]
         if reason is not None:
             raise UserError(f"{VARIABLE}={forced}: {operation} cannot run so: {reason}. Unset {VARIABLE}.")
-        chosen, why = forced, f"{VARIABLE} asks for it"
+        chosen = forced
     else:
         chosen = next(name for name, reason in versions.items() if reason is None)
-        better = list(versions)[: list(versions).index(chosen)]
-        why = "; ".join(f"{name}: {versions[name]}" for name in better)
     if not torch.compiler.is_compiling():
-        _tell(operation, chosen, why)
+        _tell(operation, chosen, chosen == forced, tuple(versions.items()))
     return chosen
 
 
@@ -58,7 +57,7 @@ def no_triton(*tensors: Tensor, largest: int = 256) -> str | None:
     x = tensors[0]
     if not INSTALLED:
         return "Triton is not installed (pip install triton)"
-    if x.device.type != "cuda" and not interpreting():
+    if not x.is_cuda and not interpreting():
         return f"the tensors are on {x.device.type}"
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{x.dtype} is not float32, bfloat16 or float16"
@@ -81,5 +80,7 @@ def interpreting() -> bool:
 
 
 @functools.cache
-def _tell(operation: str, version: str, why: str) -> None:
-    log.info("%s: %s%s", operation, version, f" ({why})" if why else "")
+def _tell(operation: str, chosen: str, forced: bool, versions: tuple[tuple[str, str | None], ...]) -> None:
+    better = itertools.takewhile(lambda version: version[0] != chosen, versions)
+    why = f"{VARIABLE} asks for it" if forced else "; ".join(f"{name}: {reason}" for name, reason in better)
+    log.info("%s: %s%s", operation, chosen, f" ({why})" if why else "")

@@ -26,7 +26,7 @@ SECONDS = 300  # after which a compiler is given up
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity, which takes no time
 class Kernel:
     """A C function, named like the folder of its source and compiled at first use.
 

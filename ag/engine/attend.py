@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ag.engine.storage import RaggedStore, Rows
-from ag.kernels.ragged_decode import ragged_decode
+from ag.kernels.ragged_decode import ragged_decode, ragged_decode_weights
 from ag.model.hooks import AttentionCall
 
 QUERY_BLOCK = 256  # queries that meet the stored keys at once
@@ -28,6 +28,21 @@ def attend_one(call: AttentionCall, store: RaggedStore, ranks: Tensor, seen: int
         starts, lengths = starts + past, lengths - past
     out = ragged_decode(call.q[:, :, 0], store.keys, store.values, starts, lengths, call.scaling)
     return out[:, :, None]
+
+
+def attend_one_weights(call: AttentionCall, store: RaggedStore) -> tuple[Tensor, Tensor | None]:
+    """Do what :func:`attend_one` does where no window hides anything, and give the weights too.
+
+    Args:
+        call: the query's; its token is stored.
+        store: what the layer holds, N tokens in its longest row.
+
+    Returns:
+        ``[B, H, 1, D]``, and the weights ``[B, H, N]`` in float32 where they cost little, else None.
+    """
+    q, longest = call.q[:, :, 0], store.layout.longest
+    out, weights = ragged_decode_weights(q, store.keys, store.values, *store.rows, call.scaling, longest)
+    return out[:, :, None], weights
 
 
 def attend_rows(

@@ -21,6 +21,7 @@ class Decision:
 
     def __init__(self, policy: Policy, layers: list[int]) -> None:
         self.policy, self.shares = policy, Shares(layers)
+        self._of: Tensor | None = None  # tokens that the capacity was last asked for
 
     def decide(self, seen: Observation, due: Tensor | None = None) -> dict[int, Tensor]:
         """Take in a layer and return masks ``[B, Hkv, N]`` of what stays, of it and of the layers where something goes.
@@ -43,7 +44,7 @@ class Decision:
         scorer, allocator = self.policy.scorer, self.policy.allocator
         assert scorer is not None
         grows = self.policy.budget_of == "seen"
-        seen.due, seen.capacity = due, self.policy.capacity(seen.lengths if grows else seen.prompt_lengths)
+        seen.due, seen.capacity = due, self._capacity(seen.lengths if grows else seen.prompt_lengths)
         capacity = seen.capacity
         wish = None if seen.decoding else allocator.wish(seen)
         score, protected, valid = scorer.score(seen), scorer.protected(seen, capacity), seen.key_valid
@@ -54,8 +55,6 @@ class Decision:
                     f"{type(scorer).__name__}.{what} of {self.policy!r} gave {gave} in layer {seen.layer}: expected a "
                     f"tensor [B, Hkv, N], here {list(valid.shape)}."
                 )
-        if not bool(torch.isfinite(score).logical_or(~valid | protected | ~due[:, None, None]).all()):
-            raise FloatingPointError(f"layer {seen.layer}: {self.policy!r} gave a score that is not finite.")
         second, first_share = scorer.second(seen, score) or (None, 1.0)
         ballot = Ballot(
             score,
@@ -68,15 +67,30 @@ class Decision:
             second=second,
             first_share=first_share,
         )
+        finite = ballot.worst.finite
+        if not bool(finite.all()) and not bool((finite | ~due[:, None]).all()):
+            raise FloatingPointError(f"layer {seen.layer}: {self.policy!r} gave a score that is not finite.")
         if grows:
             ballot.prompt_capacity = self.policy.capacity(seen.prompt_lengths)
-        tight = due & (ballot.fixed > capacity) & (valid.sum(-1).amax(1) > capacity)
+        if bool(ballot.over.any()):
+            self._give_way(ballot)
+        return ballot
+
+    def _capacity(self, tokens: Tensor) -> Tensor:
+        """Return the policy's capacity of so many tokens ``[B]``, which are the same for many layers and passes."""
+        if self._of is not tokens:
+            self._of, self._allowed = tokens, self.policy.capacity(tokens)
+        return self._allowed
+
+    def _give_way(self, ballot: Ballot) -> None:
+        """Let what is protected exceed the budget where something has to go, or refuse that."""
+        tight = ballot.tight
         if not self.policy.strict:
-            ballot.capacity = ballot.fixed.where(tight, capacity)
+            ballot.capacity = ballot.fixed.where(tight, ballot.capacity)
         elif bool(tight.any()):
             row = int(tight.long().argmax())
             raise UserError(
-                f"{self.policy!r}: {int(capacity[row])} tokens per KV head are fewer than the {int(ballot.fixed[row])} "
-                "that it protects (sinks, recent, window); give a larger budget or protect less."
+                f"{self.policy!r}: {int(ballot.capacity[row])} tokens per KV head are fewer than the "
+                f"{int(ballot.fixed[row])} that it protects (sinks, recent, window); give a larger budget or protect "
+                "less."
             )
-        return ballot

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
-from ag.engine.attend import attend_one, attend_rows
+from ag.engine.attend import attend_one, attend_one_weights, attend_rows
 from ag.engine.decide import Decision
 from ag.engine.observe import Context, Keys, Observation, Queries
 from ag.engine.passes import Pass
@@ -28,7 +28,7 @@ from ag.engine.storage import RaggedStore, Rows
 from ag.errors import UserError
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
-from ag.kernels.row_close import closed
+from ag.kernels.row_pack import row_pack
 from ag.model.hooks import AttentionCall
 
 
@@ -49,6 +49,7 @@ class Step:
         seen: what the scorer is shown; None: nothing.
         masks: what stays ``[B, Hkv, N]``, by layer.
         out: attention output ``[B, H, T, D]``.
+        weights: attention weights ``[B, H, N]`` of one query per sequence; None: they are not at hand.
     """
 
     call: AttentionCall
@@ -63,6 +64,7 @@ class Step:
     seen: Observation | None = None
     masks: dict[int, Tensor] = field(default_factory=dict)
     out: Tensor | None = None
+    weights: Tensor | None = None
 
 
 class EvictionLayer(CacheLayerMixin):
@@ -221,7 +223,12 @@ class EvictionLayer(CacheLayerMixin):
         if step.fresh and keep is None:
             step.out = self._dense(step)
         elif self._one_by_one(step) and keep is None:
-            step.out = attend_one(call, self.store, now.ranks, now.seen)
+            if self._weighs(step):
+                step.out, step.weights = attend_one_weights(call, self.store)
+                if step.weights is not None and now.padded:
+                    step.weights.masked_fill_(~now.real[:, :, None], 0.0)
+            else:
+                step.out = attend_one(call, self.store, now.ranks, now.seen)
         else:
             step.out = self._attend_held(step, keep=keep)
 
@@ -268,6 +275,13 @@ class EvictionLayer(CacheLayerMixin):
         one = step.call.q.shape[2] == 1 and not step.now.reading
         return one and self.rotation.in_place and not self._differentiated(step)
 
+    def _weighs(self, step: Step) -> bool:
+        """Tell whether the scorer is to be shown the attention of one query to all that is held."""
+        window, now, scorer = step.call.window, step.now, self.policy.scorer
+        if step.decision is None or scorer is None or scorer.rowless or (window is not None and now.seen > window):
+            return False
+        return now.due is not None or scorer.follows
+
     def _differentiated(self, step: Step) -> bool:
         """Tell whether gradients go through the new tokens or what is held; kernels for one token have none."""
         if not torch.is_grad_enabled():
@@ -296,9 +310,10 @@ class EvictionLayer(CacheLayerMixin):
         filled = torch.ones_like(slots, dtype=torch.bool) if held.valid is None else held.valid.unflatten(0, shape)
         self.memory = {name: F.pad(x, (0, slots.shape[-1] - x.shape[-1])) for name, x in self.memory.items()}
         k, v = held.keys.unflatten(0, shape), held.values.unflatten(0, shape)
+        q = self.rotation.queries(queries.q, held, queries.ranks)
         return Observation(
             keys=Keys(k=k, v=v, ranks=slots, valid=filled, full=held.valid is None),
-            queries=replace(queries, q=self.rotation.queries(queries.q, held, queries.ranks)),
+            queries=queries if q is queries.q else replace(queries, q=q),
             context=Context(
                 scaling=call.scaling,
                 layer=call.layer,
@@ -311,13 +326,14 @@ class EvictionLayer(CacheLayerMixin):
                 turn=self.rotation.turn,
                 output=lambda: output_weight(call.module, call.q.shape[1]),
                 memo=call.memo,
+                lengths=now.lengths if queries.ranks is now.ranks else None,
             ),
         )
 
     def _with_lookback(self, step: Step, last: int) -> Queries:
         """Put the last queries of earlier passes before the new ones, and remember the last of all."""
         now, q = step.now, step.unrotated.q
-        new = Queries(q=q, ranks=now.ranks, valid=now.real, new=q.shape[2], outputs=step.out)
+        new = Queries(q=q, ranks=now.ranks, valid=now.real, new=q.shape[2], outputs=step.out, weights=step.weights)
         if last == 0:
             return new
         ranks, valid = now.ranks, now.real
@@ -341,7 +357,7 @@ class EvictionLayer(CacheLayerMixin):
         if not self.store.retain(keep.flatten(0, 1), spare=not now.completes_prompt):
             return
         self.evicted_at = min(now.seen, now.prompt_columns) if now.reading else now.seen
-        self.memory = {name: closed(x, keep) for name, x in self.memory.items()}
+        self.memory = {name: row_pack(x, keep, self.store.layout.longest) for name, x in self.memory.items()}
 
     def select_sequences(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""

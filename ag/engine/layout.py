@@ -34,21 +34,24 @@ class Layout:
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.device = device
-        self.limits = torch.zeros(rows, dtype=torch.long)
-        self.settle(self.limits, self.limits)
+        none = torch.zeros(rows, dtype=torch.long)
+        self.settle(none, none, none)
 
     def settle(self, starts: Tensor, lengths: Tensor, limits: Tensor | None = None) -> None:
         """Take note of where the rows are now, ``[R]`` long on the CPU each; limits: None when they stay."""
         self.starts, self._lengths, self._behind = starts, lengths, False
-        self.limits = self.limits if limits is None else limits
+        if limits is not None:
+            #: Where rows end, ``[R]`` long on the CPU, and slots of the buffer.
+            self.limits, self.size = limits, int(limits[-1])
         #: Starts and lengths on the device of the keys, ``[R]`` long each.
         self.rows = sent(starts, self.device), sent(lengths, self.device)
+        first, count, limit = starts.tolist(), lengths.tolist(), self.limits.tolist()  # rows are few
         #: Tokens that every row can still take; it may take more after a :meth:`push`.
-        self.count_room()
-        steps = starts.diff()
-        even = bool((lengths == lengths[0]).all()) and bool((steps == steps[:1]).all())
+        self.room: int = min(c - a - b for a, b, c in zip(first, count, limit, strict=True))
+        self._sizes: tuple[int, int] | None = sum(count), max(count)
+        steps = {b - a for a, b in zip(first, first[1:], strict=False)} or {self.size}
         #: Slots from one row to the next where rows are equally long and evenly spaced, else None.
-        self.step = None if not even else int(steps[0]) if len(steps) else int(self.limits[-1])
+        self.step = steps.pop() if len(steps) == len(set(count)) == 1 else None
 
     def grow(self, more: int) -> None:
         """Take note that each row has ``more`` tokens more, which had room; nothing waits for the device."""
@@ -56,6 +59,8 @@ class Layout:
         on_device = self._lengths if self.device.type == "cpu" else self.rows[1] + more
         self.rows = self.rows[0], on_device
         self.room -= more
+        if self._sizes is not None:
+            self._sizes = self._sizes[0] + more * len(self._lengths), self._sizes[1] + more
 
     def push(self, grew: bool) -> None:
         """Take note that a kernel wrote one token to each row and changed the lengths in ``rows``; nothing waits.
@@ -65,6 +70,7 @@ class Layout:
                 CPU only that one knows, until somebody asks.
         """
         self.room -= 1
+        self._sizes = None
         if self.rows[1] is self._lengths:
             self.step = None
         elif grew and not self._behind:
@@ -79,6 +85,22 @@ class Layout:
             self._lengths, self._behind = self.rows[1].cpu(), False
         return self._lengths
 
+    @property
+    def total(self) -> int:
+        """Tokens of all rows; after a :meth:`push` the host waits for them."""
+        return self._counted()[0]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row; after a :meth:`push` the host waits for them."""
+        return self._counted()[1]
+
+    def _counted(self) -> tuple[int, int]:
+        if self._sizes is None:
+            counts: list[int] = self.lengths.tolist()
+            self._sizes = sum(counts), max(counts)
+        return self._sizes
+
     def count_room(self) -> int:
         """Return how many tokens every row can still take, which :attr:`room` may be below."""
         self.room = int((self.limits - self.starts - self.lengths).min())
@@ -90,9 +112,11 @@ class Layout:
 
     def loose(self, lengths: Tensor, *, spare: bool = True) -> bool:
         """Tell whether a buffer for rows of these lengths, with spare slots or without, would be noticeably smaller."""
-        held = int(lengths.sum())
-        needed, share = (int(spare_slots(lengths).sum()), LOOSE_SHARE) if spare else (0, LOOSE_PROMPT_SHARE)
-        return int(self.limits[-1]) > held + needed + held // share
+        counts: list[int] = lengths.tolist()
+        held = sum(counts)
+        if not spare:
+            return self.size > held + held // LOOSE_PROMPT_SHARE
+        return self.size > held + sum(map(spare_slots, counts)) + held // LOOSE_SHARE
 
     def index(self, longest: int) -> tuple[Tensor, Tensor]:
         """Return the slots ``[R, N]`` of all tokens (clamped where a row is shorter) and their validity."""
@@ -100,18 +124,18 @@ class Layout:
         lengths = self.rows[1][:, None]
         valid = offset < lengths
         index = self.rows[0][:, None] + offset.where(valid, lengths.clamp_min(1) - 1)
-        return index.clamp_max(max(int(self.limits[-1]) - 1, 0)), valid
+        return index.clamp_max(max(self.size - 1, 0)), valid
 
     def tokens(self) -> Tensor:
         """Return the slots of all tokens, row after row; nothing waits for the device."""
-        total, (starts, held) = int(self.lengths.sum()), self.rows
+        total, (starts, held) = self.total, self.rows
         first = torch.repeat_interleave(starts - (held.cumsum(0) - held), held, output_size=total)
         return first + torch.arange(total, device=self.device)
 
 
-def spare_slots(lengths: Tensor) -> Tensor:
-    """Return the spare slots that rows of these lengths get when they are laid out, ``[R]``."""
-    return torch.clamp(lengths // SPARE_SHARE, min=SPARE_SLOTS)
+def spare_slots(tokens: int) -> int:
+    """Return the spare slots that a row of so many tokens gets when it is laid out."""
+    return max(tokens // SPARE_SHARE, SPARE_SLOTS)
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:

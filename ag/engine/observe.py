@@ -87,6 +87,8 @@ class Queries:
         valid: ``[B, T]`` bool, False on padding.
         new: how many of them, at the end, were not shown before; None: all.
         outputs: attention outputs ``[B, H, new, D]`` of the new ones where they are known, which saves time.
+        weights: attention weights ``[B, H, N]`` of the new one, 0 where it is padding; None: there are more,
+            or they are not known.
     """
 
     q: Tensor
@@ -94,6 +96,7 @@ class Queries:
     valid: Tensor
     new: int | None = None
     outputs: Tensor | None = None
+    weights: Tensor | None = None
 
     @property
     def precise_outputs(self) -> Tensor | None:
@@ -120,6 +123,7 @@ class Context:
             many places from there on; None: the model's rotations are not known.
         output: gives the output projection by query head, ``[H, D, M]`` float32; None: it is not known.
         memo: where measurements are remembered, so that each is made once.
+        lengths: ``[B]`` long, tokens that each sequence has seen; None: the queries tell.
     """
 
     scaling: float
@@ -133,6 +137,7 @@ class Context:
     turn: Callable[[Tensor, Tensor, int], Tensor] | None = None
     output: Callable[[], Tensor] | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict)
+    lengths: Tensor | None = None
 
 
 class Observation:
@@ -152,7 +157,7 @@ class Observation:
         self._turn, self._output = context.turn, context.output
         self._precise = context.precise and not context.decoding
         self.scaling, self.sliding_window = context.scaling, context.sliding_window
-        self._prompt_lengths = context.prompt_lengths
+        self._prompt_lengths, self._lengths = context.prompt_lengths, context.lengths
         self.q, self.query_ranks, self.query_valid = queries.q, queries.ranks, queries.valid
         self.k, self.key_ranks, self.key_valid = keys.k, keys.ranks, keys.valid
         self.new = queries.q.shape[2] if queries.new is None else queries.new
@@ -179,6 +184,8 @@ class Observation:
     @cached_property
     def lengths(self) -> Tensor:
         """Tokens each sequence has seen, ``[B]``: one more than the rank of its newest query."""
+        if self._lengths is not None:
+            return self._lengths
         return self.query_ranks.masked_fill(~self.query_valid, -1).amax(1) + 1
 
     @property
@@ -198,6 +205,13 @@ class Observation:
     def age(self) -> Tensor:
         """``[B, Hkv, N]`` long: 0 for the newest token of a sequence, 1 for the one before; any on free slots."""
         return self.lengths[:, None, None] - 1 - self.key_ranks
+
+    def ends(self, sinks: int | Tensor, recent: int | Tensor) -> Tensor:
+        """Return ``[B, Hkv, N]`` bool: so many first and newest tokens of each sequence, a number or ``[B]`` each."""
+        newest = self.key_ranks >= (self.lengths - recent)[:, None, None]
+        if isinstance(sinks, int):
+            return newest | (self.key_ranks < sinks) if sinks else newest
+        return newest | (self.key_ranks < sinks[:, None, None])
 
     @cached_property
     def output(self) -> Tensor:
@@ -222,8 +236,10 @@ class Observation:
         Heads may hold different tokens; one that no longer holds a token contributes 0 for it.
         """
         kv_heads, tokens = self.k.shape[1], int(self.lengths.max())
-        places = self.key_ranks.clamp(0, tokens - 1)
         values = values.unflatten(1, (kv_heads, -1)).sum(2).masked_fill(~self.key_valid, 0.0)
+        if self._keys.full and bool((self.key_ranks == self.key_ranks[:, :1]).all()):  # nothing to look up
+            return values.sum(1, keepdim=True).div_(self.q.shape[1]).expand_as(values)
+        places = self.key_ranks.clamp(0, tokens - 1)
         by_token = values.new_zeros(len(values), tokens)
         by_token.scatter_add_(1, places.flatten(1), values.flatten(1))
         return (by_token[:, None].expand(-1, kv_heads, -1) / self.q.shape[1]).gather(2, places)
@@ -240,6 +256,11 @@ class Observation:
     def total(self, statistic: Statistic = attention) -> Tensor:
         """Sum a statistic ``[B, H, w, N]`` over all new queries, ``[B, H, N]``."""
         return self.once(("total", statistic), lambda: self._total(statistic))
+
+    def newest(self, statistic: Statistic = attention) -> Tensor:
+        """Return a statistic of each sequence's newest query, ``[B, H, N]``."""
+        alone = self.decoding and self.q.shape[2] == 1
+        return self.total(statistic) if alone else self.rows(1).total(statistic)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Return what ``make`` made at the first call with this key, by whichever of the policies that observe this."""
@@ -289,6 +310,9 @@ class Observation:
         return rows
 
     def _total(self, statistic: Statistic) -> Tensor:
+        known = self._queries.weights
+        if statistic is attention and known is not None:
+            return known
         total = self.q.new_zeros(*self.q.shape[:2], self.k.shape[2], dtype=torch.float32)
         for heads, keys, rows in self._blocks():
             total[:, heads, keys] += rows.total(statistic)

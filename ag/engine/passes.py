@@ -67,6 +67,7 @@ class Pass(Tokens):
         seen: columns of the input that went by with the forward pass.
         prompt_columns: columns of the prompt.
         prompt_lengths: ``[B]`` long, own tokens of each prompt, as far as they are known.
+        lengths: the ``counts``, worked out once.
         due: ``[B]`` bool, sequences of which something may go after these tokens; None: of none.
         positions: ``[B, w]`` long, positions that the model rotates the tokens by, where slots decide; else None.
         at_least: a rank that each of these tokens has at least, as far as the host knows.
@@ -82,6 +83,7 @@ class Pass(Tokens):
     seen: int
     prompt_columns: int
     prompt_lengths: Tensor
+    lengths: Tensor
     due: Tensor | None = None
     positions: Tensor | None = None
     at_least: int = 0

@@ -144,7 +144,7 @@ class RingStore(RaggedStore):
             spare: whether the new buffer gets spare slots.
         """
         self.before, self.settled, self.open, self._flagged = None, True, False, 0
-        longest = int(self.lengths.max())
+        longest = self.layout.longest
         if not longest:
             return
         index, valid = self.layout.index(longest)

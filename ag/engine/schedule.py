@@ -81,6 +81,7 @@ class Schedule:
             seen=history.seen,
             prompt_columns=history.prompt_columns,
             prompt_lengths=history.prompt_lengths,
+            lengths=tokens.counts,
             due=self._due(tokens, history, reading),
             positions=self.rotation.positions(tokens, history.seen, stores),
             at_least=0 if reading else max(0, history.unpadded - tokens.ranks.shape[1]),

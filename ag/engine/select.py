@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ag.kernels.row_worst.reference import Worst
+
 
 def select(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -> Tensor:
     """Keep what is protected and the best of the rest, up to a capacity.
@@ -35,15 +37,19 @@ def best(standing: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -
     return protected | (valid & (standing < room[..., None]))
 
 
-def without_worst(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -> Tensor | None:
-    """Do what :func:`select` does where at most one token of each head goes, without an order; None: more have to."""
-    rivals = valid & ~protected
-    surplus = valid.sum(-1) - capacity.maximum((valid & protected).sum(-1))
-    if int(surplus.max()) > 1:
+def without_worst(worst: Worst, valid: Tensor, capacity: Tensor) -> Tensor | None:
+    """Do what :func:`select` does where at most one token of each head goes, without an order; None: more have to.
+
+    Args:
+        worst: of the heads.
+        valid: as for :func:`select`.
+        capacity: as for :func:`select`.
+    """
+    surplus = worst.held - capacity.maximum(worst.fixed)
+    least, most = (int(number) for number in surplus.aminmax())
+    if most > 1:
         return None
-    worst = score.masked_fill(~rivals, float("inf")).flip(-1).argmin(-1, keepdim=True)  # of equal ones the last
-    gone = torch.zeros_like(valid).scatter_(-1, valid.shape[-1] - 1 - worst, (surplus > 0)[..., None])
-    return valid & ~gone
+    return worst.rest if least == 1 else worst.rest | (valid & (surplus < 1)[..., None])
 
 
 def at_least(capacity: Tensor, floor: float, protected: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class RaggedStore:
         Rows of equal length are a view of the storage; others are gathered, so that the memory of one layer is needed
         for a moment.
         """
-        longest = int(self.lengths.max())
+        longest = self.layout.longest
         step, count = self.layout.step, len(self.lengths)
         if step is not None:
             first, valid = int(self.layout.starts[0]), None
@@ -134,7 +134,7 @@ class RaggedStore:
 
     def count_below(self, ranks: Tensor) -> Tensor:
         """Return how many tokens at the start of each row have a rank below ``ranks[b]`` ``[B]``, ``[R]`` long."""
-        index, valid = self.layout.index(int(self.lengths.max()))
+        index, valid = self.layout.index(self.layout.longest)
         limit = ranks.repeat_interleave(self.kv_heads).to(index.device)
         return (valid & (self.ranks[index] < limit[:, None])).sum(1)
 
@@ -148,12 +148,11 @@ class RaggedStore:
         Returns:
             Whether there were others.
         """
-        if self.layout.step is None or keep.shape[1] != int(self.lengths[0]):
+        if self.layout.step is None or keep.shape[1] != self.layout.longest:
             # some row is shorter than keep is wide: its free slots, which may be True, are no tokens to be counted
             keep = keep & (torch.arange(keep.shape[1], device=keep.device) < self.rows[1][:, None])
         lengths = keep.sum(1).cpu()
-        held = int(lengths.sum())
-        if held == int(self.lengths.sum()):
+        if sum(lengths.tolist()) == self.layout.total:
             return False
         if self.layout.loose(lengths):
             self._move(self.layout.index(keep.shape[1])[0][keep], lengths, spare=spare)
@@ -167,7 +166,7 @@ class RaggedStore:
         """Replace the sequences by those at the indices ``chosen`` (beam search, repeated inputs)."""
         heads = torch.arange(self.kv_heads)
         rows = (chosen.cpu()[:, None] * self.kv_heads + heads).flatten()
-        index, valid = self.layout.index(int(self.lengths.max()))
+        index, valid = self.layout.index(self.layout.longest)
         picked = rows.to(index.device)
         self.batch = len(chosen)
         self._move(index[picked][valid[picked]], self.lengths[rows])
@@ -200,7 +199,7 @@ class RaggedStore:
             spare: whether there are to be spare slots beside.
         """
         room = lengths if room is None else room
-        capacities = room + spare_slots(room) if spare else room
+        capacities = torch.tensor([tokens + spare_slots(tokens) for tokens in room.tolist()]) if spare else room
         limits = capacities.cumsum(0)
         starts = limits - capacities
         total, device = int(capacities.sum()), self.keys.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ag.kernels.dispatch import no_triton, pick
@@ -30,8 +31,44 @@ def ragged_decode(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengt
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
+    version = _version(q, keys, values)
+    attend = {"cpp": cpu.ragged_decode, "chunked": chunked_ragged_decode}.get(version, reference_ragged_decode)
+    if version == "flash":
+        attend = flash_ragged_decode
+    if version == "triton":
+        from ag.kernels.ragged_decode.triton import triton_ragged_decode as attend
+    return attend(q, keys, values, starts, lengths, scaling)
+
+
+def ragged_decode_weights(
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, scaling: float, longest: int
+) -> tuple[Tensor, Tensor | None]:
+    """Do what :func:`ragged_decode` does, and hand out the weights where the version that runs has them.
+
+    Args:
+        q: as there, like the next five.
+        keys: as there.
+        values: as there.
+        starts: as there.
+        lengths: as there.
+        scaling: as there.
+        longest: tokens of the longest row, N.
+
+    Returns:
+        What ``ragged_decode`` returns; and the weights ``[B, H, N]`` in float32, 0 behind the end of a row, from
+        ``cpp`` and ``reference``, from others None.
+    """
+    version = _version(q, keys, values)
+    if version not in ("cpp", "reference"):
+        return ragged_decode(q, keys, values, starts, lengths, scaling), None
+    attend = cpu.ragged_decode if version == "cpp" else reference_ragged_decode
+    weights = torch.empty(*q.shape[:2], longest, dtype=torch.float32, device=q.device)
+    return attend(q, keys, values, starts, lengths, scaling, weights), weights
+
+
+def _version(q: Tensor, keys: Tensor, values: Tensor) -> str:
     mixed = None if q.dtype == keys.dtype == values.dtype else "queries, keys and values differ in type"
-    version = pick(
+    return pick(
         "ragged_decode",
         {
             "triton": mixed or no_triton(q, values),
@@ -41,9 +78,3 @@ def ragged_decode(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengt
             "reference": None,
         },
     )
-    attend = {"cpp": cpu.ragged_decode, "chunked": chunked_ragged_decode}.get(version, reference_ragged_decode)
-    if version == "flash":
-        attend = flash_ragged_decode
-    if version == "triton":
-        from ag.kernels.ragged_decode.triton import triton_ragged_decode as attend
-    return attend(q, keys, values, starts, lengths, scaling)

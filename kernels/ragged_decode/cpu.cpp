@@ -81,18 +81,18 @@ void mix_any(const float* weights, const T* values, int64_t group, int64_t count
 }
 
 struct Chunk {
-  int64_t row, start, count;
+  int64_t row, start, count, offset;  // start in the buffer, offset in the row
 };
 
 template <typename T>
 void attend(const float* q, const T* keys, const T* values, const int64_t* starts, const int64_t* lengths, int64_t rows,
-            int64_t group, int64_t dim, int64_t width, int threads, float* out) {
+            int64_t group, int64_t dim, int64_t width, int threads, float* out, float* weights, int64_t longest) {
   const int64_t partial = group * (width + 2);  // per chunk: the mixes, then maxima, then sums
   std::vector<Chunk> chunks;
   std::vector<int64_t> first(rows + 1, 0);
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t t = 0; t < lengths[row]; t += CHUNK)
-      chunks.push_back({row, starts[row] + t, std::min(CHUNK, lengths[row] - t)});
+      chunks.push_back({row, starts[row] + t, std::min(CHUNK, lengths[row] - t), t});
     first[row + 1] = static_cast<int64_t>(chunks.size());
   }
   const int64_t pieces = static_cast<int64_t>(chunks.size());
@@ -119,6 +119,8 @@ void attend(const float* q, const T* keys, const T* values, const int64_t* start
         sums[g] = sum;
       }
       mix_any(scores.data(), values + c.start * width, group, c.count, width, mixes);
+      for (int64_t g = 0; g < group && weights; ++g)
+        std::copy_n(scores.data() + g * CHUNK, c.count, weights + (c.row * group + g) * longest + c.offset);
     }
   }
   for (int64_t row = 0; row < rows; ++row)
@@ -135,20 +137,27 @@ void attend(const float* q, const T* keys, const T* values, const int64_t* start
         for (int64_t d = 0; d < width; ++d) o[d] += weight * mixes[g * width + d];
       }
       for (int64_t d = 0; d < width && sum > 0; ++d) o[d] /= sum;  // a row that holds nothing gives 0
+      if (!weights) continue;
+      float* w = weights + (row * group + g) * longest;
+      for (int64_t i = first[row]; i < first[row + 1]; ++i) {
+        const float share = exp_negative(partials[i * partial + group * width + g] - most) / sum;
+        for (int64_t t = 0; t < chunks[i].count; ++t) w[chunks[i].offset + t] *= share;
+      }
+      std::fill(w + lengths[row], w + longest, 0.0f);
     }
 }
 
 }  // namespace
 
 // q [R, G, D] float32, scaled already; keys [S, D], values [S, Dv] of a type (0 float32, 1 bfloat16, 2 float16); starts,
-// lengths [R]; out [R, G, Dv] float32. All contiguous.
+// lengths [R]; out [R, G, Dv] float32; weights [R, G, longest] float32, or null where nobody wants them. All contiguous.
 extern "C" void ragged_decode(int type, const float* q, const void* keys, const void* values, const int64_t* starts,
                               const int64_t* lengths, int64_t rows, int64_t group, int64_t dim, int64_t width,
-                              int threads, float* out) {
+                              int threads, float* out, float* weights, int64_t longest) {
   const auto run = [&](auto kind) {
     using T = decltype(kind);
     attend(q, static_cast<const T*>(keys), static_cast<const T*>(values), starts, lengths, rows, group, dim, width,
-           threads, out);
+           threads, out, weights, longest);
   };
   if (type == 0) run(float());
   if (type == 1) run(BFloat16());

@@ -12,12 +12,20 @@ from ag.kernels import native
 
 KERNEL = native.Kernel(
     Path(__file__).with_name("cpu.cpp"),
-    (ctypes.c_int, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 4, ctypes.c_int, ctypes.c_void_p),
+    (ctypes.c_int, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 4, ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int64),
 )
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def ragged_decode(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, scaling: float) -> Tensor:
+def ragged_decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    weights: Tensor | None = None,
+) -> Tensor:
     """Compute :func:`ag.kernels.ragged_decode.ragged_decode` on the CPU in one pass over what is held."""
     batch, heads, dim = q.shape
     rows, width = len(starts), values.shape[1]
@@ -36,6 +44,8 @@ def ragged_decode(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengt
         width,
         torch.get_num_threads(),
         out.data_ptr(),
+        None if weights is None else weights.data_ptr(),
+        0 if weights is None else weights.shape[-1],
     )
     return out.to(q.dtype)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ag.kernels.dispatch import pick, recorded
@@ -37,24 +36,3 @@ def row_close(
     version = pick("row_close", {"cpp": recorded(*columns) or cpu.unavailable(*columns), "reference": None})
     close = cpu.row_close if version == "cpp" else reference_row_close
     return close(columns, keep, starts, lengths, to_end=to_end)
-
-
-def closed(x: Tensor, keep: Tensor) -> Tensor:
-    """Return ``[B, H, ..., N]`` without what is not in ``keep`` ``[B, Hkv, N]``, ``[B, H, ..., N']``.
-
-    H is a multiple of Hkv. N' is the most that a head keeps; the ends of heads that keep fewer are 0.
-    """
-    tokens, counts = keep.shape[-1], keep.sum(-1)
-    heads = keep.repeat_interleave(x.shape[1] // keep.shape[1], 1)
-    while heads.ndim < x.ndim:
-        heads = heads.unsqueeze(2)
-    rows = heads.expand_as(x).reshape(-1, tokens)
-    wide = x.clone(memory_format=torch.contiguous_format)
-    starts = torch.arange(0, wide.numel(), tokens, device=x.device)
-    row_close([wide.view(-1)], rows, starts, torch.full_like(starts, tokens), to_end=False)
-    longest = int(counts.max())
-    x = wide[..., :longest]  # below it is copied, for a view would hold the memory of all N
-    if int(counts.min()) < longest:
-        held = torch.arange(longest, device=x.device) < rows.sum(-1, keepdim=True)
-        return x.contiguous().masked_fill_(~held.view(x.shape), 0)
-    return x.clone(memory_format=torch.contiguous_format)

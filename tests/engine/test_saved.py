@@ -329,7 +329,7 @@ FIXED = {
     "shares": {"allocator", "layers", "open", "votes", "policy"},
     "layer": {"policy", "gates", "rotation", "keys", "values", "is_initialized", "_logits"},
     "gate": {"window"},
-    "layout": {"device", "rows", "room", "step", "_behind"},
+    "layout": {"device", "rows", "room", "step", "_behind", "size", "_sizes"},
 }  # fmt: skip
 
 

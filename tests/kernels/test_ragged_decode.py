@@ -10,7 +10,14 @@ import torch
 from compiled import needs
 
 from ag.errors import UserError
-from ag.kernels.ragged_decode import chunked_ragged_decode, cpu, flash, ragged_decode, reference_ragged_decode
+from ag.kernels.ragged_decode import (
+    chunked_ragged_decode,
+    cpu,
+    flash,
+    ragged_decode,
+    ragged_decode_weights,
+    reference_ragged_decode,
+)
 
 SCALING = 0.3
 needs_compiler = needs(cpu.KERNEL)
@@ -71,6 +78,30 @@ def test_a_version_equals_attention_by_hand(version, case):
     arguments = rows(**case)
     # logits are as large as 40, which float32 rounds by up to 1e-5, and so are the weights
     torch.testing.assert_close(version(*arguments, SCALING).double(), by_hand(*arguments), rtol=5e-5, atol=5e-5)
+
+
+def test_weights_are_handed_out_only_where_they_are_at_hand(monkeypatch):
+    monkeypatch.setenv("AG_KERNELS", "chunked")
+    out, weights = ragged_decode_weights(*rows([3, 5]), SCALING, 5)
+    assert weights is None and torch.equal(out, ragged_decode(*rows([3, 5]), SCALING))
+
+
+@pytest.mark.parametrize("forced", ["reference", pytest.param("cpp", marks=needs_compiler)])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_weights_are_those_of_the_output(monkeypatch, forced, case):
+    """By hand in float64; behind the end of a row they are 0."""
+    monkeypatch.setenv("AG_KERNELS", forced)
+    q, keys, values, starts, lengths = rows(**case)
+    longest = int(lengths.max())
+    out, weights = ragged_decode_weights(q, keys, values, starts, lengths, SCALING, longest)
+    assert torch.equal(out, ragged_decode(q, keys, values, starts, lengths, SCALING))
+    assert weights.shape == (*q.shape[:2], longest) and weights.dtype == torch.float32
+    by_row = weights.flatten(0, 1).unflatten(0, (len(starts), -1))
+    for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        held = slice(start, start + length)
+        exact = (SCALING * q.view(len(starts), -1, q.shape[-1])[row].double() @ keys[held].double().T).softmax(-1)
+        torch.testing.assert_close(by_row[row, :, :length].double(), exact, rtol=1e-5, atol=1e-7)
+        assert not by_row[row, :, length:].any()
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ag.engine.observe import Observation
 from ag.engine.select import best, closing_order, select, standings, without_worst
+from ag.kernels.row_worst import row_worst
+from ag.kernels.row_worst.reference import Worst
 
 BY_TOKEN = ("score", "protected", "second", "standing")  # what a ballot has of each token
 
@@ -45,24 +47,38 @@ class Ballot:
     first_share: float = 1.0
 
     @cached_property
+    def worst(self) -> Worst:
+        """The token that would go first from each head, and how many there are."""
+        return row_worst(self.score, self.protected, self.valid)
+
+    @cached_property
     def fixed(self) -> Tensor:
         """Protected tokens of a KV head, ``[B]`` long, the most over heads."""
-        return (self.protected & self.valid).sum(-1).amax(1)
+        return self.worst.fixed.amax(1)
 
     @cached_property
     def rivals(self) -> Tensor:
         """Tokens of a KV head that compete, ``[B]`` long, the most over heads."""
-        return (self.valid & ~self.protected).sum(-1).amax(1)
+        return (self.worst.held - self.worst.fixed).amax(1)
+
+    @cached_property
+    def over(self) -> Tensor:
+        """``[B]`` bool, sequences that protect more than the capacity."""
+        return self.fixed > self.capacity
+
+    @property
+    def tight(self) -> Tensor:
+        """``[B]`` bool, those of them of which something has to go now."""
+        return self.due & self.over & (self.worst.held.amax(1) > self.capacity)
 
     @cached_property
     def standing(self) -> Tensor:
         """Where each rival stands in its head, 0 for the best."""
         return standings(self.score, self.valid & ~self.protected)
 
-    @property
-    def exempt(self) -> Tensor:
-        """Tokens of the sequences that are not due."""
-        return self.valid & ~self.due[:, None, None]
+    def exempting(self, keep: Tensor) -> Tensor:
+        """Return a mask ``[B, Hkv, N]`` that keeps all of the sequences that are not due."""
+        return keep if bool(self.due.all()) else keep | (self.valid & ~self.due[:, None, None])
 
     def grown(self, settled: Tensor) -> Tensor:
         """Return a number of tokens ``[B]`` that was settled at the end of the prompt, grown as the capacity has."""
@@ -76,12 +92,12 @@ class Ballot:
         """Return the mask of ``share`` ``[B, Hkv]`` tokens, and of all where nothing is due."""
         if self.second is None:
             if "standing" not in vars(self):
-                keep = without_worst(self.score, self.protected, self.valid, share)
+                keep = without_worst(self.worst, self.valid, share)
                 if keep is not None:
-                    return keep | self.exempt
-            return best(self.standing, self.protected, self.valid, share) | self.exempt
+                    return self.exempting(keep)
+            return self.exempting(best(self.standing, self.protected, self.valid, share))
         sure = best(self.standing, self.protected, self.valid, (share * self.first_share + 1e-6).long())
-        return select(self.second, sure, self.valid, share) | self.exempt
+        return self.exempting(select(self.second, sure, self.valid, share))
 
     def as_many(self, keep: Tensor) -> Tensor:
         """Return as many tokens of each head as ``keep`` ``[B, Hkv, N]`` has, which one score chose, by both scores."""

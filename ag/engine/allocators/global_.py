@@ -62,7 +62,7 @@ class Global(Allocator):
         keep = select_over_heads(
             ballot.score, ballot.protected, ballot.valid, ballot.capacity, floor=self.floor, total=total
         )
-        return ballot.as_many(keep | ballot.exempt)
+        return ballot.as_many(ballot.exempting(keep))
 
     def _best(self, shares: Shares, device: torch.device) -> dict[int, Tensor]:
         """Return, by layer so far, the best of all of them ``[B, Hkv, N]``: as many as the budget of all layers."""
@@ -81,6 +81,6 @@ class Global(Allocator):
         total = torch.stack(budgets).sum(0) + (len(shares.layers) - len(budgets)) * budgets[-1]
         best = select(score, always, held, total[:, None])[:, 0].split([vote.valid[0].numel() for vote in votes], 1)
         return {
-            layer: part.view_as(vote.valid).to(vote.valid.device) | vote.exempt
+            layer: vote.exempting(part.view_as(vote.valid).to(vote.valid.device))
             for (layer, vote), part in zip(shares.votes.items(), best, strict=True)
         }

@@ -123,7 +123,7 @@ class Scorer(ABC):
             seen: the layer.
             capacity: ``[B]`` long, tokens per KV head that the budget allows, on average over layers.
         """
-        return (seen.key_ranks < self.sinks) | (seen.age < self.recent)
+        return seen.ends(self.sinks, self.recent)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.rows import attention
 from ag.engine.scorers.base import pooled
 from ag.engine.scorers.snapkv import SnapKV
 from ag.errors import require
@@ -45,7 +44,7 @@ class Cake(SnapKV):
     def raw(self, seen: Observation) -> Tensor:
         """Return the indicator; while decoding, the attention of the newest query alone, as officially."""
         if seen.decoding:
-            return seen.rows(1).total(attention)
+            return seen.newest()
         mean, variance = seen.rows(self.window).moments()
         return mean + self.gamma * variance
 

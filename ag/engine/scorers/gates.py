@@ -70,4 +70,4 @@ class Gates(Scorer):
             recent = most.minimum((capacity - sinks).clamp_min(0))
         else:
             recent = torch.full_like(capacity, self.recent)
-        return (seen.key_ranks < sinks[:, None, None]) | (seen.age < recent[:, None, None])
+        return seen.ends(sinks, recent)

@@ -62,6 +62,5 @@ class H2O(RowScorer):
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return the sinks and the newest tokens."""
-        share = isinstance(self.recent, float)
-        recent = (capacity * self.recent).long()[:, None, None] if share else self.recent
-        return (seen.key_ranks < self.sinks) | (seen.age < recent)
+        recent = self.recent if isinstance(self.recent, int) else (capacity * self.recent).long()
+        return seen.ends(self.sinks, recent)

@@ -63,4 +63,4 @@ class SnapKV(RowScorer):
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return the sinks, the window and the newest tokens."""
-        return (seen.key_ranks < self.sinks) | (seen.age < max(self.window, self.recent))
+        return seen.ends(self.sinks, max(self.window, self.recent))

@@ -39,7 +39,7 @@ class Tova(RowScorer):
 
     def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
         """Return the statistic of the newest query."""
-        return seen.rows(1).total(statistic)
+        return seen.newest(statistic)
 
     def reduce(self, seen: Observation, heads: Tensor) -> Tensor:
         """Average over the heads of the scope; a head that no longer holds a token contributes 0."""

@@ -39,7 +39,7 @@ class Caote(Wrapper):
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return what the base protects, and the newest token."""
-        return super().protected(seen, capacity) | (seen.age < 1)
+        return super().protected(seen, capacity) | seen.ends(0, 1)
 
     def score(self, seen: Observation) -> Tensor:
         """Return the change of the group's output."""

@@ -1,0 +1,28 @@
+// Copy the tokens of rows that stay: one memcpy for each run of them, on one thread (a decoding step has few rows).
+//
+// Tokens are bytes here, of any type. Plain C at the border, so that it compiles in a second or two, without the headers of
+// PyTorch.
+
+#include <cstdint>
+#include <cstring>
+
+// x [rows, repeats, width] of so many bytes each, keep [rows, width], out [rows, repeats, longest]; the ends are 0.
+extern "C" void row_pack(const char* x, const bool* keep, char* out, int64_t bytes, int64_t rows, int64_t repeats,
+                         int64_t width, int64_t longest) {
+  for (int64_t row = 0; row < rows * repeats; ++row, x += width * bytes) {
+    const bool* kept = keep + row / repeats * width;
+    char* const end = out + longest * bytes;
+    for (int64_t t = 0; t < width;) {
+      if (!kept[t]) {
+        ++t;
+        continue;
+      }
+      const int64_t first = t;
+      while (t < width && kept[t]) ++t;
+      std::memcpy(out, x + first * bytes, (t - first) * bytes);
+      out += (t - first) * bytes;
+    }
+    std::memset(out, 0, end - out);
+    out = end;
+  }
+}

@@ -1,0 +1,35 @@
+// The worst token of each row: one pass over scores and two masks, on one thread (a decoding step has few rows).
+// Plain C at the border, so that it compiles in a second or two, without the headers of PyTorch.
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+// score, guarded (those that are protected) and valid [rows, width]; counts [2, rows]: tokens, protected tokens; finite
+// [rows]: whether all scores that compete are; rest [rows, width]: the tokens without the last of the lowest scores.
+extern "C" void row_worst(const float* score, const bool* guarded, const bool* valid, int64_t rows, int64_t width,
+                          int64_t* counts, bool* finite, bool* rest) {
+  for (int64_t row = 0; row < rows; ++row, score += width, guarded += width, valid += width, rest += width) {
+    int64_t held = 0, fixed = 0, place = -1;
+    float lowest = std::numeric_limits<float>::infinity();
+    bool all = true;
+    for (int64_t t = 0; t < width; ++t) {
+      rest[t] = valid[t];
+      if (!valid[t]) continue;
+      ++held;
+      if (guarded[t]) {
+        ++fixed;
+        continue;
+      }
+      all &= std::isfinite(score[t]);
+      if (score[t] <= lowest) {
+        lowest = score[t];
+        place = t;
+      }
+    }
+    if (place >= 0) rest[place] = false;
+    counts[row] = held;
+    counts[rows + row] = fixed;
+    finite[row] = all;
+  }
+}

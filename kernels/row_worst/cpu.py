@@ -1,0 +1,37 @@
+"""The worst token of each row in C++: one pass over the scores."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ag.kernels import native
+from ag.kernels.row_worst.reference import Worst
+
+KERNEL = native.Kernel(
+    Path(__file__).with_name("cpu.cpp"), (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3)
+)
+
+
+def row_worst(score: Tensor, protected: Tensor, valid: Tensor) -> Worst:
+    """Do what :func:`ag.kernels.row_worst.row_worst` does, on the CPU."""
+    rows = [x.contiguous() for x in (score, protected, valid)]  # named, so that they outlive the call
+    number = score.shape[:-1]
+    counts, finite, rest = (
+        torch.empty(shape, dtype=kind)
+        for shape, kind in (((2, *number), torch.long), (number, torch.bool), (score.shape, torch.bool))
+    )
+    written = (x.data_ptr() for x in (counts, finite, rest))
+    KERNEL(*(x.data_ptr() for x in rows), finite.numel(), score.shape[-1], *written)
+    held, fixed = counts
+    return Worst(held, fixed, finite, rest)
+
+
+def unavailable(score: Tensor) -> str | None:
+    """Return why the C++ version cannot work on a score, or None."""
+    if score.dtype != torch.float32:
+        return f"a score of {score.dtype} is not float32"
+    return KERNEL.unavailable(score)

@@ -1,0 +1,53 @@
+"""The token that goes first from each row: every version against lists."""
+
+import math
+
+import pytest
+import torch
+from compiled import needs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ag.kernels.row_worst import cpu, row_worst
+from ag.kernels.row_worst.reference import reference_row_worst
+
+VERSIONS = [
+    pytest.param(reference_row_worst, id="reference"),
+    pytest.param(cpu.row_worst, id="cpp", marks=needs(cpu.KERNEL)),
+]
+SCORES = [0.0, -1.0, 2.5, 3e38, math.inf, -math.inf, math.nan]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@settings(max_examples=100)
+@given(st.integers(0, 2**31), st.integers(1, 9), st.booleans())
+def test_rows_equal_lists(version, seed, width, finite):
+    generator = torch.Generator().manual_seed(seed)
+    score = torch.tensor(SCORES)[torch.randint(0, 4 if finite else len(SCORES), (2, 3, width), generator=generator)]
+    protected, valid = (torch.rand(2, 3, width, generator=generator) < p for p in (0.3, 0.8))
+    found = version(score, protected, valid)
+    for b in range(2):
+        for h in range(3):
+            held = [t for t in range(width) if valid[b, h, t]]
+            rivals = [t for t in held if not protected[b, h, t]]
+            whole = all(math.isfinite(score[b, h, t]) for t in rivals)
+            assert (int(found.held[b, h]), int(found.fixed[b, h])) == (len(held), len(held) - len(rivals))
+            assert bool(found.finite[b, h]) == whole
+            if whole:
+                gone = min(rivals, key=lambda t: (float(score[b, h, t]), -t), default=None)
+                assert found.rest[b, h].nonzero().flatten().tolist() == [t for t in held if t != gone]
+
+
+def test_the_layout_of_the_arguments_does_not_count():
+    generator = torch.Generator().manual_seed(0)
+    score = torch.rand(2, 7, 3, generator=generator).transpose(1, 2)
+    protected = torch.rand(7, generator=generator).lt(0.3).expand(2, 3, 7)
+    valid = torch.rand(2, 3, 14, generator=generator).lt(0.8)[..., ::2]
+    found = row_worst(score, protected, valid)
+    want = reference_row_worst(*(x.contiguous() for x in (score, protected, valid)))
+    for mine, theirs in zip(found, want, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_float64_is_left_to_pytorch():
+    assert "float64" in cpu.unavailable(torch.zeros(1, 1, 2, dtype=torch.float64))
