@@ -7,12 +7,12 @@ import os
 import pty
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiny_run
 from tiny_run import fit
+from warm import started
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_rich_bar_on_a_terminal(max_steps: int, columns: int, epoch: str, tmp_pa
     limits = {"max_steps": max_steps, "max_epochs": 1 if max_steps < 0 else -1}
     main, terminal = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, tiny_run.__file__, str(tmp_path), json.dumps({"trainer": {"progress": True} | limits})],
+        [started(), tiny_run.__file__, str(tmp_path), json.dumps({"trainer": {"progress": True} | limits})],
         stdout=terminal,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": str(columns), "TERM": "xterm"},

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ pytestmark = pytest.mark.usefixtures("no_figures")
 SCRIPT = Path(__file__).parent / "tiny_run.py"
 
 
-def start(run_dir: Path, python: str = "", **options: Any) -> subprocess.Popen[str]:
-    """Run tiny_run.py, in a fork of a process that has imported the libraries, or under a Python of its own."""
-    python = python or started()
+def start(run_dir: Path, **options: Any) -> subprocess.Popen[str]:
+    """Run tiny_run.py, in a fork of a process that has imported the libraries."""
     return subprocess.Popen(
-        [python, str(SCRIPT), str(run_dir), json.dumps(options)],
+        [started(), str(SCRIPT), str(run_dir), json.dumps(options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -37,11 +35,14 @@ def start(run_dir: Path, python: str = "", **options: Any) -> subprocess.Popen[s
     )
 
 
-def wait_for(process: subprocess.Popen[str], line: str) -> None:
+def wait_for(process: subprocess.Popen[str], line: str) -> list[str]:
+    """Wait until a line is printed, and return what came before."""
     assert process.stdout is not None
+    before = []
     for printed in process.stdout:
         if printed.strip() == line:
-            return
+            return before
+        before.append(printed.strip())
     raise AssertionError(f"{line!r} was never printed: {process.stderr.read() if process.stderr else ''}")
 
 
@@ -123,15 +124,9 @@ def test_handlers_are_given_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_gets_the_signal_and_both_stop(tmp_path: Path, rank: int) -> None:
     options: dict[str, Any] = {"trainer": {"devices": 2, "strategy": "ddp"}, "batches": 40}
-    # of the second rank, which the first starts, only /proc knows the number
-    process = start(tmp_path, sys.executable if rank else "", module={"pause": 0.2}, **options)
-    wait_for(process, "batch 3")
-    if rank == 0:
-        os.kill(process.pid, signal.SIGTERM)
-    else:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        ranks = [child for child in children if b"LOCAL_RANK=1" in Path(f"/proc/{child}/environ").read_bytes()]
-        os.kill(int(ranks[0]), signal.SIGTERM)
+    process = start(tmp_path, module={"pause": 0.2}, **options)
+    (said,) = (line for line in wait_for(process, "batch 3") if line.startswith("rank 1 is process "))
+    os.kill(int(said.split()[-1]) if rank else process.pid, signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143, errors
     steps = torch.load(newest_valid(tmp_path), weights_only=True)["global_step"]

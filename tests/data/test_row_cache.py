@@ -4,11 +4,11 @@ import itertools
 import json
 import pickle
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 from refused import refuses
+from warm import started
 
 import ag.data
 from ag.data import text as text_module
@@ -163,7 +163,7 @@ print("sum", sum(int(row.tokens.sum()) for row in rows))
 @pytest.mark.slow
 def test_two_processes_make_it_once(tmp_path):
     processes = [
-        subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([started(), "-c", RACE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     printed = [process.communicate(timeout=120)[0] for process in processes]
