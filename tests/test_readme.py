@@ -1,5 +1,7 @@
 """Every command that README.md and docs/ show is run here, reduced, or checked to be what it says."""
 
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -117,23 +119,51 @@ def test_links_lead_somewhere(page):
     assert lost == []
 
 
-@pytest.mark.slow
-def test_the_commands_by_hand_and_the_python_example_work(tmp_path, smollm2):
-    """fit, generate, evaluate and the Python block of the README, on a few rows."""
-    readme = (ROOT / "README.md").read_text()
-    fit = next(words for words in commands(ROOT / "README.md") if words[2:4] == ["ag.fit", "recipe=quickstart"])
-    done = run(*fit[1:], *SMALL, f"output={tmp_path}")
+@pytest.fixture
+def quickstart(smollm2, tmp_path):
+    """The run of scripts/quickstart.sh at a reduced size, in a folder of its own, and what the script printed."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("quickstart.sh", "quickstart.txt"):
+        (tmp_path / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
+    (tmp_path / "scripts" / "setup.sh").write_text('set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(started())} "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "scripts/quickstart.sh", "out", *SMALL],
+        cwd=tmp_path,
+        env=os.environ | {"COLUMNS": "120", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "quickstart").iterdir()
-    place = {"runs/quickstart/TIME": str(folder)}
-    for program in ("ag.generate", "ag.evaluate"):
-        words = next(words for words in commands(ROOT / "README.md") if words[2:3] == [program])
-        words = [word.replace(*next(iter(place.items()))) for word in words]
-        done = run(*words[1:], *(["max_new_tokens=8"] if program == "ag.generate" else []))
-        assert done.returncode == 0, done.stderr
-        assert "evicted" in done.stdout.lower()
-    (example,) = (block for language, block in BLOCK.findall(readme) if language == "python")
+    (folder,) = (tmp_path / "out" / "quickstart").iterdir()
+    return folder, done.stdout
+
+
+@pytest.mark.slow
+def test_the_quickstart_the_commands_by_hand_and_the_python_example(quickstart):
+    """The script, which runs fit and evaluate as the README has them, its generate, and its Python block."""
+    folder, printed = quickstart
+    assert {"config.yaml", "metrics.csv", "export", "evaluation.json"} <= {path.name for path in folder.iterdir()}
+    scores = json.loads((folder / "evaluation.json").read_text())
+    assert len(scores["full cache"]["losses"]) == 2
+    assert scores["gates"]["kept"] < 1 and scores["gates"]["kv_bytes"] < scores["full cache"]["kv_bytes"]
+    full = printed.partition("--- full cache ---\n")[2]
+    assert full.startswith(" the weaver has a ticket to Helsinki.")
+    assert "2 held-out responses" in full
+
+    script = (ROOT / "scripts" / "quickstart.sh").read_text()
+    words = {words[2]: words[3:] for words in commands(ROOT / "README.md") if "quickstart" in " ".join(words[3:4])}
+    assert words["ag.fit"] == ["recipe=quickstart"] and "-m ag.fit recipe=quickstart " in script
+    assert words["ag.evaluate"] == ["run=runs/quickstart/TIME"] and '-m ag.evaluate run="$run"' in script
+    asked = [word.replace("runs/quickstart/TIME", str(folder)) for word in words["ag.generate"]]
+    done = run("-m", "ag.generate", *asked, "max_new_tokens=8")
+    assert done.returncode == 0, done.stderr
+    assert "evicted" in done.stdout.lower()
+    (example,) = (block for language, block in BLOCK.findall((ROOT / "README.md").read_text()) if language == "python")
     assert len(example.strip().splitlines()) <= 11
-    done = run("-c", example.replace(*next(iter(place.items()))))
+    done = run("-c", example.replace("runs/quickstart/TIME", str(folder)))
     assert done.returncode == 0, done.stderr
     assert "Once upon a time" in done.stdout

@@ -163,8 +163,7 @@ print("sum", sum(int(row.tokens.sum()) for row in rows))
 @pytest.mark.slow
 def test_two_processes_make_it_once(tmp_path):
     processes = [
-        subprocess.Popen([started(), "-c", RACE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
+        subprocess.Popen([started(), "-c", RACE, str(tmp_path)], stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
     printed = [process.communicate(timeout=120)[0] for process in processes]
     assert sum(text.count("made") for text in printed) == 1
