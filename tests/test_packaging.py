@@ -16,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from warm import started
 
 import ag
 from ag.__main__ import COMMANDS
@@ -30,8 +31,8 @@ DEVELOPMENT = [Requirement(line) for line in (*EXTRAS["dev"], *EXTRAS["docs"])]
 PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
 
 
-def python_from_root(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+def python_from_root(code: str, python: str = sys.executable) -> str:
+    done = subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
@@ -84,11 +85,10 @@ def test_link_is_relative_and_resolves(folder: str) -> None:
     assert link.resolve() == ROOT / folder
 
 
-@pytest.mark.slow
 def test_modules_exist_once() -> None:
     """The same object under `ag.data`, whatever the working directory; ruff bans the top-level names."""
     code = "import ag.data, ag.callbacks, ag.kernels.gated_attention as k; print(ag.data.__name__, k.__name__)"
-    assert python_from_root(code) == "ag.data ag.kernels.gated_attention"
+    assert python_from_root(code, started()) == "ag.data ag.kernels.gated_attention"
     banned = PROJECT["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]
     assert set(banned) == {"kernels", "data", "callbacks"}
 
