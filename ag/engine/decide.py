@@ -34,15 +34,15 @@ class Decision:
             UserError: when the budget is smaller than what the policy protects, and something has to go.
             FloatingPointError: when a score is not finite, naming layer and scorer.
         """
-        due = torch.ones(len(seen.q), dtype=torch.bool, device=seen.q.device) if due is None else due
         ballot, allocator = self._ballot(seen, due), self.policy.allocator
         if seen.decoding:
             return {seen.layer: allocator.keep_later(seen.layer, ballot, self.shares)}
         return allocator.keep(seen.layer, ballot, self.shares)
 
-    def _ballot(self, seen: Observation, due: Tensor) -> Ballot:
-        scorer, allocator = self.policy.scorer, self.policy.allocator
+    def _ballot(self, seen: Observation, due: Tensor | None) -> Ballot:
+        scorer, allocator, everyone = self.policy.scorer, self.policy.allocator, due is None
         assert scorer is not None
+        due = torch.ones(len(seen.q), dtype=torch.bool, device=seen.q.device) if due is None else due
         grows = self.policy.budget_of == "seen"
         seen.due, seen.capacity = due, self._capacity(seen.lengths if grows else seen.prompt_lengths)
         capacity = seen.capacity
@@ -66,13 +66,14 @@ class Decision:
             preference=wish,
             second=second,
             first_share=first_share,
+            everyone=everyone,
         )
-        finite = ballot.worst.finite
-        if not bool(finite.all()) and not bool((finite | ~due[:, None]).all()):
-            raise FloatingPointError(f"layer {seen.layer}: {self.policy!r} gave a score that is not finite.")
         if grows:
             ballot.prompt_capacity = self.policy.capacity(seen.prompt_lengths)
-        if bool(ballot.over.any()):
+        finite = ballot.worst.finite.all(1)
+        if bool((ballot.over | ~finite).any()):  # the host waits once for what is rare
+            if not bool((finite | ~due).all()):
+                raise FloatingPointError(f"layer {seen.layer}: {self.policy!r} gave a score that is not finite.")
             self._give_way(ballot)
         return ballot
 

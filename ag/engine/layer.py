@@ -252,7 +252,7 @@ class EvictionLayer(CacheLayerMixin):
             return
         start = time.perf_counter()
         if step.now.due is not None:
-            step.masks = step.decision.decide(step.seen, step.now.due)
+            step.masks = step.decision.decide(step.seen, None if step.now.every_due else step.now.due)
         else:
             assert self.policy.scorer is not None
             self.policy.scorer.score(step.seen)

@@ -69,6 +69,7 @@ class Pass(Tokens):
         prompt_lengths: ``[B]`` long, own tokens of each prompt, as far as they are known.
         lengths: the ``counts``, worked out once.
         due: ``[B]`` bool, sequences of which something may go after these tokens; None: of none.
+        every_due: whether those are all sequences.
         positions: ``[B, w]`` long, positions that the model rotates the tokens by, where slots decide; else None.
         at_least: a rank that each of these tokens has at least, as far as the host knows.
         judged: whether gates are asked about these tokens.
@@ -85,6 +86,7 @@ class Pass(Tokens):
     prompt_lengths: Tensor
     lengths: Tensor
     due: Tensor | None = None
+    every_due: bool = False
     positions: Tensor | None = None
     at_least: int = 0
     judged: bool = False

@@ -70,6 +70,7 @@ class Schedule:
         """
         ends, later = last and history.seen >= history.prompt_columns, self.policy.asks_later(self.gates)
         stores = [layer.store for layer in self.layers if layer.store is not None]
+        due = self._due(tokens, history, reading)
         self._number += 1
         return Pass(
             **vars(tokens),
@@ -82,7 +83,8 @@ class Schedule:
             prompt_columns=history.prompt_columns,
             prompt_lengths=history.prompt_lengths,
             lengths=tokens.counts,
-            due=self._due(tokens, history, reading),
+            due=due,
+            every_due=due is not None and bool(due.all()),
             positions=self.rotation.positions(tokens, history.seen, stores),
             at_least=0 if reading else max(0, history.unpadded - tokens.ranks.shape[1]),
             judged=self.gates is not None and (reading or later),

@@ -46,7 +46,7 @@ def without_worst(worst: Worst, valid: Tensor, capacity: Tensor) -> Tensor | Non
         capacity: as for :func:`select`.
     """
     surplus = worst.held - capacity.maximum(worst.fixed)
-    least, most = (int(number) for number in surplus.aminmax())
+    least, most = torch.stack(surplus.aminmax()).tolist()
     if most > 1:
         return None
     return worst.rest if least == 1 else worst.rest | (valid & (surplus < 1)[..., None])

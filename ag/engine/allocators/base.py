@@ -33,6 +33,7 @@ class Ballot:
         prompt_capacity: ``[B]`` long, the capacity at the end of the prompt, where it grows since; None: it does not.
         second: ``[B, Hkv, N]`` float32, a score that decides over the rest of a head's share; None: there is one score.
         first_share: share of a head's tokens that ``score`` decides over, where there are two.
+        everyone: whether the host knows that all sequences are due.
     """
 
     score: Tensor
@@ -45,6 +46,7 @@ class Ballot:
     prompt_capacity: Tensor | None = None
     second: Tensor | None = None
     first_share: float = 1.0
+    everyone: bool = False
 
     @cached_property
     def worst(self) -> Worst:
@@ -78,7 +80,7 @@ class Ballot:
 
     def exempting(self, keep: Tensor) -> Tensor:
         """Return a mask ``[B, Hkv, N]`` that keeps all of the sequences that are not due."""
-        return keep if bool(self.due.all()) else keep | (self.valid & ~self.due[:, None, None])
+        return keep if self.everyone else keep | (self.valid & ~self.due[:, None, None])
 
     def grown(self, settled: Tensor) -> Tensor:
         """Return a number of tokens ``[B]`` that was settled at the end of the prompt, grown as the capacity has."""
