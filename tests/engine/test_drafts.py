@@ -58,11 +58,11 @@ def _flat(held):
 @pytest.mark.parametrize(
     ("name", "schedule", "side"),
     [
-        ("random", "every", "left"),
-        ("tova", "steps:4", "right"),
-        ("random@heads", "steps:3", "left"),
+        pytest.param("random", "every", "left", marks=pytest.mark.slow),
+        pytest.param("tova", "steps:4", "right", marks=pytest.mark.slow),
+        pytest.param("random@heads", "steps:3", "left", marks=pytest.mark.slow),
         ("tova@pyramid", "blocks:7+steps:5", "right"),
-        ("random@global", "steps:7", "left"),
+        pytest.param("random@global", "steps:7", "left", marks=pytest.mark.slow),
     ],
 )
 def test_a_cache_whose_drafts_were_taken_back_equals_one_that_never_saw_them(llama, name, schedule, side):

@@ -96,9 +96,9 @@ CASES = [
     ("tiny_mistral", "window", "chunks-64", "left"),
     ("tiny_mistral", "mlp", "turns", "left"),
     ("tiny_qwen3", "window", "blocks:9", "right"),
-    ("tiny_qwen3", "mlp", "chunks-1", "left"),
+    pytest.param("tiny_qwen3", "mlp", "chunks-1", "left", marks=pytest.mark.slow),
     ("tiny_qwen3", "attention", "turns", "left"),
-    ("gemma3", "window", "decode", "right"),
+    pytest.param("gemma3", "window", "decode", "right", marks=pytest.mark.slow),
     ("gemma3", "attention", "chunks-7", "left"),
 ]
 
@@ -242,7 +242,11 @@ def test_what_gates_cannot_do_is_refused_and_loses_nothing(tiny_llama):
 
 @pytest.mark.parametrize(
     ("family", "recent", "sinks", "prefill"),
-    [("tiny_llama", 1, 0, "dense"), ("tiny_llama", 9, 2, "sparse"), ("tiny_mistral", 24, 1, "sparse")],
+    [
+        pytest.param("tiny_llama", 1, 0, "dense", marks=pytest.mark.slow),
+        pytest.param("tiny_llama", 9, 2, "sparse", marks=pytest.mark.slow),
+        ("tiny_mistral", 24, 1, "sparse"),
+    ],
 )
 def test_kept_positions_at_every_step(family, recent, sinks, prefill, request):
     """Beside them the bytes: one token more a row than is held, spare slots, and what a layout may be too large."""

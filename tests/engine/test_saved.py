@@ -48,6 +48,12 @@ CASES = {
 LENGTHS = 41, 23, 9
 
 
+def slow_but(cases, *fast):
+    """All cases; slow are those that are not named."""
+    assert set(fast) <= set(cases)
+    return [pytest.param(case, marks=() if case in fast else pytest.mark.slow) for case in cases]
+
+
 def made(model, name):
     spec, budget, schedule, options, gates = CASES[name]
     if gates is not None:
@@ -89,7 +95,7 @@ def bits(x):
     return x.view(torch.uint8 if x.dtype == torch.bool else {4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, "full", "h2o-caote", "snapkv-slots", "kvzip", "flags", "ring-blocks"))
 def test_a_loaded_cache_goes_on_as_the_saved_one(tiny_llama, tmp_path, name):
     """A ragged batch, saved after the prompt and after tokens behind it; tokens one by one, a later turn, a beam."""
     model, text, file = tiny_llama(), Text(), tmp_path / "context.cache"
