@@ -220,6 +220,7 @@ def test_two_workers_do_each_cell_once(config, quiet, finished, tmp_path):
     assert (Path(config().output) / "table.md").read_text() == (finished / "table.md").read_text()
 
 
+@pytest.mark.slow
 def test_corrupt_rows_are_put_aside_and_computed_anew(config, quiet, done):
     before, path = lines(done), done / "results.jsonl"
     damage = [b"not json", b'{"key": "x"}', b"[" * 100_000, b"\xff\xfe"]
@@ -230,6 +231,7 @@ def test_corrupt_rows_are_put_aside_and_computed_anew(config, quiet, done):
     assert quiet.file.getvalue().count("is computed anew") == 5
 
 
+@pytest.mark.slow
 def test_a_row_that_was_removed_is_computed_anew(config, quiet, done):
     before, path = lines(done), done / "results.jsonl"
     rows = path.read_bytes().splitlines(keepends=True)
@@ -239,6 +241,7 @@ def test_a_row_that_was_removed_is_computed_anew(config, quiet, done):
     assert not path.with_name("results.corrupt.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [None, "", '{"sample": "0"}\n'], ids=["gone", "empty", "wrong"])
 def test_a_row_without_its_samples_is_computed_anew(config, quiet, done, damage):
     before = lines(done)

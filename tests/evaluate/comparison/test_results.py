@@ -146,6 +146,7 @@ def test_a_changed_value_is_refused_or_of_the_right_type(name, value):
 
 @settings(max_examples=60)
 @given(st.lists(st.binary(max_size=40) | st.just(LINE.encode()) | VALUES.map(lambda v: json.dumps(v).encode())))
+@pytest.mark.slow
 def test_any_file_is_sorted_into_rows_and_the_rest(tmp_path_factory, pieces):
     folder = tmp_path_factory.mktemp("results")
     results = Results(folder)

@@ -64,7 +64,7 @@ def test_length_answers_and_determinism(name, length, root, tiny_tokenizer):
         assert tiny_tokenizer.decode(sample.prompt + sample.question) == sample.text
 
 
-@pytest.mark.parametrize("length", [1024, 8192])
+@pytest.mark.parametrize("length", [1024, pytest.param(8192, marks=pytest.mark.slow)])
 def test_lengths_with_a_real_tokenizer(length, root, smollm2):
     """Within 1 % of the length, the answer's tokens counted, and never above it."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
