@@ -1,46 +1,45 @@
 """Triton's interpreter without its detours, which take most of its time; what it computes stays the same.
 
-At each call of a device function it replaces the functions of ``triton.language`` anew, hundreds of them; they stay
-replaced until the launch ends, so that once a launch is enough. And at each operation it computes anew what depends on
-a shape or a type alone, and whether an integer overflows, which it then does not tell.
+At each launch and each call of a device function it replaces the functions of ``triton.language`` anew, hundreds of
+them. And at each operation it computes anew what depends on shapes, types and numbers alone, and whether an integer
+overflows, which it then does not tell.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 
+@functools.cache
 def make_quick() -> None:
-    """Take the detours out of the interpreter; nothing changes where Triton is built otherwise.
+    """Take the detours out of the interpreter, once; nothing changes where Triton is built otherwise.
 
     Call it after ``TRITON_INTERPRET=1`` is set.
     """
-    for change in (_replace_once_a_launch, _look_for_no_overflow, _remember_shapes, _remember_types):
+    changes = (_replace_once, _look_for_no_overflow, _remember_shapes, _remember_types, _remember_operands)
+    for change in (*changes, _call_at_once):
         try:
             change()
         except (ImportError, AttributeError):
             continue
 
 
-def _replace_once_a_launch() -> None:
-    """Let a launch replace the functions of each language module once."""
+def _replace_once() -> None:
+    """Replace the functions of each language module once, and leave them so: nothing else runs in such a process."""
     from triton.runtime import interpreter
 
-    replace_all, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    done: set[int] = set()  # the modules of the device functions that this launch has met
+    replace_all = interpreter._patch_lang
+    done: set[int] = set()  # the modules of the device functions that were met
 
     def replaced(function: Any) -> Any:
-        if id(function.__globals__) in done:
-            return None
-        done.add(id(function.__globals__))
-        return replace_all(function)
+        if id(function.__globals__) not in done:
+            done.add(id(function.__globals__))
+            replace_all(function)
+        return interpreter._LangPatchScope()
 
-    def launched(self: Any, *arguments: Any, **options: Any) -> None:
-        done.clear()  # the last launch has put the functions back
-        launch(self, *arguments, **options)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = replaced, launched
+    interpreter._patch_lang = replaced
 
 
 def _look_for_no_overflow() -> None:
@@ -57,22 +56,24 @@ def _remember_shapes() -> None:
 
     Block, Tensor, Semantic = core.block_type, core.tensor, semantic.TritonSemantic
     make_block, make_tensor, broadcast = Block.__init__, Tensor.__init__, Semantic.broadcast_impl_value
-    blocks: dict[tuple[int, ...], tuple[Any, Any]] = {}  # a shape's tuple and the number of its elements
-    tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    blocks: dict[tuple[Any, str], dict[str, Any]] = {}  # what a block's type holds
+    others: dict[tuple[Any, str], Any] = {}  # types of blocks
+    tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}  # a shape's tuple and the number of its elements
 
     def block(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple(shape)
-        if not all(type(size) is int for size in sizes):
+        key = tuple(shape), element_ty.name
+        if key not in blocks:
             make_block(self, element_ty, shape)
-            sizes = tuple(self.shape)
-        elif sizes not in blocks:
-            make_block(self, element_ty, shape)
-            blocks[sizes] = self.shape, self.numel
+            self.sizes = tuple(self.shape)
+            blocks[key] = dict(self.__dict__)
         else:
-            self.element_ty = element_ty
-            self.shape, self.numel = blocks[sizes]
-            self.name = f"<{sizes}, {element_ty.name}>"
-        self.sizes = sizes
+            self.__dict__.update(blocks[key])
+
+    def with_element(self: Any, scalar_ty: Any) -> Any:
+        key = self.sizes, scalar_ty.name
+        if key not in others:
+            others[key] = Block(scalar_ty, self.shape)
+        return others[key]
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
         sizes = getattr(type, "sizes", ())
@@ -90,6 +91,7 @@ def _remember_shapes() -> None:
         return pair
 
     Block.__init__, Tensor.__init__, Semantic.broadcast_impl_value = block, tensor, broadcast_two
+    Block.with_element_ty, Block.to_ir = with_element, lambda self, builder: self
 
 
 def _remember_types() -> None:
@@ -105,3 +107,85 @@ def _remember_types() -> None:
         return names[kind.name]
 
     interpreter._get_np_dtype = looked_up
+
+
+def _remember_operands() -> None:
+    """Cast no operand to the type that it has, and make the block of a number once a type and shape."""
+    from triton.language import core, semantic
+    from triton.runtime import interpreter
+
+    Tensor, Semantic = core.tensor, semantic.TritonSemantic
+    check, cast, common = Semantic.binary_op_type_checking_impl, Semantic.cast, Semantic.computation_type_impl
+    integers = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"int1"}
+    plain = integers | {"fp32", "fp64"}  # of two such operands of one type none is cast
+    numbers: dict[tuple[Any, ...], Any] = {}  # tensors
+    types: dict[tuple[Any, ...], Any] = {}
+    bytes_of: dict[str, float] = {}
+
+    def checked(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        lhs_ptr: bool = False,
+        rhs_ptr: bool = False,
+        cast: bool = True,
+        div: bool = False,
+    ) -> Any:
+        if type(lhs) is Tensor and type(rhs) is Tensor:
+            one, two = lhs.dtype.name, rhs.dtype.name
+            if (one == two and one in plain) or (lhs_ptr and two in integers and one.startswith("pointer")):
+                return self.broadcast_impl_value(lhs, rhs)
+        elif type(lhs) is Tensor and type(rhs) in (int, float):
+            key = lhs.dtype.name, getattr(lhs.type, "sizes", ()), repr(rhs), lhs_ptr, cast, div
+            if key in numbers:
+                return lhs, numbers[key]
+            mine, theirs = check(self, lhs, rhs, lhs_ptr, rhs_ptr, cast, div)
+            if mine is lhs:
+                numbers[key] = theirs
+            return mine, theirs
+        return check(self, lhs, rhs, lhs_ptr, rhs_ptr, cast, div)
+
+    def cast_other(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        return input if input.dtype.name == dst_ty.scalar.name else cast(self, input, dst_ty, fp_downcast_rounding)
+
+    def common_type(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod
+        if key not in types:
+            types[key] = common(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
+        return types[key]
+
+    def fits(data: Any, kind: Any) -> bool:
+        if kind.name not in bytes_of:
+            bytes_of[kind.name] = float("inf") if kind.is_ptr() else max(8, kind.primitive_bitwidth) // 8
+        return bool(data.itemsize <= bytes_of[kind.name])
+
+    Semantic.binary_op_type_checking_impl, Semantic.cast, Semantic.computation_type_impl = (
+        checked,
+        cast_other,
+        common_type,
+    )
+    interpreter._validate_np_data_size = fits
+
+
+def _call_at_once() -> None:
+    """Call the functions of the language without their wrappers, which ask for what is always given."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    Tensor, semantic, unwrap = core.tensor, interpreter.interpreter_semantic, core._unwrap_if_constexpr
+    wrapper = core.builtin(lambda: None).__code__
+    bare = {Tensor, int, float, bool, str, type(None), core.dtype}
+
+    def unwrapped(o: Any) -> Any:
+        return o if type(o) in bare else unwrap(o)
+
+    def patched(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
+
+        def called(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*arguments, **options)
+
+        scope.set_attr(obj, name, called)
+
+    core._unwrap_if_constexpr, interpreter._patch_attr = unwrapped, patched

@@ -1,7 +1,8 @@
 """A Python that starts at once: a fork of a process that has already imported the libraries.
 
 Only other projects' libraries are there, none of this one's; what a command changes ends with it. The environment that
-libraries read while they are imported is that of the first process.
+libraries read while they are imported is that of the first process; where it asks for Triton's interpreter, that one is
+made quick.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
+
+from interpreter import make_quick
 
 LIBRARIES = ("torch", "transformers", "lightning.pytorch", "peft", "datasets", "torchmetrics", "omegaconf")
 CLIENT = """\
@@ -78,6 +81,8 @@ def serve(address: str, python: str) -> NoReturn:
     """Import the libraries, and answer each client with a process of its own."""
     for name in LIBRARIES:
         import_module(name)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        make_quick()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()

@@ -35,6 +35,10 @@ class BenchConfig:
     kinds: list[str] = key(["attention", "mlp"], "stream: kinds of gates that decide on every generated token")
     recent: int = key(128, "stream: newest tokens that no gate evicts, and the window of attention gates", low=1)
     steps: int = key(16, "decode, stream, memory: tokens generated in a round", low=1)
+    interleaved: bool = key(
+        False,
+        "decode: contestants take turns token by token, with all caches there at once; for noisy machines",
+    )
     rounds: int = key(5, "times that every contestant is measured, in turn", low=1)
     warmup: int = key(1, "rounds before those that count", low=0)
     seed: int = key(0, "seed of weights, tokens and uneven heads", low=0, high=2**32 - 1)

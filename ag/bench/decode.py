@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,18 +31,18 @@ def measure(config: BenchConfig) -> list[Row]:
 
 
 def _compare(arena: Arena, plan: list[Contestant], context: int, batch: int) -> list[Row]:
-    """Measure the contestants in turn, round by round, each with a cache of its own in every round."""
+    """Measure the contestants round by round, each with a cache of its own in every round."""
     config = arena.config
     seconds: dict[str, list[float]] = {one.name: [] for one in plan}
     drifts: dict[str, list[float]] = {one.name: [] for one in plan}
     held: dict[str, tuple[float, int]] = {}
     for turn in range(config.warmup + config.rounds):
-        for one in plan:
-            times, held[one.name] = _generate(arena, one, context, batch)
+        for name, (times, found) in _round(arena, plan, context, batch).items():
+            held[name] = found
             if turn >= config.warmup:
-                seconds[one.name].append(statistics.fmean(times))
+                seconds[name].append(statistics.fmean(times))
                 part = max(1, len(times) // 20)
-                drifts[one.name].append(statistics.median(times[-part:]) / statistics.median(times[:part]))
+                drifts[name].append(statistics.median(times[-part:]) / statistics.median(times[:part]))
     weights, entry = weight_bytes(arena.model), token_bytes(arena.model)
     everything = weights + entry * context * batch
     rows = []
@@ -69,8 +71,28 @@ def _compare(arena: Arena, plan: list[Contestant], context: int, batch: int) -> 
     return rows
 
 
-def _generate(arena: Arena, one: Contestant, context: int, batch: int) -> tuple[list[float], tuple[float, int]]:
-    """Return the seconds of each step, and what is held before the first: its share and its bytes."""
+Held = tuple[float, int]  # the share of the tokens, and bytes
+
+
+def _round(arena: Arena, plan: list[Contestant], context: int, batch: int) -> dict[str, tuple[list[float], Held]]:
+    """Return, by contestant, the seconds of each step, and what is held before the first."""
+    number = arena.config.steps
+    if not arena.config.interleaved:
+        found = {}
+        for one in plan:
+            steps, held = _begun(arena, one, context, batch)
+            found[one.name] = seconds_of(arena.device, partial(next, steps), number), held
+        return found
+    begun = {one.name: _begun(arena, one, context, batch) for one in plan}
+    times: dict[str, list[float]] = {name: [] for name in begun}
+    for _ in range(number):
+        for name, (steps, _) in begun.items():
+            times[name] += seconds_of(arena.device, partial(next, steps))
+    return {name: (times[name], held) for name, (_, held) in begun.items()}
+
+
+def _begun(arena: Arena, one: Contestant, context: int, batch: int) -> tuple[Iterator[object], Held]:
+    """Return steps that each generate a token over a new cache, the first behind them, and what it held before."""
     cache = arena.cache(one)
     if arena.config.fill is not False:
         arena.fill(cache, batch, context)
@@ -80,4 +102,4 @@ def _generate(arena: Arena, one: Contestant, context: int, batch: int) -> tuple[
     steps = arena.decode(cache, arena.tokens(batch, 1))
     for _ in range(FIRST):
         next(steps)
-    return seconds_of(arena.device, lambda: next(steps), arena.config.steps), held
+    return steps, held

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,13 +34,7 @@ def ragged_decode(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengt
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
-    version = _version(q, keys, values)
-    attend = {"cpp": cpu.ragged_decode, "chunked": chunked_ragged_decode}.get(version, reference_ragged_decode)
-    if version == "flash":
-        attend = flash_ragged_decode
-    if version == "triton":
-        from ag.kernels.ragged_decode.triton import triton_ragged_decode as attend
-    return attend(q, keys, values, starts, lengths, scaling)
+    return _run(_version(q, keys, values), q, keys, values, starts, lengths, scaling)
 
 
 def ragged_decode_weights(
@@ -60,7 +57,7 @@ def ragged_decode_weights(
     """
     version = _version(q, keys, values)
     if version not in ("cpp", "reference"):
-        return ragged_decode(q, keys, values, starts, lengths, scaling), None
+        return _run(version, q, keys, values, starts, lengths, scaling), None
     attend = cpu.ragged_decode if version == "cpp" else reference_ragged_decode
     weights = torch.empty(*q.shape[:2], longest, dtype=torch.float32, device=q.device)
     return attend(q, keys, values, starts, lengths, scaling, weights), weights
@@ -78,3 +75,13 @@ def _version(q: Tensor, keys: Tensor, values: Tensor) -> str:
             "reference": None,
         },
     )
+
+
+def _run(version: str, *arguments: Any) -> Tensor:
+    attend: Callable[..., Tensor]
+    attend = {"cpp": cpu.ragged_decode, "chunked": chunked_ragged_decode}.get(version, reference_ragged_decode)
+    if version == "flash":
+        attend = flash_ragged_decode
+    if version == "triton":
+        from ag.kernels.ragged_decode.triton import triton_ragged_decode as attend
+    return attend(*arguments)

@@ -13,6 +13,7 @@ from ag.bench import contestants, measure, models, stream, worker
 from ag.bench.__main__ import main, named
 from ag.bench.config import MODES, BenchConfig
 from ag.bench.contestants import Arena, Contestant
+from ag.bench.decode import FIRST
 from ag.bench.run import bench
 from ag.engine import EvictionCache
 
@@ -76,6 +77,20 @@ def test_decode_counts_bytes_and_the_roofline():
     assert few["of roofline"] == pytest.approx(few["x full"] / few["roofline"])
     assert full["roofline"] == 1
     assert 2 * 192 * entry <= full["KV bytes"] <= 1.3 * 2 * 192 * entry
+
+
+def test_contestants_take_turns_token_by_token(monkeypatch):
+    order, decode = [], Arena.decode
+
+    def told(arena, cache, token):
+        for step in decode(arena, cache, token):
+            order.append(id(cache))
+            yield step
+
+    monkeypatch.setattr(Arena, "decode", told)
+    rows = rows_of("decode", interleaved=True, rounds=1, warmup=0, steps=4)
+    timed = order[len(rows) * FIRST :]
+    assert len(set(timed[:3])) == len(rows) == 3 and timed == timed[:3] * 4
 
 
 @pytest.fixture
