@@ -34,15 +34,17 @@ class Decision:
             UserError: when the budget is smaller than what the policy protects, and something has to go.
             FloatingPointError: when a score is not finite, naming layer and scorer.
         """
-        ballot, allocator = self._ballot(seen, due), self.policy.allocator
+        everyone, allocator = due is None, self.policy.allocator
+        due = torch.ones(len(seen.q), dtype=torch.bool, device=seen.q.device) if due is None else due
+        ballot = self._ballot(seen, due)
+        ballot.everyone = everyone
         if seen.decoding:
             return {seen.layer: allocator.keep_later(seen.layer, ballot, self.shares)}
         return allocator.keep(seen.layer, ballot, self.shares)
 
-    def _ballot(self, seen: Observation, due: Tensor | None) -> Ballot:
-        scorer, allocator, everyone = self.policy.scorer, self.policy.allocator, due is None
+    def _ballot(self, seen: Observation, due: Tensor) -> Ballot:
+        scorer, allocator = self.policy.scorer, self.policy.allocator
         assert scorer is not None
-        due = torch.ones(len(seen.q), dtype=torch.bool, device=seen.q.device) if due is None else due
         grows = self.policy.budget_of == "seen"
         seen.due, seen.capacity = due, self._capacity(seen.lengths if grows else seen.prompt_lengths)
         capacity = seen.capacity
@@ -66,7 +68,6 @@ class Decision:
             preference=wish,
             second=second,
             first_share=first_share,
-            everyone=everyone,
         )
         if grows:
             ballot.prompt_capacity = self.policy.capacity(seen.prompt_lengths)

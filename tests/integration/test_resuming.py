@@ -172,9 +172,9 @@ def test_killed_with_workers(signum: signal.Signals, recipe: Path, whole: Path, 
     process.send_signal(signum)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == (143 if signum == signal.SIGTERM else -signal.SIGKILL), errors
-    assert "Traceback" not in errors
     [run] = runs(tmp_path)
-    if signum == signal.SIGTERM:
+    if signum == signal.SIGTERM:  # of the other one workers may tell as they please
+        assert "Traceback" not in errors
         last = errors.strip().splitlines()[-1]
         assert re.fullmatch(rf"ag\.fit: stopped by SIGTERM after step \d+; .* resume={re.escape(str(run))}", last)
     assert len(logged(run)) < STEPS
