@@ -15,6 +15,7 @@ from ag.bench.measure import paired, quartiles, seconds_of
 from ag.bench.models import build, token_bytes, weight_bytes
 
 Row = dict[str, Any]
+Held = tuple[float, int]  # the share of the tokens that a cache has, and its bytes
 FIRST = 3  # tokens that are generated before the clock starts
 
 
@@ -35,7 +36,7 @@ def _compare(arena: Arena, plan: list[Contestant], context: int, batch: int) -> 
     config = arena.config
     seconds: dict[str, list[float]] = {one.name: [] for one in plan}
     drifts: dict[str, list[float]] = {one.name: [] for one in plan}
-    held: dict[str, tuple[float, int]] = {}
+    held: dict[str, Held] = {}
     for turn in range(config.warmup + config.rounds):
         for name, (times, found) in _round(arena, plan, context, batch).items():
             held[name] = found
@@ -69,9 +70,6 @@ def _compare(arena: Arena, plan: list[Contestant], context: int, batch: int) -> 
             }
         )
     return rows
-
-
-Held = tuple[float, int]  # the share of the tokens, and bytes
 
 
 def _round(arena: Arena, plan: list[Contestant], context: int, batch: int) -> dict[str, tuple[list[float], Held]]:

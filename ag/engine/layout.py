@@ -45,10 +45,10 @@ class Layout:
             self.limits, self.size = limits, int(limits[-1])
         #: Starts and lengths on the device of the keys, ``[R]`` long each.
         self.rows = sent(starts, self.device), sent(lengths, self.device)
-        first, count, limit = starts.tolist(), lengths.tolist(), self.limits.tolist()  # rows are few
+        self._sizes: tuple[int, int] | None = None
         #: Tokens that every row can still take; it may take more after a :meth:`push`.
-        self.room: int = min(c - a - b for a, b, c in zip(first, count, limit, strict=True))
-        self._sizes: tuple[int, int] | None = sum(count), max(count)
+        self.count_room()
+        first, count = starts.tolist(), lengths.tolist()  # rows are few
         steps = {b - a for a, b in zip(first, first[1:], strict=False)} or {self.size}
         #: Slots from one row to the next where rows are equally long and evenly spaced, else None.
         self.step = steps.pop() if len(steps) == len(set(count)) == 1 else None
@@ -103,7 +103,8 @@ class Layout:
 
     def count_room(self) -> int:
         """Return how many tokens every row can still take, which :attr:`room` may be below."""
-        self.room = int((self.limits - self.starts - self.lengths).min())
+        places = (x.tolist() for x in (self.starts, self.lengths, self.limits))
+        self.room = int(min(limit - start - count for start, count, limit in zip(*places, strict=True)))
         return self.room
 
     def fits(self, lengths: Tensor) -> bool:

@@ -15,7 +15,7 @@ def row_pack(x: Tensor, keep: Tensor, longest: int) -> Tensor:
     Args:
         x: ``[B, H, ..., N]`` of any type, H a multiple of Hkv.
         keep: ``[B, Hkv, N]`` bool, which tokens stay.
-        longest: the most of them in a head, N'.
+        longest: tokens to copy of a head at most, N': those that stay, or the first of them.
 
     Returns:
         ``[B, H, ..., N']``; the ends of heads that keep fewer are 0.

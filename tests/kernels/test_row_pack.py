@@ -38,3 +38,11 @@ def test_records_are_as_large_as_what_they_say(shape, gone):
     found = row_pack(x, keep, int(keep.sum(-1).max()))
     assert torch.equal(found, x[..., [i for i in range(6) if i not in gone]])
     assert found.untyped_storage().nbytes() == found.nbytes and found.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("forced", ["reference", pytest.param("cpp", marks=needs_compiler)])
+def test_a_row_that_keeps_more_than_there_is_room_for_is_cut(monkeypatch, forced):
+    """Masks may say anything of free slots, which lie behind the tokens."""
+    monkeypatch.setenv("AG_KERNELS", forced)
+    x, keep = torch.arange(24.0).view(1, 4, 6), torch.tensor([[[1, 0, 1, 0, 1, 1], [0, 1, 1, 0, 0, 0]]]).bool()
+    assert row_pack(x, keep, 2).tolist() == [[[0, 2], [6, 8], [13, 14], [19, 20]]]
