@@ -140,6 +140,9 @@ class WarmupConfig:
     scale: Literal["head", "global"] = key(
         "head", "targets are standardised in each head by itself, or over all layers and heads, so that heads compare"
     )
+    loss: Literal["regression", "ranking"] = key(
+        "regression", "regression: gates predict the targets (smooth L1); ranking: only their order (pairs, RankNet)"
+    )
     keep: float = key(0.5, "share of the tokens that the flags keep after the warm start", low=0.01, high=0.99)
 
 

@@ -142,19 +142,50 @@ def regression_loss(
         keep: share of tokens to keep, in (0, 1).
         scale: ``head`` or ``global``.
     """
-    mask = observed.payable(observed.window)[:, None]
-    targets = {layer: target.masked_fill(~mask, float("nan")) for layer, target in observed.targets.items()}
+    logits, wanted, mask = _above_threshold(gates, observed, keep, scale)
+    return _token_mean(F.smooth_l1_loss(logits, wanted, reduction="none"), mask)
+
+
+def ranking_loss(
+    gates: AttentionGates, observed: Observing, keep: float, scale: Literal["head", "global"] = "head"
+) -> Tensor:
+    """Put gate logits into the order of the same targets: the logistic loss of pairs (RankNet, Burges et al., 2005).
+
+    Each token is compared with another one, drawn anew each time, of its own head and sequence, or of any layer, head
+    and sequence of this device's batch; and with the gate's threshold, above which the share ``keep`` belongs. How far
+    targets lie apart does not count.
+
+    Args:
+        gates: the gates.
+        observed: a forward pass under :class:`ag.gates.gating.Observing`.
+        keep: share of tokens to keep, in (0, 1).
+        scale: ``head`` or ``global``.
+    """
+    logits, wanted, mask = _above_threshold(gates, observed, keep, scale)
     if scale == "global":
-        every = torch.stack(list(targets.values()))
-        wanted = dict(zip(targets, _standardised(every.flatten(), keep).view(every.shape), strict=True))
+        logits, wanted, mask = logits.flatten(), wanted.flatten(), mask.flatten()
+    other = torch.randperm(logits.shape[-1]).to(logits.device)
+    pairs = F.softplus((logits[..., other] - logits) * (wanted - wanted[..., other]).sign()) * mask[..., other]
+    return _token_mean(pairs + F.softplus(-logits * wanted.sign()), mask)
+
+
+def _above_threshold(
+    gates: AttentionGates, observed: Observing, keep: float, scale: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, what they should be, and which count: ``[L, B, Hkv, T']``; the first two from the threshold on."""
+    mask = observed.payable(observed.window)[:, None]
+    targets = torch.stack(list(observed.targets.values())).masked_fill(~mask, float("nan"))
+    if scale == "global":
+        wanted = _standardised(targets.flatten(), keep).view(targets.shape)
     else:
-        wanted = {layer: _standardised(target, keep) for layer, target in targets.items()}
-    total = torch.zeros((), device=observed.prompt.device)
-    tokens = global_sum(mask.sum()) / world_size()
-    for layer, z in wanted.items():
-        loss = F.smooth_l1_loss(observed.logits[layer], z + gates.config.boundary, reduction="none")
-        total = total + (loss * mask).sum() / (tokens * loss.shape[1]).clamp_min(1)
-    return total / max(len(wanted), 1)
+        wanted = _standardised(targets, keep)
+    logits = torch.stack([observed.logits[layer] for layer in observed.targets]) - gates.config.boundary
+    return logits, wanted, mask.expand_as(wanted)
+
+
+def _token_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Average over the tokens of the global batch."""
+    return (values * mask).sum() / (global_sum(mask.sum()) / world_size()).clamp_min(1)
 
 
 def _standardised(values: Tensor, keep: float) -> Tensor:

@@ -257,7 +257,9 @@ class GatedLM(L.LightningModule):
         observed = Observing(self.gates, batch["attention_mask"], batch.get("prompt_length"), self.config.warmup.target)
         with torch.no_grad():
             self.hidden(batch, observed)
-        loss = losses.regression_loss(self.gates, observed, self.config.warmup.keep, self.config.warmup.scale)
+        warm = self.config.warmup
+        measure = losses.ranking_loss if warm.loss == "ranking" else losses.regression_loss
+        loss = measure(self.gates, observed, warm.keep, warm.scale)
         self._log("train/regress_loss", loss, prog_bar=True, sync_dist=True)
         means = losses.gate_means(self.gates, observed)
         self._log_gates("train", means, self._evicted_flags(observed), observed.counted())

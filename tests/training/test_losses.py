@@ -288,13 +288,17 @@ def test_observed_repetition(tiny_llama, tiny_mistral, covers, prefill, window):
     assert found > 40
 
 
+def two_layers(draw):
+    """Return targets, logits and mask of two layers, two rows of 9 and 4 tokens, and two heads."""
+    mask = torch.arange(9) < torch.tensor([[9], [4]])
+    targets = {layer: torch.randn(2, 2, 9, generator=draw) * (1 + layer) - 3 * layer for layer in (0, 2)}
+    return targets, {layer: torch.randn(2, 2, 9, generator=draw) for layer in targets}, mask
+
+
 def test_global_regression_by_hand(tiny_llama):
     """One mean, one deviation and one quantile over layers, rows and heads; masked tokens are in none of them."""
     gates = gates_for(tiny_llama(), threshold=0.3, bias=0.5)
-    draw = torch.Generator().manual_seed(0)
-    mask = torch.arange(9) < torch.tensor([[9], [4]])
-    targets = {layer: torch.randn(2, 2, 9, generator=draw) * (1 + layer) - 3 * layer for layer in (0, 2)}
-    logits = {layer: torch.randn(2, 2, 9, generator=draw) for layer in targets}
+    targets, logits, mask = two_layers(torch.Generator().manual_seed(0))
     counted = [
         (float(targets[layer][b, h, t]), float(logits[layer][b, h, t]))
         for layer in targets
@@ -317,6 +321,75 @@ def test_global_regression_by_hand(tiny_llama):
     other = {layer: torch.where(mask[:, None], x, 1e4) for layer, x in targets.items()}
     assert losses.regression_loss(gates, Seen(other, logits, mask), 0.25, "global") == loss
     assert losses.regression_loss(gates, Seen(targets, logits, mask & False), 0.25, "global") == 0
+
+
+@pytest.mark.parametrize("scale", ["head", "global"])
+def test_ranking_by_hand(tiny_llama, scale):
+    """Each token against the one that the permutation names, and against the threshold; padding has no partner."""
+    gates = gates_for(tiny_llama(), threshold=0.3, bias=0.5)
+    boundary = math.log(0.3 / 0.7) - 0.5
+    targets, logits, mask = two_layers(torch.Generator().manual_seed(0))
+    places = [(layer, b, h, t) for layer in targets for b in range(2) for h in range(2) for t in range(9)]
+    groups = [places] if scale == "global" else [places[i : i + 9] for i in range(0, len(places), 9)]
+    torch.manual_seed(4)
+    loss = losses.ranking_loss(gates, Seen(targets, logits, mask), 0.25, scale)
+    torch.manual_seed(4)
+    other = torch.randperm(len(groups[0])).tolist()
+    want = []
+    for group in groups:
+        real = [place for place in group if mask[place[1], place[3]]]
+        ranked = sorted(float(targets[layer][b, h, t]) for layer, b, h, t in real)
+        place = 0.75 * (len(ranked) - 1)
+        low, high = ranked[math.floor(place)], ranked[math.ceil(place)]
+        cut = low + (place % 1) * (high - low)
+        for (layer, b, h, t), partner in zip(group, (group[i] for i in other), strict=True):
+            if (layer, b, h, t) not in real:
+                continue
+            target, logit = float(targets[layer][b, h, t]), float(logits[layer][b, h, t])
+            rivals = [(cut, boundary)]
+            if partner in real:
+                there, *where = partner
+                rivals.append((float(targets[there][tuple(where)]), float(logits[there][tuple(where)])))
+            order = [(target > other_target) - (target < other_target) for other_target, _ in rivals]
+            nats = [
+                math.log1p(math.exp((rival - logit) * sign)) for (_, rival), sign in zip(rivals, order, strict=True)
+            ]
+            want.append(sum(nats))
+    assert len(want) == 52
+    assert float(loss) == pytest.approx(sum(want) / len(want), rel=1e-5)
+
+
+def test_ranking_reads_the_order_only(tiny_llama):
+    """Targets that are stretched without a change of order give the same loss, and so does padding."""
+    gates = gates_for(tiny_llama())
+    targets, logits, mask = two_layers(torch.Generator().manual_seed(1))
+
+    def loss(targets):
+        torch.manual_seed(7)
+        return float(losses.ranking_loss(gates, Seen(targets, logits, mask), 0.25, "global"))
+
+    assert loss({layer: x.exp() for layer, x in targets.items()}) == pytest.approx(loss(targets))
+    assert loss({layer: torch.where(mask[:, None], x, 1e4) for layer, x in targets.items()}) == loss(targets)
+    assert loss({layer: -x for layer, x in targets.items()}) != pytest.approx(loss(targets), rel=1e-3)
+
+
+@pytest.mark.parametrize("keep", [0.25, 0.8])
+def test_ranking_learns_the_order_and_the_share(tiny_llama, keep):
+    gates = gates_for(tiny_llama(), threshold=0.3, bias=1.0)
+    targets, logits, mask = two_layers(torch.Generator().manual_seed(2))
+    logits = {layer: x.requires_grad_() for layer, x in logits.items()}
+    optimizer = torch.optim.Adam(logits.values(), lr=0.1)
+    torch.manual_seed(0)
+    for _ in range(500):
+        optimizer.zero_grad()
+        losses.ranking_loss(gates, Seen(targets, logits, mask), keep, "global").backward()
+        optimizer.step()
+    real = mask[None, :, None].expand(2, 2, 2, 9)
+    found, wanted = (torch.stack(list(x.values())).detach()[real] for x in (logits, targets))
+    pairs = torch.combinations(torch.arange(52))
+    same = (found[pairs[:, 0]] > found[pairs[:, 1]]) == (wanted[pairs[:, 0]] > wanted[pairs[:, 1]])
+    assert same.float().mean() > 0.99
+    assert int(gates.flags(found).sum()) == pytest.approx(keep * 52, abs=1)
 
 
 def test_regression_trains_the_gates_only(tiny_llama):
