@@ -33,7 +33,8 @@ class Row(NamedTuple):
 
     Attributes:
         tokens: its tokens, BOS included where the tokenizer adds one, ``[T]``.
-        prompt_length: so many tokens are the prompt, which carries no loss; None: plain text, all carry loss.
+        prompt_length: so many tokens are the prompt, which carries no loss; None: plain text, all carry loss. A question
+            that comes after eviction is behind it.
         answer: set in the validation rows of multiple-choice tasks.
         loss: which tokens carry loss, ``[T]``; None: those behind the prompt.
     """
@@ -42,6 +43,12 @@ class Row(NamedTuple):
     prompt_length: int | None = None
     answer: Answer | None = None
     loss: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def response_start(self) -> int:
+        """Where the loss begins: behind the prompt, or behind the question after it."""
+        prompt = self.prompt_length or 0
+        return prompt if self.loss is None else prompt + int(self.loss[prompt:].argmax())
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,8 @@ def generate(seed: int, split: str, index: int, shortest: int, longest: int) -> 
     rng.shuffle(sentences)
     target = rng.randrange(2)
     choices = facts[asked] if target == 0 else facts[asked][::-1]
-    return Example(f"{' '.join(sentences)}\n{question}", choices, target)
+    passage = " ".join(sentences)
+    return Example(f"{passage}\n{question}", choices, target, passage)
 
 
 def _fillers(rng: random.Random, words: int) -> list[str]:

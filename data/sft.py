@@ -71,7 +71,7 @@ def from_examples(
         DataError: a list is empty, or a response does not fit.
     """
     end = end_tokens(tokenizer) if config.data.eos else []
-    encoder = Encoder(tokenizer, min(config.data.max_length, context), end=end)
+    encoder = Encoder(tokenizer, min(config.data.max_length, context), end=end, question=config.data.question)
     train_rows = [row for [row] in encoder.encode(train, "train", every_choice=False)]
     groups = encoder.encode(validation, "validation", every_choice=True)
     collator = Collator(padding_token(tokenizer))
@@ -82,7 +82,12 @@ class Encoder:
     """Turns prompts and answers into rows of at most ``limit`` tokens."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, limit: int, before: str = " ", end: Sequence[int] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int,
+        before: str = " ",
+        end: Sequence[int] = (),
+        question: str = "before",
     ) -> None:
         """Keep the tokenizer.
 
@@ -91,8 +96,10 @@ class Encoder:
             limit: longest row in tokens.
             before: text between a prompt and its answer.
             end: tokens behind the answer.
+            question: ``after``: a row's prompt is its context alone; the question follows it, and carries no loss.
         """
         self.tokenizer, self.limit, self.before, self.end = tokenizer, limit, before, list(end)
+        self.question = question
         self.start = start_tokens(tokenizer)
         self.counts = Counts()
 
@@ -113,6 +120,7 @@ class Encoder:
             for choice in (range(len(question.choices)) if every_choice else [question.target])
         ]
         prompts = tokenize(self.tokenizer, [question.prompt for question in questions])
+        contexts = tokenize(self.tokenizer, [question.context for question in questions])
         answers = [self.before + questions[number].choices[choice] for number, choice in asked]
         lines = [questions[number].prompt.rsplit("\n", 1)[-1] for number, _ in asked]
         before = tokenize(self.tokenizer, lines)
@@ -122,12 +130,12 @@ class Encoder:
         for (number, choice), line, both, response in zip(asked, before, joint, alone, strict=True):
             if len(both) > len(line) and both[: len(line)] == line:
                 response = both[len(line) :]
-            row = self._row(prompts[number], response + self.end, f"{split} row {number + 1}")
+            row = self._row(prompts[number], contexts[number], response + self.end, f"{split} row {number + 1}")
             answer = Answer(number, choice, questions[number].target) if every_choice else None
             groups[number].append(row._replace(answer=answer))
         return groups
 
-    def _row(self, prompt: list[int], response: list[int], place: str) -> Row:
+    def _row(self, prompt: list[int], context: list[int], response: list[int], place: str) -> Row:
         room = self.limit - len(self.start) - len(response)
         if room < 1:
             raise DataError(
@@ -138,4 +146,18 @@ class Encoder:
         self.counts.truncated += lost > 0
         self.counts.truncated_tokens += lost
         head = self.start + prompt[lost:]
-        return Row(np.array(head + response, dtype=np.int32), len(head))
+        tokens = np.array(head + response, dtype=np.int32)
+        if self.question == "before":
+            return Row(tokens, len(head))
+        read = max(1, len(divided(context, prompt)[0]) - lost + len(self.start))
+        return Row(tokens, read, loss=np.arange(len(tokens)) >= len(head))
+
+
+def divided(context: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
+    """Divide the tokens of a text where those of its beginning end.
+
+    What is read is the same wherever the border is: a token that reaches over it belongs to the second part.
+    """
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(context, whole[:-1], strict=False))
+    border = max(1, sum(1 for _ in same))
+    return whole[:border], whole[border:]

@@ -46,6 +46,7 @@ class Task:
         folder: its folder under ``data.root``.
         fields: required fields and their types.
         example: turns a row into an :class:`Example`.
+        context: a text comes first, which can be read before the question is known.
         subset: configuration name on the hub.
         revision: git revision on the hub.
     """
@@ -54,6 +55,7 @@ class Task:
     folder: str
     fields: Fields
     example: Callable[[Record], Example]
+    context: bool = False
     subset: str | None = None
     revision: str | None = None
 
@@ -150,6 +152,7 @@ TASKS: dict[str, Task] = {
         folder="rte",
         fields={"premise": str, "hypothesis": str, "label": int},
         example=_rte,
+        context=True,
     ),
     "copa": Task(
         hub="aps/super_glue",
@@ -163,6 +166,7 @@ TASKS: dict[str, Task] = {
         folder="boolq",
         fields={"question": str, "passage": str, "answer": bool},
         example=_boolq,
+        context=True,
     ),
     "openbookqa": Task(
         hub="allenai/openbookqa",

@@ -76,6 +76,11 @@ class DataConfig:
     messages_field: str = key(
         "messages", "the field that holds a chat instead, as objects with role and content (own sft)"
     )
+    question: Literal["before", "after"] = key(
+        "before",
+        "before: the prompt holds the question; after: the prompt, on which gates act, is the text before it (facts; "
+        "boolq, rte)",
+    )
     eos: bool | None = key(None, "a response ends with EOS (sft); null: yes in rows of prompt and response of your own")
     max_length: int = key(1024, "longest row in tokens; a longer prompt loses its left part, and is counted", low=2)
     packing: Literal["packed", "split", "repeated"] = key(

@@ -163,6 +163,10 @@ def _data(config: Run) -> None:
         f"data.eos={str(data.eos).lower()} with data.kind={data.kind}: only responses of data.kind=sft take it; leave "
         "it out",
     )
+    _refuse(
+        data.question == "after" and data.kind in ("text", "worked"),
+        f"data.question=after with data.kind={data.kind}: its rows have no text before a question; leave it out",
+    )
     if data.kind == "worked":
         _refuse(
             data.solution_min > data.solution_max,

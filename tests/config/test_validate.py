@@ -52,6 +52,7 @@ DOCUMENTS = "data.kind=text data.name=c data.packing=packed data.cross_documents
         ("data.name=piqa", "data.name=piqa data.kind=facts data.kind=sft"),
         ("data.kind=sft", "data.name=facts data.kind=sft data.kind=facts"),
         ("data.eos=true", "data.eos=true data.kind=facts data.kind=sft"),
+        ("data.kind=text data.name=c data.question=after", "data.question=after data.kind=text"),
         ("data.root=x", "data.root=x data.kind=facts data.kind=sft"),
         ("data.kind=worked data.name=worked data.root=x", "data.root=x data.kind=worked"),
         ("data.kind=worked data.name=worked data.solution_min=500", "data.solution_min=500 data.solution_max"),

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from refused import refuses
 from tokenizers import Tokenizer, models
@@ -102,6 +103,54 @@ def test_long_prompt_loses_its_left_part(make_config, boolq, bos_tokenizer, limi
     lost += sum(len(row.tokens) - 12 for group in whole.val_rows for row in group)
     assert module.truncated_tokens == lost
     assert whole.truncated == whole.truncated_tokens == 0
+
+
+def test_where_a_text_is_divided():
+    assert sft.divided([1, 2, 3], [1, 2, 3, 4, 5]) == ([1, 2, 3], [4, 5])
+    assert sft.divided([1, 2, 3], [1, 2, 7, 4]) == ([1, 2], [7, 4])  # a token over the border
+    assert sft.divided([1, 2, 3], [1, 2, 3]) == ([1, 2], [3])
+    assert sft.divided([9], [1, 2]) == ([1], [2])
+
+
+@pytest.mark.parametrize("kind", ["boolq", "facts"])
+def test_question_behind_the_prompt(make_config, boolq, tokenizer, bos_tokenizer, kind):
+    """The tokens are the same; the prompt is the text alone, and only answers carry loss."""
+    for tok in (tokenizer, bos_tokenizer):
+        name = {} if kind == "boolq" else {"kind": kind, "name": kind, "train_samples": 4, "val_samples": 2}
+        before, after = (build(make_config, tok, boolq, **name, question=when) for when in ("before", "after"))
+        rows = zip(before.train_rows, after.train_rows, strict=True)
+        for number, (old, new) in enumerate(rows):
+            assert old.tokens.tolist() == new.tokens.tolist()
+            assert new.response_start == old.response_start == old.prompt_length
+            assert new.loss.tolist() == [i >= old.prompt_length for i in range(len(old.tokens))]
+            read, asked = (text(tok, part) for part in np.split(new.tokens[: new.response_start], [new.prompt_length]))
+            assert asked.strip().startswith("Question:") and asked.endswith("Answer:")
+            if kind == "boolq":
+                assert BOOLQ[number]["passage"][:-1] in read
+        batches = zip(before.val_dataloader(), after.val_dataloader(), strict=True)
+        for old, new in batches:
+            assert (old["labels"] == new["labels"]).all() and (old["input_ids"] == new["input_ids"]).all()
+            assert (new["prompt_length"] < old["prompt_length"]).all()
+
+
+def test_long_text_before_a_question_loses_its_left_part(make_config, boolq, bos_tokenizer):
+    whole = build(make_config, bos_tokenizer, boolq, question="after")
+    for limit in (20, 12, 8):
+        module = build(make_config, bos_tokenizer, boolq, question="after", max_length=limit)
+        for row, full in zip(module.train_rows, whole.train_rows, strict=True):
+            lost = max(0, len(full.tokens) - limit)
+            assert row.tokens.tolist() == [0, *full.tokens[1 + lost :].tolist()]
+            assert row.prompt_length == max(1, full.prompt_length - lost)
+            assert row.response_start == full.response_start - lost
+
+
+@pytest.mark.parametrize("name", ["piqa", "./folder/of/mine"])
+def test_tasks_without_a_text_before_the_question_are_refused(make_config, name):
+    config = make_config(kind="sft", name=name, question="after")
+    with refuses(DataError, "data.question=after", name, "boolq", "rte", "leave it out"):
+        ag.data.check(config.data)
+    ag.data.check(make_config(kind="sft", name="rte", question="after").data)
+    ag.data.check(make_config(kind="sft", name=name, question="before").data)
 
 
 def test_response_that_does_not_fit_is_named(make_config, tmp_path, write, tokenizer):

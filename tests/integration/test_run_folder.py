@@ -64,6 +64,7 @@ CASES = {
     "later layers": Case(["gate.first_layer=1", "gate.shortcut=true"], gates=GATE + 32 * 2, drawn=True),
     "packed text": Case(PACKED, choices=False),
     "documents of packed text": Case([*PACKED, "data.cross_documents=false"], choices=False, drawn=True),
+    "question after": Case(["data.question=after", "loss.objective=kl"], objective="kl_loss"),
     "split text": Case(SPLIT, choices=False),
     "bf16": Case(["train=gates+lora", "trainer.precision=bf16-mixed"], lora=LORA),
 }

@@ -10,17 +10,15 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ag.data.collate import tokenize
 from ag.data.sft import Encoder
 from ag.data.templates import TASKS, examples
 from ag.engine import EvictionCache
 from ag.errors import UserError, require
 from ag.evaluate.tasks.base import LeftOut, PromptTask, Sample, Tags
 from ag.evaluate.tasks.follow import score
-from ag.evaluate.tasks.questions import WHEN, divided
+from ag.evaluate.tasks.questions import WHEN
 from ag.evaluate.tasks.rows import HeldOut
 
-WITH_TEXT = ("boolq", "rte")  # whose prompts begin with a text, and the question comes after it
 # where the test rows have public labels they are what is published; of the others the validation rows
 TESTED = ("arc_challenge", "arc_easy", "openbookqa", "mmlu")
 
@@ -61,10 +59,11 @@ class MultipleChoice(PromptTask):
     def __post_init__(self) -> None:
         """Check when the question is read."""
         require(self, "question", self.question in WHEN, " or ".join(WHEN))
-        if self.question == "after" and self.name not in WITH_TEXT:
+        if self.question == "after" and not TASKS[self.name].context:
+            known = " and ".join(name for name, task in TASKS.items() if task.context)
             raise UserError(
                 f"Task {self.name}: question=after needs a context that is read before the question, and this task has "
-                f"none; only {' and '.join(WITH_TEXT)} have, and needles, RULER and LongBench."
+                f"none; only {known} have, and needles, RULER and LongBench."
             )
 
     def identity(self) -> dict[str, Any]:
@@ -81,19 +80,16 @@ class MultipleChoice(PromptTask):
         splits = ("test", "validation") if self.name in TESTED else ("validation",)
         data = HeldOut.of(self.name, self.root, task.hub, task.folder, splits, task.subset, task.revision)
         split, rows = data.rows()
-        encoder = Encoder(tokenizer, sys.maxsize)
+        encoder = Encoder(tokenizer, sys.maxsize, question=self.question)
         for number, example in enumerate(examples(task, rows, data.source.where(split))):
             [group] = encoder.encode([example], split, every_choice=True)
-            asked: list[int] = []
-            prompt = group[0].tokens[: group[0].prompt_length].tolist()
-            if self.question == "after":
-                alone = encoder.start + tokenize(tokenizer, [example.context])[0]
-                prompt, asked = divided(alone, prompt)
+            read, start = group[0].prompt_length, group[0].response_start
+            prompt, asked = group[0].tokens[:read].tolist(), group[0].tokens[read:start].tolist()
             question = Question(
                 id=f"{split}-{number}",
                 prompt=prompt,
                 question=asked,
-                answers=[row.tokens[row.prompt_length :].tolist() for row in group],
+                answers=[row.tokens[row.response_start :].tolist() for row in group],
                 letters=[len(choice) for choice in example.choices],
                 target=example.target,
                 split=split,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import start_tokens, tokenize
+from ag.data.sft import divided
 from ag.engine import EvictionCache
 from ag.errors import require
 from ag.evaluate.tasks.base import PromptTask, Sample, Tags
@@ -133,16 +134,6 @@ class QuestionTask(PromptTask):
         stop, least = self.stops(model, tokenizer)
         text = str(tokenizer.decode(greedy(model, cache, last, sample.most, stop, least), skip_special_tokens=True))
         return self.grade(text, sample), {**tags, "answer": text}
-
-
-def divided(context: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
-    """Divide the tokens of a text where those of its beginning end.
-
-    What is read is the same wherever the border is: a token that reaches over it belongs to the second part.
-    """
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(context, whole[:-1], strict=False))
-    border = max(1, sum(1 for _ in same))
-    return whole[:border], whole[border:]
 
 
 def blanks(tokenizer: PreTrainedTokenizerBase, answer: list[int]) -> int:

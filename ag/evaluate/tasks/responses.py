@@ -39,18 +39,19 @@ class Response(Sample):
 
         Where prompts were cut to the longest row, the one before the longest answer is the shortest.
         """
-        lengths = [row.prompt_length or 0 for row in rows]
-        prompt = min((row.tokens[:length] for row, length in zip(rows, lengths, strict=True)), key=len)
-        answers = [row.tokens[length : _end(row)].tolist() for row, length in zip(rows, lengths, strict=True)]
-        return cls(name, prompt.tolist(), answers, 0 if rows[0].answer is None else rows[0].answer.target)
+        shortest = min(rows, key=lambda row: row.response_start)
+        prompt, question = np.split(shortest.tokens[: shortest.response_start], [shortest.prompt_length or 0])
+        answers = [row.tokens[row.response_start : _end(row)].tolist() for row in rows]
+        target = 0 if rows[0].answer is None else rows[0].answer.target
+        return cls(name, prompt.tolist(), answers, target, question=question.tolist())
 
 
 def _end(row: Row) -> int:
     """Where the response ends: that of a chat with the first turn of the assistant."""
     if row.loss is None:
         return len(row.tokens)
-    after = np.flatnonzero(~row.loss[row.prompt_length or 0 :])
-    return (row.prompt_length or 0) + int(after[0]) if len(after) else len(row.tokens)
+    after = np.flatnonzero(~row.loss[row.response_start :])
+    return row.response_start + int(after[0]) if len(after) else len(row.tokens)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import ag
 from ag.errors import UserError
 from ag.evaluate.tasks import GROUPS, make
 from ag.evaluate.tasks.follow import feed
-from ag.evaluate.tasks.questions import blanks, divided
+from ag.evaluate.tasks.questions import blanks
 from ag.gates import export
 from ag.model.hooks import lm_logits
 
@@ -117,13 +117,6 @@ def test_copies_of_the_cache_leave_generation_alone(root, tiny_llama, tiny_token
     alone = [outcome for _, outcome in task.run(model, tiny_tokenizer, policies, [replace(sample, right=[])])]
     assert [outcome.tags["answer"] for outcome in scored] == [outcome.tags["answer"] for outcome in alone]
     assert all("nats" not in outcome.tags for outcome in alone)
-
-
-def test_where_a_text_is_divided():
-    assert divided([1, 2, 3], [1, 2, 3, 4, 5]) == ([1, 2, 3], [4, 5])
-    assert divided([1, 2, 3], [1, 2, 7, 4]) == ([1, 2], [7, 4])  # a token over the border
-    assert divided([1, 2, 3], [1, 2, 3]) == ([1, 2], [3])
-    assert divided([9], [1, 2]) == ([1], [2])
 
 
 def test_blanks_before_an_answer(tiny_tokenizer):

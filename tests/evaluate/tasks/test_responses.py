@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import by_hand
+import numpy as np
 import pytest
 import torch
 from gates_for import gates_for
@@ -12,6 +13,7 @@ import ag
 from ag import data
 from ag.config import Config, DataConfig, ModelConfig
 from ag.config.recipes import dump, load_config
+from ag.data.collate import Answer, Row
 from ag.errors import UserError
 from ag.evaluate.tasks import make
 from ag.evaluate.tasks.responses import Response
@@ -72,6 +74,26 @@ def test_responses_are_scored_after_eviction(tiny_llama, variant):
         spare = outcome.kv_bytes / TOKEN - held
         assert 0 <= spare <= ROWS  # a row may have the slot that its next token takes from one that leaves
     assert 0.2 < min(outcome.kept for outcome in outcomes) < 0.95
+
+
+def test_question_after_the_prompt(tiny_llama):
+    """It is read when the prompt was evicted, nothing of it is evicted, and it does not count."""
+    model = tiny_llama()
+    gates = gates_for(model)
+    ag.attach(model, gates)
+    rows = [
+        Row(np.arange(5, 25) + choice, 12, Answer(0, choice, 1), np.arange(20) >= 17 - choice) for choice in range(2)
+    ]
+    sample = Response.of("0", rows)
+    assert sample.prompt == [*range(6, 18)] and sample.question == [*range(18, 22)]
+    assert sample.answers == [[22, 23, 24], [22, 23, 24, 25]] and sample.target == 1
+    [outcome] = score(model, [sample], "gates")
+    followed = Response("0", sample.prompt, [sample.question + answer for answer in sample.answers])
+    both, _ = losses_by_hand(model, gates, followed)
+    sums = [float(losses[4:].sum()) for losses in both]
+    assert outcome.score == pytest.approx(sums[1] / 4, abs=1e-4)
+    assert outcome.tags == {"tokens": 4, "accuracy": float(sums[1] < sums[0])}
+    assert outcome.tokens == 12 and outcome.kept < 0.95
 
 
 def test_a_full_cache_is_the_plain_model(tiny_llama):
