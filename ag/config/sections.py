@@ -137,10 +137,11 @@ class WarmupConfig:
 
     regress_steps: int = key(0, "first steps that train the gates by regression; 0: none", low=0)
     lr: float = key(3e-3, "peak learning rate of those steps (one cycle)", low=0)
-    target: Literal["attention", "obcache_value", "kvzip"] = key(
+    target: Literal["attention", "obcache_value", "kvzip", "kvzip_plus"] = key(
         "attention",
         "what gates predict of a key, from later queries: their attention on it; sqrt(sum A^2) * ||v||; kvzip: the "
-        "largest attention that a token of the response pays, times ||v|| (meant for data.packing=repeated)",
+        "largest attention that a token of the response pays, times ||v||; kvzip_plus: that over ||h||, times "
+        "||W_O v|| (both meant for data.packing=repeated)",
     )
     scale: Literal["head", "global"] = key(
         "head", "targets are standardised in each head by itself, or over all layers and heads, so that heads compare"

@@ -96,10 +96,11 @@ def _objective(config: Run) -> None:
     )
     _shares(config)
     _refuse(
-        config.warmup.target == "kvzip"
+        config.warmup.target in ("kvzip", "kvzip_plus")
         and (objective == "regress" or regress_steps > 0)
         and config.data.packing == "packed",
-        "warmup.target=kvzip with data.packing=packed: it is the attention of a response, and packed rows have none; "
+        f"warmup.target={config.warmup.target} with data.packing=packed: it is the attention of a response, and packed rows "
+        "have none; "
         "use data.packing=repeated, or warmup.target=attention",
     )
     _refuse(

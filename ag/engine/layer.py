@@ -23,13 +23,13 @@ from ag.engine.observe import Context, Keys, Observation, Queries
 from ag.engine.passes import Pass
 from ag.engine.policy import Policy
 from ag.engine.positions import Original
-from ag.engine.projection import output_weight
 from ag.engine.storage import RaggedStore, Rows
 from ag.errors import UserError
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
 from ag.kernels.row_pack import row_pack
 from ag.model.hooks import AttentionCall
+from ag.model.projection import output_weight
 
 
 @dataclass

@@ -13,11 +13,11 @@ from torch import Tensor
 from ag.engine.history import History
 from ag.engine.passes import Pass
 from ag.engine.positions import Original
-from ag.engine.projection import output_weight, projected_norms
 from ag.engine.storage import RaggedStore
 from ag.errors import UserError
 from ag.kernels.column_max import column_max
 from ag.model.hooks import AttentionCall
+from ag.model.projection import output_weight, projected_norms
 
 
 class Reader(Protocol):

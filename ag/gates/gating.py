@@ -14,6 +14,7 @@ from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 from ag.model.hooks import AttentionCall, Interceptor
+from ag.model.projection import output_weight, projected_norms
 
 
 class Dense(Interceptor):
@@ -196,7 +197,9 @@ class Observing(Gating):
         target: ``attention``: the mean over queries of the summed weights; ``obcache_value``: the root of the mean of
             squared weights, times the norm of the value (OBCache, value term, of the future); ``kvzip``: the largest
             weight that any query of the response, in any query head of the group, gives, times the norm of the value
-            (KVzip, where the response repeats the prompt). Then only tokens of the prompt have a target.
+            (KVzip, where the response repeats the prompt); ``kvzip_plus``: that of the value behind the head's output
+            projection instead, and each weight over the norm of the hidden state that its query was made of (KVzip+).
+            With these two, only tokens of the prompt have a target.
     """
 
     def __init__(
@@ -208,10 +211,12 @@ class Observing(Gating):
     ) -> None:
         super().__init__(gates, valid, prompt_length)
         self.target = target
+        self.repeats = target in ("kvzip", "kvzip_plus")
         self.window: int | None = None
         self.targets: dict[int, Tensor] = {}
-        only_responses = prompt_length is not None and (gates.config.prefill == "dense" or target == "kvzip")
+        only_responses = prompt_length is not None and (gates.config.prefill == "dense" or self.repeats)
         self._queries = valid.bool() & ~self.read if only_responses else valid.bool()
+        self._factors: Tensor | None = None  # of the queries' weights in the layer at hand, [B, T]
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Run the gate with a graph of its own."""
@@ -219,6 +224,8 @@ class Observing(Gating):
             logits = self._run_gate(layer, hidden.detach())
         if logits is not None:
             self.logits[layer + self.gates.config.layer_offset] = logits
+        if self.target == "kvzip_plus":
+            self._factors = 1 / hidden.detach().float().norm(dim=-1).clamp_min(1e-12)
 
     def payable(self, window: int | None = None) -> Tensor:
         """Return ``[B, T']`` bool: the tokens that gates may evict and some counting query could see."""
@@ -228,7 +235,7 @@ class Observing(Gating):
         columns = columns[: self._end]
         nearest = torch.maximum(columns + self.gates.config.recent_tokens, first)
         seen = nearest <= last
-        counted = self.counted() & self.read[:, : self._end] if self.target == "kvzip" else self.counted()
+        counted = self.counted() & self.read[:, : self._end] if self.repeats else self.counted()
         return counted & (seen if window is None else seen & (nearest - columns < window))
 
     @torch.no_grad()
@@ -244,9 +251,13 @@ class Observing(Gating):
         """Return the target of each key ``[B, Hkv, T]``."""
         shared: dict[str, Any] = {"queries": self._queries, "key_valid": self.valid, "window": call.window}
         shape = (*call.k.shape[:2], -1, call.k.shape[2])
+        if self.target == "kvzip_plus":
+            largest = column_max(call.q, call.k, call.scaling, **shared, factors=self._factors)
+            largest = largest * projected_norms(call.v.float(), output_weight(call.module, call.q.shape[1]), 2)
+            return largest.view(shape).amax(2).clamp_min(1e-12).log()
         sizes: Tensor = call.v.float().norm(dim=-1).clamp_min(1e-12).log()
         if self.target == "kvzip":
-            largest: Tensor = column_max(call.q, call.k, call.scaling, **shared).view(shape).amax(2)
+            largest = column_max(call.q, call.k, call.scaling, **shared).view(shape).amax(2)
             return largest.clamp_min(1e-12).log() + sizes
         power, skip = (1 if self.target == "attention" else 2), self.gates.config.recent_tokens
         sums = column_sums(call.q, call.k, call.scaling, **shared, power=power, skip=skip, mean=True)

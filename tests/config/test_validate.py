@@ -37,8 +37,8 @@ DOCUMENTS = "data.kind=text data.name=c data.packing=packed data.cross_documents
         ("loss.share_high=0.5 train=gates loss.objective=regress", "loss.share_high=0.5 loss.objective=regress"),
         ("loss.share_high=0.5 loss.anneal_steps=3", "loss.share_high=0.5 loss.anneal_steps=3 loss.beta"),
         (
-            "data.kind=text data.name=c data.packing=packed warmup.target=kvzip warmup.regress_steps=5",
-            "warmup.target=kvzip data.packing=packed data.packing=repeated",
+            "data.kind=text data.name=c data.packing=packed warmup.target=kvzip_plus warmup.regress_steps=5",
+            "warmup.target=kvzip_plus data.packing=packed data.packing=repeated",
         ),
         ("lora.targets=[]", "lora.targets=[] train=gates"),
         ("export.merge=true train=gates", "export.merge=true train=gates export.merge=false"),

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import peft
 import pytest
 import torch
 from attention_by_hand import Scene, agree, group_mean, pool
@@ -12,7 +11,6 @@ from compiled import needs
 import ag
 from ag.engine.allocators.base import Ballot
 from ag.engine.allocators.heads import Heads
-from ag.engine.projection import output_weight, projected_norms
 from ag.engine.rows import AttentionRows
 from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.controls import KNorm
@@ -26,7 +24,6 @@ from ag.engine.wrappers.caote import Caote, FastCaote, removal_error
 from ag.engine.wrappers.criticalkv import CriticalKV
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue, joint_error, key_error, value_error
 from ag.engine.wrappers.vatp import Vatp
-from ag.errors import UserError
 from ag.kernels.row_statistics import Values, cpu
 
 needs_compiler = needs(cpu.KERNEL)
@@ -430,32 +427,6 @@ def test_heads_share_by_the_first_score_alone():
     for h, count in enumerate(keep[0].sum(-1).tolist()):
         parts = ballot.score[0, h].tolist(), ballot.second[0, h].tolist(), ballot.protected[0, h].tolist()
         assert keep[0, h].nonzero().flatten().tolist() == two_stages(*parts, count, 0.5)
-
-
-@pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen3"])
-def test_the_output_projection_of_a_model(family, request):
-    """Also with LoRA beside it, which is merged by hand here."""
-    model = request.getfixturevalue(family)()
-    attention = model.get_decoder().layers[1].self_attn
-    project = attention.o_proj.weight.detach().double().clone()
-    got = output_weight(attention, 4)
-    assert got.shape == (4, 16, 64)
-    v = torch.randn(2, 2, 5, 16)
-    for order in (1, 2):
-        norms = projected_norms(v, got, order)
-        for h in range(4):
-            wanted = v[:, h // 2].double() @ project[:, h * 16 : (h + 1) * 16].T
-            torch.testing.assert_close(norms[:, h].double(), wanted.norm(p=order, dim=-1), rtol=1e-5, atol=1e-6)
-    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False))
-    beside = tuned.get_base_model().get_decoder().layers[1].self_attn.o_proj
-    low, high = beside.lora_A["default"].weight.double(), beside.lora_B["default"].weight.double()
-    merged = (project + beside.scaling["default"] * high @ low).T.unflatten(0, (4, 16))
-    torch.testing.assert_close(output_weight(attention, 4).double(), merged.detach(), rtol=1e-5, atol=1e-5)
-
-
-def test_a_layer_without_a_known_projection_is_named():
-    with pytest.raises(UserError, match="Identity has no output projection called o_proj, out_proj"):
-        output_weight(torch.nn.Identity(), 4)
 
 
 # ---- all wrappers

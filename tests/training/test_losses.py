@@ -253,9 +253,16 @@ def test_observed_payments(tiny_llama, tiny_mistral, target, covers, prefill, re
 
 
 @pytest.mark.parametrize(
-    ("covers", "prefill", "window"), [("prompt", "sparse", None), ("all", "dense", None), ("all", "sparse", 6)]
+    ("target", "covers", "prefill", "window"),
+    [
+        ("kvzip", "prompt", "sparse", None),
+        ("kvzip", "all", "dense", None),
+        ("kvzip", "all", "sparse", 6),
+        ("kvzip_plus", "prompt", "dense", None),
+        ("kvzip_plus", "all", "sparse", 6),
+    ],
 )
-def test_observed_repetition(tiny_llama, tiny_mistral, covers, prefill, window):
+def test_observed_repetition(tiny_llama, tiny_mistral, target, covers, prefill, window):
     """The largest weight that a response pays to a token of the prompt, from the eager model's attention matrices."""
     options = {"attn_implementation": "eager"}
     model = tiny_llama(**options) if window is None else tiny_mistral(sliding_window=window, **options)
@@ -264,11 +271,12 @@ def test_observed_repetition(tiny_llama, tiny_mistral, covers, prefill, window):
     valid, prompts, lengths = torch.ones_like(ids), [6, 5], [14, 11]
     valid[1, 11:] = 0
     plain = model(ids, attention_mask=valid, output_attentions=True, use_cache=False)
-    values = {}
+    values, read = {}, {}
     for index, layer in enumerate(model.model.layers):
         layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, index=index: values.update({index: out}))
+        layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, index=index: read.update({index: a[0]}))
     ag.attach(model, gates)
-    observed = Observing(gates, valid, torch.tensor(prompts), "kvzip")
+    observed = Observing(gates, valid, torch.tensor(prompts), target)
     with torch.no_grad():
         model(ids, gating=observed, use_cache=False)
     payable, found = observed.payable(observed.window), 0
@@ -279,10 +287,20 @@ def test_observed_repetition(tiny_llama, tiny_mistral, covers, prefill, window):
                 near = [j for j in range(prompts[b], lengths[b]) if window is None or j - t < window]
                 assert bool(payable[b, t]) == any(j - t >= 2 for j in near)
                 for kv in range(2) if payable[b, t] else ():
-                    most = max(
-                        float(plain.attentions[layer][b, head, j, t]) for j in near for head in (2 * kv, 2 * kv + 1)
+                    value, output = (
+                        values[layer][b, t].view(2, 16)[kv],
+                        model.model.layers[layer].self_attn.o_proj.weight,
                     )
-                    want = math.log(most * float(values[layer][b, t].view(2, 16)[kv].norm()))
+                    paid = []
+                    for j in near:
+                        for head in (2 * kv, 2 * kv + 1):
+                            weight = float(plain.attentions[layer][b, head, j, t])
+                            if target == "kvzip":
+                                paid.append(weight * float(value.norm()))
+                            else:
+                                written = output[:, 16 * head : 16 * head + 16] @ value
+                                paid.append(weight * float(written.norm() / read[layer][b, j].norm()))
+                    want = math.log(max(paid))
                     assert float(observed.targets[layer][b, kv, t]) == pytest.approx(want, abs=2e-4)
                     found += 1
     assert found > 40

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.projection import projected_norms
 from ag.engine.scorers.base import grouped
 from ag.engine.wrappers.base import Wrapper
 from ag.errors import require
+from ag.model.projection import projected_norms
 
 SMALL = 1e-4  # added to the base score, as published
 
