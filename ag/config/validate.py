@@ -99,9 +99,8 @@ def _objective(config: Run) -> None:
         config.warmup.target in ("kvzip", "kvzip_plus")
         and (objective == "regress" or regress_steps > 0)
         and config.data.packing == "packed",
-        f"warmup.target={config.warmup.target} with data.packing=packed: it is the attention of a response, and packed rows "
-        "have none; "
-        "use data.packing=repeated, or warmup.target=attention",
+        f"warmup.target={config.warmup.target} with data.packing=packed: it is the attention of a response, and packed "
+        "rows have none; use data.packing=repeated, or warmup.target=attention",
     )
     _refuse(
         train != "lora" and 0 < max_steps - regress_steps < config.loss.anneal_steps,
