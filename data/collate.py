@@ -33,8 +33,8 @@ class Row(NamedTuple):
 
     Attributes:
         tokens: its tokens, BOS included where the tokenizer adds one, ``[T]``.
-        prompt_length: so many tokens are the prompt, which carries no loss; None: plain text, all carry loss. A question
-            that comes after eviction is behind it.
+        prompt_length: so many tokens are the prompt, which carries no loss; None: plain text, all carry loss. A
+            question that comes after eviction is behind it.
         answer: set in the validation rows of multiple-choice tasks.
         loss: which tokens carry loss, ``[T]``; None: those behind the prompt.
     """

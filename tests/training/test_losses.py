@@ -287,10 +287,8 @@ def test_observed_repetition(tiny_llama, tiny_mistral, target, covers, prefill, 
                 near = [j for j in range(prompts[b], lengths[b]) if window is None or j - t < window]
                 assert bool(payable[b, t]) == any(j - t >= 2 for j in near)
                 for kv in range(2) if payable[b, t] else ():
-                    value, output = (
-                        values[layer][b, t].view(2, 16)[kv],
-                        model.model.layers[layer].self_attn.o_proj.weight,
-                    )
+                    value = values[layer][b, t].view(2, 16)[kv]
+                    output = model.model.layers[layer].self_attn.o_proj.weight
                     paid = []
                     for j in near:
                         for head in (2 * kv, 2 * kv + 1):
