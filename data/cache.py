@@ -19,9 +19,9 @@ from ag.files import fsync
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 1  # raise it when rows are cut in another way: a cache that was made before is not read again
-MANIFEST, TOKENS, ENDS, PROMPTS = "manifest.json", "tokens.bin", "ends.bin", "prompts.bin"
-NO_PROMPT = -1
+FORMAT = 2  # raise it when rows are cut in another way: a cache that was made before is not read again
+MANIFEST, TOKENS, ENDS, PLACES = "manifest.json", "tokens.bin", "ends.bin", "places.bin"
+NONE = -1  # no prompt, nothing copied
 
 
 class CachedRows(Sequence[Row]):
@@ -33,10 +33,11 @@ class CachedRows(Sequence[Row]):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._tokens, self._ends, self._prompts = (
+        self._tokens, self._ends, places = (
             np.memmap(folder / name, dtype=kind, mode="r")
-            for name, kind in ((TOKENS, np.int32), (ENDS, np.int64), (PROMPTS, np.int32))
+            for name, kind in ((TOKENS, np.int32), (ENDS, np.int64), (PLACES, np.int32))
         )
+        self._places = places.reshape(-1, 3)
 
     def __reduce__(self) -> tuple[type[CachedRows], tuple[Path]]:
         return CachedRows, (self.folder,)
@@ -53,8 +54,12 @@ class CachedRows(Sequence[Row]):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         start = int(self._ends[index - 1]) if index else 0
-        prompt = int(self._prompts[index])
-        return Row(np.array(self._tokens[start : self._ends[index]]), None if prompt == NO_PROMPT else prompt)
+        prompt, *copied = self._places[index].tolist()
+        return Row(
+            np.array(self._tokens[start : self._ends[index]]),
+            None if prompt == NONE else prompt,
+            copied=None if NONE in copied else tuple(copied),
+        )
 
 
 def cached(
@@ -117,16 +122,16 @@ def _write(
     for leftover in (work, folder):
         shutil.rmtree(leftover, ignore_errors=True)
     work.mkdir()
-    ends, prompts, end = [], [], 0
+    ends, places, end = [], [], 0
     try:
         with open(work / TOKENS, "wb") as file:
             for row in rows:
                 file.write(np.ascontiguousarray(row.tokens, dtype=np.int32).tobytes())
                 end += len(row.tokens)
                 ends.append(end)
-                prompts.append(NO_PROMPT if row.prompt_length is None else row.prompt_length)
+                places.append((NONE if row.prompt_length is None else row.prompt_length, *(row.copied or (NONE, NONE))))
         np.array(ends, dtype=np.int64).tofile(work / ENDS)
-        np.array(prompts, dtype=np.int32).tofile(work / PROMPTS)
+        np.array(places, dtype=np.int32).tofile(work / PLACES)
         manifest = {
             "identity": identity,
             "rows": len(ends),

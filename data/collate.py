@@ -37,12 +37,14 @@ class Row(NamedTuple):
             question that comes after eviction is behind it.
         answer: set in the validation rows of multiple-choice tasks.
         loss: which tokens carry loss, ``[T]``; None: those behind the prompt.
+        copied: from which token to which (not included) the response repeats the prompt; None: no part of it alone.
     """
 
     tokens: Tokens
     prompt_length: int | None = None
     answer: Answer | None = None
     loss: npt.NDArray[np.bool_] | None = None
+    copied: tuple[int, int] | None = None
 
     @property
     def response_start(self) -> int:
@@ -60,6 +62,7 @@ class Collator:
     - ``input_ids`` ``[B, T]`` int64, ``attention_mask`` ``[B, T]`` bool (True on real tokens),
     - ``labels`` ``[B, T]`` int64: ``input_ids`` where the token carries loss, else -100 (the loss shifts),
     - ``prompt_length`` ``[B]`` int64: absent for packed plain text,
+    - ``copied`` ``[B, 2]`` int64: with repeated chunks only, the first column that is repeated and one past the last,
     - ``document_start`` ``[B, T]`` int64: with ``end`` only, the column where the document of each token begins. The
       first token of a document carries no loss then: what comes before it belongs to another document,
     - ``question``, ``choice``, ``target`` ``[B]`` int64: validation of multiple-choice tasks only. All
@@ -108,6 +111,8 @@ class Collator:
             batch["document_start"] = torch.from_numpy(np.maximum.accumulate(columns, axis=1))
         if rows[0].prompt_length is not None:
             batch["prompt_length"] = torch.tensor([row.prompt_length for row in rows])
+        if rows[0].copied is not None:
+            batch["copied"] = torch.tensor([row.copied for row in rows])
         if rows[0].answer is not None:
             answers = torch.tensor([row.answer for row in rows])
             batch |= dict(zip(Answer._fields, answers.unbind(dim=1), strict=True))
@@ -119,6 +124,7 @@ class Collator:
             tokens=np.array([self.pad_id], dtype=np.int32),
             prompt_length=None if like.prompt_length is None else 1,
             answer=None if like.answer is None else Answer(question=-1, choice=0, target=-1),
+            copied=None if like.copied is None else (0, 0),
         )
 
 

@@ -3,11 +3,13 @@
 ``packed``: documents, each followed by EOS, are joined and cut into rows of ``max_length`` tokens; all carry loss.
 With ``cross_documents=false`` attention ends at every EOS, and the first token of a document carries no loss.
 ``split``: each document is cut into windows of a prompt and its continuation; the continuation carries loss.
+``repeated``: each document is cut into passages, and a row is a passage with a copy of it, or of a chunk of it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 STEP = 64  # prompt lengths lie on this grid, so that the rows of a batch have few different lengths
 DOCUMENTS = 64  # per call of the tokenizer
 AGAIN = "\n\nThe same text once more, word for word:\n\n"  # between a passage and its copy
-ROW_SETTINGS = ("text_field", "packing", "max_length", "prompt_min", "prompt_max", "continuation")
+LEAD = 8  # tokens before a chunk that is repeated
+ROW_SETTINGS = ("text_field", "packing", "max_length", "prompt_min", "prompt_max", "continuation", "copy_max")
 
 Cut = Callable[[Iterable[list[int]]], Iterator[Row]]
 
@@ -62,7 +65,7 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
                 f"{tokenizer.name_or_path} also begins them with it: use data.cross_documents=true"
             )
     elif data.packing == "repeated":
-        cut = Repeated.of(data, tokenizer, context, counts)
+        cut = Repeated.of(data, tokenizer, context, config.seed, counts)
     else:
         cut = Windows.of(data, tokenizer, context, config.seed, counts)
 
@@ -264,50 +267,67 @@ class Windows:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Passages, each followed by a sentence and by itself once more; the whole row carries loss.
+    """Passages, each followed by a sentence and by itself, or a chunk of itself, once more; the whole row carries loss.
+
+    A chunk that is not the passage's beginning comes behind the tokens before it, which say where to go on.
 
     Attributes:
         length: tokens of a passage.
+        copy: tokens of a chunk, of which one is drawn for each passage; None: passages are repeated as a whole.
         start: tokens before it.
         again: tokens between it and its copy.
+        seed: seed of the chunks.
         counts: ``skipped`` counts the documents too short for one passage.
     """
 
     length: int
+    copy: int | None
     start: list[int]
     again: list[int]
+    seed: int
     counts: Counts
 
     @classmethod
-    def of(cls, data: DataConfig, tokenizer: PreTrainedTokenizerBase, context: int, counts: Counts) -> Repeated:
+    def of(
+        cls, data: DataConfig, tokenizer: PreTrainedTokenizerBase, context: int, seed: int, counts: Counts
+    ) -> Repeated:
         """Read the settings; the arguments are those of :meth:`Windows.of`."""
         start, again = start_tokens(tokenizer), tokenize(tokenizer, [AGAIN])[0]
         longest = min(data.max_length, context)
-        length = (longest - len(start) - len(again)) // 2
-        if length < STEP:
+        room = longest - len(start) - len(again)
+        if data.copy_max and room - LEAD - data.copy_max > data.copy_max:
+            return cls(room - LEAD - data.copy_max, data.copy_max, start, again, seed, counts)
+        if room // 2 < STEP:
             raise DataError(
-                f"data.packing=repeated: rows of {longest} tokens leave {length} for a passage, expected at least "
+                f"data.packing=repeated: rows of {longest} tokens leave {room // 2} for a passage, expected at least "
                 f"{STEP}: use a data.max_length of {2 * STEP + len(start) + len(again)} or more, and a model with that "
                 "context"
             )
-        return cls(length, start, again, counts)
+        return cls(room // 2, None, start, again, seed, counts)
 
     def train(self, documents: Iterable[list[int]]) -> Iterator[Row]:
         """Cut each document into passages; what remains at its end is left out."""
-        for tokens in documents:
+        for number, tokens in enumerate(documents):
+            rng = np.random.default_rng([self.seed, number])
             starts = range(0, len(tokens) - self.length + 1, self.length)
-            yield from (self.row(tokens[at : at + self.length]) for at in starts)
+            yield from (self.row(tokens[at : at + self.length], rng) for at in starts)
             self.counts.skipped += not starts
 
     def validation(self, documents: Iterable[list[int]]) -> Iterator[Row]:
         """Take the first passage of each document."""
-        for tokens in documents:
+        for number, tokens in enumerate(documents):
             if len(tokens) >= self.length:
-                yield self.row(tokens[: self.length])
+                yield self.row(tokens[: self.length], np.random.default_rng([self.seed, number]))
             else:
                 self.counts.skipped += 1
 
-    def row(self, passage: list[int]) -> Row:
+    def row(self, passage: list[int], rng: np.random.Generator) -> Row:
         """Return a passage with its copy; the passage is the prompt."""
-        tokens = [*self.start, *passage, *self.again, *passage]
-        return Row(np.array(tokens, dtype=np.int32), len(self.start) + len(passage))
+        prompt = [*self.start, *passage, *self.again]
+        length = len(self.start) + len(passage)
+        if self.copy is None:
+            return Row(np.array([*prompt, *passage], dtype=np.int32), length)
+        first = self.copy * int(rng.integers(math.ceil(len(passage) / self.copy)))
+        tokens = [*prompt, *passage[max(0, first - LEAD) : first + self.copy]]
+        copied = len(self.start) + first, len(self.start) + min(first + self.copy, len(passage))
+        return Row(np.array(tokens, dtype=np.int32), length, copied=copied)

@@ -93,6 +93,9 @@ class DataConfig:
     prompt_min: int = key(192, "shortest prompt in tokens (text, split; facts: roughly)", low=1)
     prompt_max: int = key(512, "longest prompt in tokens (text, split; facts: roughly)", low=1)
     continuation: int = key(64, "tokens after the prompt that carry the loss (text, split)", low=1)
+    copy_max: int = key(
+        0, "of a longer passage a chunk of so many tokens is repeated, drawn for each; 0: all (text, repeated)", low=0
+    )
     solution_min: int = key(200, "shortest solution in tokens (worked; roughly)", low=20)
     solution_max: int = key(400, "longest solution in tokens (worked)", low=60)
     streaming: bool = key(False, "read the dataset while training instead of before (text)")

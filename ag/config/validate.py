@@ -167,6 +167,10 @@ def _data(config: Run) -> None:
         data.question == "after" and data.kind in ("text", "worked"),
         f"data.question=after with data.kind={data.kind}: its rows have no text before a question; leave it out",
     )
+    _refuse(
+        data.copy_max > 0 and (data.kind != "text" or data.packing != "repeated"),
+        f"data.copy_max={data.copy_max} without data.packing=repeated: nothing is repeated; leave it out",
+    )
     if data.kind == "worked":
         _refuse(
             data.solution_min > data.solution_max,

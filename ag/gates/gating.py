@@ -200,6 +200,8 @@ class Observing(Gating):
             (KVzip, where the response repeats the prompt); ``kvzip_plus``: that of the value behind the head's output
             projection instead, and each weight over the norm of the hidden state that its query was made of (KVzip+).
             With these two, only tokens of the prompt have a target.
+        copied: ``[B, 2]`` long, the columns from which to which (not included) the response repeats the prompt; only
+            these have a target then. None: all that could be seen.
     """
 
     def __init__(
@@ -208,9 +210,10 @@ class Observing(Gating):
         valid: Tensor,
         prompt_length: Tensor | None = None,
         target: str = "attention",
+        copied: Tensor | None = None,
     ) -> None:
         super().__init__(gates, valid, prompt_length)
-        self.target = target
+        self.target, self.copied = target, copied
         self.repeats = target in ("kvzip", "kvzip_plus")
         self.window: int | None = None
         self.targets: dict[int, Tensor] = {}
@@ -235,7 +238,11 @@ class Observing(Gating):
         columns = columns[: self._end]
         nearest = torch.maximum(columns + self.gates.config.recent_tokens, first)
         seen = nearest <= last
-        counted = self.counted() & self.read[:, : self._end] if self.repeats else self.counted()
+        counted = self.counted()
+        if self.repeats:
+            counted = counted & self.read[:, : self._end]
+            if self.copied is not None:
+                counted = counted & (columns >= self.copied[:, :1]) & (columns < self.copied[:, 1:])
         return counted & (seen if window is None else seen & (nearest - columns < window))
 
     @torch.no_grad()

@@ -254,10 +254,11 @@ class GatedLM(L.LightningModule):
 
     def _regress(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.gates is not None
-        observed = Observing(self.gates, batch["attention_mask"], batch.get("prompt_length"), self.config.warmup.target)
+        warm = self.config.warmup
+        prompts, copied = batch.get("prompt_length"), batch.get("copied")
+        observed = Observing(self.gates, batch["attention_mask"], prompts, warm.target, copied)
         with torch.no_grad():
             self.hidden(batch, observed)
-        warm = self.config.warmup
         measure = losses.ranking_loss if warm.loss == "ranking" else losses.regression_loss
         loss = measure(self.gates, observed, warm.keep, warm.scale)
         self._log("train/regress_loss", loss, prog_bar=True, sync_dist=True)

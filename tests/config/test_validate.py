@@ -53,6 +53,7 @@ DOCUMENTS = "data.kind=text data.name=c data.packing=packed data.cross_documents
         ("data.kind=sft", "data.name=facts data.kind=sft data.kind=facts"),
         ("data.eos=true", "data.eos=true data.kind=facts data.kind=sft"),
         ("data.kind=text data.name=c data.question=after", "data.question=after data.kind=text"),
+        ("data.kind=text data.name=c data.copy_max=64", "data.copy_max=64 data.packing=repeated"),
         ("data.root=x", "data.root=x data.kind=facts data.kind=sft"),
         ("data.kind=worked data.name=worked data.root=x", "data.root=x data.kind=worked"),
         ("data.kind=worked data.name=worked data.solution_min=500", "data.solution_min=500 data.solution_max"),

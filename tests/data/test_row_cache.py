@@ -36,18 +36,18 @@ def build(make_config, tokenizer, corpus, context=10_000, seed=0, **data):
 
 def contents(module):
     rows = [*module.train_rows, *(row for (row,) in module.val_rows)]
-    return [(row.tokens.tolist(), row.prompt_length) for row in rows], module.skipped
+    return [(row.tokens.tolist(), row.prompt_length, row.copied) for row in rows], module.skipped
 
 
-@pytest.mark.parametrize("packing", ["packed", "split", "repeated"])
+@pytest.mark.parametrize(("packing", "copy_max"), [("packed", 0), ("split", 0), ("repeated", 0), ("repeated", 30)])
 def test_second_run_reads_what_the_first_one_made(
-    make_config, tokenizer, corpus, tmp_path, monkeypatch, packing, write
+    make_config, tokenizer, corpus, tmp_path, monkeypatch, packing, copy_max, write
 ):
     if packing == "repeated":
         for split, most in (("train", 5), ("validation", 3)):
             texts = [f"{i} " + "the river is high today " * (30 * i) for i in range(most)]
             write(corpus / "corpus", split, [{"text": text} for text in texts])
-    options = {"packing": packing, "max_length": 200 if packing == "repeated" else 60}
+    options = {"packing": packing, "max_length": 200 if packing == "repeated" else 60, "copy_max": copy_max}
     first = build(make_config, tokenizer, corpus, **options)
     fresh, batches = contents(first), [*first.train_dataloader()]
     options["cache"] = str(tmp_path / "cache")

@@ -256,6 +256,47 @@ def test_passages_are_repeated_word_for_word(make_config, corpus, bos_tokenizer,
             assert set(batch["prompt_length"].tolist()) == {1 + size}
 
 
+@pytest.mark.parametrize("context", [10_000, 160])
+def test_chunks_of_passages_are_repeated(make_config, corpus, bos_tokenizer, context):
+    """A chunk comes behind the tokens before it, all chunks come, and the batch says which it was."""
+    settings = REPEATED | {"copy_max": 30}
+    module = build(make_config, bos_tokenizer, corpus, context, **settings)
+    again = plain(bos_tokenizer, AGAIN)
+    size = min(170, context) - 1 - len(again) - 8 - 30
+    passages = [
+        (text, tokens[at : at + size])
+        for text in DOCUMENTS
+        for tokens in [plain(bos_tokenizer, text)]
+        for at in range(0, len(tokens) - size + 1, size)
+    ]
+    chunks = set()
+    for row, (_, passage) in zip(module.train_rows, passages, strict=True):
+        first, end = (column - 1 for column in row.copied)  # BOS comes once
+        lead = passage[max(0, first - 8) : first]
+        assert row.tokens.tolist() == [0, *passage, *again, *lead, *passage[first:end]]
+        assert row.prompt_length == 1 + size and first % 30 == 0 and end == min(first + 30, size)
+        chunks.add(first)
+    assert chunks == set(range(0, size, 30))
+    assert len(module.val_rows) == len({text for text, _ in passages})
+    for batch in module.train_dataloader():
+        assert torch.equal(batch["labels"] != -100, batch["attention_mask"])
+        for ids, (first, end) in zip(batch["input_ids"].tolist(), batch["copied"].tolist(), strict=True):
+            assert any(
+                row.copied == (first, end) and ids[: len(row.tokens)] == row.tokens.tolist()
+                for row in module.train_rows
+            )
+    repeated = [(row.tokens.tolist(), row.copied) for row in module.train_rows]
+    same = build(make_config, bos_tokenizer, corpus, context, **settings)
+    assert [(row.tokens.tolist(), row.copied) for row in same.train_rows] == repeated
+
+
+def test_passages_that_a_chunk_holds_are_repeated_as_a_whole(make_config, corpus, bos_tokenizer):
+    whole = build(make_config, bos_tokenizer, corpus, **REPEATED)
+    module = build(make_config, bos_tokenizer, corpus, **REPEATED, copy_max=100)
+    assert [row.tokens.tolist() for row in module.train_rows] == [row.tokens.tolist() for row in whole.train_rows]
+    assert all(row.copied is None for row in module.train_rows)
+
+
 def test_rows_too_short_to_repeat_a_passage(make_config, corpus, tokenizer):
     again = len(plain(tokenizer, AGAIN))
     with refuses(DataError, "data.packing=repeated", "63", "64", f"data.max_length of {128 + again}"):

@@ -103,6 +103,7 @@ REMEMBER = [
     "data.name=words",
     "data.packing=repeated",
     "data.max_length=200",
+    "data.copy_max=40",
     "data.train_samples=12",
     "data.num_workers=0",
     "gate.kind=mlp",

@@ -304,6 +304,29 @@ def test_observed_repetition(tiny_llama, tiny_mistral, target, covers, prefill, 
     assert found > 40
 
 
+def test_only_what_is_repeated_has_a_target(tiny_llama):
+    model = tiny_llama()
+    gates = gates_for(model, covers="all", recent_tokens=2)
+    ag.attach(model, gates)
+    ids = torch.randint(3, 128, (2, 20), generator=torch.Generator().manual_seed(2))
+    prompts, copied = torch.tensor([12, 9]), torch.tensor([[3, 8], [0, 5]])
+    whole, part = (Observing(gates, torch.ones_like(ids), prompts, "kvzip", chunk) for chunk in (None, copied))
+    for observed in (whole, part):
+        with torch.no_grad():
+            model(ids, gating=observed, use_cache=False)
+    columns = torch.arange(whole.payable().shape[1])
+    assert torch.equal(part.payable(), whole.payable() & (columns >= copied[:, :1]) & (columns < copied[:, 1:]))
+    assert part.payable().sum(1).tolist() == [5, 5] and whole.payable().sum(1).tolist() == [12, 9]
+    other = {layer: torch.where(part.payable()[:, None], x, 50.0) for layer, x in part.targets.items()}
+    loss = losses.regression_loss(gates, part, 0.5, "global")
+    part.targets = other
+    assert (
+        losses.regression_loss(gates, part, 0.5, "global")
+        == loss
+        != losses.regression_loss(gates, whole, 0.5, "global")
+    )
+
+
 def two_layers(draw):
     """Return targets, logits and mask of two layers, two rows of 9 and 4 tokens, and two heads."""
     mask = torch.arange(9) < torch.tensor([[9], [4]])
