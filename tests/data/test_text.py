@@ -281,10 +281,8 @@ def test_chunks_of_passages_are_repeated(make_config, corpus, bos_tokenizer, con
     for batch in module.train_dataloader():
         assert torch.equal(batch["labels"] != -100, batch["attention_mask"])
         for ids, (first, end) in zip(batch["input_ids"].tolist(), batch["copied"].tolist(), strict=True):
-            assert any(
-                row.copied == (first, end) and ids[: len(row.tokens)] == row.tokens.tolist()
-                for row in module.train_rows
-            )
+            row = next(row for row in module.train_rows if ids[: len(row.tokens)] == row.tokens.tolist())
+            assert row.copied == (first, end)
     repeated = [(row.tokens.tolist(), row.copied) for row in module.train_rows]
     same = build(make_config, bos_tokenizer, corpus, context, **settings)
     assert [(row.tokens.tolist(), row.copied) for row in same.train_rows] == repeated
