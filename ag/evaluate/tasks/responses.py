@@ -85,6 +85,12 @@ class Responses(PromptTask):
         if self.run_folder is not None:
             self.recipe()
 
+    @property
+    def question(self) -> str | None:
+        """``after`` where the run's prompts end before the question."""
+        after = self.run_folder is not None and self.recipe().data.question == "after"
+        return "after" if after else None
+
     def recipe(self) -> Config:
         """Return the run's configuration, or one for plain documents, with what was given put in.
 

@@ -186,6 +186,18 @@ def test_answers_of_a_cut_question_follow_the_same_prompt(run, tiny_tokenizer):
     assert lengths == [min(40, length) for length in whole[:5]] and 40 in lengths and lengths[0] < 40
 
 
+def test_a_run_whose_questions_come_after(run, tiny_tokenizer):
+    found = {}
+    for when, said in (("after", "after"), ("before", None)):
+        task = make("responses", run_folder=run("facts", question=when))
+        assert task.question == said
+        found[when] = task.load(tiny_tokenizer, None, 512).samples
+    old, new = found["before"], found["after"]
+    assert [sample.prompt + sample.question for sample in new] == [sample.prompt for sample in old]
+    assert all("Question:" in tiny_tokenizer.decode(sample.question) for sample in new)
+    assert [sample.answers for sample in new] == [sample.answers for sample in old]
+
+
 def test_lengths_of_plain_documents_can_be_given(run, tiny_tokenizer, write):
     for where in ({"run_folder": run("text")}, {"root": write("documents/train", CORPUS)}):
         write("documents/validation", CORPUS)
