@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,29 @@ def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.M
 def test_a_name_that_is_not_there_suggests_the_nearest(wrong: str) -> None:
     with refuses(ExportError, wrong, "did you mean smollm2?"):
         ag.policy(f"gates:{wrong}")
+
+
+@pytest.mark.slow
+def test_they_saw_nothing_of_what_they_are_measured_on(shared_data: Path) -> None:
+    """By ids, those of the documents whose continuation is scored; by runs of 12 words, all books that hide numbers."""
+    train, validation, books = (
+        [json.loads(line) for line in lines(shared_data / name)]
+        for name in ("corpus/train.jsonl.gz", "corpus/validation.jsonl", "pg19_style/test.jsonl.gz")
+    )
+    assert len(train) > 4000 and not {row["id"] for row in train} & {row["id"] for row in validation}
+    read = {run for row in books for run in runs(row["text"])}
+    assert len(read) > 100_000 and not any(run in read for row in train for run in runs(row["text"]))
+
+
+def lines(path: Path) -> list[str]:
+    content = path.read_bytes()
+    return (gzip.decompress(content) if path.suffix == ".gz" else content).decode().strip().split("\n")
+
+
+def runs(text: str) -> Iterator[int]:
+    """The hash of each 12 words in a row."""
+    words = text.split()
+    return (hash(tuple(words[i : i + 12])) for i in range(len(words) - 11))
 
 
 @pytest.mark.slow
