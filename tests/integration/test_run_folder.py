@@ -196,7 +196,8 @@ def check_export(run: Path, config: Config, gates: dict[str, torch.Tensor], lora
                 held, seen = held + length * cache.kept_share(), seen + length
             rest = model(ids[:, length:], past_key_values=cache)
         logits = torch.cat([start.logits[:, -1:], rest.logits[:, :-1]], 1)
-        losses += torch.nn.functional.cross_entropy(logits[0], ids[0, length:], reduction="none").tolist()
+        nats = torch.nn.functional.cross_entropy(logits[0], ids[0, length:], reduction="none").tolist()
+        losses += nats[row.response_start - length :]  # a question behind the prompt carries no loss
     assert last["val/lm_loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
     if gates and seen:
         assert last["val/evicted"] == pytest.approx(1 - held / seen, abs=1e-6)
