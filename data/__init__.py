@@ -9,7 +9,7 @@ from ag.data.module import DataModule
 from ag.data.problems import ANY
 from ag.data.problems import KINDS as PROBLEMS
 from ag.data.sources import DataError
-from ag.data.templates import TASKS, find_task, is_own
+from ag.data.templates import WITH_CONTEXT, find_task, is_own
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,11 +30,10 @@ def check(data: DataConfig) -> None:
     """
     if data.kind == "sft" and not is_own(data):
         find_task(data.name)
-    if data.question == "after" and data.kind == "sft" and (is_own(data) or not TASKS[data.name].context):
-        known = ", ".join(name for name, task in TASKS.items() if task.context)
+    if data.question == "after" and data.kind == "sft" and data.name not in WITH_CONTEXT:
         raise DataError(
             f"data.question=after with data.name={data.name}: expected a task whose text comes before the question "
-            f"({known}), or data.kind=facts; leave it out"
+            f"({', '.join(WITH_CONTEXT)}), or data.kind=facts; leave it out"
         )
     if data.kind == "worked" and data.name not in (ANY, *PROBLEMS):
         raise DataError(f"data.name={data.name} with data.kind=worked: expected {ANY} or one of {', '.join(PROBLEMS)}")

@@ -120,7 +120,10 @@ class Encoder:
             for choice in (range(len(question.choices)) if every_choice else [question.target])
         ]
         prompts = tokenize(self.tokenizer, [question.prompt for question in questions])
-        contexts = tokenize(self.tokenizer, [question.context for question in questions])
+        borders: list[int | None] = [None] * len(questions)
+        if self.question == "after":
+            contexts = tokenize(self.tokenizer, [question.context for question in questions])
+            borders = [len(divided(context, prompt)[0]) for context, prompt in zip(contexts, prompts, strict=True)]
         answers = [self.before + questions[number].choices[choice] for number, choice in asked]
         lines = [questions[number].prompt.rsplit("\n", 1)[-1] for number, _ in asked]
         before = tokenize(self.tokenizer, lines)
@@ -130,12 +133,12 @@ class Encoder:
         for (number, choice), line, both, response in zip(asked, before, joint, alone, strict=True):
             if len(both) > len(line) and both[: len(line)] == line:
                 response = both[len(line) :]
-            row = self._row(prompts[number], contexts[number], response + self.end, f"{split} row {number + 1}")
+            row = self._row(prompts[number], borders[number], response + self.end, f"{split} row {number + 1}")
             answer = Answer(number, choice, questions[number].target) if every_choice else None
             groups[number].append(row._replace(answer=answer))
         return groups
 
-    def _row(self, prompt: list[int], context: list[int], response: list[int], place: str) -> Row:
+    def _row(self, prompt: list[int], border: int | None, response: list[int], place: str) -> Row:
         room = self.limit - len(self.start) - len(response)
         if room < 1:
             raise DataError(
@@ -147,9 +150,9 @@ class Encoder:
         self.counts.truncated_tokens += lost
         head = self.start + prompt[lost:]
         tokens = np.array(head + response, dtype=np.int32)
-        if self.question == "before":
+        if border is None:
             return Row(tokens, len(head))
-        read = max(1, len(divided(context, prompt)[0]) - lost + len(self.start))
+        read = max(1, border - lost + len(self.start))
         return Row(tokens, read, loss=np.arange(len(tokens)) >= len(head))
 
 

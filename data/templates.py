@@ -191,6 +191,9 @@ TASKS: dict[str, Task] = {
 }
 
 
+WITH_CONTEXT = [name for name, task in TASKS.items() if task.context]
+
+
 def is_own(data: DataConfig) -> bool:
     """Whether supervised rows are not those of the table: of a folder, or of ``ORG/NAME`` on the hub."""
     inside = [Path(data.root) / data.name] if data.root else []

@@ -9,7 +9,6 @@ With ``cross_documents=false`` attention ends at every EOS, and the first token 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,14 +294,15 @@ class Repeated:
         start, again = start_tokens(tokenizer), tokenize(tokenizer, [AGAIN])[0]
         longest = min(data.max_length, context)
         room = longest - len(start) - len(again)
-        if data.copy_max and room - LEAD - data.copy_max > data.copy_max:
-            return cls(room - LEAD - data.copy_max, data.copy_max, start, again, seed, counts)
         if room // 2 < STEP:
             raise DataError(
                 f"data.packing=repeated: rows of {longest} tokens leave {room // 2} for a passage, expected at least "
                 f"{STEP}: use a data.max_length of {2 * STEP + len(start) + len(again)} or more, and a model with that "
                 "context"
             )
+        length = room - LEAD - data.copy_max
+        if 0 < data.copy_max < length:
+            return cls(length, data.copy_max, start, again, seed, counts)
         return cls(room // 2, None, start, again, seed, counts)
 
     def train(self, documents: Iterable[list[int]]) -> Iterator[Row]:
@@ -327,7 +327,8 @@ class Repeated:
         length = len(self.start) + len(passage)
         if self.copy is None:
             return Row(np.array([*prompt, *passage], dtype=np.int32), length)
-        first = self.copy * int(rng.integers(math.ceil(len(passage) / self.copy)))
+        starts = range(0, len(passage), self.copy)
+        first = starts[rng.integers(len(starts))]
         tokens = [*prompt, *passage[max(0, first - LEAD) : first + self.copy]]
         copied = len(self.start) + first, len(self.start) + min(first + self.copy, len(passage))
         return Row(np.array(tokens, dtype=np.int32), length, copied=copied)

@@ -200,8 +200,8 @@ class Observing(Gating):
             (KVzip, where the response repeats the prompt); ``kvzip_plus``: that of the value behind the head's output
             projection instead, and each weight over the norm of the hidden state that its query was made of (KVzip+).
             With these two, only tokens of the prompt have a target.
-        copied: ``[B, 2]`` long, the columns from which to which (not included) the response repeats the prompt; only
-            these have a target then. None: all that could be seen.
+        copied: ``[B, 2]`` long, the columns from which to which (not included) the response repeats the prompt: with
+            these two, no others have a target. None: all that could be seen.
     """
 
     def __init__(

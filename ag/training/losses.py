@@ -153,13 +153,7 @@ def ranking_loss(
 
     Each token is compared with another one, drawn anew each time, of its own head and sequence, or of any layer, head
     and sequence of this device's batch; and with the gate's threshold, above which the share ``keep`` belongs. How far
-    targets lie apart does not count.
-
-    Args:
-        gates: the gates.
-        observed: a forward pass under :class:`ag.gates.gating.Observing`.
-        keep: share of tokens to keep, in (0, 1).
-        scale: ``head`` or ``global``.
+    targets lie apart does not count. The arguments are those of :func:`regression_loss`.
     """
     logits, wanted, mask = _above_threshold(gates, observed, keep, scale)
     if scale == "global":

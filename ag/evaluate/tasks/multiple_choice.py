@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.data.sft import Encoder
-from ag.data.templates import TASKS, examples
+from ag.data.templates import TASKS, WITH_CONTEXT, examples
 from ag.engine import EvictionCache
 from ag.errors import UserError, require
 from ag.evaluate.tasks.base import LeftOut, PromptTask, Sample, Tags
@@ -59,11 +59,10 @@ class MultipleChoice(PromptTask):
     def __post_init__(self) -> None:
         """Check when the question is read."""
         require(self, "question", self.question in WHEN, " or ".join(WHEN))
-        if self.question == "after" and not TASKS[self.name].context:
-            known = " and ".join(name for name, task in TASKS.items() if task.context)
+        if self.question == "after" and self.name not in WITH_CONTEXT:
             raise UserError(
                 f"Task {self.name}: question=after needs a context that is read before the question, and this task has "
-                f"none; only {known} have, and needles, RULER and LongBench."
+                f"none; only {' and '.join(WITH_CONTEXT)} have, and needles, RULER and LongBench."
             )
 
     def identity(self) -> dict[str, Any]:
