@@ -1,0 +1,214 @@
+"""Pages of keys and values: the memory that rows of tokens take, share and give back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from ag.errors import UserError
+from ag.model.geometry import fingerprint
+from ag.model.hooks import decoder_of, device_of
+
+PAGE = 16  # tokens of a page
+LOOSE_SHARE = 32  # a pool that grows is loose when more than one page for each so many taken ones is free
+
+
+class PoolFullError(UserError):
+    """A pool of fixed size has fewer free pages than are asked for; nothing was written, and nothing is lost."""
+
+
+class Holder(Protocol):
+    """What holds pages of a pool; see :class:`ag.engine.store.PagedStore`."""
+
+    def pages(self) -> Tensor:
+        """Return the numbers of its pages, row after row, ``[n]`` long on the CPU; shared ones several times."""
+
+    def renumber(self, numbers: Tensor) -> None:
+        """Take note that page p has become page ``numbers[p]``, ``[P]`` long on the CPU."""
+
+
+class Pool:
+    """Pages of 16 tokens each, one tensor for each column of a token; a free page may go to any row.
+
+    A pool of fixed size is for all layers of any number of caches, one that grows (:meth:`growing`) for one layer. The
+    layers of a cache do not take their memory from pools yet.
+
+    Args:
+        model: causal language model, whose keys and values it holds; all layers have one geometry, and lie on one
+            device.
+        nbytes: most that it may take; it takes that at once.
+
+    Raises:
+        UserError: when ``nbytes`` is less than one page.
+    """
+
+    keys: Tensor  # [P, 16, D]
+    values: Tensor  # [P, 16, Dv]
+    ranks: Tensor  # [P, 16] int32
+
+    def __init__(self, model: nn.Module, nbytes: int) -> None:
+        decoder = decoder_of(model)
+        geometry = fingerprint(decoder.config)
+        token = torch.empty(0, geometry["head_dim"], dtype=decoder.dtype, device=device_of(decoder))
+        self._make(token, token)
+        pages = nbytes // self.page_nbytes()
+        if pages < 1:
+            raise UserError(
+                f"Pool: nbytes={nbytes}: expected at least {self.page_nbytes()}, which is one page of {PAGE} tokens of "
+                "a KV head; give more."
+            )
+        self._resize(pages)
+        self.fixed = True
+
+    @classmethod
+    def growing(cls, key: Tensor, value: Tensor) -> Pool:
+        """Return a pool that grows, for keys and values like these ``[..., D]`` and ``[..., Dv]``."""
+        pool: Pool = object.__new__(cls)
+        pool._make(key, value)
+        return pool
+
+    def _make(self, key: Tensor, value: Tensor) -> None:
+        self.fixed = False
+        self.keys = key.new_empty(0, PAGE, key.shape[-1])
+        self.values = value.new_empty(0, PAGE, value.shape[-1])
+        self.ranks = torch.empty(0, PAGE, dtype=torch.int32, device=key.device)
+        #: What gates say of each token, ``[P, 16]`` by type; made when a cache first asks.
+        self.gates: dict[torch.dtype, Tensor] = {}
+        self._references = torch.zeros(0, dtype=torch.int32)  # of each page, on the host
+        self._free: list[int] = []  # a stack
+        self._holders: WeakSet[Holder] = WeakSet()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pool:
+        """Return the same one: copies of a cache share its pages until one of them writes."""
+        return self
+
+    def part(self, pages: Tensor) -> Pool:
+        """Return a pool of its own that grows and has copies of these pages ``[n]``, which nobody holds yet."""
+        pool = Pool.growing(self.keys, self.values)
+        pool.keys, pool.values, pool.ranks = (x[pages.to(x.device)] for x in (self.keys, self.values, self.ranks))
+        pool.gates = {kind: x[pages.to(x.device)] for kind, x in self.gates.items()}
+        pool._references = torch.zeros(len(pages), dtype=torch.int32)
+        return pool
+
+    # ---- its size
+
+    @property
+    def size(self) -> int:
+        """Pages, free ones included."""
+        return len(self.keys)
+
+    @property
+    def holders(self) -> int:
+        """Stores that have rows in it."""
+        return len(self._holders)
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, free pages included."""
+        return sum(x.nbytes for x in self._columns())
+
+    def page_nbytes(self, gate: torch.dtype | None = None) -> int:
+        """Return the bytes of one page: keys, values, ranks, and what a gate says in this type."""
+        wide = (x.shape[2] * x.element_size() for x in (self.keys, self.values))
+        return PAGE * (sum(wide) + self.ranks.element_size() + (0 if gate is None else gate.itemsize))
+
+    def gate(self, kind: torch.dtype) -> Tensor:
+        """Return the column of what gates say in a type, ``[P, 16]``."""
+        if kind not in self.gates:
+            self.gates[kind] = torch.zeros(self.size, PAGE, dtype=kind, device=self.keys.device)
+        return self.gates[kind]
+
+    def _columns(self) -> list[Tensor]:
+        return [self.keys, self.values, self.ranks, *self.gates.values()]
+
+    # ---- pages
+
+    def enlist(self, holder: Holder) -> None:
+        """Take note of a holder of pages, which is told when they are renumbered, for as long as it lives."""
+        self._holders.add(holder)
+
+    def take(self, count: int) -> Tensor:
+        """Return the numbers of so many free pages, ``[count]`` long on the CPU, in runs where there are such.
+
+        Raises:
+            PoolFullError: when a pool of fixed size has fewer.
+        """
+        self.require(count)
+        if count > self.free:
+            self._resize(self.size + count - self.free + self.size // LOOSE_SHARE)
+        taken = self._free[self.free - count :][::-1]
+        del self._free[self.free - count :]
+        pages = torch.tensor(taken, dtype=torch.long)
+        self._references[pages] = 1
+        return pages
+
+    def require(self, count: int) -> None:
+        """Refuse where so many free pages cannot be had."""
+        if self.fixed and count > self.free:
+            raise PoolFullError(
+                f"The pool is full: {count * self.page_nbytes()} bytes ({count} pages of {PAGE} tokens) are needed, "
+                f"and {self.free * self.page_nbytes()} of {self.nbytes} are free; release sequences, reset a cache, "
+                "keep less, or make a larger pool."
+            )
+
+    def share(self, pages: Tensor) -> None:
+        """Take note of one more holder of each of these pages ``[n]``."""
+        self._references.index_add_(0, pages, torch.ones(len(pages), dtype=torch.int32))
+
+    def give(self, pages: Tensor) -> None:
+        """Take pages ``[n]`` back from a holder; those that nobody else holds are free."""
+        self._references.index_add_(0, pages, torch.full((len(pages),), -1, dtype=torch.int32))
+        unheld = pages[self._references[pages] == 0].unique()
+        self._free += unheld.flip(0).tolist()  # the next ones that are taken ascend
+
+    def references(self, pages: Tensor) -> Tensor:
+        """Return how many rows hold each of these pages, ``[n]`` int32 on the CPU."""
+        return self._references[pages]
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy pages ``[n]`` to others."""
+        source, target = source.to(self.keys.device), target.to(self.keys.device)
+        for column in self._columns():
+            column[target] = column[source]
+
+    def trim(self) -> None:
+        """Give memory of free pages back where there is much of it, and put pages in the order of rows again."""
+        if self.fixed or self.free <= (self.size - self.free) // LOOSE_SHARE + 1:
+            return
+        held = torch.cat([holder.pages() for holder in self._holders]) if self._holders else torch.zeros(0).long()
+        order, first = held.unique(return_inverse=True)
+        places = torch.full((len(order),), len(held)).scatter_reduce_(0, first, torch.arange(len(held)), "amin")
+        order = order[places.argsort()]  # by the first row that holds them
+        numbers = torch.zeros(self.size, dtype=torch.long)
+        numbers[order] = torch.arange(len(order))
+        self._references = self._references[order]
+        self._replace(lambda column: column[order.to(column.device)])
+        self._free = []
+        for holder in self._holders:
+            holder.renumber(numbers)
+
+    def _resize(self, size: int) -> None:
+        """Make more pages."""
+        before = self.size
+
+        def grown(column: Tensor) -> Tensor:
+            larger = column.new_zeros(size, *column.shape[1:])
+            larger[:before] = column
+            return larger
+
+        self._replace(grown)
+        self._references = torch.cat([self._references, torch.zeros(size - before, dtype=torch.int32)])
+        self._free = [*range(size - 1, before - 1, -1), *self._free]
+
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.keys, self.values, self.ranks = (change(x) for x in (self.keys, self.values, self.ranks))
+        self.gates = {kind: change(x) for kind, x in self.gates.items()}

@@ -1,0 +1,600 @@
+"""What one layer holds: a row of tokens for each (sequence, KV head), in the pages of a pool.
+
+The layers of a cache still hold their tokens in :mod:`ag.engine.storage`, whose place this is to take.
+
+Row ``b * Hkv + h`` is KV head h of sequence b. A row fills its pages in the order of the text at first. Later a token
+that goes leaves a slot which the row's last token takes, or the one that comes in the same step: slots have no order
+then, ranks say it. Sequences that are selected several times share their pages; one that is shared is copied when
+something is written into it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ag.engine.pool import PAGE, Pool
+from ag.engine.select import closing_order
+from ag.kernels.pages import New, Pages
+from ag.kernels.pool_append import pool_append
+from ag.kernels.pool_expired import pool_expired
+
+FEW = 4  # tokens of a row that go at once by filling their slots; more are closed up in order
+
+Records = dict[str, Tensor]
+
+
+class Rows(NamedTuple):
+    """What a store holds, rows padded to the longest one, N tokens."""
+
+    keys: Tensor  # [R, N, D]
+    values: Tensor  # [R, N, D]
+    ranks: Tensor  # [R, N], rank of each token among its sequence's own tokens
+    valid: Tensor | None  # [R, N] bool; None when every row has N tokens
+    gate: Tensor | None = None  # [R, N], what the gate said of each token; None: nothing
+
+
+@dataclass
+class _Held:
+    """The pages of a store as the host knows them, which outlives it until they are given back."""
+
+    pool: Pool
+    pages: Tensor  # [R, most] int32; behind a row's last page 0
+    counts: Tensor  # [R] long, pages of each row
+
+    def numbers(self) -> Tensor:
+        """Return all of them, row after row, ``[n]`` long."""
+        return self.pages[torch.arange(self.pages.shape[1]) < self.counts[:, None]].long()
+
+
+def _give_back(held: _Held) -> None:
+    held.pool.give(held.numbers())
+
+
+class PagedStore:
+    """Keys and values of one layer.
+
+    Args:
+        batch: sequences B.
+        kv_heads: KV heads Hkv.
+        pool: where its pages are from.
+        gate: type of what a gate says of each token, which is stored beside it; None: there is no gate.
+        in_order: whether :meth:`retain` leaves slots in the order of ranks.
+    """
+
+    def __init__(
+        self, batch: int, kv_heads: int, pool: Pool, gate: torch.dtype | None = None, *, in_order: bool = False
+    ) -> None:
+        self.batch, self.kv_heads, self.gate_type = batch, kv_heads, gate
+        self._in_order = in_order
+        rows, device = batch * kv_heads, pool.keys.device
+        self._held = _Held(pool, torch.zeros(rows, 0, dtype=torch.int32), torch.zeros(rows, dtype=torch.long))
+        self._table = self._held.pages.to(device)
+        self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        #: Whether slots are in the order of ranks.
+        self.ordered = True
+        self._room = 0  # free slots that each row has at least, as far as the host knows
+        self._shared = False  # whether somebody else may hold some page
+        #: The tokens of a prompt that is not written yet.
+        self._prompt: Rows | None = None
+        pool.enlist(self)
+        weakref.finalize(self, _give_back, self._held).atexit = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedStore:
+        """Return a store of the same tokens, which shares the pages."""
+        self.write()
+        new = memo[id(self)] = self._like(self.batch)
+        self.pool.share(self.pages())
+        new._held.pages, new._held.counts = self._held.pages.clone(), self._held.counts.clone()
+        new._table, new._lengths = self._table.clone(), self._lengths.clone()
+        new.ordered, new._room, new._shared = self.ordered, self._room, True
+        self._shared = True
+        return new
+
+    def _like(self, batch: int) -> PagedStore:
+        return type(self)(batch, self.kv_heads, self.pool, self.gate_type, in_order=self._in_order)
+
+    # ---- what it holds
+
+    @property
+    def pool(self) -> Pool:
+        """Where its pages are from."""
+        return self._held.pool
+
+    @property
+    def rows(self) -> Pages:
+        """The rows as kernels take them."""
+        pool, gate = self.pool, self.gate_type
+        column = None if gate is None else pool.gate(gate)
+        return Pages(pool.keys, pool.values, pool.ranks, column, self._table, self._lengths)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each row, ``[R]`` long on the CPU; the host waits for them."""
+        if self._prompt is not None:
+            rows = self._prompt
+            if rows.valid is None:
+                return torch.full((len(rows.ranks),), rows.ranks.shape[1])
+            return rows.valid.sum(1).cpu()
+        return self._lengths.long().cpu()
+
+    @property
+    def slots(self) -> int:
+        """Slots of the longest row as far as the host knows: no row holds more tokens."""
+        return int(self._held.counts.max()) * PAGE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages taken; one that several rows share counts once."""
+        if self._prompt is not None:
+            return self._prompt.keys.nbytes + self._prompt.values.nbytes
+        pages = self.pages()
+        return (len(pages.unique()) if self._shared else len(pages)) * self.pool.page_nbytes(self.gate_type)
+
+    def pages(self) -> Tensor:
+        """Return the numbers of the pages, row after row, ``[n]`` long on the CPU; shared ones several times."""
+        return self._held.numbers()
+
+    def renumber(self, numbers: Tensor) -> None:
+        """Take note that page p has become page ``numbers[p]``."""
+        there = torch.arange(self._held.pages.shape[1]) < self._held.counts[:, None]
+        self._held.pages = numbers[self._held.pages.long()].int().masked_fill(~there, 0)
+        self._sent()
+
+    def _sent(self) -> None:
+        """Give the device the table that the host knows."""
+        device = self._lengths.device
+        self._table = self._held.pages if device.type == "cpu" else self._held.pages.to(device, non_blocking=True)
+
+    def padded(self) -> Rows:
+        """Return everything stored, slot by slot.
+
+        Rows that are equally long and lie in evenly spaced runs of pages are a view of the pool; others are gathered,
+        so that the memory of one layer is needed for a moment.
+        """
+        if self._prompt is not None:
+            return self._prompt
+        lengths = self.lengths
+        longest, even = int(lengths.max()), bool((lengths == lengths[0]).all())
+        first = self._even_run(longest) if even else None
+        columns = self.rows.columns
+        if first is not None:
+            start, step = first
+            parts = [
+                x.flatten(0, 1).as_strided(
+                    (len(lengths), longest, *x.shape[2:]), (step * x.stride(1), *x.stride()[1:]), start * x.stride(1)
+                )
+                for x in columns
+            ]
+            valid = None
+        else:
+            index, valid = self._index(longest)
+            parts = [x.flatten(0, 1)[index] for x in columns]
+        keys, values, ranks, *gate = parts
+        return Rows(keys, values, ranks, None if even else valid, *gate)
+
+    def in_order(self) -> Rows:
+        """Return everything stored in the order of ranks."""
+        rows = self.padded()
+        if self.ordered or self._prompt is not None:
+            return rows
+        last = torch.iinfo(torch.int32).max
+        order = (rows.ranks if rows.valid is None else rows.ranks.masked_fill(~rows.valid, last)).argsort(1)
+        keys, values = (x.gather(1, order[:, :, None].expand_as(x)) for x in (rows.keys, rows.values))
+        gate = None if rows.gate is None else rows.gate.gather(1, order)
+        return Rows(keys, values, rows.ranks.gather(1, order), rows.valid, gate)
+
+    def kept(self) -> list[Tensor]:
+        """Return the ranks of what each row holds, ascending."""
+        rows = self.padded()
+        there = torch.ones_like(rows.ranks, dtype=torch.bool) if rows.valid is None else rows.valid
+        return [ranks[held].sort().values for ranks, held in zip(rows.ranks, there, strict=True)]
+
+    def _even_run(self, longest: int) -> tuple[int, int] | None:
+        """Return where the first row starts and how far rows are apart, in tokens, if one step says it; else None."""
+        used = -(-longest // PAGE)
+        if not used:
+            return None
+        pages = self._held.pages[:, :used].long()
+        starts = pages[:, 0]
+        steps = starts.diff()
+        if not bool((pages == starts[:, None] + torch.arange(used)).all() and (steps == steps[:1]).all()):
+            return None
+        step = int(steps[0]) if len(steps) else used
+        return (int(starts[0]) * PAGE, step * PAGE) if step >= 0 else None
+
+    def _index(self, longest: int) -> tuple[Tensor, Tensor]:
+        """Return where in the pool the tokens of the first slots are, ``[R, N]``, and which slots hold one."""
+        offset = torch.arange(longest, device=self._table.device)
+        index = self._table.long()[:, offset // PAGE] * PAGE + offset % PAGE
+        return index, offset < self._lengths[:, None]
+
+    def _places(self, slots: Tensor) -> Tensor:
+        """Return where in the pool slots ``[R, n]`` lie; anywhere for those that a row does not have."""
+        if not self._table.shape[1]:
+            return slots
+        pages = self._table.long().gather(1, (slots // PAGE).clamp(0, self._table.shape[1] - 1))
+        return pages * PAGE + slots % PAGE
+
+    # ---- tokens come
+
+    def append(
+        self,
+        k: Tensor,
+        v: Tensor,
+        ranks: Tensor,
+        keep: Tensor | None,
+        gate: Tensor | None = None,
+        victims: Tensor | None = None,
+        records: Records | None = None,
+    ) -> None:
+        """Add new tokens behind those of the rows; one of each row may come in place of tokens that go.
+
+        The tokens of a prompt are not copied before it is known which of them stay: until :meth:`write`.
+
+        Args:
+            k: keys ``[B, Hkv, T, D]``.
+            v: values ``[B, Hkv, T, D]``.
+            ranks: ``[B, T]`` rank of each token in its sequence.
+            keep: ``[B, Hkv or 1, T]`` bool, which of them to store; None stores all.
+            gate: ``[B, Hkv, T]``, what the gate says of them; None: 1 of each.
+            victims: ``[R, V]`` int32, where one token of each row comes; as :func:`~ag.kernels.pool_append.pool_append`
+                takes them.
+            records: as for :meth:`retain`, of the victims.
+
+        Raises:
+            PoolFullError: when the pool has no room for them; nothing is stored then.
+        """
+        shape = k.shape[:3]
+        if self.gate_type is not None:
+            gate = k.new_ones(shape, dtype=self.gate_type) if gate is None else gate.to(self.gate_type)
+        else:
+            gate = None
+        if shape[2] == 1 and (keep is None or keep.shape[1] == 1):
+            self._push(k, v, ranks if keep is None else ranks.masked_fill(~keep[:, 0], -1), gate, victims, records)
+            return
+        assert victims is None
+        new = Rows(
+            keys=k.flatten(0, 1),
+            values=v.flatten(0, 1),
+            ranks=ranks[:, None].expand(shape).flatten(0, 1),
+            valid=None if keep is None else keep.expand(shape).flatten(0, 1),
+            gate=None if gate is None else gate.flatten(0, 1),
+        )
+        if not bool(self._held.counts.any()) and self._prompt is None:
+            self._prompt = _to_front(new)
+        else:
+            self.write()
+            self._add(new)
+
+    def _push(
+        self,
+        k: Tensor,
+        v: Tensor,
+        ranks: Tensor,
+        gate: Tensor | None,
+        victims: Tensor | None,
+        records: Records | None,
+    ) -> None:
+        """Add one new token of each sequence, none where its rank is below 0."""
+        self.write()
+        self.make_room(1, everywhere=victims is not None)
+        new = New(k[:, :, 0], v[:, :, 0], ranks[:, 0], None if gate is None else gate[:, :, 0])
+        pool_append(self.rows, new, victims, [] if victims is None else self._noted(records, self.slots))
+        self._room -= 1
+        self.ordered = self.ordered and victims is None
+
+    def movable(self, records: Records) -> bool:
+        """Tell whether a token can be moved with what a scorer recorded of it, by :func:`pool_append`."""
+        return all(x.dtype == torch.float32 and x.is_contiguous() for x in records.values())
+
+    def _noted(self, records: Records | None, slots: int) -> list[Tensor]:
+        """Return records ``[R, C, S]`` with room for so many slots."""
+        for name, x in (records or {}).items():
+            if x.shape[-1] < slots:
+                assert records is not None
+                records[name] = F.pad(x, (0, slots - x.shape[-1]))
+        return [x.view(len(self._held.counts), -1, x.shape[-1]) for x in (records or {}).values()]
+
+    def fill(self, rows: Rows, *, ordered: bool) -> None:
+        """Take in the tokens of another store as they lie there; this one is empty."""
+        self._add(rows)
+        self.ordered = ordered
+
+    def write(self) -> None:
+        """Write the tokens of a prompt into pages."""
+        if self._prompt is not None:
+            new, self._prompt = self._prompt, None
+            try:
+                self._add(new)
+            except BaseException:
+                self._prompt = new
+                raise
+
+    def _add(self, new: Rows) -> None:
+        """Write tokens ``[R, T]`` behind those of the rows."""
+        count, length = new.ranks.shape
+        before = self.lengths
+        more = torch.full((count,), length) if new.valid is None else new.valid.sum(1).cpu()
+        self._take_pages(before, more)
+        device = self._table.device
+        place = torch.arange(length, device=device).expand(count, -1) if new.valid is None else new.valid.cumsum(1) - 1
+        tokens = self._places(self._lengths.long()[:, None] + place)
+        columns = zip(self.rows.columns, [new.keys, new.values, new.ranks, new.gate], strict=False)
+        for column, x in columns:
+            assert x is not None
+            x = x.to(column.dtype) if column.dtype != x.dtype and not column.is_floating_point() else x
+            flat = column.view(-1, *column.shape[2:])
+            if new.valid is None:
+                flat.index_copy_(0, tokens.flatten(), x.flatten(0, 1))
+            else:
+                flat.index_copy_(0, tokens[new.valid], x[new.valid])
+        self._lengths += more.to(device)
+        self._room = int((self._held.counts * PAGE - before - more).min())
+
+    def leave_pool(self) -> None:
+        """Move what is held into a pool of its own, so that gradients through it concern no other store."""
+        self.write()
+        if not self.pool.fixed and self.pool.holders == 1:
+            return
+        old, pages = self.pool, self.pages()
+        order = pages.unique()
+        self._held.pool = self.pool.part(order)
+        self.pool.enlist(self)
+        numbers = torch.zeros(old.size, dtype=torch.long)
+        numbers[order] = torch.arange(len(order))
+        self.renumber(numbers)
+        self.pool.share(self.pages())
+        old.give(pages)
+        self._shared = len(order) < len(pages)
+
+    def make_room(self, tokens: int, *, everywhere: bool = False) -> None:
+        """Give every row pages for so many more tokens, and copies of its own of shared pages that are written then.
+
+        Args:
+            tokens: that come to each row.
+            everywhere: whether something may be written in any slot.
+
+        Raises:
+            PoolFullError: when the pool has too few pages; nothing has changed then.
+        """
+        if self._room >= tokens and not self._shared:
+            return
+        lengths = self.lengths
+        self._take_pages(lengths, torch.full_like(lengths, tokens), everywhere=everywhere)
+        self._room = int((self._held.counts * PAGE - lengths).min())
+
+    def _wanted(self, lengths: Tensor, more: Tensor, everywhere: bool) -> tuple[Tensor, Tensor]:
+        """Return how many pages each row wants ``[R]``, and which (row, place) of its pages it wants copies of.
+
+        Args:
+            lengths: ``[R]``, tokens of each row.
+            more: ``[R]``, tokens that come.
+            everywhere: whether something may be written in any slot.
+        """
+        needed = (lengths + more + PAGE - 1) // PAGE
+        wanted = (needed - self._held.counts).clamp_min(0)
+        if not self._shared:
+            return wanted, torch.zeros(0, 2, dtype=torch.long)
+        places = torch.arange(self._held.pages.shape[1])
+        written = places < self._held.counts[:, None]
+        if not everywhere:
+            written = written & (more > 0)[:, None] & (places >= (lengths // PAGE)[:, None])
+        at = written.nonzero()
+        pages = self._held.pages[at[:, 0], at[:, 1]].long()
+        # of rows that hold a page together all but one copy it, unless somebody else holds it too
+        order = pages.argsort(stable=True)
+        same = pages[order]
+        start = torch.searchsorted(same, same)
+        nth = torch.arange(len(same)) - start + 1  # this is the nth of my rows that writes into it
+        shared = nth < self.pool.references(same)
+        return wanted, at[order[shared]]
+
+    def _take_pages(self, lengths: Tensor, more: Tensor, *, everywhere: bool = False) -> None:
+        """Take pages for ``more`` tokens ``[R]`` behind ``lengths``, and copies of shared ones."""
+        wanted, copied = self._wanted(lengths, more, everywhere)
+        fresh = self.pool.take(int(wanted.sum()) + len(copied))
+        if len(copied):
+            rows, places = copied.unbind(1)
+            mine, fresh = fresh[: len(copied)], fresh[len(copied) :]
+            old = self._held.pages[rows, places].long()
+            self.pool.copy(old, mine)
+            self.pool.give(old)
+            self._held.pages[rows, places] = mine.int()
+        if len(fresh):
+            self._widen(int((self._held.counts + wanted).max()))
+            places = torch.arange(self._held.pages.shape[1])
+            new = (places >= self._held.counts[:, None]) & (places < (self._held.counts + wanted)[:, None])
+            self._held.pages[new] = fresh.int()
+            self._held.counts = self._held.counts + wanted
+        if len(copied) or len(fresh):
+            self._sent()
+        if self._shared:
+            self._shared = bool((self.pool.references(self.pages()) > 1).any())
+
+    def _widen(self, width: int) -> None:
+        if width > self._held.pages.shape[1]:
+            wider = self._held.pages.new_zeros(len(self._held.pages), width + width // 16)
+            wider[:, : self._held.pages.shape[1]] = self._held.pages
+            self._held.pages = wider
+
+    # ---- tokens go
+
+    def expired(self, ranks: Tensor, recent: int | None, window: int | None) -> Tensor:
+        """Return the slots ``[R, 2]`` of what the next token's query no longer sees.
+
+        See :func:`ag.kernels.pool_expired.pool_expired`; ``ranks`` is ``[B, 1]``.
+        """
+        self.write()
+        return pool_expired(self.rows, ranks[:, 0], recent, window)
+
+    def retain(self, keep: Tensor, records: Records | None = None, *, in_order: bool = False) -> bool:
+        """Keep some tokens and free the others.
+
+        Args:
+            keep: ``[R, N]`` bool, laid out as :meth:`padded`, True for what stays; free slots are whatever they are.
+            records: numbers of each token by slot, ``[B, H, ..., N]``, which go with it; the dictionary is changed.
+            in_order: leave slots in the order of ranks, however few go.
+
+        Returns:
+            Whether there were others.
+        """
+        records = {} if records is None else records
+        if self._prompt is not None:
+            there = self._prompt.valid
+            keep = keep if there is None else keep & there
+            if bool((keep if there is None else keep | ~there).all()):
+                return False
+            self._close_records(keep, records)
+            self._prompt = self._prompt._replace(valid=keep)
+            self.write()
+            return True
+        there = torch.arange(keep.shape[1], device=keep.device) < self._lengths[:, None]
+        goes = there & ~keep
+        counts = goes.sum(1).cpu()
+        most = int(counts.max())
+        if not most:
+            return False
+        few = not (in_order or self._in_order) and most <= FEW and int(counts.sum()) * PAGE <= int(self.lengths.sum())
+        if few and self.movable(records):
+            self._fill(goes, most, records)
+            self._room += int(counts.min())
+        else:
+            self._close(keep & there, records)
+        return True
+
+    def _fill(self, goes: Tensor, most: int, records: Records) -> None:
+        """Let the last tokens of rows take the slots of the few that go, ``[R, N]``, at most so many of a row."""
+        slots = torch.arange(goes.shape[1], device=goes.device, dtype=torch.int32)
+        victims = torch.where(goes, slots, -1)
+        victims = victims.amax(1, keepdim=True) if most == 1 else victims.topk(most, 1).values
+        self.evict(victims, records)
+
+    def evict(self, victims: Tensor, records: Records | None = None) -> None:
+        """Free the tokens in slots ``[R, V]`` int32, -1 for none; the last tokens of their rows take these slots."""
+        self.make_room(0, everywhere=True)
+        pool_append(self.rows, None, victims, self._noted(records, 0))
+        self.ordered = False
+
+    def _close(self, keep: Tensor, records: Records) -> None:
+        """Write what stays, ``[R, N]``, anew, in the order of ranks."""
+        index, there = self._index(keep.shape[1])
+        order = None
+        if not self.ordered:
+            ranks = self.pool.ranks.flatten()[index].masked_fill(~there, torch.iinfo(torch.int32).max)
+            order = ranks.argsort(1)
+            index, keep = index.gather(1, order), keep.gather(1, order)
+        self._close_records(keep, records, order)
+        chosen = index[keep]
+        moved = [x.flatten(0, 1)[chosen] for x in self.rows.columns]
+        lengths = keep.sum(1)
+        self._shrink(lengths.cpu())
+        tokens = self._places(keep.cumsum(1) - 1)
+        for column, x in zip(self.rows.columns, moved, strict=True):
+            column.view(-1, *column.shape[2:]).index_copy_(0, tokens[keep], x)
+        self._lengths.copy_(lengths)
+        self.ordered = True
+        self.pool.trim()
+
+    def _close_records(self, keep: Tensor, records: Records, order: Tensor | None = None) -> None:
+        """Close records up as the tokens in ``keep`` ``[R, N]`` are, whose slots ``order`` gives; None: as they lie."""
+        if not records:
+            return
+        kept = keep.unflatten(0, (self.batch, self.kv_heads))
+        closing = closing_order(kept)
+        held = kept.gather(-1, closing)
+        if order is not None:
+            closing = order.unflatten(0, (self.batch, self.kv_heads)).gather(-1, closing)
+        for name, x in records.items():
+            slots, there = (y.repeat_interleave(x.shape[1] // self.kv_heads, 1) for y in (closing, held))
+            while slots.ndim < x.ndim:
+                slots, there = slots.unsqueeze(2), there.unsqueeze(2)
+            records[name] = x.gather(-1, slots.expand(*x.shape[:-1], -1)).masked_fill(~there, 0)
+
+    def _shrink(self, lengths: Tensor) -> None:
+        """Give pages back that rows of these lengths do not need, and take others for those that are shared."""
+        needed = (lengths + PAGE - 1) // PAGE
+        places = torch.arange(self._held.pages.shape[1])
+        if self._shared:
+            old, count = self.pages(), int(needed.sum())
+            self.pool.require(count)  # before anything is given back
+            fresh = self.pool.take(count)
+            self.pool.give(old)
+            self._held.pages = torch.zeros_like(self._held.pages)
+            self._held.pages[places < needed[:, None]] = fresh.int()
+        else:
+            spare = (places >= needed[:, None]) & (places < self._held.counts[:, None])
+            self.pool.give(self._held.pages[spare].long())
+            self._held.pages = self._held.pages.masked_fill(spare, 0)
+        self._held.counts, self._shared = needed, False
+        self._room = int((needed * PAGE - lengths).min())
+        self._sent()
+
+    def settle(self, first: Tensor, recent: int | None, window: int | None, records: Records | None = None) -> None:
+        """Free what no query sees from ranks ``first`` ``[B]`` on; see :meth:`expired`."""
+        rows = self.padded()
+        next_rank = first.to(rows.ranks.device).repeat_interleave(self.kv_heads)[:, None]
+        keep = torch.ones_like(rows.ranks, dtype=torch.bool)
+        if recent is not None:
+            assert rows.gate is not None
+            keep = rows.gate.bool() | (rows.ranks > next_rank - recent)
+        if window is not None:
+            keep = keep & (rows.ranks > next_rank - window)
+        self.retain(keep, records)
+
+    def crop(self, ranks: Tensor) -> None:
+        """Drop the tokens whose rank is not below ``ranks[b]`` ``[B]``."""
+        rows = self.padded()
+        limit = ranks.to(rows.ranks.device).repeat_interleave(self.kv_heads)[:, None]
+        self.retain(rows.ranks < limit)
+
+    def trim(self) -> None:
+        """Give memory back where there is much that nobody needs."""
+        self.write()
+        self.pool.trim()
+
+    # ---- sequences
+
+    def select_sequences(self, chosen: Tensor) -> None:
+        """Replace the sequences by those at the indices ``chosen`` (beam search, repeated inputs); pages are shared."""
+        self.write()
+        rows = (chosen.cpu()[:, None] * self.kv_heads + torch.arange(self.kv_heads)).flatten()
+        old = self.pages()
+        self._held.pages, self._held.counts, self.batch = self._held.pages[rows], self._held.counts[rows], len(chosen)
+        self.pool.share(self.pages())
+        self.pool.give(old)
+        self._lengths = self._lengths[rows.to(self._lengths.device)]
+        self._sent()
+        self._shared = self._shared or len(rows.unique()) < len(rows)
+
+    def join(self, other: PagedStore) -> None:
+        """Append the sequences of another store of the same pool, which shares their pages until it is dropped."""
+        self.write()
+        other.write()
+        width = max(self._held.pages.shape[1], other._held.pages.shape[1])
+        self._widen(width)
+        theirs = other._held.pages.new_zeros(len(other._held.pages), self._held.pages.shape[1])
+        theirs[:, : other._held.pages.shape[1]] = other._held.pages
+        self.pool.share(other.pages())
+        self._held.pages = torch.cat([self._held.pages, theirs])
+        self._held.counts = torch.cat([self._held.counts, other._held.counts])
+        self._lengths = torch.cat([self._lengths, other._lengths])
+        self.batch += other.batch
+        self.ordered, self._room = self.ordered and other.ordered, min(self._room, other._room)
+        self._shared = other._shared = True
+        self._sent()
+
+
+def _to_front(rows: Rows) -> Rows:
+    """Return rows whose free slots come last, as they do in pages: those of padding on the left come first."""
+    if rows.valid is None or not bool((rows.valid[:, 1:] & ~rows.valid[:, :-1]).any()):
+        return rows
+    order = (~rows.valid).int().argsort(dim=1, stable=True)
+    keys, values = (x.gather(1, order[:, :, None].expand_as(x)) for x in (rows.keys, rows.values))
+    gate = None if rows.gate is None else rows.gate.gather(1, order)
+    return Rows(keys, values, rows.ranks.gather(1, order), rows.valid.gather(1, order), gate)

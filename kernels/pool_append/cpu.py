@@ -1,0 +1,72 @@
+"""New tokens into pages in C++: a few copies of one token a row."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ag.kernels import native
+from ag.kernels.pages import New, Pages
+
+KERNEL = native.Kernel(
+    Path(__file__).with_name("cpu.cpp"),
+    (
+        *[ctypes.c_int64, *[ctypes.c_void_p] * 8],  # columns, ranks, table, lengths, new ranks, victims
+        *[ctypes.c_int64] * 2,
+        *[ctypes.c_void_p] * 2,  # records and their widths
+        *[ctypes.c_int64] * 5,
+    ),
+)
+
+
+def pool_append(pages: Pages, new: New | None, victims: Tensor | None, records: Sequence[Tensor]) -> None:
+    """Do what :func:`ag.kernels.pool_append.pool_append` does, on the CPU."""
+    keys, values, ranks, gate, table, lengths = pages
+    rows, pools = len(table), [keys, values] if gate is None else [keys, values, gate]
+    fresh: list[Tensor] = []  # named, so that it outlives the call
+    of_sequence = None
+    if new is not None:
+        fresh, of_sequence = [new.keys.contiguous(), new.values.contiguous()], new.ranks.contiguous()
+        if gate is not None:
+            fresh.append(gate.new_ones(rows) if new.gate is None else new.gate.contiguous())
+    going = None if victims is None else victims.to(torch.int32, copy=True)  # it is sorted there
+    KERNEL(
+        len(pools),
+        _pointers(pools),
+        _pointers(fresh),
+        _numbers(x.element_size() * (x.shape[2] if x.ndim > 2 else 1) for x in pools),
+        ranks.data_ptr(),
+        table.data_ptr(),
+        lengths.data_ptr(),
+        None if of_sequence is None else of_sequence.data_ptr(),
+        None if going is None else going.data_ptr(),
+        0 if going is None else going.shape[1],
+        len(records),
+        _pointers(records),
+        _numbers(x.shape[1] for x in records),
+        records[0].shape[2] if records else 0,
+        rows,
+        1 if of_sequence is None else rows // len(of_sequence),
+        table.shape[1],
+        keys.shape[1],
+    )
+    increment_version([*pools, ranks, lengths, *records])  # autograd does not see the call
+
+
+def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+
+
+def _numbers(values: Iterable[int]) -> ctypes.Array[ctypes.c_int64]:
+    given = list(values)
+    return (ctypes.c_int64 * len(given))(*given)
+
+
+def unavailable(*buffers: Tensor) -> str | None:
+    """Return why the C++ version cannot write into buffers, or None."""
+    return KERNEL.unavailable(*buffers, in_place=True)
