@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bounds import hold, of_pass
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -169,12 +170,13 @@ def windows(config: Any) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def check(model: Any, rows: Sequence[Tensor], result: Run, tolerance: float = 1e-4) -> None:
+def check(model: Any, rows: Sequence[Tensor], result: Run) -> None:
     """Assert that the logits of a run are those of its record under masks."""
     for b, row in enumerate(rows):
         visible = [result.visible(layer, b, len(row)) for layer in range(len(result.arrivals))]
         wanted = masked_logits(model, row, visible)
-        assert (result.logits[b] - wanted).abs().max() <= tolerance
+        bound = of_pass(model, lambda row=row, visible=visible: masked_logits(model, row, visible))
+        hold(result.logits[b], wanted, bound)
 
 
 def observed_calls(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[AttentionCall, Tensor]]]:

@@ -6,16 +6,22 @@ import copy
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from exports import MODEL, hidden, make_adapter, make_export, make_gates
 from peft import LoraConfig, PeftModel, get_peft_model
 from refused import refuses
+from safetensors.torch import load_file
+from shapes import shaped
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ag.config import LoraConfig as LoraKeys
 from ag.gates import export
 from ag.gates.export import ExportError
+from ag.gates.gate import AttentionGates
+from ag.model.base import add_lora
 
 
 def test_adapter_gives_the_same_logits(tmp_path: Path) -> None:
@@ -117,3 +123,66 @@ def test_adapter_folder_must_be_inside(tmp_path: Path) -> None:
     link_folder_outside(folder)
     with refuses(ExportError, "adapter_config.json", str(tmp_path / "adapter")):
         export.adapter_path(folder)
+
+
+def test_an_adapter_of_experts(tmp_path: Path) -> None:
+    """Loaded it gives the same logits; merged, each expert's matrices are W + scale B A of its own A and B."""
+    rank, scale, base = 2, 3.0, shaped("mixtral")
+    adapted = add_lora(shaped("mixtral"), LoraKeys(rank=rank, alpha=rank * scale, targets=["all-linear"]))
+    torch.manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.eval()
+    export.save(tmp_path / "e", make_gates(model=base.config), adapter=adapted)
+    rows = export.read_info(tmp_path / "e")["adapter"]
+    assert [row["module"] for row in rows] == [f"model.layers.{i}.self_attn.{x}_proj" for i, x in ((0, "q"), (2, "o"))]
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        expected = adapted(tokens).logits
+        assert (base(tokens).logits - expected).abs().max() > 0.1
+        loaded = export.load_adapter(copy.deepcopy(base), tmp_path / "e")
+        assert torch.equal(loaded(tokens).logits, expected)
+    gates = AttentionGates.from_pretrained(tmp_path / "e")
+    assert gates.adapter is not None and gates.adapter.times_in(loaded) == pytest.approx(1, abs=0.01)
+    gates.adapter.check(loaded, times=1)
+
+    parts = load_file(tmp_path / "e" / "adapter" / "adapter_model.safetensors")
+    merged = export.load_adapter(copy.deepcopy(base), tmp_path / "e", merge=True)
+    for layer in range(3):
+        name = f"base_model.model.model.layers.{layer}.mlp.experts"
+        was, now = (model.get_submodule(f"model.layers.{layer}.mlp.experts") for model in (base, merged))
+        # PEFT nests the two: `gate_up_proj` inside, of which one half is the gate's and one the other's
+        for weight, prefix, r in (("gate_up_proj", f"{name}.base_layer", 2 * rank), ("down_proj", name, rank)):
+            a, b = (parts[f"{prefix}.lora_{x}.weight"].double() for x in "AB")
+            for expert in range(4):
+                mine = scale * b[:, expert::4] @ a[expert * r : (expert + 1) * r]
+                change = (getattr(now, weight)[expert] - getattr(was, weight)[expert]).double()
+                torch.testing.assert_close(change, mine, atol=1e-6, rtol=1e-5)
+
+
+def test_what_cannot_be_exported_is_told_before(tmp_path: Path) -> None:
+    gates, adapter = make_gates(), make_adapter()
+    export.check(gates, adapter, merge=True)
+    export.check(None, adapter, path=tmp_path / "new")
+    export.check(gates, None, path=make_export(tmp_path / "e"))
+    (tmp_path / "e" / "notes.txt").write_text("mine")
+    with refuses(ExportError, str(tmp_path / "e"), "notes.txt"):
+        export.check(gates, None, path=tmp_path / "e")
+
+    trained = make_adapter()
+    trained.get_base_model().lm_head.weight.requires_grad_(True)
+    for refused in (lambda: export.check(gates, trained), lambda: export.save(tmp_path / "t", gates, adapter=trained)):
+        with refuses(ExportError, "base_model.model.lm_head.weight", "1", "lora.targets=[q_proj,k_proj,v_proj,o_proj]"):
+            refused()
+    with refuses(ExportError, "['mine']", "'default'"):
+        export.check(None, get_peft_model(LlamaForCausalLM(MODEL), LoraConfig(target_modules=["q_proj"]), "mine"))
+
+    odd = make_gates()
+    odd.fingerprint["num_heads"] = 5
+    with refuses(ExportError, "fingerprint.num_kv_heads=2", "num_heads=5"):
+        export.check(odd, None)
+    adapter.get_base_model().config.quantization_config = {"bits": 4}
+    export.check(gates, adapter)
+    with refuses(ExportError, "export.merge=false", "model.quantization=none"):
+        export.check(gates, adapter, merge=True)

@@ -8,6 +8,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
+from bounds import bounded, hold
 from hard import HARD, check_column_max
 from test_column_max import OPTIONS, inputs
 
@@ -20,7 +21,7 @@ def test_equals_reference(case):
     q, k, options = inputs(37, 2, 1, **OPTIONS[case])
     got = triton_column_max(q.float(), k.float(), **options)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), reference_column_max(q, k, **options), atol=1e-5, rtol=1e-5)
+    hold(got, reference_column_max(bounded(q.float()), bounded(k.float()), **options))
 
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads", "dim"), [(63, 4, 2, 60), (48, 3, 3, 16), (1, 2, 1, 5)])
@@ -28,21 +29,22 @@ def test_odd_shapes(length, heads, kv_heads, dim):
     q, k, options = inputs(length, heads, kv_heads, dim, padding="left")
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
     got = triton_column_max(q.float(), k.float(), **options)
-    torch.testing.assert_close(got.double(), reference_column_max(q, k, **options), atol=1e-5, rtol=1e-5)
+    hold(got, reference_column_max(bounded(q.float()), bounded(k.float()), **options))
 
 
 def test_transposed_masks():
     q, k, options = inputs(37, 2, 1, padding="left", queries="some")
     turned = {name: options[name].mT.contiguous().mT for name in ("queries", "key_valid")}
     got = triton_column_max(q.float(), k.float(), **options | turned)
-    torch.testing.assert_close(got.double(), reference_column_max(q, k, **options), atol=1e-5, rtol=1e-5)
+    hold(got, reference_column_max(bounded(q.float()), bounded(k.float()), **options))
 
 
 def test_half_precision():
     q, k, options = inputs(37, 2, 1, 32)
     q, k = q.half(), k.half()
-    got, want = triton_column_max(q, k, **options), reference_column_max(q.double(), k.double(), **options)
-    assert got.dtype == torch.float32 and (got - want).norm() < 2e-2 * want.norm()
+    got = triton_column_max(q, k, **options)
+    assert got.dtype == torch.float32
+    hold(got, reference_column_max(bounded(q), bounded(k), **options))
 
 
 def test_no_query_counts():

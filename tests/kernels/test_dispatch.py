@@ -2,10 +2,12 @@ import logging
 
 import pytest
 import torch
+from bounds import bounded, hold
 
 from ag.errors import UserError
 from ag.kernels import dispatch
 from ag.kernels.column_sums import column_sums
+from ag.kernels.column_sums.reference import reference_column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
 
@@ -71,9 +73,12 @@ def test_the_forced_reference_runs(monkeypatch):
     monkeypatch.setenv("AG_KERNELS", "reference")
     want = reference_gated_attention(q, k, v, keep, None, 8**-0.5, 2)
     assert torch.equal(gated_attention(q, k, v, keep, recent=2), want)
-    forced = column_sums(q.bfloat16(), k.bfloat16(), 0.3, torch.ones(1, 20, dtype=torch.bool))
+    half, every = (q.bfloat16(), k.bfloat16()), torch.ones(1, 20, dtype=torch.bool)
+    forced = column_sums(*half, 0.3, every)
     monkeypatch.setenv("AG_KERNELS", "chunked")
-    torch.testing.assert_close(gated_attention(q, k, v, keep, recent=2), want)
-    chunked = column_sums(q.bfloat16(), k.bfloat16(), 0.3, torch.ones(1, 20, dtype=torch.bool))
+    want = reference_gated_attention(*map(bounded, (q, k, v)), keep, None, 8**-0.5, 2)
+    hold(gated_attention(q, k, v, keep, recent=2), want)
+    chunked = column_sums(*half, 0.3, every)
     assert forced.dtype == chunked.dtype == torch.float32
-    torch.testing.assert_close(forced, chunked, atol=3e-2, rtol=3e-2)
+    for found in (forced, chunked):
+        hold(found, reference_column_sums(*(bounded(x, torch.bfloat16) for x in half), 0.3, every))

@@ -1,5 +1,7 @@
 import pytest
 import torch
+from bounds import bounded, hold
+from hard import PARTS
 
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention.chunked import _Problem, chunked_gated_attention
@@ -55,6 +57,11 @@ def inputs(
     return [x.to(dtype).requires_grad_() for x in (q, k, v, keep)], options
 
 
+def exactly(tensors, dtype=torch.float64):
+    """The tensors as operands of a computation in a type."""
+    return [bounded(x, dtype) for x in tensors]
+
+
 def run(function, tensors, options, weight):
     tensors = [x.detach().clone().requires_grad_() for x in tensors]
     out = function(*tensors, **options)
@@ -68,22 +75,21 @@ def run(function, tensors, options, weight):
 def test_chunked_equals_reference(length, heads, kv_heads, dim, case, soft):
     tensors, options = inputs(length, heads, kv_heads, dim, soft=soft, **CASES[case])
     weight = torch.randn(2, heads, length, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    expected, expected_grads = run(reference_gated_attention, tensors, options, weight)
+    expected, expected_grads = run(reference_gated_attention, exactly(tensors), options, weight)
     out, grads = run(chunked_gated_attention, tensors, options, weight)
-    torch.testing.assert_close(out, expected, atol=1e-10, rtol=1e-10)
-    for name, got, want in zip(["q", "k", "v", "keep"], grads, expected_grads, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9, msg=lambda m, name=name: f"d{name}: {m}")
+    for name, got, want in zip(PARTS, [out, *grads], [expected, *expected_grads], strict=True):
+        hold(got, want, name=name)
 
 
 def test_queries_that_see_evicted_keys_alone():
     (q, k, v, keep), options = inputs(37, 4, 2, 16, padding="right")
     tensors = [q, k, v, torch.zeros_like(keep)]  # queries in the padding see real tokens, all of them evicted
-    expected, expected_grads = run(reference_gated_attention, tensors, options, 1.0)
+    expected, expected_grads = run(reference_gated_attention, exactly(tensors), options, 1.0)
     out, grads = run(chunked_gated_attention, tensors, options, 1.0)
     hidden = ~options["key_valid"]
     assert hidden.any() and out[:, 0][hidden].abs().sum() == grads[0][:, 0][hidden].abs().sum() == 0
     for got, want in zip([out, *grads], [expected, *expected_grads], strict=True):
-        torch.testing.assert_close(got, want)
+        hold(got, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -91,22 +97,21 @@ def test_chunked_in_lower_precision(dtype):
     tensors, options = inputs(131, 6, 2, 32, **CASES["window-sinks-recent"])
     weight = torch.randn(2, 6, 131, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     rounded = [x.detach().to(dtype) for x in tensors[:3]] + [tensors[3].detach().float()]
-    expected, expected_grads = run(reference_gated_attention, [x.double() for x in rounded], options, weight)
-    out, grads = run(chunked_gated_attention, rounded, options, weight.to(dtype))
+    weight = weight.to(dtype)
+    expected, expected_grads = run(reference_gated_attention, exactly(rounded, dtype), options, weight.double())
+    out, grads = run(chunked_gated_attention, rounded, options, weight)
     assert out.dtype == dtype
     assert grads[3].dtype == torch.float32
-    bound = 1e-5 if dtype == torch.float32 else 2e-2
-    for got, want in zip([out, *grads], [expected, *expected_grads], strict=True):
-        assert (got.double() - want).norm() / want.norm() < bound
+    for name, got, want in zip(PARTS, [out, *grads], [expected, *expected_grads], strict=True):
+        hold(got, want, name=name)
 
 
 def test_hard_flags_equal_masking():
     (q, k, v, keep), options = inputs(70, 4, 2, 16)
     allowed = (keep.repeat_interleave(2, 1)[:, :, None, :] > 0) | torch.eye(70, dtype=torch.bool)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=allowed & torch.ones(70, 70, dtype=torch.bool).tril(), enable_gqa=True
-    )
-    torch.testing.assert_close(gated_attention(q, k, v, keep, **options), expected)
+    got, allowed = gated_attention(q, k, v, keep, **options), allowed & torch.ones(70, 70, dtype=torch.bool).tril()
+    q, k, v = exactly((q, *(x.repeat_interleave(2, 1) for x in (k, v))))
+    hold(got, (q @ k.mT / 4).masked_fill(~allowed, float("-inf")).softmax(-1) @ v)
 
 
 DOCUMENTS = (64, 1, 7, 130, 16)  # in Triton's interpreter and on a CPU some begin where a tile does
@@ -120,7 +125,7 @@ TOGETHER = {
 
 
 def packed_and_alone(function, lengths=DOCUMENTS, dtype=torch.float64, **case):
-    """Output and gradients of documents in one row, and of each by itself, joined."""
+    """Output and gradients of documents in one row, and by the reference of each by itself, joined."""
     tensors, options = inputs(sum(lengths), 4, 2, 12, dtype, soft=True, **case)
     borders = torch.tensor([0, *lengths]).cumsum(0).tolist()
     first = starts(borders[:-1], sum(lengths)).expand(2, -1)
@@ -130,7 +135,10 @@ def packed_and_alone(function, lengths=DOCUMENTS, dtype=torch.float64, **case):
     for start, stop in zip(borders, borders[1:], strict=False):
         own = [x[:, :, start:stop] for x in tensors]
         valid = options["key_valid"] if options["key_valid"] is None else options["key_valid"][:, start:stop]
-        own_out, own_grads = run(function, own, options | {"key_valid": valid}, weight[:, :, start:stop])
+        alone = options | {"key_valid": valid}
+        own_out, own_grads = run(
+            reference_gated_attention, exactly(own, dtype), alone, weight[:, :, start:stop].double()
+        )
         parts.append([own_out, *own_grads])
     return [out, *grads], [torch.cat(x, 2) for x in zip(*parts, strict=True)]
 
@@ -139,8 +147,8 @@ def packed_and_alone(function, lengths=DOCUMENTS, dtype=torch.float64, **case):
 @pytest.mark.parametrize("function", [chunked_gated_attention, reference_gated_attention])
 def test_a_packed_document_is_what_it_is_alone(function, case):
     packed, alone = packed_and_alone(function, **TOGETHER[case])
-    for name, got, want in zip(["out", "dq", "dk", "dv", "dkeep"], packed, alone, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-11, rtol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+    for name, got, want in zip(PARTS, packed, alone, strict=True):
+        hold(got, want, name=name)
 
 
 def test_one_document_is_a_row():
@@ -166,13 +174,20 @@ def test_gradcheck_for_soft_flags(function):
         assert torch.autograd.gradcheck(lambda *x: function(*x, **options), tensors)
     q, k, v, keep = (x.detach() for x in tensors)
     grads = run(function, (q, k, v, keep), options, torch.ones_like(q))[1]
-    step = 1e-6
-    for token in range(9):
+    exact = exactly((q, k, v))
+
+    def slope(token, step):
+        """A difference quotient, with the rounding of its numerator."""
         moved = [keep.clone(), keep.clone()]
         moved[0][0, 0, token] += step
         moved[1][0, 0, token] -= step
-        up, down = (function(q, k, v, flags, **options).sum() for flags in moved)
-        assert abs((up - down) / (2 * step) - grads[3][0, 0, token]) < 1e-7
+        up, down = (reference_gated_attention(*exact, flags, **options).sum() for flags in moved)
+        return (up - down) / (2 * step)
+
+    for token in range(9):
+        narrow, wide = slope(token, 1e-5), slope(token, 2e-5)
+        truncated = (wide - narrow).exact.abs()  # three times the error of the narrow one
+        hold(grads[3][0, 0, token], narrow.exact, truncated + narrow.error)
 
 
 def test_evicted_tokens_get_a_finite_gradient_even_when_they_are_sinks():

@@ -8,8 +8,9 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
+from bounds import hold
 from hard import HARD, check_gated_attention
-from test_gated_attention import CASES, TOGETHER, inputs, packed_and_alone, run
+from test_gated_attention import CASES, PARTS, TOGETHER, exactly, inputs, packed_and_alone, run
 
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention import triton as kernels
@@ -23,21 +24,17 @@ def single(tensors):
     return [x.detach().float() for x in tensors]
 
 
-def compare(tensors, options, bound=1e-4, dtype=torch.float32):
+def compare(tensors, options, dtype=torch.float32):
     """Hold the output and every gradient to the oracle in float64, on the same rounded arguments."""
     q, k, v, keep = tensors
     rounded = [x.detach().to(dtype) for x in (q, k, v)] + [keep.detach().float()]
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(*q.shape[:3], v.shape[-1], dtype=torch.float64, generator=generator).to(dtype)
-    expected, expected_grads = run(reference_gated_attention, [x.double() for x in rounded], options, weight.double())
+    expected, expected_grads = run(reference_gated_attention, exactly(rounded, dtype), options, weight.double())
     out, grads = run(triton_gated_attention, rounded, options, weight)
     assert out.dtype == dtype and [x.dtype for x in grads] == [dtype] * 3 + [torch.float32]
-    pairs = zip(["out", "dq", "dk", "dv", "dkeep"], [out, *grads], [expected, *expected_grads], strict=True)
-    for name, got, want in pairs:
-        if dtype == torch.float32:
-            torch.testing.assert_close(got.double(), want, atol=bound, rtol=bound, msg=lambda m, n=name: f"{n}: {m}")
-        else:
-            assert (got.double() - want).norm() <= bound * want.norm(), name
+    for name, got, want in zip(PARTS, [out, *grads], [expected, *expected_grads], strict=True):
+        hold(got, want, name=name)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -60,7 +57,7 @@ def test_odd_shapes(length, heads, kv_heads, dim):
 
 
 def test_half_precision():  # the interpreter has no bfloat16 products
-    compare(*inputs(33, 2, 1, 32, sinks=2, recent=3), bound=5e-3, dtype=torch.float16)
+    compare(*inputs(33, 2, 1, 32, sinks=2, recent=3), dtype=torch.float16)
 
 
 def test_values_of_another_width():
@@ -73,21 +70,22 @@ def test_transposed_arguments_and_an_expanded_gradient():
     tensors, options = inputs(33, 4, 2, 12, recent=2)
     q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in tensors[:3])
     k = k.mT.contiguous().mT
-    expected, expected_grads = run(reference_gated_attention, tensors, options, 1.0)
-    out, grads = run(triton_gated_attention, single([q, k, v, tensors[3]]), options, 1.0)
-    for got, want in zip([out, *grads], [expected, *expected_grads], strict=True):
-        torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
+    given = single([q, k, v, tensors[3]])
+    expected, expected_grads = run(reference_gated_attention, exactly(given, torch.float32), options, 1.0)
+    out, grads = run(triton_gated_attention, given, options, 1.0)
+    for name, got, want in zip(PARTS, [out, *grads], [expected, *expected_grads], strict=True):
+        hold(got, want, name=name)
 
 
 @pytest.mark.parametrize("padding", [None, "left"])
 def test_without_flags(padding):
     (q, k, v, _), options = inputs(33, 2, 1, 20, padding=padding, sinks=2, recent=4, dense=0.5)
     call = lambda function: lambda *x: function(*x, None, **options)  # noqa: E731
-    weight = torch.randn_like(q)
-    expected, expected_grads = run(call(reference_gated_attention), [q, k, v], {}, weight)
-    out, grads = run(call(triton_gated_attention), single([q, k, v]), {}, weight.float())
-    for got, want in zip([out, *grads], [expected, *expected_grads], strict=True):
-        torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
+    given, weight = single([q, k, v]), torch.randn_like(q).float()
+    expected, expected_grads = run(call(reference_gated_attention), exactly(given, torch.float32), {}, weight.double())
+    out, grads = run(call(triton_gated_attention), given, {}, weight)
+    for name, got, want in zip(PARTS, [out, *grads], [expected, *expected_grads], strict=False):
+        hold(got, want, name=name)
 
 
 def test_queries_that_see_nothing_get_zeros_and_give_none():
@@ -104,7 +102,7 @@ def test_all_evicted_leaves_each_query_its_own_token():
     (q, k, v, keep), options = inputs(20, 4, 2, 16)
     keep = torch.zeros_like(keep)
     out, _ = run(triton_gated_attention, single([q, k, v, keep]), options, 1.0)
-    torch.testing.assert_close(out, v.detach().float().repeat_interleave(2, 1))
+    assert torch.equal(out, v.detach().float().repeat_interleave(2, 1))
     compare([q, k, v, keep], options)
 
 
@@ -122,10 +120,11 @@ def test_blocks_of_evicted_keys_change_nothing():
     compare(tensors, options)
     q, k, v, keep = single(tensors)
     weight = torch.randn_like(q)
-    want = run(triton_gated_attention, (q, k, v, keep), options, weight)[1][:3]
+    exact = exactly((q, k, v), torch.float32)
+    want = run(lambda *x: reference_gated_attention(*x, keep, **options), exact, {}, weight.double())[1]
     got = run(lambda *x: triton_gated_attention(*x, keep, **options), (q, k, v), {}, weight)[1]  # no flag gradient
     for mine, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, theirs)
+        hold(mine, theirs)
 
 
 def test_blocks_of_evicted_keys_are_not_read():
@@ -143,8 +142,8 @@ def test_blocks_of_evicted_keys_are_not_read():
 @pytest.mark.parametrize("case", TOGETHER, ids=str)
 def test_a_packed_document_is_what_it_is_alone(case):
     packed, alone = packed_and_alone(triton_gated_attention, (16, 1, 3, 19), torch.float32, **TOGETHER[case])
-    for name, got, want in zip(["out", "dq", "dk", "dv", "dkeep"], packed, alone, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    for name, got, want in zip(PARTS, packed, alone, strict=True):
+        hold(got, want, name=name)
 
 
 def test_blocks_of_other_documents_are_not_read():
@@ -212,24 +211,26 @@ def test_the_tuner_can_call_every_configuration(monkeypatch):
         return [1.0] * 3
 
     (q, k, v, keep), options = inputs(33, 2, 1, 16)
-    expected, expected_grads = run(reference_gated_attention, [q, k, v, keep], options, 1.0)
+    given = single([q, k, v, keep])
+    expected, expected_grads = run(reference_gated_attention, exactly(given, torch.float32), options, 1.0)
     monkeypatch.setattr("ag.kernels.tuned.interpreting", lambda: False)
     for tuned in (kernels.FORWARD, kernels.QUERIES, kernels.KEYS):
         monkeypatch.setitem(vars(tuned.tuned), "do_bench", bench)
         tuned.tuned.cache.clear()
-    out, grads = run(triton_gated_attention, single([q, k, v, keep]), options, 1.0)
+    out, grads = run(triton_gated_attention, given, options, 1.0)
     assert len(called) == 6
-    for got, want in zip([out, *grads], [expected, *expected_grads], strict=True):
-        torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
+    for name, got, want in zip(PARTS, [out, *grads], [expected, *expected_grads], strict=True):
+        hold(got, want, name=name)
 
 
 def test_the_deterministic_mode_does_not_tune(monkeypatch):
     (q, k, v, keep), options = inputs(20, 2, 1, 16)
-    want = triton_gated_attention(*single([q, k, v, keep]), **options)
+    given = single([q, k, v, keep])
+    want = reference_gated_attention(*exactly(given, torch.float32), **options)
     monkeypatch.setattr("ag.kernels.tuned.interpreting", lambda: False)
     monkeypatch.setattr(kernels.FORWARD, "tuned", None)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    torch.testing.assert_close(triton_gated_attention(*single([q, k, v, keep]), **options), want)
+    hold(triton_gated_attention(*given, **options), want)
 
 
 def test_the_operation_chooses_triton_and_compiled_models_keep_working(monkeypatch):

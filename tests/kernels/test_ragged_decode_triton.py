@@ -8,6 +8,9 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
+from rows_by_hand import check_weights
+
+from ag.kernels.ragged_decode import ragged_decode_weights
 from ag.kernels.ragged_decode.triton import triton_ragged_decode
 
 
@@ -25,14 +28,6 @@ def storage(lengths, heads, dim, width, gap=3):
     return q, keys, values, starts, counts
 
 
-def by_row(q, keys, values, starts, lengths, scaling):
-    rows = []
-    for query, start, count in zip(q.flatten(0, 1).chunk(len(starts)), starts.tolist(), lengths.tolist(), strict=True):
-        k, v = keys[start : start + count].double(), values[start : start + count].double()
-        rows.append((query.double() @ k.T * scaling).softmax(-1) @ v)
-    return torch.cat(rows).view(*q.shape[:2], -1)
-
-
 @pytest.mark.parametrize(
     ("lengths", "heads", "dim", "width"),
     [
@@ -45,26 +40,44 @@ def by_row(q, keys, values, starts, lengths, scaling):
 )
 def test_equals_attention_by_row(lengths, heads, dim, width):
     arguments = storage(lengths, heads, dim, width)
-    got = triton_ragged_decode(*arguments, 0.3)
+    weights = torch.full((2, heads, max(lengths) + 3), torch.nan)  # as somebody has them who does not know the longest
+    got = triton_ragged_decode(*arguments, 0.3, weights)
     assert got.shape == (2, heads, width)
-    torch.testing.assert_close(got.double(), by_row(*arguments, 0.3), atol=1e-4, rtol=1e-4)
+    check_weights(weights, got, *arguments, 0.3)
+    assert torch.equal(got, triton_ragged_decode(*arguments, 0.3))  # nobody wants the weights
 
 
 def test_rows_may_fill_the_buffer_and_nothing_may_be_held():
     q, keys, values, starts, lengths = storage([40, 24], 2, 16, 16, gap=0)
-    got = triton_ragged_decode(q, keys, values, starts, lengths, 0.2)
-    torch.testing.assert_close(got.double(), by_row(q, keys, values, starts, lengths, 0.2), atol=1e-4, rtol=1e-4)
-    assert triton_ragged_decode(q, keys, values, starts, lengths * 0, 0.2).abs().sum() == 0
+    weights = torch.full((2, 2, 40), torch.nan)
+    got = triton_ragged_decode(q, keys, values, starts, lengths, 0.2, weights)
+    check_weights(weights, got, q, keys, values, starts, lengths, 0.2)
+    nothing = triton_ragged_decode(q, keys, values, starts, lengths * 0, 0.2, weights)
+    assert not nothing.any() and not weights.any()
+    none = torch.empty(2, 2, 0)
+    assert not triton_ragged_decode(q, keys, values, starts, lengths * 0, 0.2, none).any()
 
 
 def test_half_precision():
     q, keys, values, starts, lengths = storage([50, 7], 2, 32, 32)
     arguments = (q.half(), keys.half(), values.half(), starts, lengths)
-    got = triton_ragged_decode(*arguments, 0.2)
-    want = by_row(*arguments, 0.2)
-    assert got.dtype == torch.float16 and (got - want).norm() < 5e-3 * want.norm()
+    weights = torch.empty(2, 2, 50)
+    got = triton_ragged_decode(*arguments, 0.2, weights)
+    assert got.dtype == torch.float16
+    check_weights(weights, got, *arguments, 0.2)
 
 
 def test_two_runs_agree_to_the_bit():
     arguments = storage([90, 7], 4, 16, 16)
-    assert torch.equal(triton_ragged_decode(*arguments, 0.2), triton_ragged_decode(*arguments, 0.2))
+    one, two = torch.empty(2, 4, 90), torch.empty(2, 4, 90)
+    assert torch.equal(triton_ragged_decode(*arguments, 0.2, one), triton_ragged_decode(*arguments, 0.2, two))
+    assert torch.equal(one, two)
+
+
+def test_the_operation_hands_out_the_weights_of_triton(monkeypatch):
+    monkeypatch.setenv("AG_KERNELS", "triton")
+    arguments = storage([90, 7], 4, 16, 16)
+    want = torch.empty(2, 4, 90)
+    triton_ragged_decode(*arguments, 0.2, want)
+    out, weights = ragged_decode_weights(*arguments, 0.2, 90)
+    assert torch.equal(weights, want) and torch.equal(out, triton_ragged_decode(*arguments, 0.2))

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from bounds import bounded, hold
 from compiled import needs
 from pairs import covering
 
@@ -58,32 +59,30 @@ def arguments(made, dtype=torch.float32):
     return logits.to(dtype), counted, Values.of(v.to(dtype))
 
 
-def by_definition(kind, logits, counted, v):
-    """``||A (by_value v - by_key (v - o))||^2`` of every pair, from the vectors, in float64.
+def by_definition(kind, made, dtype=torch.float32, places=slice(None)):
+    """``||A (by_value v - by_key (v - o))||^2`` of every pair of some keys, from the vectors, in float64.
 
     ``v_p - o = sum_q a_q (v_p - v_q)``: float64 would lose it too where the largest weight is 1 up to 1e-16.
     """
-    hidden = logits == -torch.inf
+    logits, counted, v = made
+    hidden, logits, v = logits == -torch.inf, bounded(logits, dtype), bounded(v, dtype)
     e = torch.where(hidden, 0.0, (logits - logits.amax(-1, keepdim=True).clamp_min(-1e9)).exp())
     a = e / e.sum(-1, keepdim=True).clamp_min(1e-300)
-    if kind == "attention":
-        values = a
-    else:
-        v = v.repeat_interleave(logits.shape[1] // v.shape[1], 1)
-        s, values = torch.where(hidden, 0.0, logits), torch.zeros_like(a)
-        for p in range(v.shape[2]):
-            mine, by_key = v[:, :, None, p], a @ (v[:, :, p, None] - v)
-            step = s[..., p, None]
-            change = {"value": mine, "key": step * by_key, "joint": mine + step * by_key}[kind]
-            values[..., p] = a[..., p].square() * change.square().sum(-1)
+    a, s = (
+        x.reshape(len(v), v.shape[1], -1, v.shape[2]) for x in (a, torch.where(hidden, 0.0, logits))
+    )  # [.., G w, N]
+    values = []
+    for p in torch.arange(v.shape[2])[places].split(8):
+        if kind == "attention":
+            values.append(a[..., p])
+            continue
+        change = v[:, :, None, p]  # [B, Hkv, G w, p, D]
+        if kind != "value":
+            by_key = s[..., p, None] * (a[:, :, None] @ (v[:, :, p, None] - v[:, :, None])).transpose(2, 3)
+            change = by_key if kind == "key" else change + by_key
+        values.append(a[..., p].square() * change.square().sum(-1))
+    values = torch.cat(values, -1).reshape(*hidden.shape[:3], -1)
     return (values * counted[:, None, :, None]).sum(2)
-
-
-def close(found, wanted, rtol=1e-5):
-    """Assert what the operation promises: relative to the value, or to a hundredth of the row's largest."""
-    bound = rtol * torch.maximum(wanted.abs(), 0.01 * wanted.amax(-1, keepdim=True)) + torch.finfo(torch.float32).tiny
-    worst = ((found.double() - wanted).abs() / bound).max()
-    assert worst <= 1, f"{float(worst):.3g} of the bound"
 
 
 @pytest.mark.parametrize(
@@ -93,12 +92,14 @@ def close(found, wanted, rtol=1e-5):
 )
 def test_a_version_equals_the_definition(version, kind, case):
     made = tile(**CASES[case])
-    wanted = by_definition(kind, *made)
+    places = slice(None, None, 1 if made[0].shape[-1] < 600 else 13)  # of many keys some, on any place of a vector
+    wanted = by_definition(kind, made, places=places)
     assert bool((wanted > 0).any())
     found = version(kind, *arguments(made))
     assert found.dtype == torch.float32
-    close(found, wanted)
-    close(reference_row_statistics(kind, *arguments(made, torch.float64)), wanted, rtol=1e-10)
+    hold(found[..., places], wanted)
+    exact = reference_row_statistics(kind, *arguments(made, torch.float64))
+    hold(exact[..., places], wanted.at(torch.float64))
 
 
 def hard(name, offset, dim, dtype):
@@ -119,6 +120,7 @@ def hard(name, offset, dim, dtype):
     return logits.to(dtype).double(), torch.ones(1, 6).bool(), v.to(dtype).double()
 
 
+SOME = slice(2, None, 3)  # of the keys, those that have it all among them
 HARD = ["flat", "mixed", "sharp", "one key has it all", "two keys have it all", "equal keys", "logits of 80"]
 
 
@@ -136,7 +138,7 @@ HARD = ["flat", "mixed", "sharp", "one key has it all", "two keys have it all", 
 )
 def test_nothing_cancels(version, kind, rows, size):
     made = hard(*rows, *size)
-    close(version(kind, *arguments(made)), by_definition(kind, *made))
+    hold(version(kind, *arguments(made))[..., SOME], by_definition(kind, made, places=SOME))
 
 
 @needs_compiler
@@ -148,7 +150,8 @@ def test_known_outputs_change_nothing(kind, name):
     logits, counted, values = arguments(made)
     outputs = (logits.softmax(-1).unflatten(1, (2, -1)) @ values.v[:, :, None]).flatten(1, 2)
     outputs = outputs - values.centre.repeat_interleave(2, 1)
-    close(cpu.row_statistics(kind, logits, counted, values, outputs), by_definition(kind, *made))
+    found = cpu.row_statistics(kind, logits, counted, values, outputs)
+    hold(found[..., SOME], by_definition(kind, made, places=SOME))
 
 
 @pytest.mark.parametrize("version", VERSIONS, indirect=True)
@@ -235,4 +238,5 @@ def test_the_environment_forces_a_version(fresh):
 
 def test_float64_is_left_to_pytorch(fresh):
     made = tile()
-    close(row_statistics("joint", *arguments(made, torch.float64)), by_definition("joint", *made), rtol=1e-10)
+    found = row_statistics("joint", *arguments(made, torch.float64))
+    hold(found, by_definition("joint", made, torch.float64))

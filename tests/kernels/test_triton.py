@@ -1,4 +1,4 @@
-"""Runs the tests of the Triton kernels, `test_*_triton.py`, under Triton's interpreter: no GPU is needed.
+"""Runs the tests of the Triton kernels, `*/test_*_triton.py`, under Triton's interpreter: no GPU is needed.
 
 The variable must be set before Triton is imported, hence a process of its own; in any other they skip.
 """
@@ -16,5 +16,5 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("first", [0, 1])  # every other file, for two processors
 def test_under_the_interpreter(first):
     pytest.importorskip("triton", reason="needs Triton")
-    files = sorted(HERE.glob("test_*_triton.py"))
+    files = sorted(HERE.parent.glob("*/test_*_triton.py"))
     assert "skipped" not in passed(*files[first::2], TRITON_INTERPRET="1")

@@ -21,6 +21,9 @@ from ag.kernels.column_max.triton import triton_column_max  # noqa: E402
 from ag.kernels.column_sums.triton import triton_column_sums  # noqa: E402
 from ag.kernels.gated_attention.triton import triton_gated_attention  # noqa: E402
 from ag.kernels.gated_prefill.triton import triton_gated_prefill  # noqa: E402
+from ag.kernels.pages import New, Pages  # noqa: E402
+from ag.kernels.pool_append.triton import triton_pool_append  # noqa: E402
+from ag.kernels.pool_expired.triton import triton_pool_expired  # noqa: E402
 from ag.kernels.ragged_decode import triton as decode  # noqa: E402
 from ag.kernels.ring_append.triton import triton_ring_append  # noqa: E402
 from ag.kernels.tuned import Tuned  # noqa: E402
@@ -133,8 +136,10 @@ def test_gated_prefill_compiles(compiled, dim, dtype):
 def test_ragged_decode_compiles(compiled, dim, dtype):
     q, keys, values = (torch.randn(*shape, dim).to(dtype) for shape in ((2, 4), (500,), (500,)))
     starts, lengths = torch.tensor([0, 100, 250, 300]), torch.tensor([90, 7, 0, 200])
-    decode.triton_ragged_decode(q, keys, values, starts, lengths, 0.1)
-    assert set(compiled) == {"_split", "_combine"}
+    for weights in (None, torch.empty(2, 4, 200)):
+        compiled.clear()
+        decode.triton_ragged_decode(q, keys, values, starts, lengths, 0.1, weights)
+        assert set(compiled) == {"_split", "_combine"}
 
 
 @pytest.mark.slow
@@ -157,3 +162,26 @@ def test_ring_append_compiles(compiled, dim, dtype, window):
         window=window,
     )
     assert set(compiled) == {"_append"}
+
+
+def in_pages(dim, dtype):
+    table = torch.arange(8, dtype=torch.int32).view(4, 2)
+    columns = (torch.randn(8, 16, dim).to(dtype), torch.randn(8, 16, dim).to(dtype), torch.zeros(8, 16).int())
+    return Pages(*columns, torch.zeros(8, 16).bool(), table, torch.tensor([3, 0, 31, 16], dtype=torch.int32))
+
+
+@pytest.mark.slow
+@cases(("dim", "dtype", "victims"), (89, 60, HALF, 2), (90, 256, WHOLE, 0))
+def test_pool_append_compiles(compiled, dim, dtype, victims):
+    x = torch.randn(2, 2, dim).to(dtype)
+    gone = torch.full((4, victims), -1, dtype=torch.int32) if victims else None
+    new = New(x, x, torch.tensor([7, -1]), torch.ones(2, 2).bool())
+    triton_pool_append(in_pages(dim, dtype), new, gone, [torch.zeros(4, 3, 32)])
+    assert set(compiled) == {"_append", "_carry"}
+
+
+@pytest.mark.slow
+@cases(("dim", "dtype"), (89, 60, HALF), (90, 256, WHOLE))
+def test_pool_expired_compiles(compiled, dim, dtype):
+    triton_pool_expired(in_pages(dim, dtype), torch.tensor([40, -1]), 4, 9)
+    assert set(compiled) == {"_expired"}
