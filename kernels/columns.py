@@ -1,4 +1,7 @@
-"""Causal attention weights, in blocks of queries or whole: what column sums and column maxima are made of."""
+"""Causal attention weights, in blocks of queries or whole: what column sums and column maxima are made of.
+
+The M queries are those of the last M of T tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ class Block(NamedTuple):
     """The weights of a block of queries.
 
     Attributes:
-        rows: which queries these are; they see keys before ``rows.stop`` only.
-        weights: ``[B, Hkv, G, w, N]``, ``N = rows.stop``; 0 in a row that sees nothing.
+        rows: which queries these are.
+        weights: ``[B, Hkv, G, w, N]``, on the first N keys, which are all that they see; 0 in a row that sees nothing.
         visible: ``[B or 1, 1, w, N]`` bool, the pairs that the softmax runs over.
         near: ``[B, 1, w, N]`` bool, the pairs less than ``skip`` apart.
     """
@@ -33,32 +36,36 @@ def blocks(
     q: Tensor, k: Tensor, scaling: float, queries: Tensor, key_valid: Tensor | None, window: int | None, skip: int = 0
 ) -> Iterator[Block]:
     """Yield the weights of all queries from the first that counts on; the arguments are those of column sums."""
-    batch, _, length, dim = q.shape
-    kv_heads, acc = k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    batch, _, count, dim = q.shape
+    kv_heads, length, acc = k.shape[1], k.shape[2], torch.promote_types(q.dtype, torch.float32)
+    ahead = length - count
     index = torch.arange(length, device=q.device)
     no_sinks = sink_mask(None, 0, batch, length, q.device)
     counting = queries.any(0).nonzero()
-    for start in range(int(counting[0]) if len(counting) else length, length, BLOCK):
-        stop = min(start + BLOCK, length)
-        valid = None if key_valid is None else key_valid[:, :stop]
-        visible, near = pair_masks(index[start:stop], index[:stop], valid, no_sinks[:, :stop], skip, window, None)
+    for start in range(int(counting[0]) if len(counting) else count, count, BLOCK):
+        stop = min(start + BLOCK, count)
+        seen = ahead + stop
+        valid = None if key_valid is None else key_valid[:, :seen]
+        places = index[ahead + start : seen]
+        visible, near = pair_masks(places, index[:seen], valid, no_sinks[:, :seen], skip, window, None)
         tile = q[:, :, start:stop].reshape(batch, kv_heads, -1, dim)
         if q.dtype == torch.float16:  # products that are not scaled may overflow it
-            s = ((tile * scaling) @ k[:, :, :stop].mT).to(acc)
+            s = ((tile * scaling) @ k[:, :, :seen].mT).to(acc)
         else:
-            s = (tile @ k[:, :, :stop].mT).to(acc) * scaling
-        s = s.view(batch, kv_heads, -1, stop - start, stop).masked_fill_(~visible[:, :, None], float("-inf"))
+            s = (tile @ k[:, :, :seen].mT).to(acc) * scaling
+        s = s.view(batch, kv_heads, -1, stop - start, seen).masked_fill_(~visible[:, :, None], float("-inf"))
         yield Block(slice(start, stop), s.softmax(-1).nan_to_num_(0.0), visible, near)
 
 
 def whole(
     q: Tensor, k: Tensor, scaling: float, key_valid: Tensor | None, window: int | None, skip: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all weights ``[B, H, T, T]``, which pairs are visible, and which are less than ``skip`` apart."""
-    batch, heads, length, _ = q.shape
+    """Return all weights ``[B, H, M, T]``, which pairs are visible, and which are less than ``skip`` apart."""
+    batch, heads, count, _ = q.shape
+    length = k.shape[2]
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
     index = torch.arange(length, device=q.device)
     no_sinks = sink_mask(None, 0, batch, length, q.device)
-    visible, near = pair_masks(index, index, key_valid, no_sinks, skip, window, None)
+    visible, near = pair_masks(index[length - count :], index, key_valid, no_sinks, skip, window, None)
     s = (q @ k.repeat_interleave(heads // k.shape[1], 1).mT) * scaling
     return s.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0), visible, near

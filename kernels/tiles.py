@@ -21,6 +21,13 @@ def load_rows(base, stride, start, length, N: tl.constexpr, D: tl.constexpr, DP:
 
 
 @triton.jit
+def places(table, slots, there, PAGE: tl.constexpr):
+    """Return where in a pool the slots of a row lie, whose pages ``table`` names."""
+    pages = tl.load(table + slots // PAGE, mask=there, other=0)
+    return tl.cast(pages, tl.int64) * PAGE + slots % PAGE
+
+
+@triton.jit
 def store_rows(base, stride, start, length, x, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     """Store what :func:`load_rows` loads."""
     rows, dims = tl.arange(0, N), tl.arange(0, DP)

@@ -10,6 +10,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from inner import passed
 from undrawn import WITHOUT_PICTURES
 from warm import warm_python
 
@@ -115,7 +116,7 @@ def test_the_whole_command_rehearsed_on_a_cpu(warm, tmp_path):
     job = rows["train"]["redpajama_cpt"]["result"]["fit"]
     assert (job["steps"], job["finite"], job["resumed"], job["exported"]) == ([1, 2], 1, 1, 1)
     assert 0 < job["planned bytes"] < 1e8 and job["lora seconds a step"] > 0
-    assert set(rows["train"]["evaluate"]["result"]["scores"]) == {"full cache", "gates"}
+    assert set(rows["train"]["evaluate"]["result"]["scores"]) == {"full cache", "flags"}
     for rows_of_part in (rows["speed"], rows["train"]):
         for name, row in rows_of_part.items():
             assert not [goal for goal in row["goals"] if goal["measured"] is None and "memory" not in goal["goal"]], (
@@ -123,6 +124,75 @@ def test_the_whole_command_rehearsed_on_a_cpu(warm, tmp_path):
             )
     again = gpu_sh("all", out, "--cpu-rehearsal", "--work", tmp_path / "work", cwd=warm, timeout=120)
     assert again.returncode == 0 and again.stdout.count("continuing with what is missing") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kernels_are_tested_without_the_packages_of_training(tmp_path):
+    """Every file is collected; the smallest case of each kernel runs, in Triton's interpreter."""
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    said = passed("-p", "absent", "-k", "smallest", ROOT / "tests" / "gpu", AG_GPU_REHEARSAL="1", PYTHONPATH="tests")
+    passes = re.search(r"(\d+) passed, 1 skipped", said)
+    assert passes and int(passes[1]) >= len(table.KERNELS) and "needs bitsandbytes" in said
+
+
+#: Stands for torch where a GPU is there, and says what it was asked.
+FAKE_TORCH = """
+class cuda:
+    @staticmethod
+    def is_available():
+        return {gpu}
+"""
+
+
+@pytest.fixture
+def own_python(no_setup, tmp_path):
+    """`gpu.sh` without .venv: a function that gives `python3` a GPU or none, and runs the command."""
+    shutil.rmtree(no_setup / ".venv")
+    (no_setup / "scripts" / "setup.sh").write_text("echo an installation begins >&2; exit 7")
+    (tmp_path / "sitecustomize.py").write_text("import absent")
+    (tmp_path / "fake").mkdir()
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    paths = f"{tmp_path}:{ROOT / 'tests'}"
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && paths="{tmp_path}/fake:"\n'
+        f'PYTHONPATH="$paths{paths}" exec "{sys.executable}" "$@"\n'
+    )
+    python.chmod(0o755)
+
+    def run(gpu, *words):
+        (tmp_path / "fake" / "torch.py").write_text(FAKE_TORCH.format(gpu=gpu))
+        environment = {name: x for name, x in os.environ.items() if not name.startswith(("AG_", "PYTHON"))}
+        environment |= {"PATH": f"{python.parent}:{os.environ['PATH']}", "AG_GPU_WORK": str(tmp_path / "work")}
+        return gpu_sh(*words, cwd=no_setup, env=environment)
+
+    return run
+
+
+def test_without_a_gpu_the_packages_are_installed(own_python):
+    done = own_python(False, "check")
+    assert (done.returncode, done.stderr) == (7, "an installation begins\n")
+
+
+@pytest.mark.slow
+def test_python_that_sees_a_gpu_needs_no_installation(own_python, no_setup, tmp_path):
+    """Of two lines of `check` one skips in its tests, the other has none without bitsandbytes."""
+    with open(no_setup / "ag" / "bench" / "card" / "table.py", "a") as file:
+        file.write(FEWER.format(left_out={line.name for line in table.check()} - {"smallest", "quantised"}))
+    done = own_python(True, "check", tmp_path / "out", "--cpu-rehearsal")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read(tmp_path / "out" / "check")
+    assert {name: row["status"] for name, row in rows.items()} == {"smallest": "ok", "quantised": "skipped"}
+    assert rows["smallest"]["result"]["tests"]["skipped"] >= len(table.KERNELS)
+    assert rows["quantised"]["why"] == "needs bitsandbytes"
+
+
+def test_the_oldest_versions_that_python_may_have_are_those_of_the_project():
+    project = (ROOT / "pyproject.toml").read_text()
+    asked = re.findall(r"'(torch|transformers)': \((\d+), (\d+)\)", (ROOT / "scripts" / "gpu.sh").read_text())
+    assert len(asked) == 2
+    assert all(re.search(rf'"{name}>={major}\.{minor}\W', project) for name, major, minor in asked)
 
 
 def bare(folder):

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ag.config import key
 
+Backend = Literal["flash", "cudnn", "efficient", "math"]
 MODES = ("decode", "stream", "prefill", "train", "memory")
 
 
@@ -22,10 +23,18 @@ class BenchConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
     threads: int | None = key(None, "CPU threads; null: torch's default", low=1)
     context: list[int] = key([2048], "tokens of the prompt, or of a training row; stream: tokens held")
+    sdpa: list[Backend] = key(
+        [],
+        "what torch's attention is pinned to in plain transformers, a row each; others are compared with the first; "
+        "none: flash (torch's choice in float32 on a GPU)",
+    )
+    static: list[Backend] = key(
+        [], "decode: the same, for transformers with a static cache under torch.compile, beside its dynamic cache"
+    )
     keep: list[float] = key([0.2], "shares of the prompt that policies keep")
     batch: list[int] = key([1], "sequences at once")
     policy: list[str] = key(
-        ["random"], "policies beside full; gates: random ones, set to evict as much (prefill, memory)"
+        ["random"], "policies beside full; flags: those of random gates, set to evict as much (prefill, memory)"
     )
     schedule: str = key("prefill", "when policies evict")
     uneven: bool = key(False, "decode: heads keep different numbers of tokens, which policy=random then draws")

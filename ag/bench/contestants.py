@@ -1,24 +1,27 @@
-"""Who runs: plain transformers, this engine's full cache, and policies; and their caches."""
+"""Who runs: plain transformers in its forms, this engine's full cache, and policies; and their caches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 import ag
 from ag.bench.config import BenchConfig
 from ag.bench.models import gates_for
+from ag.bench.sdpa import pinned
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.observe import Observation
 from ag.engine.scorers import Scorer
 from ag.engine.scorers.controls import Random
+from ag.engine.spec import FLAGS, PolicySpec
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
@@ -37,36 +40,82 @@ class Contestant:
         policy: of this engine; None: plain transformers with its own cache.
         keep: share of the prompt that the policy keeps; None: all.
         attention: implementation, for plain transformers.
+        backend: what torch's attention is pinned to, for plain transformers; None: torch's choice.
+        static: a cache of fixed size, and the step under torch.compile, for plain transformers.
     """
 
     name: str
     policy: str | None = None
     keep: float | None = None
     attention: str = "sdpa"
+    backend: str | None = None
+    static: bool = False
 
 
 PLAIN, FULL = Contestant("transformers"), Contestant("full", "full")
+Row = dict[str, Any]
 
 
 def contestants(config: BenchConfig) -> list[Contestant]:
-    """Return plain transformers, the full cache of this engine, and each policy with each share.
+    """Return plain transformers, the full cache of this engine, transformers' other forms, each policy with each share.
 
     Raises:
-        UserError: for a policy or a share that cannot be.
+        UserError: for a policy or a share that cannot be, or a static cache where there is none.
     """
     wrong = [share for share in config.keep if not 0 < share <= 1]
     if wrong:
         raise UserError(f"keep={wrong[0]}: expected shares of the prompt, above 0 and up to 1.")
-    flash = config.device.startswith("cuda") and config.dtype != "float32" and is_flash_attn_2_available()
-    rivals = [Contestant("transformers, flash-attn", attention="flash_attention_2")] if flash else []
+    if config.static and (config.mode != "decode" or config.interleaved):
+        raise UserError(f"static=[{','.join(config.static)}]: a static cache runs in decode with interleaved=false.")
+    first, *others = backends(config)
+    rivals = [replace(PLAIN, name=f"{PLAIN.name}, {name}", backend=name) for name in others]
+    if config.device.startswith("cuda") and config.dtype != "float32" and is_flash_attn_2_available():
+        rivals.append(Contestant("transformers, flash-attn", attention="flash_attention_2"))
+    rivals += [Contestant(f"transformers, static, {name}", backend=name, static=True) for name in config.static]
     for spec in config.policy:
-        if spec == "gates" and (config.mode == "decode" or config.fill):
-            raise UserError("policy=gates: random gates decide nothing while decoding or filling; use random.")
+        if spec == FLAGS and (config.mode == "decode" or config.fill):
+            raise UserError("policy=flags: random gates decide nothing while decoding or filling; use random.")
+        parsed = PolicySpec.parse(spec)
+        if parsed.reads_gates and parsed.path is None and spec != FLAGS:
+            raise UserError(
+                f"policy={spec}: expected gates:EXPORT, or flags, those of random gates that evict as much."
+            )
         for share in config.keep:
             rivals.append(Contestant(f"{spec} {share:g}", spec, share))
-            if spec != "gates":
+            if spec != FLAGS:
                 policy(spec, share, config.schedule)  # says what is wrong, before anything runs
-    return [PLAIN, FULL, *rivals]
+    return [replace(PLAIN, backend=first), FULL, *rivals]
+
+
+def backends(config: BenchConfig) -> list[str | None]:
+    """Return what torch's attention is pinned to in plain transformers, in turn; None: left to torch."""
+    usual = None if config.device.startswith("cuda") and config.dtype == "float32" else "flash"
+    return [*config.sdpa] or [usual]
+
+
+def able(plan: list[Contestant], attempt: Callable[[Contestant], object]) -> tuple[list[Contestant], list[Row]]:
+    """Let each further form of plain transformers try what will be measured.
+
+    Args:
+        plan: contestants, that which others are compared with first.
+        attempt: runs one.
+
+    Returns:
+        Those that can run, and rows ``{"contestant", "skipped"}`` with the reason for the others.
+    """
+    found, skipped = plan[:1], []
+    for one in plan[1:]:
+        try:
+            if one.policy is None:
+                attempt(one)
+            found.append(one)
+        except Exception as error:  # a backend without this case, no compiler, no room: whatever it is, it says so
+            first: BaseException = error
+            while cause := first.__cause__ or first.__context__:
+                first = cause
+            reason = (str(first).strip() or type(first).__name__).splitlines()[0]
+            skipped.append({"contestant": one.name, "skipped": reason})
+    return found, skipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +142,8 @@ class Arena:
         self.model, self.config = model, config
         self.device = next(model.parameters()).device
         self._gates: dict[float, AttentionGates] = {}
+        self._static: dict[Contestant, tuple[StaticCache, Callable[[Tensor, Cache], Tensor]]] = {}
+        self._sizes = (0, 0)
 
     def tokens(self, batch: int, length: int) -> Tensor:
         """Draw token ids ``[B, T]``."""
@@ -100,30 +151,33 @@ class Arena:
         high = decoder_of(self.model).config.vocab_size
         return torch.randint(0, high, (batch, length), generator=make).to(self.device)
 
-    def cache(self, contestant: Contestant) -> Cache:
-        """Make an empty cache, and the model ready for it."""
+    def cache(self, contestant: Contestant, batch: int = 1, room: int = 0) -> Cache:
+        """Make an empty cache, and the model ready for it; a static one has a size: ``room`` tokens a sequence."""
         ag.detach(self.model)
         if self.model.config._attn_implementation != contestant.attention:
             self.model.set_attn_implementation(contestant.attention)
+        if contestant.static:
+            return self._emptied(contestant, batch, room)
         if contestant.policy is None:
             return DynamicCache(config=self.model.config)
-        if contestant.policy == "gates" and contestant.keep is not None:
+        if contestant.policy == FLAGS and contestant.keep is not None:
             ag.attach(self.model, self._calibrated(contestant.keep))
         return EvictionCache(self.model, self.policy(contestant))
 
     def policy(self, contestant: Contestant) -> Policy:
         """Return the policy of a contestant."""
         assert contestant.policy is not None
-        if contestant.keep is None or contestant.policy == "gates":
+        if contestant.keep is None or contestant.policy == FLAGS:
             return policy(contestant.policy)
         if contestant.policy == "random" and self.config.uneven:
             scorer: Scorer = Uneven(seed=self.config.seed)
             return replace(policy("random@heads", contestant.keep, self.config.schedule, floor=0.0), scorer=scorer)
         return policy(contestant.policy, contestant.keep, self.config.schedule)
 
-    def read(self, cache: Cache, ids: Tensor) -> None:
+    def read(self, cache: Cache, ids: Tensor, contestant: Contestant = FULL) -> None:
         """Run the prompt ``[B, T]`` through the decoder."""
-        decoder_of(self.model)(input_ids=ids, past_key_values=cache, use_cache=True)
+        with pinned(contestant.backend):
+            decoder_of(self.model)(input_ids=ids, past_key_values=cache, use_cache=True)
 
     def fill(self, cache: Cache, batch: int, length: int) -> None:
         """Put random keys and values of a prompt into a cache; a policy evicts from them as from any others."""
@@ -147,12 +201,37 @@ class Arena:
                 q = k[:, :1].expand(-1, size["num_heads"], -1, -1) if blind else draw(size["num_heads"])
                 cache.attend(_Unattended(layer.self_attn, index, q, k, v, size["head_dim"] ** -0.5, None))
 
-    def decode(self, cache: Cache, token: Tensor) -> Iterator[Tensor]:
+    def decode(self, cache: Cache, token: Tensor, contestant: Contestant = FULL) -> Iterator[Tensor]:
         """Generate greedily, one token ``[B, 1]`` after the other."""
+        step = self._static[contestant][1] if contestant.static else self._step
         while True:
-            logits = self.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            token = logits[:, -1].argmax(-1, keepdim=True)
+            with pinned(contestant.backend):
+                token = step(token, cache).argmax(-1, keepdim=True)
             yield token
+
+    def _step(self, token: Tensor, cache: Cache) -> Tensor:
+        """Return the logits ``[B, V]`` of the next token."""
+        logits: Tensor = self.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1]
+
+    def _emptied(self, contestant: Contestant, batch: int, room: int) -> StaticCache:
+        """Return the static cache of a contestant, which its compiled step reads and writes where it lies."""
+        if self._sizes != (batch, room):
+            torch.compiler.reset()
+            self._static, self._sizes = {}, (batch, room)
+        if contestant not in self._static:
+
+            def step(token: Tensor, cache: Cache) -> Tensor:
+                return self._step(token, cache)
+
+            # what is compiled is kept by code object, and has the backend in it: each contestant needs its own
+            step.__code__ = step.__code__.replace()
+            mode = "reduce-overhead" if self.device.type == "cuda" else "default"
+            compiled = torch.compile(step, mode=mode, fullgraph=True, dynamic=False)
+            self._static[contestant] = StaticCache(config=self.model.config, max_cache_len=room), compiled
+        cache = self._static[contestant][0]
+        cache.reset()
+        return cache
 
     def _calibrated(self, keep: float) -> AttentionGates:
         """Make random gates whose flags keep about a share of random tokens."""

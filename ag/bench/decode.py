@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ag.bench.config import BenchConfig
-from ag.bench.contestants import FULL, PLAIN, Arena, Contestant, contestants, kept, kv_bytes
+from ag.bench.contestants import FULL, PLAIN, Arena, Contestant, able, contestants, kept, kv_bytes
 from ag.bench.measure import paired, quartiles, seconds_of
 from ag.bench.models import build, token_bytes, weight_bytes
 
@@ -21,7 +21,7 @@ FIRST = 3  # tokens that are generated before the clock starts
 
 @torch.no_grad()
 def measure(config: BenchConfig) -> list[Row]:
-    """Return a row for each context, batch and contestant."""
+    """Return a row for each context, batch and contestant, also for one that cannot run: with the reason."""
     plan = contestants(config)
     arena = Arena(build(config.model, config.device, config.dtype, config.seed), config)
     rows = []
@@ -34,6 +34,7 @@ def measure(config: BenchConfig) -> list[Row]:
 def _compare(arena: Arena, plan: list[Contestant], context: int, batch: int) -> list[Row]:
     """Measure the contestants round by round, each with a cache of its own in every round."""
     config = arena.config
+    plan, skipped = able(plan, lambda one: _begun(arena, one, context, batch))
     seconds: dict[str, list[float]] = {one.name: [] for one in plan}
     drifts: dict[str, list[float]] = {one.name: [] for one in plan}
     held: dict[str, Held] = {}
@@ -46,7 +47,7 @@ def _compare(arena: Arena, plan: list[Contestant], context: int, batch: int) -> 
                 drifts[name].append(statistics.median(times[-part:]) / statistics.median(times[:part]))
     weights, entry = weight_bytes(arena.model), token_bytes(arena.model)
     everything = weights + entry * context * batch
-    rows = []
+    rows: list[Row] = [{"context": context, "batch": batch} | row for row in skipped]
     for one in plan:
         share, size = held[one.name]
         median, low, high = quartiles(seconds[one.name])
@@ -80,6 +81,7 @@ def _round(arena: Arena, plan: list[Contestant], context: int, batch: int) -> di
         for one in plan:
             steps, held = _begun(arena, one, context, batch)
             found[one.name] = seconds_of(arena.device, partial(next, steps), number), held
+            del steps  # and its cache, before the next one is filled
         return found
     begun = {one.name: _begun(arena, one, context, batch) for one in plan}
     times: dict[str, list[float]] = {name: [] for name in begun}
@@ -91,13 +93,13 @@ def _round(arena: Arena, plan: list[Contestant], context: int, batch: int) -> di
 
 def _begun(arena: Arena, one: Contestant, context: int, batch: int) -> tuple[Iterator[object], Held]:
     """Return steps that each generate a token over a new cache, the first behind them, and what it held before."""
-    cache = arena.cache(one)
+    cache = arena.cache(one, batch, context + FIRST + arena.config.steps)
     if arena.config.fill is not False:
         arena.fill(cache, batch, context)
     else:
-        arena.read(cache, arena.tokens(batch, context))
+        arena.read(cache, arena.tokens(batch, context), one)
     held = kept(cache), kv_bytes(cache)
-    steps = arena.decode(cache, arena.tokens(batch, 1))
+    steps = arena.decode(cache, arena.tokens(batch, 1), one)
     for _ in range(FIRST):
         next(steps)
     return steps, held

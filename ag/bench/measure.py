@@ -17,6 +17,8 @@ import torch
 import transformers
 from transformers.utils.import_utils import is_flash_attn_2_available
 
+from ag.hardware import cpu_name
+
 STATUS = Path("/proc/self/status")
 
 
@@ -36,6 +38,24 @@ def seconds_of(device: torch.device, step: Callable[[], object], times: int = 1)
         step()
         marks.append(time.perf_counter())
     return [b - a for a, b in zip(marks[:-1], marks[1:], strict=True)]
+
+
+def call_seconds(device: torch.device, step: Callable[[], object], rounds: int) -> tuple[float, str]:
+    """Return the median time of a call, and how it was timed.
+
+    On a GPU it is ``graph``: a CUDA graph of many calls is replayed, so that the host does not count. What cannot be
+    captured, and everything on a CPU, is timed as it is launched: ``launches``.
+    """
+    for _ in range(2):  # compiles and tunes
+        step()
+    if device.type == "cuda":
+        try:
+            from triton.testing import do_bench_cudagraph
+
+            return do_bench_cudagraph(step, return_mode="median") / 1000, "graph"
+        except (ImportError, RuntimeError):
+            torch.cuda.synchronize(device)
+    return statistics.median(seconds_of(device, step, rounds)), "launches"
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -83,10 +103,9 @@ def _status(name: str) -> int:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Describe where the numbers come from."""
-    names = [line for line in _cpu_lines() if line.startswith("model name")]
     gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     return {
-        "cpu": names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),  # of the last minute: others at work make times meaningless
@@ -96,8 +115,3 @@ def machine(device: torch.device) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "flash_attn": bool(is_flash_attn_2_available()),
     }
-
-
-def _cpu_lines() -> list[str]:
-    file = Path("/proc/cpuinfo")
-    return file.read_text().splitlines() if file.is_file() else []

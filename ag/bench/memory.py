@@ -47,8 +47,8 @@ def measure_one(config: BenchConfig, context: int, batch: int, one: Contestant) 
     if config.fill:
         arena.fill(cache, batch, context)
     else:
-        arena.read(cache, ids)
+        arena.read(cache, ids, one)
     row = {"kept": kept(cache), "KV bytes": kv_bytes(cache)}
-    for _ in islice(arena.decode(cache, ids[:, :1]), config.steps):
+    for _ in islice(arena.decode(cache, ids[:, :1], one), config.steps):
         pass
     return row | {"peak over model": max(0, peak_bytes(arena.device) - loaded)}

@@ -10,6 +10,7 @@ import torch
 
 from ag.bench import decode, memory, prefill, stream, train
 from ag.bench.config import BenchConfig
+from ag.bench.contestants import backends
 from ag.bench.measure import machine
 from ag.errors import UserError
 
@@ -17,7 +18,7 @@ MODULES = {"decode": decode, "stream": stream, "prefill": prefill, "train": trai
 
 
 def bench(config: BenchConfig, command: str) -> dict[str, Any]:
-    """Measure, and return the rows with what they mean: command, date, machine and configuration.
+    """Measure, and return the rows with what they mean: command, date, machine, configuration, who could not run.
 
     Raises:
         UserError: for a model, a policy or a device that cannot be.
@@ -29,11 +30,13 @@ def bench(config: BenchConfig, command: str) -> dict[str, Any]:
         raise UserError(f"context={config.context}, batch={config.batch}: expected numbers of at least 1.")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    described = machine(torch.device(config.device))
+    described = machine(torch.device(config.device)) | {"sdpa": backends(config)[0] or "torch's choice"}
+    rows = MODULES[config.mode].measure(config)
     return {
         "command": command,
         "date": date.today().isoformat(),
         "machine": described,
         "config": asdict(config),
-        "rows": MODULES[config.mode].measure(config),
+        "rows": [row for row in rows if "skipped" not in row],
+        "skipped": [row for row in rows if "skipped" in row],
     }

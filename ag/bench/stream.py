@@ -141,7 +141,7 @@ def _gated(arena: Arena, kind: str, context: int) -> EvictionCache:
         recent_tokens=config.recent,
         sink_tokens=context - config.recent,
     )
-    return EvictionCache(arena.model, replace(policy("gates"), gates=gates.to(arena.device)))
+    return EvictionCache(arena.model, replace(policy("flags"), gates=gates.to(arena.device)))
 
 
 def _race(arena: Arena, runners: list[Runner]) -> dict[str, list[float]]:

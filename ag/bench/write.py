@@ -41,8 +41,15 @@ def markdown(results: dict[str, Any]) -> str:
         "| " + " | ".join(names) + " |",
         "|" + "|".join(":--" if name == "contestant" else "--:" for name in names) + "|",
         *("| " + " | ".join(_cell(name, row[name]) for name in names) + " |" for row in rows),
+        *(f"\n{line}" for line in skipped(results)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def skipped(results: dict[str, Any]) -> list[str]:
+    """Return a line for each contestant that could not run."""
+    rows: list[Row] = results.get("skipped", [])  # earlier files have none
+    return [f"Skipped: {row['contestant']}, {row['context']:,} tokens: {row['skipped']}" for row in rows]
 
 
 def _cell(name: str, value: Any) -> str:

@@ -15,6 +15,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -64,10 +65,9 @@ class AttentionCall:
         windowed = self.window is not None and self.q.shape[2] > self.window
         if left_padded or windowed:
             return gated_attention(self.q, self.k, self.v, None, valid, scaling=self.scaling, window=self.window)
-        name = _own_implementation(self.module)
-        name = "sdpa" if name == "eager" else name  # eager needs an n^2 mask to be causal
-        own = ALL_ATTENTION_FUNCTIONS[name]
-        out: Tensor = own(self.module, self.q, self.k, self.v, None, dropout=0.0, scaling=self.scaling)[0]
+        with _own_config(self.module) as name:
+            own = ALL_ATTENTION_FUNCTIONS["sdpa" if name == "eager" else name]  # eager needs an n^2 mask to be causal
+            out: Tensor = own(self.module, self.q, self.k, self.v, None, dropout=0.0, scaling=self.scaling)[0]
         return out.transpose(1, 2)
 
 
@@ -134,6 +134,7 @@ class Attachment:
     configs: list[tuple[nn.Module, PretrainedConfig]]
     forward: Callable[..., Any] | None  # the decoder's, where it had one of its own (accelerate's hooks)
     gates: nn.Module | None = None  # see ag.gates.attach
+    unturned: str | None = None  # see ag.model.support.check_rotations; None: not asked yet
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -209,7 +210,7 @@ def decoder_of(model: nn.Module) -> Any:
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
     layers = getattr(decoder, "layers", ())
     supported = isinstance(base, PreTrainedModel) and base._supports_attention_backend
-    if not (supported and layers and all(hasattr(layer, "self_attn") for layer in layers)):
+    if not (supported and layers and all(getattr(layer, "self_attn", None) is not None for layer in layers)):
         raise UnsupportedModelError(
             f"{type(base).__name__} does not use the attention interface of transformers (layers with self_attn and "
             "_supports_attention_backend); use a model that does, such as Llama, Mistral, Qwen2 or Qwen3."
@@ -304,39 +305,6 @@ def _wide(index: Tensor, like: Tensor) -> Tensor:
     return index[:, :, None].expand(-1, -1, like.shape[-1])
 
 
-def check_rotations(decoder: Any, what: str, instead: str) -> None:
-    """Raise ``UserError`` unless queries and keys can be rotated to other places: whole ones, by fixed frequencies.
-
-    Args:
-        decoder: the model's stack of layers.
-        what: needs it.
-        instead: what to do.
-    """
-    rotary: Any = getattr(decoder, "rotary_emb", None)
-    kind = getattr(rotary, "rope_type", None)
-    if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
-        raise UnsupportedModelError(
-            f"{what}: {type(decoder).__name__} rotates keys by {kind or 'no'} RoPE; expected one with fixed "
-            f"frequencies (default, linear, llama3, yarn). {instead}"
-        )
-    size, turned = decoder.layers[0].self_attn.head_dim, 2 * len(rotary.inv_freq)
-    if turned != size:
-        raise UnsupportedModelError(
-            f"{what}: {type(decoder).__name__} rotates {turned} of a key's {size} dimensions; expected all. {instead}"
-        )
-
-
-def check_slots(decoder: Any) -> None:
-    """Raise ``UserError`` unless keys can be rotated by slots: see :func:`check_rotations`, and no sliding windows."""
-    check_rotations(decoder, "positions=slot", "Use positions=original.")
-    window = getattr(decoder.config, "sliding_window", None)
-    if window and "sliding_attention" in (getattr(decoder.config, "layer_types", None) or ["sliding_attention"]):
-        raise UserError(
-            f"positions=slot: {type(decoder).__name__} attends within a sliding window of {window} tokens, which slots "
-            "would move; use positions=original."
-        )
-
-
 def rotate(decoder: Any, x: Tensor, positions: Tensor, span: int = 1) -> Tensor:
     """Rotate queries or keys further by whole positions, as the model's RoPE does; negative ones turn back.
 
@@ -381,12 +349,13 @@ def _attention(
     """Serve the attention interface: the interceptor's attention, or the model's own when there is no interceptor."""
     if ag_interceptor is None:
         eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        own: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(_own_implementation(module), eager)
-        result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **kwargs)
+        with _own_config(module) as name:
+            own: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+            result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **kwargs)
         return result
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
-            raise UnsupportedModelError(f"{type(module).__name__} attends with {name}, which gates do not support.")
+            raise UnsupportedModelError(f"{type(module).__name__} attends with {name}, which is not supported.")
     scaling = kwargs.get("scaling")
     call = AttentionCall(
         module,
@@ -402,9 +371,17 @@ def _attention(
     return F.dropout(out, rate, module.training).transpose(1, 2).contiguous(), None
 
 
-def _own_implementation(module: nn.Module) -> str:
-    name: str = module._ag_own_config._attn_implementation  # type: ignore[union-attr, assignment]
-    return name
+@contextmanager
+def _own_config(module: Any) -> Iterator[str]:
+    """Give an attention module the model's configuration back for a call of its own attention, whose name this yields.
+
+    Attention functions of transformers read the configuration: flash-attention by the name that stands there.
+    """
+    ours, module.config = module.config, module._ag_own_config
+    try:
+        yield module.config._attn_implementation
+    finally:
+        module.config = ours
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)

@@ -23,10 +23,10 @@ def column_sums(
     """Sum ``A_jt ** power`` over queries j, where ``A = softmax(scaling * q k^T)`` is causal.
 
     Args:
-        q: queries ``[B, H, T, D]``.
+        q: queries ``[B, H, M, D]``, those of the last M of T tokens.
         k: keys ``[B, Hkv, T, D]``.
         scaling: factor of the logits.
-        queries: ``[B, T]`` bool, the queries that count.
+        queries: ``[B, M]`` bool, the queries that count.
         key_valid: ``[B, T]`` bool, False on padding; None when there is none.
         window: sliding window of the model.
         power: exponent of the weights.
@@ -39,8 +39,13 @@ def column_sums(
     Raises:
         UserError: ``AG_KERNELS`` asks for a version that cannot run (see ag.kernels.dispatch).
     """
-    version = pick("column_sums", {"triton": no_triton(q), "chunked": None, "reference": None})
+    version = best_version(q)
     compute = chunked_column_sums if version == "chunked" else reference_column_sums
     if version == "triton":
         from ag.kernels.column_sums.triton import triton_column_sums as compute
     return compute(q, k, scaling, queries, key_valid, window, power, skip, mean)
+
+
+def best_version(q: Tensor) -> str:
+    """Return the version that :func:`column_sums` runs on such queries: ``triton``, ``chunked`` or ``reference``."""
+    return pick("column_sums", {"triton": no_triton(q), "chunked": None, "reference": None})

@@ -8,14 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ag.kernels.dispatch import no_triton, pick
+from ag.kernels.dispatch import VERSIONS, no_triton, pick
 from ag.kernels.ragged_decode import cpu, flash
 from ag.kernels.ragged_decode.chunked import chunked_ragged_decode
 from ag.kernels.ragged_decode.flash import flash_ragged_decode
 from ag.kernels.ragged_decode.reference import reference_ragged_decode
 
 
-def ragged_decode(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, scaling: float) -> Tensor:
+def ragged_decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    longest: int | None = None,
+) -> Tensor:
     """Attend from one query per sequence to all that its rows hold.
 
     Row ``b * Hkv + h`` is KV head h of sequence b; its tokens are ``keys[starts[r] : starts[r] + lengths[r]]``.
@@ -27,6 +35,7 @@ def ragged_decode(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengt
         starts: ``[R]`` long, R = B Hkv, on the device of the keys.
         lengths: ``[R]`` long; a row of no tokens gives 0.
         scaling: factor of the logits.
+        longest: tokens that no row exceeds, as near as the host knows; it decides how work is cut. None: S.
 
     Returns:
         ``[B, H, Dv]``, softmax and sums in float32 (float64 for float64 arguments).
@@ -34,13 +43,22 @@ def ragged_decode(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengt
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
-    return _run(_version(q, keys, values), q, keys, values, starts, lengths, scaling)
+    reasons = _reasons(q, keys, values)
+    others = {"flash": flash.unavailable(q, keys, values), "chunked": None}
+    version = pick("ragged_decode", {name: (reasons | others)[name] for name in VERSIONS})
+    if version == "flash":
+        most = len(keys) if longest is None else longest
+        out: Tensor = flash_ragged_decode(q, keys, values, starts, lengths, scaling, most)
+        return out
+    if version == "chunked":
+        return chunked_ragged_decode(q, keys, values, starts, lengths, scaling)
+    return _run(version, q, keys, values, starts, lengths, scaling)
 
 
 def ragged_decode_weights(
     q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, scaling: float, longest: int
-) -> tuple[Tensor, Tensor | None]:
-    """Do what :func:`ragged_decode` does, and hand out the weights where the version that runs has them.
+) -> tuple[Tensor, Tensor]:
+    """Do what :func:`ragged_decode` does, and hand out the weights, for which no key is read again.
 
     Args:
         q: as there, like the next five.
@@ -52,36 +70,25 @@ def ragged_decode_weights(
         longest: tokens of the longest row, N.
 
     Returns:
-        What ``ragged_decode`` returns; and the weights ``[B, H, N]`` in float32, 0 behind the end of a row, from
-        ``cpp`` and ``reference``, from others None.
+        What ``ragged_decode`` returns; and the weights ``[B, H, N]`` in float32 by slot of the row, 0 behind its end.
+
+    Raises:
+        UserError: when AG_KERNELS names a version that cannot run here.
     """
-    version = _version(q, keys, values)
-    if version not in ("cpp", "reference"):
-        return _run(version, q, keys, values, starts, lengths, scaling), None
-    attend = cpu.ragged_decode if version == "cpp" else reference_ragged_decode
+    version = pick("ragged_decode_weights", _reasons(q, keys, values))
     weights = torch.empty(*q.shape[:2], longest, dtype=torch.float32, device=q.device)
-    return attend(q, keys, values, starts, lengths, scaling, weights), weights
+    return _run(version, q, keys, values, starts, lengths, scaling, weights), weights
 
 
-def _version(q: Tensor, keys: Tensor, values: Tensor) -> str:
+def _reasons(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, str | None]:
+    """Return why the versions that hand out weights cannot run, or None, by name, best first."""
     mixed = None if q.dtype == keys.dtype == values.dtype else "queries, keys and values differ in type"
-    return pick(
-        "ragged_decode",
-        {
-            "triton": mixed or no_triton(q, values),
-            "flash": mixed or flash.unavailable(keys, values),
-            "cpp": cpu.unavailable(keys, values),
-            "chunked": None,
-            "reference": None,
-        },
-    )
+    return {"triton": mixed or no_triton(q, values), "cpp": cpu.unavailable(keys, values), "reference": None}
 
 
 def _run(version: str, *arguments: Any) -> Tensor:
     attend: Callable[..., Tensor]
-    attend = {"cpp": cpu.ragged_decode, "chunked": chunked_ragged_decode}.get(version, reference_ragged_decode)
-    if version == "flash":
-        attend = flash_ragged_decode
+    attend = cpu.ragged_decode if version == "cpp" else reference_ragged_decode
     if version == "triton":
         from ag.kernels.ragged_decode.triton import triton_ragged_decode as attend
     return attend(*arguments)

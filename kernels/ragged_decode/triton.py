@@ -12,13 +12,17 @@ from ag.kernels.tiles import load_rows, mix
 from ag.kernels.tuned import LOG2E, Tuned, doublings, padded, readable
 
 CHUNKS = 512  # about how many chunks the whole storage is cut into: a few for each processor of a card
+PIECE = 1024  # weights that a program normalises
 
 
-@triton.jit(do_not_specialize=["chunk", "size"])
-def _split(q, keys, values, starts, lengths, owners, before, partial, lse, k_stride, v_stride, scale, chunk, size, R, G,
-           GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+@triton.jit(do_not_specialize=["chunk", "size", "N"])
+def _split(q, keys, values, starts, lengths, owners, before, partial, lse, weights, k_stride, v_stride, scale, chunk,
+           size, N, R, G, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
            ROWS: tl.constexpr):  # fmt: skip
-    """Attend from the G queries of a row to one chunk of it; chunks beyond the last have no owner and hold nothing."""
+    """Attend from the G queries of a row to one chunk of it; chunks beyond the last have no owner and hold nothing.
+
+    Where somebody wants the ``weights``, their places get the logits, which the other kernel normalises.
+    """
     item = tl.cast(tl.program_id(0), tl.int64)
     owner = tl.load(owners + item)
     row = tl.minimum(owner, R - 1)
@@ -28,14 +32,18 @@ def _split(q, keys, values, starts, lengths, owners, before, partial, lse, k_str
     keys += tl.load(starts + row) * k_stride
     values += tl.load(starts + row) * v_stride
     queries = load_rows(q + row * G * D, D, 0, G, GP, D, DP)
+    heads, slots = tl.arange(0, GP), tl.arange(0, ROWS)
     total, largest = tl.zeros([GP], tl.float32), tl.full([GP], float("-inf"), tl.float32)
     mixed = tl.zeros([GP, EP], tl.float32)
     for n in range(first, stop, ROWS):
         s = tl.dot(queries, tl.trans(load_rows(keys, k_stride, n, stop, ROWS, D, DP)), input_precision="ieee") * scale
-        s = tl.where((n + tl.arange(0, ROWS) < stop)[None, :], s, float("-inf"))
+        s = tl.where((n + slots < stop)[None, :], s, float("-inf"))
+        if weights is not None:
+            mask = (heads < G)[:, None] & (n + slots < tl.minimum(stop, N))[None, :]
+            tl.store(weights + (row * G + heads)[:, None] * N + (n + slots)[None, :], s, mask=mask)
         tile = load_rows(values, v_stride, n, stop, ROWS, E, EP)
         total, largest, mixed = mix(s, tile, total, largest, mixed)
-    heads, dims = tl.arange(0, GP), tl.arange(0, EP)
+    dims = tl.arange(0, EP)
     empty = total == 0.0
     mixed = mixed / tl.where(empty, 1.0, total)[:, None]
     mask = (heads < G)[:, None] & (dims < E)[None, :]
@@ -44,11 +52,16 @@ def _split(q, keys, values, starts, lengths, owners, before, partial, lse, k_str
     tl.store(lse + item * G + heads, sums, mask=heads < G)
 
 
-@triton.jit
-def _combine(partial, lse, before, out, G, E: tl.constexpr, EP: tl.constexpr, CHUNKS: tl.constexpr):
-    """Mix the chunks of one query; a row without tokens gives 0."""
-    row, head = tl.program_id(0) // G, tl.program_id(0) % G
-    dims = tl.arange(0, EP)
+@triton.jit(do_not_specialize=["N", "pieces"])
+def _combine(partial, lse, before, lengths, out, weights, N, pieces, G, E: tl.constexpr, EP: tl.constexpr,
+             CHUNKS: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """Mix the chunks of one query; a row without tokens gives 0.
+
+    Of the ``weights`` of a query each of its programs normalises a piece of SLOTS; the first one makes the output.
+    """
+    query, piece = tl.program_id(0) // pieces, tl.program_id(0) % pieces
+    row, head = query // G, query % G
+    dims, width = tl.arange(0, EP), tl.where(piece == 0, E, 0)
     first, stop = tl.load(before + row), tl.load(before + row + 1)
     total, largest, mixed = 0.0, float("-inf"), tl.zeros([EP], tl.float32)
     for n in range(first, stop, CHUNKS):
@@ -57,12 +70,19 @@ def _combine(partial, lse, before, out, G, E: tl.constexpr, EP: tl.constexpr, CH
         larger = tl.maximum(largest, tl.max(sums, 0))
         weight = tl.exp2(sums - larger)
         shrink = tl.exp2(largest - larger)
-        mask = (items < stop)[:, None] & (dims < E)[None, :]
+        mask = (items < stop)[:, None] & (dims < width)[None, :]
         tile = tl.load(partial + (items * G + head)[:, None] * E + dims[None, :], mask=mask, other=0.0)
         mixed = mixed * shrink + tl.sum(tile * weight[:, None], 0)
         total, largest = total * shrink + tl.sum(weight, 0), larger
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + tl.cast(tl.program_id(0), tl.int64) * E + dims, mixed.to(out.dtype.element_ty), mask=dims < E)
+    empty = total == 0.0
+    total, largest = tl.where(empty, 1.0, total), tl.where(empty, 0.0, largest)
+    at = out + tl.cast(query, tl.int64) * E + dims
+    tl.store(at, (mixed / total).to(out.dtype.element_ty), mask=dims < width)
+    if weights is not None:
+        slots = piece * SLOTS + tl.arange(0, SLOTS)
+        weights += tl.cast(query, tl.int64) * N
+        logits = tl.load(weights + slots, mask=slots < tl.load(lengths + row), other=float("-inf"))
+        tl.store(weights + slots, tl.exp2(logits - largest) / total, mask=slots < N)
 
 
 KEY = ["GP", "D", "E", "size"]
@@ -71,9 +91,17 @@ SPLIT = Tuned(_split, [(64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 3)], [(32, 
 
 @torch.compiler.disable
 def triton_ragged_decode(
-    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, scaling: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Compute :func:`ag.kernels.ragged_decode.ragged_decode` on the card, which is never waited for.
+
+    The attention weights go into ``weights`` ``[B, H, N]`` float32, contiguous, where somebody wants them.
 
     How many tokens the rows hold is known to the card alone: the list of chunks is made there, and as long as the flat
     buffer, in which rows do not overlap, could need.
@@ -81,7 +109,7 @@ def triton_ragged_decode(
     keys, values = readable(keys), readable(values)
     starts, lengths = starts.contiguous(), lengths.contiguous()
     batch, heads, dim = q.shape
-    rows, slots, width = len(starts), len(keys), values.shape[1]
+    rows, slots, width, longest = len(starts), len(keys), values.shape[1], 0 if weights is None else weights.shape[-1]
     group = batch * heads // rows
     chunk = 32 if interpreting() else max(256, triton.next_power_of_2(slots // CHUNKS + 1))
     items = slots // chunk + rows
@@ -92,10 +120,15 @@ def triton_ragged_decode(
     out = torch.empty(batch, heads, width, dtype=q.dtype, device=q.device)
     SPLIT(
         lambda meta: (items,),
-        *(q.contiguous(), keys, values, starts, lengths, owners, before, partial, lse),
-        *(keys.stride(0), values.stride(0), scaling * LOG2E, chunk, doublings(slots), rows, group, padded(group)),
+        *(q.contiguous(), keys, values, starts, lengths, owners, before, partial, lse, weights),
+        *(keys.stride(0), values.stride(0), scaling * LOG2E, chunk, doublings(slots), longest),
+        *(rows, group, padded(group)),
         *(dim, padded(dim), width, padded(width)),
     )
+    piece = 16 if interpreting() else PIECE
+    pieces = max(1, triton.cdiv(longest, piece))
     with torch.cuda.device_of(q):
-        _combine[(rows * group,)](partial, lse, before, out, group, width, padded(width), 32)
+        _combine[(rows * group * pieces,)](
+            *(partial, lse, before, lengths, out, weights, longest, pieces, group, width, padded(width), 32, piece)
+        )
     return out

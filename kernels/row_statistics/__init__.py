@@ -16,8 +16,8 @@ def row_statistics(
     """Sum a statistic of ``A = softmax(s)`` over the rows of logits ``s`` that count.
 
     The kinds are ``attention``: ``A``; ``value``: ``A^2 ||v||^2``; ``key``: ``A^2 s^2 ||v - o||^2``; ``joint``:
-    ``A^2 ||(1 + s) v - s o||^2``; for values v and outputs ``o = A v`` (OBCache, Eq. 5 to 7). In float32 a sum agrees
-    with float64 to 1e-5 of itself, or of a hundredth of the row's largest where it is smaller than that.
+    ``A^2 ||(1 + s) v - s o||^2``; for values v and outputs ``o = A v`` (OBCache, Eq. 5 to 7). A difference ``v - o``
+    is made without cancelling, so that in float32 a sum is off by roundings of what it is made of alone.
 
     Args:
         kind: which statistic.

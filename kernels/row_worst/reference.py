@@ -21,7 +21,8 @@ def reference_row_worst(score: Tensor, protected: Tensor, valid: Tensor) -> Wors
     """Do what :func:`ag.kernels.row_worst.row_worst` does."""
     rivals = valid & ~protected
     held = valid.sum(-1)
-    lowest = score.masked_fill(~rivals, float("inf")).amin(-1, keepdim=True)
+    scores = score.masked_fill(~rivals, float("inf"))
+    lowest = scores.amin(-1, keepdim=True) if scores.shape[-1] else scores  # no slots: there is none
     last = (rivals & (score == lowest)).cumsum(-1)  # of equal ones the last
     gone = rivals & (score == lowest) & (last == last[..., -1:])
     return Worst(held, held - rivals.sum(-1), (torch.isfinite(score) | ~rivals).all(-1), valid & ~gone)

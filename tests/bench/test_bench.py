@@ -9,7 +9,7 @@ from refused import names
 from transformers import DynamicCache
 
 import ag
-from ag.bench import contestants, measure, models, stream, worker
+from ag.bench import contestants, measure, models, stream, worker, write
 from ag.bench.__main__ import main, named
 from ag.bench.config import MODES, BenchConfig
 from ag.bench.contestants import Arena, Contestant
@@ -59,11 +59,11 @@ def test_a_run_writes_its_files_and_columns(mode, tmp_path, capsys):
 
 
 def test_prefill_of_gates_and_policies_keeps_what_was_asked():
-    rows = {row["contestant"]: row for row in rows_of("prefill", policy=["snapkv", "gates"], keep=[0.5, 0.25])}
+    rows = {row["contestant"]: row for row in rows_of("prefill", policy=["snapkv", "flags"], keep=[0.5, 0.25])}
     assert rows["full"]["kept"] == rows["transformers"]["kept"] == rows["full"]["over full"] == 1
     for share in (0.5, 0.25):
         assert rows[f"snapkv {share}"]["kept"] == pytest.approx(share, abs=0.01)
-        assert rows[f"gates {share}"]["kept"] == pytest.approx(share, abs=0.1)
+        assert rows[f"flags {share}"]["kept"] == pytest.approx(share, abs=0.1)
 
 
 def test_decode_counts_bytes_and_the_roofline():
@@ -82,8 +82,8 @@ def test_decode_counts_bytes_and_the_roofline():
 def test_contestants_take_turns_token_by_token(monkeypatch):
     order, decode = [], Arena.decode
 
-    def told(arena, cache, token):
-        for step in decode(arena, cache, token):
+    def told(arena, cache, *given):
+        for step in decode(arena, cache, *given):
             order.append(id(cache))
             yield step
 
@@ -91,6 +91,94 @@ def test_contestants_take_turns_token_by_token(monkeypatch):
     rows = rows_of("decode", interleaved=True, rounds=1, warmup=0, steps=4)
     timed = order[len(rows) * FIRST :]
     assert len(set(timed[:3])) == len(rows) == 3 and timed == timed[:3] * 4
+
+
+def test_transformers_runs_in_every_form_that_is_asked_for(monkeypatch):
+    monkeypatch.setattr(contestants, "is_flash_attn_2_available", lambda: True)
+    asked = BenchConfig(device="cuda", dtype="bfloat16", sdpa=["flash", "cudnn"], static=["efficient"])
+    plain = [one for one in contestants.contestants(asked) if one.policy is None]
+    assert [(one.name, one.backend, one.attention, one.static) for one in plain] == [
+        ("transformers", "flash", "sdpa", False),
+        ("transformers, cudnn", "cudnn", "sdpa", False),
+        ("transformers, flash-attn", None, "flash_attention_2", False),
+        ("transformers, static, efficient", "efficient", "sdpa", True),
+    ]
+    assert [contestants.backends(BenchConfig(device=device)) for device in ("cpu", "cuda")] == [["flash"], [None]]
+
+
+def test_attention_is_pinned_while_transformers_works(model, monkeypatch):
+    seen = []
+
+    def attend(*arguments, **options):
+        flags = torch.backends.cuda
+        seen.append([flags.flash_sdp_enabled(), flags.math_sdp_enabled(), flags.mem_efficient_sdp_enabled()])
+        return attention(*arguments, **options)
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    arena, ids = Arena(model, BenchConfig(**SMALL)), torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        for backend in ("flash", "math", None):
+            one = Contestant("transformers", backend=backend)
+            cache = arena.cache(one)
+            arena.read(cache, ids, one)
+            next(arena.decode(cache, ids[:, :1], one))
+    assert seen == [[True, False, False]] * 4 + [[False, True, False]] * 4 + [[True, True, True]] * 4  # 2 layers, twice
+
+
+def test_what_cannot_run_is_skipped_with_the_reason():
+    found = bench(BenchConfig(mode="prefill", **SMALL | {"sdpa": ["flash", "math", "cudnn"]}), "a command")
+    names = [row["contestant"] for row in found["rows"]]
+    assert names == ["transformers", "full", "transformers, math", "random 0.25"]
+    (row,) = found["skipped"]
+    assert (row["contestant"], row["context"], row["batch"]) == ("transformers, cudnn", 192, 1)
+    assert "backend" in row["skipped"]
+    assert f"\n\nSkipped: transformers, cudnn, 192 tokens: {row['skipped']}\n" in write.markdown(found)
+
+
+@pytest.mark.slow
+def test_a_static_cache_gives_the_same_tokens_and_is_compiled_once(model, monkeypatch):
+    compiled, real = [], torch.compile
+
+    def counting(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(
+        torch, "compile", lambda step, mode, **options: real(step, backend=counting, **options) if mode else None
+    )
+    arena = Arena(model, BenchConfig(**SMALL))
+    forms = [Contestant(f"static, {name}", backend=name, static=True) for name in ("flash", "math")]
+    with torch.no_grad():
+        for batch, context in ((1, 40), (1, 40), (2, 30)):
+            tokens = {}
+            for one in (contestants.PLAIN, contestants.FULL, *forms):
+                cache = arena.cache(one, batch, context + 5)
+                arena.fill(cache, batch, context)
+                steps = arena.decode(cache, torch.full((batch, 1), 7), one)
+                tokens[one.name] = [next(steps).flatten().tolist() for _ in range(5)]
+            assert len(set(map(str, tokens.values()))) == 1
+            assert len({tuple(found) for found in tokens["transformers"]}) > 1  # else every token would do
+            assert contestants.kv_bytes(cache) == 2 * 2 * 2 * 16 * 4 * batch * (context + 5)
+    assert len(compiled) == 4  # two forms, two sizes
+
+
+def test_a_call_is_timed_by_replaying_a_graph_or_as_it_is_launched(monkeypatch):
+    testing = pytest.importorskip("triton.testing")
+    waited, calls = [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(measure, "seconds_of", lambda device, step, rounds: [3.0, 1.0, 2.0])
+    monkeypatch.setattr(testing, "do_bench_cudagraph", lambda step, return_mode: 4.0 if return_mode == "median" else 0)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert measure.call_seconds(cuda, lambda: calls.append(1), 3) == (0.004, "graph")
+    assert len(calls) == 2 and not waited  # it was called before it is captured
+
+    def refused(*_, **__):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(testing, "do_bench_cudagraph", refused)
+    assert measure.call_seconds(cuda, lambda: None, 3) == (2.0, "launches") and waited == [cuda]
+    assert measure.call_seconds(cpu, lambda: None, 3) == (2.0, "launches")
 
 
 @pytest.fixture
@@ -185,7 +273,11 @@ def test_the_first_word_names_the_mode():
         "device": (["train", "device=cuda"], ("CUDA",)),
         "kind": (["stream", "kinds=[mpl]"], ("kinds=['mpl']", "attention, linear, mlp")),
         "room": (["stream", "context=[64]"], ("context=64", "recent=N")),
-        "gates": (["decode", "policy=[gates]"], ("gates",)),
+        "random flags": (["decode", "policy=[flags]"], ("policy=flags", "random")),
+        "no gates": (["prefill", "policy=[gates@heads]"], ("policy=gates@heads", "gates:EXPORT", "flags")),
+        "flags with a share": (["prefill", "policy=[flags:x]"], ("'flags:x'", "budget=0.2", "gates:x")),
+        "static": (["prefill", "static=[flash]"], ("static=[flash]", "decode")),
+        "turns": (["decode", "static=[math]", "interleaved=true"], ("static=[math]", "interleaved=false")),
     }.values(),
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )

@@ -38,6 +38,7 @@ def continued(run: Path, folder: Path, alone: bool = False) -> Path:
 
 
 def _fit(arguments: list[str], alone: bool) -> None:
+    pytest.importorskip("omegaconf", reason="python -m ag.fit needs omegaconf")
     with pytest.MonkeyPatch.context() as patch:
         if REHEARSAL:  # in Triton's interpreter a run would take minutes
             patch.setenv("AG_KERNELS", "chunked")

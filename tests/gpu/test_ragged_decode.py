@@ -4,8 +4,9 @@ from itertools import product
 
 import pytest
 import torch
+from rows_by_hand import check_weights
 
-from ag.kernels.ragged_decode import flash
+from ag.kernels.ragged_decode import flash, ragged_decode_weights
 from ag.kernels.ragged_decode.chunked import chunked_ragged_decode
 from gpu.cases import DEVICE, DIMS, DTYPES, PRECISIONS, REHEARSAL, draw, here, name, near
 
@@ -57,11 +58,15 @@ def test_output(triton_untuned, dim, dtype):
     torch.manual_seed(dim)
     for (rows, lengths), group in zip(ROWS.items(), (1, 8, 4, 4), strict=True):
         given = storage(lengths, group, dim, dtype)
+        longest = int(given[-1].max())
         got = triton_ragged_decode(*given, 0.1)
         near(got, by_row(*given, 0.1), PRECISIONS[dtype], rows)
         assert torch.equal(got, triton_ragged_decode(*given, 0.1))
-        if flash.unavailable(*given[1:3]) is None:
-            near(flash.flash_ragged_decode(*given, 0.1), by_row(*given, 0.1), PRECISIONS[dtype], f"{rows}, flash-attn")
+        out, weights = ragged_decode_weights(*given, 0.1, longest)
+        check_weights(weights, out, *given, 0.1)
+        if flash.unavailable(*given[:3]) is None:
+            found = flash.flash_ragged_decode(*given, 0.1, longest)
+            near(found, by_row(*given, 0.1), PRECISIONS[dtype], f"{rows}, flash")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)

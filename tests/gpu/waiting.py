@@ -53,15 +53,15 @@ class Waits(TorchDispatchMode):
 
 
 class Lists(TorchFunctionMode):
-    """Raises for ``tolist``, which a CPU's tensor serves without an operation, on tensors that play those on a card."""
+    """Raises on tensors that play those on a card for what a CPU's tensor serves without an operation."""
 
     def __init__(self, waits: Waits) -> None:
         super().__init__()
         self.waits = waits
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.tolist and args[0] in self.waits.there:
-            raise RuntimeError("called a synchronizing operation: tolist")
+        if func in (Tensor.tolist, Tensor.cpu) and args[0] in self.waits.there:
+            raise RuntimeError(f"called a synchronizing operation: {func.__name__}")
         return func(*args, **(kwargs or {}))
 
 

@@ -15,12 +15,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ag.bench.card.told import told
 from ag.config import Config
 from ag.config.command_line import parse
 from ag.errors import UserError
@@ -62,30 +63,12 @@ def main(argv: list[str] | None = None) -> int:
     mine = [word.removeprefix("job.") for word in words if word.startswith("job.")]
     words = [word for word in words if not word.startswith("job.")]
     try:
-        row = run(words, job_of(mine), Path(file))
+        row = run(words, told(mine, Job), Path(file))
     except UserError as error:
         print(f"ag.bench.card.fit: error: {error}", file=sys.stderr)
         return 2
     Path(file).write_text(json.dumps(row, indent=2))
     return 0
-
-
-def job_of(words: list[str]) -> Job:
-    """Read ``name=value`` of :class:`Job`.
-
-    Raises:
-        UserError: for another name, or a value that is no number where one is expected.
-    """
-    known = {field.name: field.type for field in fields(Job)}
-    values: dict[str, Any] = {}
-    for name, _, text in (word.partition("=") for word in words):
-        if name not in known:
-            raise UserError(f"job.{name}: expected one of {', '.join(known)}.")
-        try:
-            values[name] = text if known[name] == "str" else json.loads(text)
-        except ValueError:
-            raise UserError(f"job.{name}={text}: expected a number.") from None
-    return Job(**values)
 
 
 def run(words: list[str], job: Job, file: Path) -> Row:
@@ -158,9 +141,9 @@ def _start(name: str, file: Path, words: list[str], job: Job) -> tuple[subproces
     if name == "plan":
         environment.pop("TRITON_INTERPRET", None)  # fake tensors have nothing to interpret
     command = [sys.executable, "-c", f"from ag.bench.card.fit import part; part({name!r}, {str(out)!r})"]
-    told = json.dumps({"words": words, "job": asdict(job)})
+    work = json.dumps({"words": words, "job": asdict(job)})
     process = subprocess.Popen(
-        [*command, told],
+        [*command, work],
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
@@ -183,9 +166,9 @@ def _done(started: tuple[subprocess.Popen[str], Path]) -> Row:
 
 def part(name: str, out: str) -> None:
     """Do one part in this process; what to do stands in the first argument of the command line."""
-    told = json.loads(sys.argv[1])
-    config = parse(told["words"], Config, "ag.fit").config
-    Path(out).write_text(json.dumps({"bytes": plan(config).total} if name == "plan" else trained(config, told["job"])))
+    work = json.loads(sys.argv[1])
+    config = parse(work["words"], Config, "ag.fit").config
+    Path(out).write_text(json.dumps({"bytes": plan(config).total} if name == "plan" else trained(config, work["job"])))
 
 
 def trained(config: Config, job: Row) -> Row:

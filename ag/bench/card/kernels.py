@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from ag.bench.measure import seconds_of
-from ag.config import key
-from ag.config.command_line import parse
+from ag.bench.card.told import told
+from ag.bench.measure import call_seconds
+from ag.bench.sdpa import pinned
+from ag.errors import UserError
 from ag.kernels.column_max import column_max
 from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
@@ -28,24 +28,41 @@ from ag.kernels.ragged_decode import ragged_decode
 Row = dict[str, Any]
 
 
-@dataclass
+@dataclass(frozen=True)
 class KernelConfig:
-    """What can be told."""
+    """What can be told.
 
-    output: str = key("runs/kernels.json", "JSON file for the rows")
-    device: str = key("cuda", "cuda, cuda:1, cpu, ...")
-    dtype: str = key("bfloat16", "type of queries, keys and values")
-    heads: int = key(32, "query heads", low=1)
-    kv_heads: int = key(8, "KV heads", low=1)
-    dim: int = key(128, "size of a head", low=1)
-    train: int = key(8192, "tokens of a training row", low=2)
-    prompt: int = key(32768, "tokens of a prompt", low=2)
-    decode: int = key(131072, "tokens of a sequence that is decoded: more than the card's cache holds", low=2)
-    keep: float = key(0.25, "share of the keys that is kept", low=0.01, high=1)
-    batch: list[int] = key([1, 8], "sequences that are decoded at once")
-    copy: int = key(1 << 30, "bytes of the copy", low=1)
-    square: int = key(8192, "rows and columns of the matrix product", low=1)
-    rounds: int = key(10, "times that each is run; the median counts", low=1)
+    Attributes:
+        output: JSON file for the rows.
+        device: cuda, cuda:1, cpu, ...
+        dtype: of queries, keys and values.
+        heads: query heads.
+        kv_heads: KV heads.
+        dim: size of a head.
+        train: tokens of a training row.
+        prompt: tokens of a prompt.
+        decode: tokens of a sequence that is decoded: more than the card's cache holds.
+        keep: share of the keys that is kept.
+        batch: sequences that are decoded at once.
+        copy: bytes of the copy.
+        square: rows and columns of the matrix product.
+        rounds: times that each is run where no graph is replayed; the median counts.
+    """
+
+    output: str = "runs/kernels.json"
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    train: int = 8192
+    prompt: int = 100_000
+    decode: int = 131_072
+    keep: float = 0.25
+    batch: tuple[int, ...] = (1, 8)
+    copy: int = 1 << 30
+    square: int = 8192
+    rounds: int = 10
 
 
 @dataclass(frozen=True)
@@ -70,33 +87,39 @@ class Case:
 
 
 def measure(config: KernelConfig) -> dict[str, Any]:
-    """Return what a copy and a matrix product reach, and a row for each kernel."""
+    """Return what a copy and a matrix product reach, and a row for each kernel.
+
+    A rival that cannot do the same has the reason in place of its time.
+    """
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    timed = partial(call_seconds, device, rounds=config.rounds)
 
-    def seconds(step: Callable[[], object]) -> float:
-        for _ in range(2):  # compiles and tunes
-            step()
-        return statistics.median(seconds_of(device, step, config.rounds))
+    def rival(step: Callable[[], object]) -> float | str:
+        try:
+            return 1000 * timed(step)[0]
+        except RuntimeError as error:  # the implementation cannot do this, or there is no room
+            return str(error).partition("\n")[0]
 
-    copied = 2 * config.copy / seconds(_copy(config.copy, device))
-    multiplied = 2 * config.square**3 / seconds(_product(config.square, device, dtype))
+    copied = 2 * config.copy / timed(_copy(config.copy, device))[0]
+    multiplied = 2 * config.square**3 / timed(_product(config.square, device, dtype))[0]
     rows = []
     for make in (_training, _prefill, _columns, *[_decoding(batch) for batch in config.batch]):
         for case in make(config, device, dtype):
-            took = seconds(case.run)
+            took, how = timed(case.run)
             memory, compute = case.bytes / copied, case.flops / multiplied
             rows.append(
                 {
                     "kernel": case.name,
                     "size": case.size,
                     "ms": 1000 * took,
+                    "timed by": how,
                     "GB/s": case.bytes / took / 1e9,
                     "TFLOP/s": case.flops / took / 1e12,
                     "of copy": memory / took,
                     "of matmul": compute / took,
                     "bound by": "memory" if memory > compute else "compute",
                     "of bound": max(memory, compute) / took,
-                    **{f"{name} ms": 1000 * seconds(rival) for name, rival in case.rivals.items()},
+                    **{f"{name} ms": rival(step) for name, step in case.rivals.items()},
                 }
             )
     return {"copy GB/s": copied / 1e9, "matmul TFLOP/s": multiplied / 1e12, "rows": rows}
@@ -129,10 +152,14 @@ def _inputs(config: KernelConfig, length: int, device: torch.device, dtype: torc
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Return causal attention to all keys by torch, and by flash-attn where it is installed."""
-    found: dict[str, Callable[[], Tensor]] = {
-        "sdpa": lambda: scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
-    }
+    """Return causal attention to all keys by torch's implementations, and by flash-attn where it is installed."""
+
+    def attend(backend: str) -> Tensor:
+        with pinned(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
+
+    backends = ("flash", "cudnn") if q.device.type == "cuda" else ("flash",)
+    found: dict[str, Callable[[], Tensor]] = {backend: partial(attend, backend) for backend in backends}
     if q.device.type == "cuda" and is_flash_attn_2_available() and q.dtype != torch.float32:
         from flash_attn import flash_attn_func
 
@@ -161,7 +188,7 @@ def _training(config: KernelConfig, device: torch.device, dtype: torch.dtype) ->
 
     once = sum(x.nbytes for x in (q, k, v, q))
     rivals = _dense(q, k, v)
-    trained = {name: both(rival, leaves[:3]) for name, rival in rivals.items() if name == "sdpa"}
+    trained = {name: both(rival, leaves[:3]) for name, rival in rivals.items()}
     size = f"{config.train:,} tokens"
     return [
         Case("gated_attention forward", size, forward, flops, once, {n: quietly(r) for n, r in rivals.items()}),
@@ -223,7 +250,11 @@ def _decoding(batch: int) -> Callable[[KernelConfig, torch.device, torch.dtype],
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    config = parse(sys.argv[1:] if argv is None else argv, KernelConfig, "ag.bench.card.kernels").config
+    try:
+        config = told(sys.argv[1:] if argv is None else argv, KernelConfig)
+    except UserError as error:
+        print(f"ag.bench.card.kernels: error: {error}", file=sys.stderr)
+        return 2
     Path(config.output).write_text(json.dumps(measure(config), indent=2))
     return 0
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -28,10 +29,9 @@ class Shape:
 
     def refuses(self, memory: float) -> str | None:
         """Return why this size cannot run on a card of so many GiB, or None."""
-        missing = [name for name in self.modules if find_spec(name) is None]
-        if missing:
-            return f"{missing[0]} is not installed"
-        return f"needs {self.gib:g} GiB, the card has {memory:.0f}" if self.gib > memory else None
+        return lacking(self.modules) or (
+            f"needs {self.gib:g} GiB, the card has {memory:.0f}" if self.gib > memory else None
+        )
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.values.items())
@@ -78,6 +78,8 @@ class Line:
         rehearsal: what stands for the names in a rehearsal on the CPU.
         goals: what the result is measured against.
         prefix: words before Python: a program that runs it.
+        environment: variables that are set for it.
+        modules: Python packages that must be installed.
         files: ``{work}/...`` that earlier lines made, or ``{data}``: without them the line is skipped.
     """
 
@@ -88,6 +90,8 @@ class Line:
     rehearsal: Mapping[str, str] | None = None
     goals: tuple[Goal, ...] = ()
     prefix: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
 
     @property
@@ -115,6 +119,14 @@ class Line:
         return found
 
     def missing(self, values: Mapping[str, str]) -> str | None:
-        """Return the first file that the line needs and that is not there."""
-        paths = (file.format_map(values) for file in self.files)
-        return next((path for path in paths if not path or not Path(path).exists()), None)
+        """Return which program, package or file is missing, or None."""
+        if self.prefix and shutil.which(self.prefix[0]) is None:
+            return f"{self.prefix[0]} is not installed"
+        paths = [file.format_map(values) for file in self.files]
+        gone = [path or "a corpus or model" for path in paths if not path or not Path(path).exists()]
+        return lacking(self.modules) or (f"{gone[0]} is not there" if gone else None)
+
+
+def lacking(modules: tuple[str, ...]) -> str | None:
+    """Return which of some Python packages is not installed, or None."""
+    return next((f"{name} is not installed" for name in modules if find_spec(name) is None), None)

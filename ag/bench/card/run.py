@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from ast import literal_eval
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from ag.errors import UserError
 
 Row = dict[str, Any]
 ROWS = "rows.jsonl"
+NO_TIME = "no time"
 TAIL = 4000  # characters of a failed line's output that are kept
+NO_TESTS = 5  # pytest's exit code where whole files skip
 RESERVE = 20.0  # seconds of a part for its start and its summary
 
 
@@ -57,7 +60,7 @@ def read(folder: Path) -> dict[str, Row]:
 
 
 def missing(lines: Sequence[Line], folder: Path, here: Machine) -> list[Line]:
-    """Return the lines that have not ended well.
+    """Return the lines that have not ended well: first those that were not tried, then those that failed.
 
     Raises:
         UserError: when the folder holds rows of another card.
@@ -66,7 +69,9 @@ def missing(lines: Sequence[Line], folder: Path, here: Machine) -> list[Line]:
     others = {row["card"] for row in rows.values()} - {here.card}
     if others:
         raise UserError(f"{folder} holds rows of {others.pop()}, this is {here.card}: give another folder.")
-    return [line for line in lines if rows.get(line.name, {}).get("status") != "ok"]
+    status = {line.name: rows.get(line.name, {}).get("status", NO_TIME) for line in lines}
+    todo = [line for line in lines if status[line.name] != "ok"]
+    return sorted(todo, key=lambda line: status[line.name] != NO_TIME)
 
 
 def run(
@@ -101,7 +106,7 @@ def run(
         row = _row(line, workspace, here)
         reason = row.pop("reason", None)
         if reason is None and left < line.seconds:
-            row["status"], reason = "no time", f"takes about {line.seconds} s, {max(0.0, left):.0f} s were left"
+            row["status"], reason = NO_TIME, f"takes about {line.seconds} s, {max(0.0, left):.0f} s were left"
         if reason is None:
             say(f"{head}: about {line.seconds} s")
             row |= _execute(line, row, workspace, min(line.limit, left))
@@ -128,14 +133,9 @@ def _row(line: Line, workspace: Workspace, here: Machine) -> Row:
     """Return what is known of a line before it runs; ``reason``: why it is skipped."""
     row: Row = {"line": line.name, "part": workspace.out.name, **asdict(here), "date": time.strftime("%Y-%m-%d %H:%M")}
     shape, reasons = line.shape(here.gib)
-    gone = line.missing({"work": str(workspace.work)} | workspace.values)
-    program = line.prefix[0] if line.prefix else None
-    if shape is None:
-        row |= {"status": "skipped", "reason": "; ".join(reasons)}
-    elif program and shutil.which(program) is None:
-        row |= {"status": "skipped", "reason": f"{program} is not installed"}
-    elif gone is not None:
-        row |= {"status": "skipped", "reason": f"{gone or 'a corpus or model'} is not there"}
+    missing = line.missing({"work": str(workspace.work)} | workspace.values)
+    if shape is None or missing:
+        row |= {"status": "skipped", "reason": missing or "; ".join(reasons)}
     else:
         row |= {"shape": dict(shape.values)} | ({"smaller": reasons} if reasons else {})
     return row
@@ -147,15 +147,21 @@ def _execute(line: Line, row: Row, workspace: Workspace, limit: float) -> Row:
     out = Path(tempfile.mkdtemp(prefix=f"{line.name}-", dir=workspace.work))
     values = workspace.values | row["shape"]
     words = line.words(values | {"out": str(out), "work": str(workspace.work)})
-    shown = shlex.join([*line.prefix, "python", "-m", *line.words(values | {"out": "OUT", "work": "WORK"})])
+    shown = [f"{name}={value}" for name, value in line.environment.items()]
+    shown += [*line.prefix, "python", "-m", *line.words(values | {"out": "OUT", "work": "WORK"})]
     begin = time.monotonic()
-    code, text = _process([*line.prefix, sys.executable, "-m", *words], limit)
-    found: Row = {"command": shown, "seconds": time.monotonic() - begin, "result": results(out)}
-    if code == 0:
+    code, text = _process([*line.prefix, sys.executable, "-m", *words], limit, line.environment)
+    found: Row = {"command": shlex.join(shown), "seconds": time.monotonic() - begin, "result": results(out)}
+    tests = found["result"].get("tests")
+    idle = tests is not None and tests["skipped"] == tests["tests"] > 0
+    if idle and (code == NO_TESTS or (code == 0 and row["gib"] is not None)):  # in a rehearsal tests may skip
+        found |= {"status": "skipped", "why": "; ".join(tests["reasons"])}
+    elif code == 0:
         found["status"] = "ok"
     else:
         what = f"stopped after {limit:.0f} s" if code is None else f"exit code {code}"
-        found |= {"status": "timed out" if code is None else "failed", "why": what, "tail": text[-TAIL:]}
+        stopped = "timed out" if limit >= 2 * line.seconds else NO_TIME  # the part was over
+        found |= {"status": stopped if code is None else "failed", "why": what, "tail": text[-TAIL:]}
     goals = [goal.check(found["result"]) for goal in line.goals] if code == 0 else []
     judged = {} if row["gib"] is not None else {"met": None}  # a rehearsal shows nothing
     found["goals"] = [goal | judged for goal in goals]
@@ -163,10 +169,10 @@ def _execute(line: Line, row: Row, workspace: Workspace, limit: float) -> Row:
     return found
 
 
-def _process(words: list[str], limit: float) -> tuple[int | None, str]:
+def _process(words: list[str], limit: float, variables: Mapping[str, str]) -> tuple[int | None, str]:
     """Run a process and its children; returns the exit code (None: stopped) and all output."""
     with tempfile.TemporaryFile() as output:
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
         into: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
         try:
             process = subprocess.Popen(words, **into, cwd=ROOT, env=environment, start_new_session=True)
@@ -198,8 +204,15 @@ def results(folder: Path) -> Row:
         counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
         bad = [case.get("name") for case in suite.iter("testcase") if {"failure", "error"} & {x.tag for x in case}]
         passed = counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"]
-        found["tests"] = counts | {"passed": passed, "names of failures": bad[:50]}
+        reasons = dict.fromkeys(_reason(skip) for skip in suite.iter("skipped"))
+        found["tests"] = counts | {"passed": passed, "names of failures": bad[:50], "reasons": list(reasons)[:50]}
     return found
+
+
+def _reason(skip: ElementTree.Element) -> str:
+    """Return why a test was skipped; of a whole file pytest writes path, line and reason, as Python would."""
+    message = skip.get("message", "")
+    return message if message != "collection skipped" else literal_eval(skip.text or "")[2].removeprefix("Skipped: ")
 
 
 def _headline(row: Row) -> str:

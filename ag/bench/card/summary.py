@@ -11,13 +11,15 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ag.bench.card.goals import DENSE
 from ag.bench.card.run import ROWS, Row, number, outcome, read, verdict
+from ag.bench.write import skipped
 from ag.errors import UserError
 
 FILE, PICTURE = "summary.md", "plot.png"
 BEGIN, END = "<!-- gpu -->", "<!-- end gpu -->"
 WHAT = {
-    "kernels": ("kernel", "size", "ms", "GB/s", "TFLOP/s", "bound by", "of bound", "sdpa ms", "flash-attn ms"),
+    "kernels": ("kernel", "size", "ms", "timed by", "GB/s", "TFLOP/s", "bound by", "of bound", *DENSE),
     "decode": ("context", "batch", "contestant", "kept", "ms/token", "x full", "x transformers", "of roofline"),
     "prefill": ("context", "batch", "contestant", "kept", "seconds", "over full", "over transformers"),
     "memory": ("context", "batch", "contestant", "KV bytes", "KV of full", "peak over model", "peak of full"),
@@ -101,6 +103,7 @@ def _tables(row: Row) -> list[str]:
         if name in WHAT and "rows" in result:
             columns = [column for column in WHAT[name] if any(column in one for one in result["rows"])]
             found.append(table(columns, [[_cell(c, one.get(c)) for c in columns] for one in result["rows"]]))
+            found += skipped(result)
             if name == "kernels":
                 rates = (f"{key} {number(result[key])}" for key in ("copy GB/s", "matmul TFLOP/s"))
                 found.append("Measured in the same run: " + ", ".join(rates) + ".")

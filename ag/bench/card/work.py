@@ -9,7 +9,7 @@ from pathlib import Path
 from ag.bench.card import PARTS, pack, summary, table
 from ag.bench.card.fit import write_text
 from ag.bench.card.machine import Machine, machine
-from ag.bench.card.run import Workspace, run
+from ag.bench.card.run import NO_TIME, Workspace, run
 from ag.bench.card.small_model import restore
 from ag.errors import UserError
 
@@ -52,6 +52,8 @@ def part(name: str, options: argparse.Namespace, here: Machine) -> int:
 
     rows = run(table.lines(name), Workspace(out, work, values), here, 60 * options.minutes, write)
     print(f"written: {out / summary.FILE}")
+    if left := [line for line, row in rows.items() if row["status"] == NO_TIME]:
+        print(f"no time was left for {', '.join(left)}: give the same command again")
     return int(any(row["status"] in ("failed", "timed out") for row in rows.values()))
 
 

@@ -1,0 +1,59 @@
+"""How long parts of a pass take, on a CPU and on a card, which works behind the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+OPEN = 64  # parts whose time is not yet known, from which on it is looked which of them have ended
+
+
+class Stopwatch:
+    """Adds up the seconds of parts of a pass.
+
+    On a card they are those between two events in its stream. Nothing waits for these until the sum is asked for.
+
+    Args:
+        seconds: that the sum begins with.
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._sum = seconds
+        self._open: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        """Count the time of what runs within, on a device."""
+        if device.type != "cuda":
+            start = time.perf_counter()
+            yield
+            self._sum += time.perf_counter() - start
+            return
+        stream = torch.cuda.current_stream(device)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record(stream)
+        yield
+        last.record(stream)
+        self._open.append((first, last))
+        if len(self._open) >= OPEN:
+            self._close(waiting=False)
+
+    @property
+    def seconds(self) -> float:
+        """The sum; on a card the host waits for the parts that have not ended."""
+        self._close(waiting=True)
+        return self._sum
+
+    def _close(self, *, waiting: bool) -> None:
+        """Add the parts that have ended, or all of them."""
+        while self._open and (waiting or self._open[0][1].query()):
+            first, last = self._open.pop(0)
+            last.synchronize()
+            self._sum += first.elapsed_time(last) / 1000
+
+    def __deepcopy__(self, memo: object) -> Stopwatch:
+        """Copy the sum: events belong to one watch."""
+        return Stopwatch(self.seconds)

@@ -1,0 +1,76 @@
+"""What the model's own attention finds when this library calls it."""
+
+import sys
+import types
+
+import pytest
+import torch
+from gates_for import gates_for
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import modeling_flash_attention_utils as flash
+
+from ag import EvictionCache, Gating, attach
+
+IDS = torch.randint(3, 128, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """A flash-attn package for transformers to find, which computes in PyTorch; returns how often it was called."""
+    calls = []
+
+    def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, **_):
+        calls.append(causal)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    package, padding = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.bert_padding")
+    vars(package).update(
+        flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_func, flash_attn_with_kvcache=flash_attn_func
+    )
+    vars(padding).update(pad_input=None, unpad_input=None)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", padding)
+    monkeypatch.setattr(flash, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(flash, "_loaded_implementation", None)
+    return calls
+
+
+def gating(gates):
+    return {"gating": Gating(gates, torch.ones_like(IDS), torch.tensor([12, 12])), "use_cache": False}
+
+
+@pytest.mark.parametrize("forward", ["without an interceptor", "dense prefill", "gated layers beside dense ones"])
+def test_flash_attention_finds_its_own_name(tiny_llama, flash_attn, forward):
+    """By the name in the module's configuration transformers decides which kernel to load, from the hub if need be."""
+    model = tiny_llama()
+    gates = gates_for(model, first_layer=1)
+    attach(model, gates)
+
+    def logits():
+        if forward == "dense prefill":
+            return model(IDS, past_key_values=EvictionCache(model, "full")).logits
+        return model(IDS, **(gating(gates) if forward.startswith("gated") else {"use_cache": False})).logits
+
+    with torch.no_grad():
+        want = logits()
+        model.config._attn_implementation = "flash_attention_2"
+        got = logits()
+    assert flash_attn == [True] * (1 if forward.startswith("gated") else 3)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    assert {layer.self_attn.config._attn_implementation for layer in model.model.layers} == {"ag"}
+
+
+def test_an_attention_that_fails_leaves_the_hooks_in_place(tiny_llama, flash_attn, monkeypatch):
+    model = tiny_llama()
+    attach(model, gates_for(model))
+    model.config._attn_implementation = "flash_attention_2"
+
+    def broken(*_, **__):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_func", broken)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        model(IDS, use_cache=False)
+    assert {layer.self_attn.config._attn_implementation for layer in model.model.layers} == {"ag"}
