@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from ag.config.generate import GenerateConfig
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.report import Report
 from ag.engine.spec import PolicySpec, named
-from ag.errors import UserError
+from ag.errors import BudgetWarning, UserError
 from ag.gates import export
 from ag.model import base as models
 from ag.model.geometry import fingerprint
@@ -42,7 +43,8 @@ class Generation:
         text: the new text.
         prompt_tokens: tokens of the prompt.
         new_tokens: tokens of the continuation.
-        evicted: share of the prompt's (token, layer, KV head) entries that were gone at the end.
+        evicted: share of the prompt's (token, layer, KV head) entries that were gone at the end; generated tokens that
+            went are not among them.
         kv_bytes: bytes allocated for keys and values at the end.
         full_kv_bytes: bytes of the keys and values of every token seen.
         held: share of the (token, layer, KV head) entries of every token seen that is held at the end.
@@ -142,19 +144,19 @@ def _generate(
     model: Model, tokenizer: PreTrainedTokenizerBase, ids: Tensor, policy: Policy, config: GenerateConfig
 ) -> Generation:
     policy = policy.with_tokenizer(tokenizer)
-    with suppress(UserError):  # a policy may refuse so short a prompt
+    with suppress(UserError), warnings.catch_warnings():  # a policy may refuse so short a prompt, or say things of it
+        warnings.simplefilter("ignore", BudgetWarning)
         _continue(model, EvictionCache(model, policy), ids[:, :WARM_PROMPT], replace(config, max_new_tokens=WARM_NEW))
     torch.manual_seed(config.seed)
     cache = EvictionCache(model, policy)
     new, (start, first, *_, last) = _continue(model, cache, ids, config)
     size = fingerprint(model.config)
     entry = size["num_layers"] * size["num_kv_heads"] * size["head_dim"] * next(model.parameters()).element_size()
-    length = ids.shape[1]
     return Generation(
         text=str(tokenizer.decode(new, skip_special_tokens=True)),
-        prompt_tokens=length,
+        prompt_tokens=ids.shape[1],
         new_tokens=len(new),
-        evicted=(1 - cache.kept_share()) * cache.seen_tokens / length,
+        evicted=1 - cache.kept_share(prompt=True),
         kv_bytes=cache.nbytes,
         full_kv_bytes=2 * cache.seen_tokens * entry,
         held=cache.kept_share(),

@@ -14,7 +14,7 @@ def main(argv: list[str]) -> int:
     config = parse(argv, ExplainConfig, "ag.explain").config
     from ag.evaluate.pictures import explain  # loads torch and transformers, which no help needs
 
-    for path in explain(config):
+    for path in explain(config, print):
         print(path)
     return 0
 

@@ -33,7 +33,8 @@ def main(argv: list[str]) -> int:
 def table(generations: dict[str, Generation]) -> Table:
     """Return the table that the command prints: tokens a second without what compiles at first use."""
     first = next(iter(generations.values()))
-    out = Table(title=f"{first.prompt_tokens} prompt tokens", caption="after a warm-up; of full: tokens held, of all")
+    caption = "after a warm-up; evicted: of the prompt; of full: tokens held, of prompt and new tokens"
+    out = Table(title=f"{first.prompt_tokens} prompt tokens", caption=caption)
     for column in ("cache", "evicted", "new tokens", "KV bytes", "of full", "prefill tokens/s", "decoding tokens/s"):
         out.add_column(column, justify="left" if column == "cache" else "right")
     for name, row in generations.items():

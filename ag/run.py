@@ -28,6 +28,7 @@ from ag.gates.gate import AttentionGates
 from ag.model import base as models
 from ag.model.hooks import decoder_of
 from ag.model.quiet import quiet
+from ag.model.support import check_attention
 from ag.training.loggers import build_loggers, read_metrics
 from ag.training.module import GatedLM
 from ag.training.sharded import ShardedStrategy, gather
@@ -56,12 +57,18 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
     data.check(config.data)
     L.seed_everything(config.seed, workers=True, verbose=False)
     base, tokenizer = models.load_base(config.model)
-    decoder_of(base)  # raises for a model that gates cannot be attached to, before the data are read
+    (decoder_of if config.train == "lora" else check_attention)(base)  # what is not supported, before the data are read
     context = base.config.get_text_config().max_position_embeddings
     batches = data.build(config, tokenizer, context)
     gates = None if config.train == "lora" else make_gates(base, config)
     model = base if config.train == "gates" else models.add_lora(base, config.lora)
     module = GatedLM(config, model, gates)
+    export.check(
+        gates,
+        model if isinstance(model, PeftModel) else None,
+        path=None if config.resume is None else Path(config.resume) / "export",
+        merge=config.export.merge,
+    )
     run_dir = None if dry_run else run_folder(config)
     trainer = build_trainer(config, run_dir)
     checkpoint = None if config.resume is None else newest_valid(Path(config.resume))

@@ -28,7 +28,7 @@ class Example(NamedTuple):
         prompt: all that comes before the answer.
         choices: possible answers, without the space before them.
         target: index of the right one.
-        context: the beginning of the prompt that can be read before the question is known; empty where there is none.
+        context: the beginning of the prompt that may be evicted before the rest is read; empty where there is none.
     """
 
     prompt: str
@@ -46,7 +46,8 @@ class Task:
         folder: its folder under ``data.root``.
         fields: required fields and their types.
         example: turns a row into an :class:`Example`.
-        context: a text comes first, which can be read before the question is known.
+        context: its prompts have a beginning that may be evicted before the rest is read: the text before a question,
+            or all that comes before "Answer:" where the question itself lists its answers.
         subset: configuration name on the hub.
         revision: git revision on the hub.
     """
@@ -104,7 +105,8 @@ def _mmlu(row: Record) -> Example:
     subject = row["subject"].replace("_", " ")
     listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
     about = f"The following are multiple choice questions (with answers) about {subject}."
-    return Example(f"{about}\n\n{row['question'].strip()}\n{listed}\nAnswer:", list("ABCD"), row["answer"])
+    text = f"{about}\n\n{row['question'].strip()}\n{listed}"
+    return Example(f"{text}\nAnswer:", list("ABCD"), row["answer"], text)
 
 
 def _keyed(row: Record) -> int:
@@ -187,6 +189,7 @@ TASKS: dict[str, Task] = {
         folder="mmlu",
         fields={"question": str, "subject": str, "choices": list, "answer": int},
         example=_mmlu,
+        context=True,
     ),
 }
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 STEP = 64  # prompt lengths lie on this grid, so that the rows of a batch have few different lengths
 DOCUMENTS = 64  # per call of the tokenizer
 AGAIN = "\n\nThe same text once more, word for word:\n\n"  # between a passage and its copy
-LEAD = 8  # tokens before a chunk that is repeated
+LEAD = 8  # last tokens of the chunk before one that is repeated
 ROW_SETTINGS = ("text_field", "packing", "max_length", "prompt_min", "prompt_max", "continuation", "copy_max")
 
 Cut = Callable[[Iterable[list[int]]], Iterator[Row]]
@@ -268,7 +268,7 @@ class Windows:
 class Repeated:
     """Passages, each followed by a sentence and by itself, or a chunk of itself, once more; the whole row carries loss.
 
-    A chunk that is not the passage's beginning comes behind the tokens before it, which say where to go on.
+    A chunk that is not the passage's beginning comes behind the end of the one before, which says where to go on.
 
     Attributes:
         length: tokens of a passage.
@@ -329,6 +329,6 @@ class Repeated:
             return Row(np.array([*prompt, *passage], dtype=np.int32), length)
         starts = range(0, len(passage), self.copy)
         first = starts[rng.integers(len(starts))]
-        tokens = [*prompt, *passage[max(0, first - LEAD) : first + self.copy]]
+        tokens = [*prompt, *passage[max(0, first - min(LEAD, self.copy)) : first + self.copy]]
         copied = len(self.start) + first, len(self.start) + min(first + self.copy, len(passage))
         return Row(np.array(tokens, dtype=np.int32), length, copied=copied)

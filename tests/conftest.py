@@ -19,7 +19,7 @@ os.environ |= {
     "WANDB_MODE": "offline",
     "TOKENIZERS_PARALLELISM": "false",
     "MPLBACKEND": "Agg",
-    # one test process a core, and the processes that tests start; test_machines.py asks for two
+    # one test process a core, and the processes that tests start; scripts/margins.py asks for two
     "OMP_NUM_THREADS": os.environ.get("AG_TEST_THREADS", "1"),
 }
 
@@ -32,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("common")
+        if {"AG_MARGINS", "AG_SEED"} & set(os.environ):
+            config.pluginmanager.import_plugin("margins")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

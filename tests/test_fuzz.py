@@ -39,8 +39,8 @@ def quick():
 
 
 WORDS = """
-full streaming_llm h2o tova snapkv scissorhands cake knorm random gates gates: vatp caote fastcaote obcache_value
-uniform pyramid preference heads pyramidkv + @ : prefill every blocks:16 blocks: 0 -1
+full streaming_llm h2o tova snapkv scissorhands cake knorm random gates gates: flags flags: vatp caote fastcaote
+obcache_value uniform pyramid preference heads pyramidkv + @ : prefill every blocks:16 blocks: 0 -1
 """
 words = st.sampled_from(WORDS.split())
 specs = st.lists(words | st.text(max_size=3), max_size=6).map("".join)

@@ -241,6 +241,7 @@ def test_command_prints_the_texts_and_a_table(folder, capsys, monkeypatch):
             "ag.policy('snapkv+caote@heads', budget=0.5, schedule='blocks:8+every', window=3)",
         ),
         ({"policy": "gates@heads", "budget": 0.25}, "ag.policy('gates:EXPORT@heads', budget=0.25)"),
+        ({"policy": "flags"}, "ag.policy('flags:EXPORT')"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -254,6 +255,28 @@ def test_any_policy(folder, tiny_llama, tiny_tokenizer, given, spec):
     text = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
     assert row.text == tiny_tokenizer.decode(text, skip_special_tokens=True)
     assert (row.report.policy, row.report.kept) == (spec, cache.report().kept)
+
+
+def test_generated_tokens_that_go_are_not_evicted_of_the_prompt(folder):
+    """h2o with 6 of 81 tokens, at every step: 12 new tokens come, of which the last is not read, and as many go."""
+    settings = {"policy": "h2o", "budget": 6, "schedule": "every", "options": {"recent": 3}}
+    (found,) = generate(config(folder, **settings)).values()
+    seen = found.prompt_tokens + NEW - 1
+    assert found.held == pytest.approx(6 / seen)
+    assert 1 - 3 / found.prompt_tokens <= found.evicted <= 1  # 3 of the 6 are recent, thus new
+
+
+def test_a_window_beyond_the_budget_is_told_in_one_line_or_refused(folder, capsys):
+    words = [f"gates={folder / 'export'}", "policy=snapkv", "budget=0.1", f"prompt={PROMPT}", f"max_new_tokens={NEW}"]
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    [told] = printed.err.splitlines()
+    assert told.startswith("ag.generate: warning: ag.policy('snapkv', budget=0.1) protects 32 tokens per KV head")
+    assert "\nover budget in 1 sequence: " in printed.out
+    assert main([*words, "options.strict=true"]) == 2
+    [refused] = capsys.readouterr().err.splitlines()
+    assert refused.startswith("ag.generate: error: ")
+    names(refused, "budget=0.1", "8 tokens", "32", "strict=True")
 
 
 def test_a_named_policy_prints_what_each_layer_holds(folder, capsys):

@@ -105,6 +105,77 @@ def test_a_wrong_shape_names_the_scorer(package, tiny_llama):
         model(torch.arange(12)[None], past_key_values=ag.EvictionCache(model, "flat", 5))
 
 
+PARTS = """
+from dataclasses import dataclass
+from ag.engine.allocators import ALLOCATORS, Allocator
+from ag.engine.scorers import SCORERS, RowScorer, Scorer
+from ag.engine.wrappers import WRAPPERS, Wrapper
+from ag.evaluate.tasks import TASKS, Task
+
+class Narrow(Scorer):
+    def score(self, seen): ...
+    def protected(self, seen): ...
+
+class Method(Scorer):
+    def score(self, seen): ...
+    def lookback(self): ...
+
+class Renamed(RowScorer):
+    def sums(self, seen, what): ...
+
+class More(Wrapper):
+    def score(self, seen, more): ...
+
+class Fine(RowScorer):
+    def sums(self, layer, statistic=None, *rest, more=1): ...
+
+class Later(Fine):
+    def protected(self, *arguments): ...
+
+class Half(Allocator):
+    pass
+
+class Run(Task):
+    def read(self, tokenizer, max_tokens): ...
+    def run(self, model, policies, samples): ...
+
+SCORERS |= {"narrow": Narrow, "method": Method, "renamed": Renamed, "fine": Fine, "later": Later, "text": "Fine"}
+WRAPPERS |= {"more": More}
+ALLOCATORS |= {"half": Half}
+TASKS |= {"run": (Run, {})}
+"""
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("narrow", ["Narrow.protected(self, seen)", "'narrow'", "seen: 'Observation', capacity: 'Tensor'"]),
+        ("narrow+vatp@heads", ["Narrow.protected(self, seen)"]),
+        ("method", ["Method.lookback", "'method'", "@property"]),
+        ("renamed", ["Renamed.sums(self, seen, what)", "statistic"]),
+        ("h2o+more", ["More.score(self, seen, more)", "'more'", "score(self, seen: 'Observation')"]),
+        ("h2o@half", ["Half", "'half'", "keep", "Allocator"]),
+        ("text", ["'text'", "'Fine'", "ag.engine.scorers.base.Scorer"]),
+    ],
+)
+def test_methods_that_could_not_be_called(package, spec, parts):
+    """Found when the policy is made, before any model is loaded."""
+    package(PARTS)
+    plugins.load(["my_parts.parts"])
+    with refuses(UserError, *parts) as caught:
+        ag.policy(spec, 5)
+    assert "\n" not in str(caught.value)
+
+
+def test_methods_that_can_be_called_otherwise(package):
+    package(PARTS)
+    plugins.load(["my_parts.parts"])
+    assert repr(ag.policy("fine+vatp", 5)) == "ag.policy('fine+vatp', budget=5)"
+    ag.policy("later", 5)
+    with refuses(UserError, "Run.run(self, model, policies, samples)", "'run'", "tokenizer"):
+        make("run")
+
+
 @pytest.mark.parametrize(
     ("code", "name", "parts"),
     [

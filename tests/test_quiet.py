@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 
 from ag.config.command_line import command
-from ag.errors import UserError
+from ag.errors import BudgetWarning, UserError
 
 COMMANDS = ["fit", "generate", "compare", "explain", "evaluate", "bench", "models"]
 RECIPES = ["fit", "compare"]
@@ -63,6 +64,19 @@ def test_what_a_user_causes_is_one_line(raised, code, line, capsys):
 
     assert main(["word"]) == code
     assert capsys.readouterr().err == f"{line}\n"
+
+
+def test_a_warning_of_a_budget_is_one_line_and_others_are_pythons_own(capsys):
+    @command("ag.x")
+    def main(argv):
+        warnings.warn("budget=1 is less than 4", BudgetWarning, stacklevel=2)
+        warnings.warn("something else", stacklevel=2)
+        return 0
+
+    with pytest.warns(UserWarning) as others:
+        assert main([]) == 0
+    assert [str(one.message) for one in others] == ["something else"]
+    assert capsys.readouterr().err == "ag.x: warning: budget=1 is less than 4\n"
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ def test_the_quickstart_the_commands_by_hand_and_the_python_example(quickstart):
     assert {"config.yaml", "metrics.csv", "export", "evaluation.json"} <= {path.name for path in folder.iterdir()}
     scores = json.loads((folder / "evaluation.json").read_text())
     assert len(scores["full cache"]["losses"]) == 2
-    assert scores["gates"]["kept"] < 1 and scores["gates"]["kv_bytes"] < scores["full cache"]["kv_bytes"]
+    assert scores["flags"]["kept"] < 1 and scores["flags"]["kv_bytes"] < scores["full cache"]["kv_bytes"]
     full = printed.partition("--- full cache ---\n")[2]
     assert full.startswith(" the weaver has a ticket to Helsinki.")
     assert "2 held-out responses" in full

@@ -24,6 +24,7 @@ BELOW = {
     "evaluate": {
         "errors",
         "files",
+        "hardware",
         "kernels",
         "config",
         "plugins",

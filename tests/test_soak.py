@@ -76,8 +76,7 @@ def test_generating(tiny_llama):
     for number in range(GENERATIONS):
         policy = POLICIES[number % len(POLICIES)]
         budget = None if policy in ("full", "gates") else 8
-        options = {} if budget is None else {"strict": False}
-        cache = ag.EvictionCache(model, policy, budget=budget, **options)
+        cache = ag.EvictionCache(model, policy, budget=budget)
         with torch.no_grad():
             model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
         if number == GENERATIONS // 5:

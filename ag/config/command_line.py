@@ -10,14 +10,15 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from ag.config.keys import ConfigError, ConfigWarning, Key, keys, nearest, short
 from ag.config.recipes import dump, recipes, resolve
 from ag.config.sweep import sweep
-from ag.errors import UserError
+from ag.errors import BudgetWarning, UserError
 
 T = TypeVar("T")
 
@@ -50,7 +51,8 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
     """Make the ``main`` of a program from what it does with its arguments.
 
     What a user causes ends in one line on stderr and an exit code: 2 for a :class:`UserError`, 130 for Ctrl-C (the text
-    of the KeyboardInterrupt says what is left), 141, without a line, when nobody reads the output any more.
+    of the KeyboardInterrupt says what is left), 141, without a line, when nobody reads the output any more. A
+    :class:`BudgetWarning` is one line on stderr too.
     """
 
     def decorate(work: Callable[[list[str]], int]) -> Main:
@@ -58,7 +60,8 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
         def main(argv: list[str] | None = None) -> int:
             try:
                 try:
-                    return work(sys.argv[1:] if argv is None else argv)
+                    with _budgets_told(program):
+                        return work(sys.argv[1:] if argv is None else argv)
                 finally:
                     sys.stdout.flush()  # a closed pipe may show only now
             except UserError as error:
@@ -74,6 +77,22 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
         return main
 
     return decorate
+
+
+@contextmanager
+def _budgets_told(program: str) -> Iterator[None]:
+    """Show a :class:`BudgetWarning` as a line of the program, without the place in the code that Python adds."""
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if issubclass(category, BudgetWarning):
+                print(f"{program}: warning: {message}", file=sys.stderr)
+            else:
+                others(message, category, *place, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 def parse(argv: Sequence[str], schema: type[T], program: str) -> Invocation[T]:

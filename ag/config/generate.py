@@ -13,7 +13,7 @@ from ag.plugins import load
 class GenerateConfig:
     """The keys of ``python -m ag.generate``."""
 
-    gates: str | None = key(None, "folder of exported gates, which a policy named gates uses")
+    gates: str | None = key(None, "folder of exported gates, which a policy named gates or flags uses")
     policy: str | None = key(None, "what to evict, such as h2o or gates; null: gates where there are some, else full")
     budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null")
     schedule: str = key("prefill", "when something is evicted: prefill, blocks:m, every, steps:n, joined by +")

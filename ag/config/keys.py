@@ -17,7 +17,6 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
-from omegaconf import OmegaConf
 
 from ag.errors import UserError
 
@@ -181,6 +180,8 @@ def parse_yaml(text: str) -> Any:
     Raises:
         ConfigError: when it is not valid, has a key twice, or is too large or too deep.
     """
+    from omegaconf import OmegaConf  # where a key is read: kernels, gates and the engine do without it
+
     try:
         # The C parser overflows its stack on deep nesting: look at the event stream before building.
         depth = 0

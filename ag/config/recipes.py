@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
 
-from omegaconf import OmegaConf
-
 from ag.config.keys import ConfigError, Key, check, from_text, keys, nearest, parse_yaml, short, unknown
 
 T = TypeVar("T")
@@ -129,6 +127,8 @@ def build(schema: type[T], values: Mapping[str, Any]) -> T:
     Raises:
         ConfigError: when a key without default has no value, or a combination makes no sense.
     """
+    from omegaconf import OmegaConf
+
     tree = OmegaConf.structured(schema)
     for name, value in values.items():
         OmegaConf.update(tree, name, value, merge=False)
@@ -199,6 +199,8 @@ def load_config(path: str | Path, schema: type[T]) -> T:
 
 def dump(config: Any) -> str:
     """Write a configuration as YAML that :func:`load_config` reads back to an equal one."""
+    from omegaconf import OmegaConf
+
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 

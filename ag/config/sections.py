@@ -49,7 +49,7 @@ class LoraConfig:
     dropout: float = key(0.0, "dropout on the adapter's input", low=0, high=1)
     targets: list[str] = key(
         ["q_proj", "k_proj", "v_proj", "o_proj"],
-        "names of the linear layers to adapt; all-linear: all but the output layer",
+        "names of the linear layers to adapt; all-linear: all but the output layer, and experts that PEFT knows",
     )
 
 

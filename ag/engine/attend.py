@@ -11,6 +11,8 @@ from ag.kernels.ragged_decode import ragged_decode, ragged_decode_weights
 from ag.model.hooks import AttentionCall
 
 QUERY_BLOCK = 256  # queries that meet the stored keys at once
+PAIRS = 2**26  # of a row's query and key at once: what says which keys a query sees takes three bytes each in 16 bits
+FEW = 16  # new queries of a sequence
 
 
 def attend_one(call: AttentionCall, store: RaggedStore, ranks: Tensor, seen: int) -> Tensor:
@@ -26,11 +28,12 @@ def attend_one(call: AttentionCall, store: RaggedStore, ranks: Tensor, seen: int
     if call.window is not None and seen > call.window:
         past = store.count_below(ranks[:, 0] - call.window + 1)
         starts, lengths = starts + past, lengths - past
-    out = ragged_decode(call.q[:, :, 0], store.keys, store.values, starts, lengths, call.scaling)
+    widest = store.layout.widest
+    out = ragged_decode(call.q[:, :, 0], store.keys, store.values, starts, lengths, call.scaling, widest)
     return out[:, :, None]
 
 
-def attend_one_weights(call: AttentionCall, store: RaggedStore) -> tuple[Tensor, Tensor | None]:
+def attend_one_weights(call: AttentionCall, store: RaggedStore) -> tuple[Tensor, Tensor]:
     """Do what :func:`attend_one` does where no window hides anything, and give the weights too.
 
     Args:
@@ -38,7 +41,7 @@ def attend_one_weights(call: AttentionCall, store: RaggedStore) -> tuple[Tensor,
         store: what the layer holds, N tokens in its longest row.
 
     Returns:
-        ``[B, H, 1, D]``, and the weights ``[B, H, N]`` in float32 where they cost little, else None.
+        ``[B, H, 1, D]``, and the weights ``[B, H, N]`` in float32.
     """
     q, longest = call.q[:, :, 0], store.layout.longest
     out, weights = ragged_decode_weights(q, store.keys, store.values, *store.rows, call.scaling, longest)
@@ -50,6 +53,8 @@ def attend_rows(
 ) -> Tensor:
     """Attend from queries of ranks ``[B, T]`` to everything held that is not newer, ``[B, H, T, D]``.
 
+    So many queries at once that they make at most PAIRS with the slots of all rows: memory does not grow with both.
+
     Args:
         call: gives the queries, as they meet the keys that are held.
         held: what the layer holds, the new tokens among it.
@@ -57,34 +62,62 @@ def attend_rows(
         recent: distance from which on only tokens whose gate is open are visible; 0: all are.
         keep: ``[B, Hkv, N]`` bool, what queries see beside their own tokens; None: everything.
     """
-    blocks = zip(call.q.split(QUERY_BLOCK, 2), ranks.split(QUERY_BLOCK, 1), strict=True)
-    rows, batch = len(held.ranks), len(call.q)
-    free = call.q.shape[2] == 1 and call.window is None and not recent and keep is None
+    batch, _, length, _ = call.q.shape
+    rows, tokens = held.ranks.shape
+    width = max(1, min(QUERY_BLOCK, PAIRS // max(1, rows * tokens)))
+    free = length == 1 and call.window is None and not recent and keep is None
     outs = []
-    for q, block in blocks:
-        visible = None if held.valid is None else held.valid[:, None]
-        if not free:
-            distance = block.repeat_interleave(rows // batch, 0)[:, :, None] - held.ranks[:, None]
-            near = distance >= 0
-            if call.window is not None:
-                near = near & (distance < call.window)
-            if recent and held.gate is not None:
-                near = near & (held.gate[:, None] | (distance < recent))
-            if keep is not None:
-                near = near & (keep.flatten(0, 1)[:, None] | (distance == 0))
-            visible = near if visible is None else visible & near
-        outs.append(_attend_block(q, held, visible, call.scaling))
+    for q, block in zip(call.q.split(width, 2), ranks.split(width, 1), strict=True):
+        if free:
+            bias = None if held.valid is None else _bias(~held.valid[:, None], q)
+        else:
+            at = block.repeat_interleave(rows // batch, 0)[:, :, None]
+            bias = _bias(_hidden(held, at, call.window, recent, keep), q)
+        outs.append(_attend_block(q, held, bias, call.scaling, together=length <= FEW))
+        del bias  # the next one can have its memory
     return torch.cat(outs, 2)
 
 
-def _attend_block(q: Tensor, held: Rows, visible: Tensor | None, scaling: float) -> Tensor:
-    """Attend from ``[B, H, T, D]`` to rows, each of which serves a group of query heads; ``visible`` ``[R, T, N]``."""
+def _hidden(held: Rows, at: Tensor, window: int | None, recent: int, keep: Tensor | None) -> Tensor:
+    """Return ``[R, w, N]`` bool, what queries of ranks ``at`` ``[R, w, 1]`` do not see."""
+    ranks = held.ranks[:, None]
+    hidden = ranks > at
+    if window is not None:
+        hidden |= ranks <= at - window
+    if recent and held.gate is not None:
+        hidden |= (ranks <= at - recent) & ~held.gate[:, None]
+    if keep is not None:
+        hidden |= (ranks != at) & ~keep.flatten(0, 1)[:, None]
+    if held.valid is not None:
+        hidden |= ~held.valid[:, None]
+    return hidden
+
+
+def _bias(hidden: Tensor, like: Tensor) -> Tensor:
+    """Return what is added to the logits, of their type; PyTorch would make it too, beside two more masks."""
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+
+
+def _attend_block(q: Tensor, held: Rows, bias: Tensor | None, scaling: float, *, together: bool) -> Tensor:
+    """Attend from ``[B, H, T, D]`` to rows, each of which serves a group of query heads.
+
+    Args:
+        q: the queries.
+        held: the rows.
+        bias: ``[R, T or 1, N]``, added to the logits; None: nothing.
+        scaling: factor of the logits.
+        together: whether a group's queries meet a key at once, which few of them do faster, but not with one bias.
+    """
     batch, heads, length, dim = q.shape
     rows, tokens = held.ranks.shape
     group = batch * heads // rows
-    if visible is not None:
-        visible = visible[:, None].expand(rows, group, length, tokens).reshape(rows, 1, group * length, tokens)
-    out = F.scaled_dot_product_attention(
-        q.reshape(rows, 1, group * length, dim), held.keys[:, None], held.values[:, None], visible, scale=scaling
-    )
-    return out.view(batch, heads, length, -1)
+    k, v = held.keys[:, None], held.values[:, None]
+    if together:
+        q = q.reshape(rows, 1, group * length, dim)
+        if bias is not None:
+            bias = bias[:, None].expand(rows, group, length, tokens).reshape(rows, 1, group * length, tokens)
+    else:
+        q = q.reshape(rows, group, length, dim)
+        k, v = (x.expand(-1, group, -1, -1) for x in (k, v))
+        bias = None if bias is None else bias[:, None]
+    return F.scaled_dot_product_attention(q, k, v, bias, scale=scaling).reshape(batch, heads, length, -1)

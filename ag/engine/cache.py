@@ -24,13 +24,16 @@ from ag.engine.positions import Original, Slots
 from ag.engine.repeat import Repetition
 from ag.engine.report import Report
 from ag.engine.schedule import Schedule
+from ag.engine.scorers import Scorer
 from ag.engine.spec import PolicySpec
 from ag.engine.undo import Undo
 from ag.errors import UserError
 from ag.gates.attach import attached_gates, check_geometry, move_to_layers
 from ag.gates.gate import AttentionGate
 from ag.model.geometry import fingerprint
-from ag.model.hooks import AttentionCall, Interceptor, check_rotations, decoder_of, device_of, instrument
+from ag.model.hooks import AttentionCall, Interceptor, decoder_of, device_of, instrument
+from ag.model.projection import output_projection
+from ag.model.support import check_attention, check_rotations
 
 
 class EvictionCache(Cache, Interceptor):
@@ -74,9 +77,11 @@ class EvictionCache(Cache, Interceptor):
         if self.policy.by_gates and self.gates is None:
             self.gates = attached_gates(model)
             if self.gates is None:
+                spec = self.policy.spec
                 raise UserError(
-                    "Policy 'gates': no gates are attached; call ag.attach(model, gates) or name gates:PATH."
+                    f"Policy '{spec}': no gates are attached; call ag.attach(model, gates) or name {spec.scorer}:PATH."
                 )
+        check_attention(model)
         self.decoder = decoder_of(model)
         if self.gates is not None:
             check_geometry(model, self.gates)
@@ -91,8 +96,8 @@ class EvictionCache(Cache, Interceptor):
             self.policy = self.policy.trained_with(self.gates)
         instrument(model)
         self.rotation = Slots(self.decoder) if self.policy.positions == "slot" else Original(self.decoder)
-        if self.policy.scorer is not None and self.policy.scorer.turns:
-            check_rotations(self.decoder, repr(self.policy), "Use another policy.")
+        if self.policy.scorer is not None:
+            self._check_needs(self.policy.scorer)
         #: The layers, with their own type.
         self.evicting_layers = [self._layer(index) for index in range(len(self.decoder.layers))]
         super().__init__(layers=[*self.evicting_layers])
@@ -101,6 +106,13 @@ class EvictionCache(Cache, Interceptor):
         self._schedule = Schedule(self.policy, self.gates, self.rotation, self.evicting_layers)
         self._undo = Undo(self.policy, self.gates, self.evicting_layers)
         self.reset()
+
+    def _check_needs(self, scorer: Scorer) -> None:
+        """Refuse a model that does not show what a scorer asks for."""
+        if scorer.turns:
+            check_rotations(self.decoder, repr(self.policy), "Use another policy.")
+        for layer in self.decoder.layers if scorer.projects else ():
+            output_projection(layer.self_attn)
 
     def _layer(self, index: int) -> EvictionLayer:
         if self.gates is None or index not in self.gates.layer_indices:
@@ -187,8 +199,21 @@ class EvictionCache(Cache, Interceptor):
         """Columns of the input that went by, padding and evicted tokens included."""
         return self.get_seq_length()
 
+    @property
+    def over_budget(self) -> Tensor:
+        """``[B]`` bool on the CPU: sequences that hold more than the budget, because more is protected than it allows.
+
+        False where nothing had to go so far.
+        """
+        known = None if self.decision is None else self.decision.shares.over_budget
+        return torch.zeros(len(self.valid), dtype=torch.bool) if known is None else known
+
     def kept_positions(self, layer: int) -> list[list[Tensor]]:
-        """Return, for each sequence and KV head, the sorted columns of the input row that a layer still holds."""
+        """Return, for each sequence and KV head, the sorted columns that a layer still holds.
+
+        Columns are those of the input row, padding counted, and go on with the tokens that follow the prompt: of a
+        prompt of 10 columns the first generated token has column 10.
+        """
         store = self.evicting_layers[layer].store
         if store is None:
             return []
@@ -197,11 +222,24 @@ class EvictionCache(Cache, Interceptor):
         heads = [own[ranks.long()] for own, ranks in zip(columns, kept, strict=True)]
         return [heads[first : first + store.kv_heads] for first in range(0, len(heads), store.kv_heads)]
 
-    def kept_share(self) -> float:
-        """Return the share of the (token, KV head) pairs seen so far that is still held, over all layers."""
+    def kept_share(self, *, prompt: bool = False) -> float:
+        """Return the share of the (token, KV head) pairs seen so far that is still held, over all layers.
+
+        Tokens of all sequences count, without padding: those of the prompt, and those that followed it (generated ones
+        and later turns).
+
+        Args:
+            prompt: count those of the prompt alone.
+        """
         stores = [layer.store for layer in self.evicting_layers if layer.store is not None]
-        seen = sum(int(self.valid.sum()) * store.kv_heads for store in stores)
-        return sum(int(store.counts().sum()) for store in stores) / seen if seen else 1.0
+        if prompt:
+            own = self.valid[:, : self.history.prompt_columns].sum(1).tolist()  # lower ranks are the prompt's
+            rows = [(ranks, own[row // store.kv_heads]) for store in stores for row, ranks in enumerate(store.kept())]
+            seen, held = sum(limit for _, limit in rows), sum(int((ranks < limit).sum()) for ranks, limit in rows)
+        else:
+            seen = sum(int(self.valid.sum()) * store.kv_heads for store in stores)
+            held = sum(int(store.counts().sum()) for store in stores)
+        return held / seen if seen else 1.0
 
     def report(self) -> Report:
         """Return what each layer and head holds, what it costs, and the time that scoring took."""
@@ -209,6 +247,7 @@ class EvictionCache(Cache, Interceptor):
         return Report(
             policy=repr(self.policy),
             tokens=int(self.valid.sum()),
+            over_budget=int(self.over_budget.sum()),
             kept=[[] if s is None else s.counts().view(-1, s.kv_heads).sum(0).tolist() for s in stores],
             nbytes=[layer.nbytes for layer in self.evicting_layers],
             seconds=[layer.scoring_seconds for layer in self.evicting_layers],

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from ag.engine.allocators.base import Ballot, Shares
 from ag.engine.observe import Observation
 from ag.engine.policy import Policy
-from ag.errors import UserError
+from ag.errors import BudgetWarning, UserError
+
+
+class NonFiniteScoreError(UserError, FloatingPointError):
+    """A scorer gave NaN or infinity where a token competes."""
 
 
 class Decision:
@@ -31,8 +37,9 @@ class Decision:
             due: ``[B]`` bool, sequences of which something may go; the others keep all. None: every one.
 
         Raises:
-            UserError: when the budget is smaller than what the policy protects, and something has to go.
-            FloatingPointError: when a score is not finite, naming layer and scorer.
+            UserError: under ``strict=True``, when the budget is smaller than what the policy protects, and something
+                has to go.
+            NonFiniteScoreError: (a FloatingPointError) when a score is not finite, naming layer and scorer.
         """
         everyone, allocator = due is None, self.policy.allocator
         due = torch.ones(len(seen.q), dtype=torch.bool, device=seen.q.device) if due is None else due
@@ -74,7 +81,10 @@ class Decision:
         finite = ballot.worst.finite.all(1)
         if bool((ballot.over | ~finite).any()):  # the host waits once for what is rare
             if not bool((finite | ~due).all()):
-                raise FloatingPointError(f"layer {seen.layer}: {self.policy!r} gave a score that is not finite.")
+                raise NonFiniteScoreError(
+                    f"{type(scorer).__name__}.score of {self.policy!r} gave NaN or infinity in layer {seen.layer}: "
+                    "expected finite numbers for all tokens that compete; look at the scorer and at the weights."
+                )
             self._give_way(ballot)
         return ballot
 
@@ -87,12 +97,23 @@ class Decision:
     def _give_way(self, ballot: Ballot) -> None:
         """Let what is protected exceed the budget where something has to go, or refuse that."""
         tight = ballot.tight
-        if not self.policy.strict:
-            ballot.capacity = ballot.fixed.where(tight, ballot.capacity)
-        elif bool(tight.any()):
-            row = int(tight.long().argmax())
+        if not bool(tight.any()):
+            return
+        row = int(tight.long().argmax())
+        if self.policy.strict:
             raise UserError(
                 f"{self.policy!r}: {int(ballot.capacity[row])} tokens per KV head are fewer than the "
-                f"{int(ballot.fixed[row])} that it protects (sinks, recent, window); give a larger budget or protect "
-                "less."
+                f"{int(ballot.fixed[row])} that it protects (sinks, recent, window); give a larger budget, protect "
+                "less, or leave strict=True out, so that they stay."
             )
+        if self.shares.over_budget is None:
+            warnings.warn(  # the same text for every prompt, so that Python shows it once
+                f"{self.policy!r} protects {int(ballot.fixed[row])} tokens per KV head (sinks, recent, window), more "
+                "than its budget allows here, and keeps them all; give a larger budget, protect less, or strict=True, "
+                "which makes it an error.",
+                BudgetWarning,
+                stacklevel=2,
+            )
+        known = self.shares.over_budget
+        self.shares.over_budget = tight.cpu() if known is None else known | tight.cpu()
+        ballot.capacity = ballot.fixed.where(tight, ballot.capacity)

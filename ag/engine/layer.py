@@ -7,7 +7,6 @@ flags of a gate decide, :class:`ag.engine.gated.GatedLayer` stores, attends and 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -23,12 +22,13 @@ from ag.engine.observe import Context, Keys, Observation, Queries
 from ag.engine.passes import Pass
 from ag.engine.policy import Policy
 from ag.engine.positions import Original
+from ag.engine.stopwatch import Stopwatch
 from ag.engine.storage import RaggedStore, Rows
 from ag.errors import UserError
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
 from ag.kernels.row_pack import row_pack
-from ag.model.hooks import AttentionCall
+from ag.model.hooks import AttentionCall, UnsupportedModelError
 from ag.model.projection import output_weight
 
 
@@ -95,10 +95,10 @@ class EvictionLayer(CacheLayerMixin):
         self.store: RaggedStore | None = None
         self.seen = 0
         self._number = 0  # of the pass that this layer was last shown
+        self._ran = 0  # of the pass that it last attended in
         #: Columns that were seen when the policy last evicted something; 0: it never did.
         self.evicted_at = 0
-        #: Seconds spent on scores and decisions.
-        self.scoring_seconds = 0.0
+        self._scoring = Stopwatch()
         #: What the scorer recorded, ``[..., N]`` by slot of the store.
         self.memory: dict[str, Tensor] = {}
         self._lookback: tuple[Tensor, Tensor, Tensor] | None = None  # last queries, their ranks and validity
@@ -109,6 +109,15 @@ class EvictionLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes allocated for keys and values, the gate's too."""
         return self.gate_memory.nbytes + (0 if self.store is None else self.store.nbytes)
+
+    @property
+    def scoring_seconds(self) -> float:
+        """Seconds spent on scores and decisions; on a card the host waits for the last of them."""
+        return self._scoring.seconds
+
+    @scoring_seconds.setter
+    def scoring_seconds(self, seconds: float) -> None:
+        self._scoring = Stopwatch(seconds)
 
     # ---- what transformers asks
 
@@ -169,7 +178,16 @@ class EvictionLayer(CacheLayerMixin):
             now: the pass.
             decision: decides what stays of this layer; None: nothing goes, or the gates' flags say what.
             layers: all layers of the cache.
+
+        Raises:
+            UnsupportedModelError: when the model attends twice in a layer; its tokens would be stored twice.
         """
+        if self._ran == now.number:
+            raise UnsupportedModelError(
+                f"{type(call.module).__name__} attends twice in layer {call.layer}: expected one softmax over keys; "
+                "use a model such as Llama, Mistral, Qwen2 or Qwen3."
+            )
+        self._ran = now.number
         fresh = self.store is None or (now.reading and not bool(self.store.lengths.any()))
         logits = None if self._logits is None else self._logits.to(call.q.device)
         self._logits = None
@@ -178,7 +196,10 @@ class EvictionLayer(CacheLayerMixin):
             stages = self._store, self._observe, self._decide, self._attend, self._retain
         else:
             stages = self._store, self._attend, self._observe, self._decide, self._retain
-        for stage in stages:
+        idle = now.padded and (self.store is None or not self.store.layout.total) and not bool(now.real.any())
+        if idle:  # padding alone, and nothing is held
+            step.out = call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
+        for stage in () if idle else stages:
             stage(step)
         if now.ends_prompt and not self._decides_again:  # no later decision needs these
             self.memory, self._lookback = {}, None
@@ -225,7 +246,7 @@ class EvictionLayer(CacheLayerMixin):
         elif self._one_by_one(step) and keep is None:
             if self._weighs(step):
                 step.out, step.weights = attend_one_weights(call, self.store)
-                if step.weights is not None and now.padded:
+                if now.padded:
                     step.weights.masked_fill_(~now.real[:, :, None], 0.0)
             else:
                 step.out = attend_one(call, self.store, now.ranks, now.seen)
@@ -239,24 +260,22 @@ class EvictionLayer(CacheLayerMixin):
             return
         assert policy.scorer is not None
         held = self._held(step) if now.due is not None or policy.scorer.follows else None
-        start = time.perf_counter()
-        lookback = policy.lookback if now.reading else policy.scorer.lookback
-        queries = self._with_lookback(step, lookback)
-        if held is not None:
-            step.seen = self._seen(step, held, queries)
-        self.scoring_seconds += time.perf_counter() - start
+        with self._scoring.running(step.call.q.device):
+            lookback = policy.lookback if now.reading else policy.scorer.lookback
+            queries = self._with_lookback(step, lookback)
+            if held is not None:
+                step.seen = self._seen(step, held, queries)
 
     def _decide(self, step: Step) -> None:
         """Let the policy say what stays; where nothing may go the scorer only takes note."""
         if step.seen is None or step.decision is None:
             return
-        start = time.perf_counter()
-        if step.now.due is not None:
-            step.masks = step.decision.decide(step.seen, None if step.now.every_due else step.now.due)
-        else:
-            assert self.policy.scorer is not None
-            self.policy.scorer.score(step.seen)
-        self.scoring_seconds += time.perf_counter() - start
+        with self._scoring.running(step.call.q.device):
+            if step.now.due is not None:
+                step.masks = step.decision.decide(step.seen, None if step.now.every_due else step.now.due)
+            else:
+                assert self.policy.scorer is not None
+                self.policy.scorer.score(step.seen)
 
     def _retain(self, step: Step) -> None:
         """Free what does not stay, here and in earlier layers that give way."""
@@ -312,7 +331,7 @@ class EvictionLayer(CacheLayerMixin):
         k, v = held.keys.unflatten(0, shape), held.values.unflatten(0, shape)
         q = self.rotation.queries(queries.q, held, queries.ranks)
         return Observation(
-            keys=Keys(k=k, v=v, ranks=slots, valid=filled, full=held.valid is None),
+            keys=Keys(k=k, v=v, ranks=slots, valid=filled, full=held.valid is None, whole=not self.evicted_at),
             queries=queries if q is queries.q else replace(queries, q=q),
             context=Context(
                 scaling=call.scaling,
@@ -333,7 +352,15 @@ class EvictionLayer(CacheLayerMixin):
     def _with_lookback(self, step: Step, last: int) -> Queries:
         """Put the last queries of earlier passes before the new ones, and remember the last of all."""
         now, q = step.now, step.unrotated.q
-        new = Queries(q=q, ranks=now.ranks, valid=now.real, new=q.shape[2], outputs=step.out, weights=step.weights)
+        new = Queries(
+            q=q,
+            ranks=now.ranks,
+            valid=now.real,
+            new=q.shape[2],
+            padded=now.padded,
+            outputs=step.out,
+            weights=step.weights,
+        )
         if last == 0:
             return new
         ranks, valid = now.ranks, now.real

@@ -103,8 +103,10 @@ class Layout:
 
     def count_room(self) -> int:
         """Return how many tokens every row can still take, which :attr:`room` may be below."""
-        places = (x.tolist() for x in (self.starts, self.lengths, self.limits))
-        self.room = int(min(limit - start - count for start, count, limit in zip(*places, strict=True)))
+        places = [*zip(*(x.tolist() for x in (self.starts, self.lengths, self.limits)), strict=True)]
+        self.room = int(min(limit - start - count for start, count, limit in places))
+        #: Slots of the row that has most of them: no row exceeds it, and the host need not ask a device.
+        self.widest = int(max(limit - start for start, _, limit in places))
         return self.room
 
     def fits(self, lengths: Tensor) -> bool:

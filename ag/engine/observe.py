@@ -1,7 +1,7 @@
 """What a layer shows to scorers when something may go: attention rows and sums over queries, in float32, on demand.
 
 One :class:`Observation` serves all parts of a policy. Nothing here has n^2 memory: all queries are visited in blocks,
-and whole rows exist only for a window of the last ones.
+or by a kernel that sums as it goes, and whole rows exist only for a window of the last ones.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ag.engine.rows import AttentionRows, Statistic, attention
+from ag.kernels.column_sums import best_version, column_sums
+from ag.kernels.dispatch import no_triton
 from ag.kernels.row_statistics import Values
 
 Made = TypeVar("Made")
@@ -42,6 +44,7 @@ class Keys:
         ranks: ``[B, Hkv, N]`` long, the place of each among its sequence's own tokens, ascending.
         valid: ``[B, Hkv, N]`` bool, False on free slots, which come last.
         full: whether the host knows that no slot is free.
+        whole: whether the host knows that each row holds all tokens of its sequence.
     """
 
     k: Tensor
@@ -49,6 +52,7 @@ class Keys:
     ranks: Tensor
     valid: Tensor
     full: bool = False
+    whole: bool = False
 
     @cached_property
     def single(self) -> Tensor:
@@ -86,6 +90,7 @@ class Queries:
         ranks: ``[B, T]`` long, the place of each among its sequence's own tokens.
         valid: ``[B, T]`` bool, False on padding.
         new: how many of them, at the end, were not shown before; None: all.
+        padded: whether some of the new ones may be padding, as far as the host knows.
         outputs: attention outputs ``[B, H, new, D]`` of the new ones where they are known, which saves time.
         weights: attention weights ``[B, H, N]`` of the new one, 0 where it is padding; None: there are more,
             or they are not known.
@@ -95,6 +100,7 @@ class Queries:
     ranks: Tensor
     valid: Tensor
     new: int | None = None
+    padded: bool = True
     outputs: Tensor | None = None
     weights: Tensor | None = None
 
@@ -313,10 +319,34 @@ class Observation:
         known = self._queries.weights
         if statistic is attention and known is not None:
             return known
+        if statistic is attention and no_triton(self.q) is None and best_version(self.q) == "triton":
+            lined_up = self._lined_up()
+            if lined_up is not None:
+                q, queries, valid = lined_up
+                return column_sums(q, self.k, self.scaling, queries, valid, self.sliding_window)
         total = self.q.new_zeros(*self.q.shape[:2], self.k.shape[2], dtype=torch.float32)
         for heads, keys, rows in self._blocks():
             total[:, heads, keys] += rows.total(statistic)
         return total
+
+    def _lined_up(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Return the new queries so that the last one, and each before it, stands at the slot of its own key.
+
+        Returns:
+            They ``[B, H, M, D]``; which exist ``[B, M]``; which slots do ``[B, N]`` (None: all). None where the host
+            knows of no such order (heads hold different tokens, or a window looks past evicted ones), or types differ.
+        """
+        held, whole = self.k.shape[2], self._keys.whole
+        q, valid = self.q[:, :, -self.new :], self.query_valid[:, -self.new :]
+        if q.dtype != self.k.dtype or (self.sliding_window is not None and not whole):
+            return None
+        if self._keys.full and not self._queries.padded:
+            return q, valid, None
+        if not whole or self.new < held:
+            return None
+        order = torch.where(valid, self.query_ranks[:, -self.new :], held).argsort(dim=1)[:, :held]
+        index = order[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1])
+        return q.gather(2, index), valid.gather(1, order), self.key_valid[:, 0]
 
     def _spans(self, oldest: Tensor, newest: Tensor) -> list[Span]:
         """Return the slots that queries see whose ranks go from ``oldest`` to ``newest`` ``[B, n]``, for each n."""

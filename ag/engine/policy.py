@@ -16,7 +16,7 @@ from ag.engine.allocators import ALLOCATORS, Allocator
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.scorers import SCORERS, Scorer
 from ag.engine.scorers.base import option_names
-from ag.engine.spec import PolicySpec, check_known, parse_budget
+from ag.engine.spec import FLAGS, PolicySpec, check_known, parse_budget
 from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
@@ -30,7 +30,7 @@ ENGINE = (
 
 Option = str | int | float | bool | None
 Part = TypeVar("Part", bound=Scorer | Allocator)
-FLAGS = ("threshold", "share")  # options of gates whose flags decide: where the boundary lies
+BOUNDARY = ("threshold", "share")  # options of gates whose flags decide: where it lies
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Policy:
         positions: what keys are rotated by: their place in the text, or their slot among what a head holds.
         evict_before_attend: whether queries attend to what is kept (and to themselves) instead of to all that is held
             when they come.
-        strict: whether a budget below what is protected is an error; else what is protected stays.
+        strict: whether a budget below what is protected is an error; else what is protected stays, and is more.
         budget_of: what a share is taken of: the prompt, or all tokens seen so far, so that the budget grows.
         scorer: says what a token is worth; None for ``full``.
         allocator: shares the budget among layers and heads.
@@ -58,7 +58,7 @@ class Policy:
     options: Mapping[str, Option] = field(default_factory=dict, hash=False)
     positions: Literal["original", "slot"] = field(default="original", compare=False)
     evict_before_attend: bool = field(default=False, compare=False)
-    strict: bool = field(default=True, compare=False)
+    strict: bool = field(default=False, compare=False)
     budget_of: Literal["prompt", "seen"] = field(default="prompt", compare=False)
     scorer: Scorer | None = field(default=None, compare=False)
     allocator: Allocator = field(default_factory=Uniform, compare=False)
@@ -135,14 +135,15 @@ def policy(
     Args:
         spec: ``SCORER[:PATH][+WRAPPER][@ALLOCATOR]``, see :class:`ag.engine.spec.PolicySpec`. Scorers: full,
             streaming_llm, h2o, scissorhands, tova, snapkv, cake, expected_attention, keydiff, kvzip, knorm, random,
-            ``gates`` (those attached to the model) or ``gates:PATH`` (exported ones, of a folder or the hub). Wrappers:
-            vatp, caote, fastcaote, criticalkv, obcache_value, obcache_key, obcache_joint. Allocators: uniform, pyramid,
-            preference, heads, global. The name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), cake
-            without one for ``cake@preference``, kvzip for ``kvzip@global``, and gates with a budget for
-            ``gates@global``.
-        budget: tokens per KV head, or as a float in (0, 1] a share of each prompt's own tokens. Gates without a
-            budget keep what their flags say; with one the most probable tokens stay. Of ``gates:PATH`` without one
-            the options ``share=0.3`` and ``threshold=0.2`` move the boundary of the flags; see
+            ``gates`` (those attached to the model) or ``gates:PATH`` (exported ones, of a folder or the hub), and
+            ``flags`` or ``flags:PATH``: the same gates, whose flags decide. Wrappers: vatp, caote, fastcaote,
+            criticalkv, obcache_value, obcache_key, obcache_joint. Allocators: uniform, pyramid, preference, heads,
+            global. The name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), cake without one for
+            ``cake@preference``, kvzip for ``kvzip@global``, gates with a budget for ``gates@global``, and gates
+            without one for ``flags``.
+        budget: tokens per KV head, or as a float in (0, 1] a share of each prompt's own tokens. Under gates with a
+            budget the most probable tokens stay. Flags take none: they decide themselves how much stays, and of
+            ``flags:PATH`` the options ``share=0.3`` and ``threshold=0.2`` move their boundary; see
             :meth:`ag.gates.gate.AttentionGates.at`.
         schedule: ``prefill``: once, after the prompt; ``blocks:m``: also within the prompt, after every m tokens, so
             that never more than the budget and a block are held; ``every``: after every forward pass behind the prompt;
@@ -152,7 +153,8 @@ def policy(
             ``positions="slot"`` rotates keys and queries by their slots in the cache instead of their places in the
             text (StreamingLLM), so that a stream may run past the model's context; ``evict_before_attend=True`` lets
             queries attend to what is kept, and to themselves, instead of to all that is held when they come (CAOTE,
-            Eq. 7); ``strict=False`` keeps what is protected where the budget is smaller, instead of raising;
+            Eq. 7); ``strict=True`` makes a budget below what is protected an error, instead of keeping what is
+            protected with a :class:`ag.errors.BudgetWarning`;
             ``budget_of="seen"`` makes a share one of all tokens seen so far, instead of the prompt's.
 
     Raises:
@@ -162,8 +164,9 @@ def policy(
     spec = PolicySpec.parse(spec) if isinstance(spec, str) else spec
     budget = None if budget is None else parse_budget(budget)
     parts, rest = spec.resolved(), dict(options)
-    boundary = {name: rest.pop(name) for name in FLAGS if name in rest and spec.reads_gates}
+    boundary = {name: rest.pop(name) for name in BOUNDARY if name in rest and spec.reads_gates}
     _check_full(spec, budget, schedule)
+    _check_flags(spec, budget, schedule)
     later = {part.partition(":")[0] for part in schedule.split("+")} - {"prefill", "blocks"}
     if budget is None and (not spec.bare or later):
         raise UserError(f"Policy '{spec}' needs a budget: tokens per KV head (256), or a share of the prompt (0.25).")
@@ -198,11 +201,24 @@ def _check_full(spec: PolicySpec, budget: int | float | None, schedule: str) -> 
         raise UserError(f"Policy '{spec}': budget={budget} has no meaning, because nothing is evicted; leave it out.")
 
 
+def _check_flags(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
+    """Refuse what ranks tokens, which flags do not."""
+    later = schedule if re.search("every|steps", schedule) else None
+    acting = (("budget=", budget), ("+", spec.wrapper), ("@", spec.allocator), ("schedule=", later))
+    for sign, given in acting if spec.scorer == FLAGS else ():
+        if given is not None:
+            ranked = replace(spec.ranked, wrapper=None, allocator=None)
+            raise UserError(
+                f"Policy '{spec}': {sign}{given}: flags decide themselves how much stays; leave it out, or use "
+                f"{ranked} with a budget."
+            )
+
+
 def _engine_options(spec: PolicySpec, budget: int | float | None, options: dict[str, Option]) -> dict[str, Any]:
     """Take the options of every policy out of ``options``, and refuse those that mean nothing without a budget."""
     engine = {name: options.pop(name) for name in ENGINE if name in options}
     if spec.reads_gates and budget is None:
-        known = {*FLAGS, *ENGINE, *option_names(SCORERS[spec.scorer])}
+        known = {*BOUNDARY, *ENGINE, *option_names(SCORERS[spec.resolved().scorer])}
         for name in options:
             check_known(name, sorted(known), "option", str(spec))
     idle = [*(options if spec.evicts else ()), *(name for name in ENGINE[1:] if name in engine)]
@@ -270,12 +286,13 @@ def _moved(
         if budget is not None:
             raise UserError(
                 f"Policy '{spec}': {name}={value} moves the boundary of the flags, and with budget={budget} the most "
-                "probable tokens stay whatever their flags; leave one of the two out."
+                "probable tokens stay whatever their flags; leave one of the two out, or use "
+                f"{replace(spec, scorer=FLAGS, wrapper=None, allocator=None)}."
             )
         _check_type(f"Policy '{spec}': {name}={value!r}", value, float)
         if gates is None:
             raise UserError(
-                f"Policy '{spec}': {name}={value} needs gates:PATH; for gates in memory use ag.attach(model, "
+                f"Policy '{spec}': {name}={value} needs {spec.scorer}:PATH; for gates in memory use ag.attach(model, "
                 f"gates.at({name}={value}))."
             )
     if gates is None or not boundary:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ag.engine.passes import Pass, Tokens
 from ag.engine.storage import RaggedStore, Rows
-from ag.model.hooks import AttentionCall, check_slots, rotate
+from ag.model.hooks import AttentionCall, rotate
+from ag.model.support import check_slots
 
 
 @dataclass(frozen=True)

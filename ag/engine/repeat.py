@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from torch import Tensor
 from ag.engine.history import History
 from ag.engine.passes import Pass
 from ag.engine.positions import Original
+from ag.engine.stopwatch import Stopwatch
 from ag.engine.storage import RaggedStore
 from ag.errors import UserError
 from ag.kernels.column_max import column_max
@@ -135,7 +135,7 @@ class Repetition:
 
     def _measure(self, cache: Reread) -> Measured:
         """Let the model repeat the prompt, chunk by chunk."""
-        start, ids = time.perf_counter(), torch.cat(self._tokens, 1)
+        ids, watch = torch.cat(self._tokens, 1), Stopwatch()
         seen, prompt = cache.history.seen, cache.history.prompt_columns
         if ids.shape[1] != seen or seen > prompt:
             raise UserError(
@@ -145,13 +145,14 @@ class Repetition:
         own = [row[valid].tolist() for row, valid in zip(ids.cpu(), cache.history.valid.cpu(), strict=True)]
         inputs = [self.scorer.inputs(row) for row in own]
         self.active = True
-        for number in range(max(map(len, inputs))):
-            parts = [chunks[number] if number < len(chunks) else (range(0), []) for chunks in inputs]
-            self._places = [places for places, _ in parts]
-            self._repeat(cache, [asked for _, asked in parts])
+        with watch.running(ids.device):
+            for number in range(max(map(len, inputs))):
+                parts = [chunks[number] if number < len(chunks) else (range(0), []) for chunks in inputs]
+                self._places = [places for places, _ in parts]
+                self._repeat(cache, [asked for _, asked in parts])
         self.active = False
         measured, self._measured = self._measured, Measured()
-        measured.seconds = time.perf_counter() - start
+        measured.seconds = watch.seconds
         return measured
 
     def _repeat(self, cache: Reread, rows: Sequence[list[int]]) -> None:

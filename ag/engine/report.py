@@ -11,10 +11,11 @@ class Report:
 
     Attributes:
         policy: repr of the policy.
-        tokens: tokens that went by, summed over sequences, padding not counted.
+        tokens: tokens that went by, those behind the prompt too, summed over sequences, padding not counted.
         kept: by layer and KV head, tokens still held, summed over sequences.
         nbytes: by layer, bytes allocated for keys and values.
         seconds: by layer, time spent on scores and decisions.
+        over_budget: sequences that hold more than the budget, because more is protected than it allows.
     """
 
     policy: str
@@ -22,16 +23,17 @@ class Report:
     kept: list[list[int]]
     nbytes: list[int]
     seconds: list[float]
+    over_budget: int = 0
 
     @property
     def kept_share(self) -> float:
-        """Share of the (token, layer, KV head) entries that is still held."""
+        """Share of the (token, layer, KV head) entries of all tokens that went by that is still held."""
         counts = [count for heads in self.kept for count in heads]
         return sum(counts) / (self.tokens * len(counts)) if self.tokens and counts else 1.0
 
     def __str__(self) -> str:
         lines = [
-            f"{self.policy}: {self.kept_share:.1%} of {self.tokens:,} tokens held",
+            f"{self.policy}: {self.kept_share:.1%} of all {self.tokens:,} tokens held (prompt and what followed)",
             f"{'layer':>5} {'least':>9} {'mean':>11} {'most':>9} {'of all':>7} {'KV bytes':>15} {'scoring s':>10}",
         ]
         for index, (heads, size, time) in enumerate(zip(self.kept, self.nbytes, self.seconds, strict=True)):
@@ -41,4 +43,10 @@ class Report:
             lines.append(f"{index:>5} {least:>9,} {mean:>11,.1f} {most:>9,} {share:>7.1%} {size:>15,} {time:>10.4f}")
         mean = self.tokens * self.kept_share
         total = f"{'all':>5} {'':>9} {mean:>11,.1f} {'':>9} {self.kept_share:>7.1%} {sum(self.nbytes):>15,}"
-        return "\n".join([*lines, f"{total} {sum(self.seconds):>10.4f}"])
+        lines.append(f"{total} {sum(self.seconds):>10.4f}")
+        if self.over_budget:
+            lines.append(
+                f"over budget in {self.over_budget} {'sequence' if self.over_budget == 1 else 'sequences'}: more is "
+                "protected (sinks, recent, window) than the budget allows, and stays"
+            )
+        return "\n".join(lines)

@@ -74,10 +74,9 @@ def select_over_heads(
     Returns:
         ``[B, Hkv, N]`` bool, ``total`` of them True where so many are held.
     """
-    batch, heads, _ = score.shape
-    total = capacity * heads if total is None else total
+    total = capacity * score.shape[1] if total is None else total
     sure = select(score, protected, valid, at_least(capacity, floor, protected & valid))
-    score, sure, every = (x.reshape(batch, 1, -1) for x in (score, sure, valid))
+    score, sure, every = (x.flatten(1)[:, None] for x in (score, sure, valid))
     return select(score, sure, every, total[:, None]).view_as(valid)
 
 
@@ -86,4 +85,4 @@ def closing_order(keep: Tensor) -> Tensor:
     kept = keep.cumsum(-1)
     place = torch.where(keep, kept, kept[..., -1:] + (~keep).cumsum(-1)) - 1  # cheaper than a stable sort
     slots = torch.arange(keep.shape[-1], device=keep.device).expand_as(place)
-    return torch.empty_like(place).scatter_(-1, place, slots)[..., : int(kept[..., -1].max())]
+    return torch.empty_like(place).scatter_(-1, place, slots)[..., : int(keep.sum(-1).max())]

@@ -5,19 +5,21 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, NoReturn
 
 from ag.config.sections import BUDGET
-from ag.engine.allocators import ALLOCATORS
-from ag.engine.scorers import SCORERS
-from ag.engine.wrappers import WRAPPERS
+from ag.engine.allocators import ALLOCATORS, Allocator
+from ag.engine.scorers import SCORERS, Scorer
+from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.errors import UserError
-from ag.plugins import discover
+from ag.plugins import check_part, discover
 
 FULL = "full"  # evicts nothing, and has no scorer
+GATES = "gates"  # rank tokens under a budget
+FLAGS = "flags"  # the same gates, whose flags decide: there is no budget
 ALIASES = {"pyramidkv": ("snapkv", "pyramid")}
 
 
@@ -44,7 +46,7 @@ class PolicySpec:
     (``gates:runs@heads/``).
 
     Attributes:
-        scorer: name of a scorer, of an alias for a scorer with its allocator, or ``full``.
+        scorer: name of a scorer, of an alias for a scorer with its allocator, ``flags`` or ``full``.
         wrapper: name of the wrapper, or None.
         allocator: name of the allocator; None: the scorer's own.
         path: folder or hub id of exported gates, for a scorer that reads gates; None: those attached to the model.
@@ -77,7 +79,9 @@ class PolicySpec:
         start, path = len(scorer), None
         if text and not scorer:
             _misplaced(text, 0, "expected the name of a scorer before it")
-        check_known(scorer, (FULL, *SCORERS, *ALIASES), "policy", text)
+        check_known(scorer, (FULL, *SCORERS, FLAGS, *ALIASES), "policy", text)
+        if scorer in SCORERS:
+            check_part(scorer, SCORERS[scorer], Scorer)
         if text[start : start + 1] == ":":
             if not _reads_gates(scorer):
                 _misplaced(text, start, f"{scorer} takes no path; expected {scorer}")
@@ -108,12 +112,24 @@ class PolicySpec:
         return _reads_gates(self.scorer)
 
     @property
+    def takes_budget(self) -> bool:
+        """Whether it can be told how much stays."""
+        return self.scorer not in (FULL, FLAGS)
+
+    @property
+    def ranked(self) -> PolicySpec:
+        """The same gates under their other name, which takes a budget, for ``flags``; else itself."""
+        return replace(self, scorer=GATES) if self.scorer == FLAGS else self
+
+    @property
     def bare(self) -> bool:
         """Whether it needs no budget: nothing is evicted, or what the flags of gates say."""
         return not self.evicts or (self.reads_gates and self.wrapper is None and self.allocator is None)
 
     def resolved(self) -> PolicySpec:
         """Return the same with an alias spelt out and the allocator named."""
+        if self.scorer == FLAGS:
+            return self.ranked.resolved()
         if self.scorer in ALIASES:
             scorer, allocator = ALIASES[self.scorer]
             return replace(self, scorer=scorer, allocator=allocator)
@@ -134,7 +150,7 @@ def _checked(label: str, bare: str, text: str) -> str:
         _misplaced(text, len(text) - len(bare) + len(scorer), "expected one label")
     if not re.fullmatch(r"\w[\w.-]*", label):
         _misplaced(text, 0, "expected a label of letters, digits, _, - and . before the =")
-    if scorer == FULL or (label in (FULL, *SCORERS, *ALIASES) and label != scorer):
+    if scorer == FULL or (label in (FULL, FLAGS, *SCORERS, *ALIASES) and label != scorer):
         other = f"{FULL} goes without" if scorer == FULL else f"{label} is a policy of its own"
         raise UserError(f"Policy {text!r}: label {label!r}: {other}; choose another label.")
     return label
@@ -170,15 +186,18 @@ def _short(path: str, paths: Collection[tuple[str, ...]]) -> str:
 
 
 def _reads_gates(scorer: str) -> bool:
-    return scorer in SCORERS and SCORERS[scorer].reads_gates
+    return scorer == FLAGS or (scorer in SCORERS and SCORERS[scorer].reads_gates)
 
 
 def _parts(text: str, start: int) -> dict[str, str]:
     """Return the names behind the signs from a place on."""
-    kinds: dict[str, tuple[str, Collection[str]]] = {"+": ("wrapper", WRAPPERS), "@": ("allocator", ALLOCATORS)}
+    kinds: dict[str, tuple[str, Mapping[str, Any], type]] = {
+        "+": ("wrapper", WRAPPERS, Wrapper),
+        "@": ("allocator", ALLOCATORS, Allocator),
+    }
     found: dict[str, str] = {}
     for match in re.compile("([+@])([^+@]*)").finditer(text, start):
-        (sign, name), (kind, names) = match.groups(), kinds[match[1]]
+        (sign, name), (kind, names, base) = match.groups(), kinds[match[1]]
         if sign in found:
             _misplaced(text, match.start(), f"expected at most one {kind}, and {found[sign]} is one")
         if sign == "+" and "@" in found:
@@ -186,6 +205,7 @@ def _parts(text: str, start: int) -> dict[str, str]:
         if not name:
             _misplaced(text, match.end(), f"expected one of {', '.join(names)}")
         check_known(name, names, kind, text)
+        check_part(name, names[name], base)
         found[sign] = name
     return found
 

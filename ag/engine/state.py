@@ -37,7 +37,7 @@ HISTORY: dict[str, Any] = {
 }
 SCHEDULE = {"_number": int, "_decided": Tensor, "_decisions": tuple}
 UNDO = {"_settled": int, "_taken": Tensor | None}
-SHARES = {"settled": dict}
+SHARES = {"settled": dict, "over_budget": Tensor | None}
 LAYER = {"seen": int, "_number": int, "evicted_at": int, "scoring_seconds": float, "memory": dict,
          "_lookback": tuple | None}  # fmt: skip
 GATE_MEMORY = {"stored": tuple | None, "new": tuple | None, "_seen": int, "_even": bool}
@@ -122,7 +122,11 @@ def restore(cache: Stateful, state: Mapping[str, Any], read: Callable[[str], Ten
         shares = cache.decision.shares
         if state["shares"].pop("layers") != shares.layers:
             raise ValueError("shares.layers")
-        shares.settled = _unpacked(state["shares"], SHARES, read, device)["settled"]
+        vars(shares).update(_unpacked(state["shares"], SHARES, read, device))
+        if shares.over_budget is not None:
+            shares.over_budget = shares.over_budget.cpu()
+            if shares.over_budget.dtype != torch.bool or shares.over_budget.shape != cache.history.valid.shape[:1]:
+                raise ValueError("shares.over_budget")
         for index, settled in shares.settled.items():
             shares.settled[index] = settled.to(device_of(cache.decoder.layers[index]))
     valid = cache.history.valid
@@ -131,7 +135,8 @@ def restore(cache: Stateful, state: Mapping[str, Any], read: Callable[[str], Ten
     for index, (layer, part) in enumerate(zip(cache.evicting_layers, state["layers"], strict=True)):
         near, store = device_of(cache.decoder.layers[index]), part.pop("store")
         vars(layer.gate_memory).update(_unpacked(part.pop("gate"), GATE_MEMORY, read, near))
-        vars(layer).update(_unpacked(part, LAYER, read, near))
+        for name, value in _unpacked(part, LAYER, read, near).items():
+            setattr(layer, name, value)  # one of them is a property
         layer.store = None if store is None else _store(cache, index, store, read)
 
 

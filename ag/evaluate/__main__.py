@@ -20,6 +20,7 @@ def main(argv: list[str]) -> int:
     invocation = parse(argv, EvaluateConfig, "ag.evaluate")
     # these load torch and transformers, which no help needs
     from ag.evaluate.comparison.cells import list_cells
+    from ag.evaluate.comparison.conditions import typed
     from ag.evaluate.comparison.run import compare
     from ag.evaluate.preset import TASK, figures, table, translate
 
@@ -28,17 +29,16 @@ def main(argv: list[str]) -> int:
         print(*(cell.name for cell in list_cells(preset.config)), sep="\n")
         return 0
     console = Console()
-    comparison = compare(preset.config, console)
+    comparison = compare(preset.config, console, typed("ag.evaluate", argv))
     results = {preset.name(entry): entry for entry in comparison.entries if entry.outcomes}
     text = json.dumps({name: figures(entry) for name, entry in results.items()}, indent=2)
     invocation.config.file.write_text(text, encoding="utf-8")
     if results:
         console.print(table(results, comparison.counted(TASK)))
         console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
-    failed = [entry for entry in comparison.entries if entry.row.problem is not None]
-    for entry in failed:
+    for entry in comparison.failed:
         print(f"ag.evaluate: error: {preset.name(entry)}: {entry.row.problem}", file=sys.stderr)
-    return 2 if failed else 0
+    return 2 if comparison.failed else 0
 
 
 if __name__ == "__main__":

@@ -17,8 +17,11 @@ class EvaluateConfig:
     run: str | None = key(None, "run folder of ag.fit: its model, export and data")
     model: str = key("smollm2", "without a run: hub id, local folder, or the alias smollm2 or gemma3-270m")
     root: str | None = key(None, "local folder of the data (a run has one; without a run: of plain documents)")
-    policies: list[str] = key(["full", "gates"], "what to compare; gates are those of the run")
-    budgets: list[Any] = key([], "what policies that need a budget keep", words=f"list of {BUDGET}")
+    policies: list[str] | None = key(
+        None,
+        "what to compare; flags and gates are those of the run; null: full, flags, and gates where there are budgets",
+    )
+    budgets: list[Any] = key([], "what policies keep that can be told, so also gates", words=f"list of {BUDGET}")
     schedule: str = key("prefill", "when something is evicted, for policies with a budget")
     samples: int | None = key(None, "validate on the first N rows or documents, instead of the run's number", low=1)
     prompt: int | None = key(None, "tokens of each prompt, instead of the run's (plain documents)", low=1)

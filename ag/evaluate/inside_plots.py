@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from ag.evaluate.comparison.plots import COLOURS, short
+from ag.evaluate.comparison.shares import percent
 from ag.gates.figures import DPI
 
 Array = NDArray[np.floating]
@@ -64,8 +65,13 @@ def entropy_and_variance(statistics: Sequence[Array]) -> Figure:
     return figure
 
 
-def errors_by_layer(errors: Mapping[str, Array]) -> Figure:
-    """Draw `[L]` errors by policy; what shares a scorer shares a colour, and wrapped scorers are dashed."""
+def errors_by_layer(errors: Mapping[str, Array], kept: Mapping[str, float]) -> Figure:
+    """Draw `[L]` errors by policy; what shares a scorer shares a colour, and wrapped scorers are dashed.
+
+    Args:
+        errors: by policy.
+        kept: the share that each policy kept.
+    """
     figure = Figure(figsize=(8, 4.2), dpi=DPI, layout="constrained")
     axes = figure.subplots()
     bases = list(dict.fromkeys(name.partition("+")[0] for name in errors))
@@ -80,13 +86,13 @@ def errors_by_layer(errors: Mapping[str, Array]) -> Figure:
             style,
             color=colour,
             linewidth=1.5,
-            label=f"{short(name)} ({np.mean(values):.3f})",
+            label=f"{short(name)} ({percent(kept[name])}): {np.mean(values):.3f}",
         )
     axes.set_yscale("log")
     axes.set_xlabel("layer")
     axes.set_ylabel("relative squared error of the output")
     _plain(axes)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8, title="policy (mean)")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8, title="policy (kept): mean")
     return figure
 
 

@@ -91,6 +91,15 @@ class EvictingLM(HFLM):
             cut += len(context) > room
         if cut:
             log.warning("%d of %d contexts do not fit the model: their first tokens are cut.", cut, len(requests))
+        single = sum(all(len(requests[index][2]) == 1 for index in members) for members in groups.values())
+        if single and self.policy.spec.evicts and engine.EvictionCache(self.model, self.policy).prompt_sees == "dense":
+            log.warning(
+                "%d of %d contexts have continuations of one token, which %r predicts before it evicts: as with a full "
+                "cache. schedule=blocks:m evicts before.",
+                single,
+                len(groups),
+                self.policy,
+            )
         found: dict[int, tuple[float, bool]] = {}
         for context, members in tqdm(groups.items(), disable=disable_tqdm or self.rank != 0, desc="Contexts"):
             [(cache, last)] = engine.read_prompt(self.model, [self.policy], torch.tensor([context], device=self.device))

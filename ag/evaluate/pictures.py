@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from ag.config import ModelConfig
 from ag.config.explain import ExplainConfig
 from ag.engine import EvictionCache, Policy, policy
-from ag.engine.spec import PolicySpec, named, parse_budget
+from ag.engine.spec import GATES, named, parse_budget
 from ag.errors import UserError
 from ag.evaluate import inside, inside_plots, tasks
 from ag.evaluate.comparison.views import View, record
@@ -27,8 +28,12 @@ from ag.model import base as models
 SEARCHED = 10  # samples read for each one wanted, because some are too short
 
 
-def explain(config: ExplainConfig) -> list[Path]:
+def explain(config: ExplainConfig, tell: Callable[[str], None]) -> list[Path]:
     """Draw the pictures; returns their files.
+
+    Args:
+        config: what to draw.
+        tell: is given a line about each picture that there cannot be.
 
     Raises:
         UserError: naming what is wrong with a policy, the gates, the model or the data, and the fix.
@@ -47,9 +52,14 @@ def explain(config: ExplainConfig) -> list[Path]:
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, figure in draw(config, model, tokenizer, plan, samples[: config.samples]):
+    for name, figure in draw(config, model, tokenizer, plan, samples[: config.samples], tell):
         paths.append(folder / f"{name}.png")
         figure.savefig(paths[-1])
+    if not paths:
+        raise UserError(
+            f"pictures={config.pictures}: nothing to draw; expected keep, cake, errors, or attention with gates=EXPORT "
+            "of gate.kind=attention."
+        )
     return paths
 
 
@@ -59,8 +69,9 @@ def draw(
     tokenizer: PreTrainedTokenizerBase,
     plan: dict[str, Policy],
     samples: list[Sample],
+    tell: Callable[[str], None],
 ) -> Iterator[tuple[str, Figure]]:
-    """Make the pictures; yields the name of each and its figure."""
+    """Make the pictures; yields the name of each and its figure, and tells why one is left out."""
     prompts = [Sample(one.id, one.prompt[: -config.continuation]) for one in samples]
     policies = [one.with_tokenizer(tokenizer) for one in plan.values()]
     views = dict(zip(plan, record(model, tokenizer, policies, prompts, config.tokens), strict=True))
@@ -69,11 +80,14 @@ def draw(
             for number, view in enumerate(mine):
                 yield f"keep-{_file(name)}-{number}", keep_pattern(view.kept, view.pieces)
     readings = [inside.Reading(model, one.prompt) for one in samples]
-    if "attention" in config.pictures and "gates" in plan:
-        gates = EvictionCache(model, plan["gates"]).gates
+    if "attention" in config.pictures and config.gates:
+        gates = EvictionCache(model, plan[GATES]).gates
         assert gates is not None
-        for number, (reading, view) in enumerate(zip(readings, views["gates"], strict=True)):
-            yield f"attention-{number}", _attention(config, gates, reading, view)
+        if gates.config.kind != "attention":
+            tell(f"attention: no picture, because gates of kind {gates.config.kind} have no attention of their own")
+        else:
+            for number, (reading, view) in enumerate(zip(readings, views[GATES], strict=True)):
+                yield f"attention-{number}", _attention(config, gates, reading, view)
     if "cake" in config.pictures:
         yield "cake", inside_plots.entropy_and_variance([inside.layer_statistics(one).numpy() for one in readings])
     if "errors" in config.pictures:
@@ -86,13 +100,12 @@ def draw(
             )
             for name, mine in views.items()
         }
-        yield "errors", inside_plots.errors_by_layer({name: one.mean(0).numpy() for name, one in errors.items()})
+        kept = {name: sum(float(view.kept.mean()) for view in mine) / len(mine) for name, mine in views.items()}
+        yield "errors", inside_plots.errors_by_layer({name: one.mean(0).numpy() for name, one in errors.items()}, kept)
 
 
 def _attention(config: ExplainConfig, gates: AttentionGates, reading: inside.Reading, view: View) -> Figure:
-    """Draw the attention of the model and of its gates, which must be of kind attention, in some layers."""
-    if gates.config.kind != "attention":
-        raise UserError(f"gates of kind {gates.config.kind} have no attention; leave attention out of pictures=.")
+    """Draw the attention of the model and of its gates, which are of kind attention, in some layers."""
     having = gates.layer_indices
     layers = config.layers or sorted({having[i * (len(having) - 1) // 3] for i in range(4)})
     for layer in layers:
@@ -109,9 +122,17 @@ def _attention(config: ExplainConfig, gates: AttentionGates, reading: inside.Rea
 
 
 def _policies(config: ExplainConfig) -> dict[str, Policy]:
-    specs = named([*config.policies, *([f"gates={PolicySpec('gates', path=config.gates)}"] if config.gates else [])])
-    budget = parse_budget(config.budget)
-    return {name: policy(spec, None if spec.bare else budget) for name, spec in specs.items()}
+    """Return the policies by name, with the gates of ``gates=`` where one names none."""
+    specs = named(list(dict.fromkeys([*config.policies, *([GATES] if config.gates else [])])))
+    budget = None if config.budget is None else parse_budget(config.budget)
+    found = {}
+    for name, spec in specs.items():
+        if spec.reads_gates and spec.path is None:
+            if config.gates is None:
+                raise UserError(f"policies=[{spec}]: expected gates=EXPORT beside it, or {spec.scorer}:EXPORT.")
+            spec = replace(spec, path=config.gates)
+        found[name] = policy(spec, budget if spec.takes_budget else None)
+    return found
 
 
 def _file(name: str) -> str:

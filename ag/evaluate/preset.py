@@ -11,10 +11,10 @@ from rich.table import Table
 
 from ag.config import Config, ModelConfig
 from ag.config.recipes import load_config
-from ag.engine.spec import PolicySpec, named
+from ag.engine.spec import FLAGS, FULL, GATES, PolicySpec, named
 from ag.errors import UserError
 from ag.evaluate.comparison.config import CompareConfig
-from ag.evaluate.comparison.findings import Entry
+from ag.evaluate.comparison.findings import OVER, OVER_NOTE, Entry
 from ag.evaluate.config import EvaluateConfig
 
 TASK = "responses"
@@ -33,7 +33,7 @@ class Preset:
     names: dict[str, str]
 
     def name(self, entry: Entry) -> str:
-        """What a row is called: ``full cache``, ``gates``, ``h2o 0.5``."""
+        """What a row is called: ``full cache``, ``flags``, ``gates 0.5``, ``h2o 0.5``."""
         return f"{self.names[entry.row.label]} {entry.budget}".rstrip()
 
 
@@ -81,20 +81,17 @@ def translate(config: EvaluateConfig) -> Preset:
 
 
 def _policies(config: EvaluateConfig, trained: str) -> dict[str, str]:
-    """Return the policies with what they are called; ``gates`` are the run's, at the budgets ranked as well."""
+    """Return the policies with what they are called; ``flags`` and ``gates`` are the run's."""
     listed: dict[str, str] = {}
-    for text in config.policies:
+    default = [FULL, *([FLAGS, *([GATES] if config.budgets else [])] if "gates" in trained else [])]
+    for text in default if config.policies is None else config.policies:
         spec = PolicySpec.parse(text)
         if spec.reads_gates and spec.path is None:
-            if "gates" not in trained and config.policies == ["full", "gates"]:
-                continue  # the default, where there are none
             if "gates" not in trained:
                 raise UserError(f"policy {text!r}: there are no gates; give run=RUN of a run that trained some.")
             spec = replace(spec, path=f"{config.run}/export")
         name = spec.label or text
         listed[f"{name}={spec}" if spec.label else str(spec)] = name if spec.evicts else "full cache"
-        if spec.bare and spec.evicts and config.budgets:
-            listed[str(spec.resolved())] = name
     return listed
 
 
@@ -117,7 +114,8 @@ def figures(entry: Entry) -> dict[str, Any]:
 
 def table(results: dict[str, Entry], title: str) -> Table:
     """Return the table that the command prints; differences are paired, with their standard error."""
-    out = Table(title=title)
+    over = [f"{name} in {one.row.over_budget} of {one.row.n}" for name, one in results.items() if one.row.over_budget]
+    out = Table(title=title, caption=f"{OVER}: {', '.join(over)} {OVER_NOTE}" if over else None)
     for column in ("cache", "loss", "difference", "accuracy", "evicted", "KV bytes"):
         out.add_column(column, justify="left" if column == "cache" else "right")
     for name, entry in results.items():

@@ -1,8 +1,8 @@
 """Count how often a model contains the LoRA adapter of an export: gates need it exactly once.
 
 An adapter adds ``D = scale B A`` to a weight ``W``. An export records ``p(W) = <W, D> / <D, D>`` of the first and the
-last weight that its adapter changes, as they were before. Of a model with the same weights the number is ``p`` again,
-with the adapter beside the weight or merged into it ``p + 1``, with both ``p + 2``. Rounding and quantising are
+last linear layer that its adapter changes, as they were before. Of a model with the same weights the number is ``p``
+again, with the adapter beside the weight or merged into it ``p + 1``, with both ``p + 2``. Rounding and quantising are
 independent of D: relative noise ``r`` changes the number by about ``r |W| / |D| / sqrt(elements)``, far below 1 for
 16-bit weights and an adapter that is not tiny. The configuration of a merged copy also names its adapter (MERGED).
 That name is trusted more than the number, because rounding to 16 bits may hide a weak adapter.
@@ -127,12 +127,17 @@ def record(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def recorded_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the first and the last layer of a model with a plain LoRA adapter ``default``, with their names."""
+    """Return the first and the last linear layer of a model with a plain LoRA adapter ``default``, with their names.
+
+    PEFT also adapts single parameters, such as the stacked experts of a mixture, which have no ``weight``.
+    """
     found = []
     for name, layer in _base(model).named_modules():
         down = getattr(layer, "lora_A", None)
+        if not isinstance(down, nn.ModuleDict) or "default" not in down:
+            continue
         plain = not getattr(layer, "fan_in_fan_out", False) and not getattr(layer, "lora_variant", None)
-        if isinstance(down, nn.ModuleDict) and "default" in down and plain and down["default"].weight.ndim == 2:
+        if plain and isinstance(layer.get_base_layer(), nn.Linear):
             found.append((name, layer))
     return found if len(found) < 2 else [found[0], found[-1]]
 

@@ -10,6 +10,7 @@ from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.model.geometry import fingerprint
 from ag.model.hooks import Attachment, decoder_of, device_of, instrument, restore
+from ag.model.support import check_attention
 
 
 def attach(model: nn.Module, gates: AttentionGates) -> None:
@@ -25,6 +26,7 @@ def attach(model: nn.Module, gates: AttentionGates) -> None:
         UnsupportedModelError: (a TypeError) when the model class cannot take a custom attention function.
         UserError: (a ValueError) when gates are attached already or were made for another geometry.
     """
+    check_attention(model)
     decoder = decoder_of(model)
     attachment = getattr(decoder, "_ag_attachment", None)
     if attachment is not None and attachment.gates is not None:

@@ -14,7 +14,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ExportError",
     "adapter_path",
+    "check",
     "is_merged",
     "load",
     "load_adapter",
@@ -74,6 +75,7 @@ __all__ = [
 ]
 
 VERSIONS = versions("ag", "torch", "transformers", "peft", "safetensors")
+FILES = frozenset({WEIGHTS, CONFIG, CARD, FIGURE, ADAPTER})
 MEGABYTE = 1 << 20
 SHIPPED = RECIPES / "gates"
 HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(:(?P<revision>\S+))?")
@@ -125,35 +127,76 @@ def save(
         OSError: when the figure cannot be read.
     """
     target = Path(path).resolve()
-    _check_replaceable(target, {WEIGHTS, CONFIG, CARD, FIGURE, ADAPTER}, CONFIG)
+    _check_replaceable(target, FILES, CONFIG)
     picture = None if figure is None else Path(figure).read_bytes()
     tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in gates.state_dict().items()}
     _check_finite(target / WEIGHTS, tensors)
     written = packed.pack(tensors) if weights == "int8" else tensors
-    measured = {name: float(value) for name, value in (metrics or {}).items()}
-    numbers = {name: value if math.isfinite(value) else None for name, value in measured.items()}
     with _staged(target) as folder:
         sha256 = {WEIGHTS: _write(folder / WEIGHTS, safetensors.torch.save(written))}
         if adapter is not None:
             sha256 |= _save_adapter(adapter, folder, base_model)
         if picture is not None:
             _write(folder / FIGURE, picture)
-        info = {
-            "schema_version": SCHEMA_VERSION,
-            "versions": VERSIONS,
-            "base_model": {"name": base_model, "revision": base_revision, "fingerprint": gates.fingerprint},
-            "gate": asdict(gates.config),
-            "keep_rate": numbers.pop("kept", None),
-            "metrics": numbers,
-            "sha256": sha256,
-            "adapter": [] if adapter is None else adapted.record(adapter),
-            CALIBRATION: None if gates.calibration is None else gates.calibration.record(),
-            PRECISION: weights,
-        }
-        info["checksum"] = checksum(info)
-        validate(target / CONFIG, info)
+        base = {"name": base_model, "revision": base_revision, "fingerprint": gates.fingerprint}
+        info = _info(target, gates, adapter, base_model=base, metrics=metrics or {}, sha256=sha256, weights=weights)
         _write(folder / CARD, model_card(info, FIGURE if picture else None).encode())
         _write(folder / CONFIG, (json.dumps(info, indent=2) + "\n").encode())
+
+
+def _info(
+    target: Path,
+    gates: Gates,
+    adapter: PeftModel | None,
+    *,
+    base_model: dict[str, Any],
+    metrics: Mapping[str, float],
+    sha256: dict[str, str],
+    weights: str,
+) -> dict[str, Any]:
+    """Return the content of ``gate_config.json``, checked as a reader will."""
+    measured = {name: float(value) for name, value in metrics.items()}
+    numbers = {name: value if math.isfinite(value) else None for name, value in measured.items()}
+    info = {
+        "schema_version": SCHEMA_VERSION,
+        "versions": VERSIONS,
+        "base_model": base_model,
+        "gate": asdict(gates.config),
+        "keep_rate": numbers.pop("kept", None),
+        "metrics": numbers,
+        "sha256": sha256,
+        "adapter": [] if adapter is None else adapted.record(adapter),
+        CALIBRATION: None if gates.calibration is None else gates.calibration.record(),
+        PRECISION: weights,
+    }
+    info["checksum"] = checksum(info)
+    validate(target / CONFIG, info)
+    return info
+
+
+def check(gates: Gates | None, adapter: PeftModel | None, *, path: StrPath | None = None, merge: bool = False) -> None:
+    """Refuse what :func:`save`, :func:`save_adapter` or :func:`save_merged` would refuse, before it is trained.
+
+    Args:
+        gates: the gates; None: an adapter alone.
+        adapter: the model with its LoRA adapter, or None.
+        path: folder that will be written or replaced; None: a new one.
+        merge: whether a copy of the model with the adapter merged into it is wanted.
+
+    Raises:
+        ExportError: naming what cannot be exported.
+    """
+    target = Path("export" if path is None else path).resolve()
+    if path is not None:
+        _check_replaceable(target, *((FILES, CONFIG) if gates is not None else ({ADAPTER}, ADAPTER)))
+    if gates is not None:
+        base = {"name": "", "revision": None, "fingerprint": gates.fingerprint}
+        sha256 = dict.fromkeys((WEIGHTS, *(() if adapter is None else ADAPTER_FILES)), "")
+        _info(target, gates, adapter, base_model=base, metrics={}, sha256=sha256, weights="float32")
+    if adapter is not None:
+        _check_adapter(target, adapter)
+    if merge and adapter is not None:
+        _check_mergeable(target, adapter)
 
 
 def load(
@@ -348,11 +391,7 @@ def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerB
         ExportError: for a quantised base, a folder that is not empty, or a disk that refuses.
     """
     target = Path(path).resolve()
-    if getattr(model.get_base_model().config, "quantization_config", None) is not None:
-        raise ExportError(
-            f"{target}: the base model is quantised: expected full-precision weights to merge into; "
-            "set export.merge=false, or load the base with model.quantization=none."
-        )
+    _check_mergeable(target, model)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ExportError(
             f"{target}: the path exists: expected a new or empty folder; remove it or choose another path."
@@ -398,9 +437,31 @@ def save_adapter(path: StrPath, adapter: PeftModel, *, base_model: str = "") -> 
         _save_adapter(adapter, folder, base_model)
 
 
-def _save_adapter(adapter: PeftModel, folder: Path, base_model: str) -> dict[str, str]:
+def _check_mergeable(target: Path, model: PeftModel) -> None:
+    if getattr(model.get_base_model().config, "quantization_config", None) is not None:
+        raise ExportError(
+            f"{target}: the base model is quantised: expected full-precision weights to merge into; "
+            "set export.merge=false, or load the base with model.quantization=none."
+        )
+
+
+def _check_adapter(target: Path, adapter: PeftModel) -> None:
+    """Refuse a model of which something is trained that PEFT does not write."""
+    from peft import get_peft_model_state_dict  # loads bitsandbytes, which only some models need
+
     if "default" not in adapter.peft_config:
-        raise ExportError(f"{folder.name}: adapters {list(adapter.peft_config)}: expected one named 'default'.")
+        raise ExportError(f"{target.name}: adapters {list(adapter.peft_config)}: expected one named 'default'.")
+    written = {x.data_ptr() for x in get_peft_model_state_dict(adapter, save_embedding_layers=False).values()}
+    lost = [name for name, x in adapter.named_parameters() if x.requires_grad and x.data_ptr() not in written]
+    if lost:
+        raise ExportError(
+            f"{target.name}: {lost[0]} is trained, and PEFT does not write it with the adapter ({len(lost)} such "
+            "parameters): expected LoRA on linear layers; name these, as lora.targets=[q_proj,k_proj,v_proj,o_proj]."
+        )
+
+
+def _save_adapter(adapter: PeftModel, folder: Path, base_model: str) -> dict[str, str]:
+    _check_adapter(folder, adapter)
     adapter.save_pretrained(str(folder / ADAPTER), selected_adapters=["default"], save_embedding_layers=False)
     (folder / ADAPTER / "README.md").unlink()  # PEFT's template; the model card is one level up
     config, weights = (folder / name for name in ADAPTER_FILES)
@@ -420,7 +481,7 @@ def _sibling(target: Path, role: str) -> Path:
     return target.with_name(f".{target.name}.ag-{role}")
 
 
-def _check_replaceable(target: Path, known: set[str], needed: str) -> None:
+def _check_replaceable(target: Path, known: Set[str], needed: str) -> None:
     if not target.exists():
         return
     names = {entry.name for entry in target.iterdir()} if target.is_dir() else {target.name}

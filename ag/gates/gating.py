@@ -172,14 +172,17 @@ class Open(Gating):
     def boundary(self, share: float) -> float:
         """Return a logit above which this share of the logits of :meth:`counted` lies, over all layers and heads.
 
-        It lies halfway between two logits, so that rounding moves none across it.
+        It lies halfway between two logits, so that rounding moves none across it. They are sorted on their device, the
+        first one's where there are several; the host waits twice.
         """
-        counted = self.counted()
-        logits = torch.cat([x.mT[counted.to(x.device)].flatten().cpu() for x in self.logits.values()]).sort().values
-        first = round((1 - share) * len(logits))  # the lowest of those above
-        if not 0 < first < len(logits):
-            return float(logits[0]) - 1 if first == 0 else float(logits[-1]) + 1
-        return float(logits[first - 1 : first + 1].double().mean())
+        counted, (first, *_) = self.counted(), self.logits.values()
+        each = (x.masked_fill(~counted.to(x.device)[:, None], float("inf")) for x in self.logits.values())
+        logits = torch.cat([x.flatten().to(first.device) for x in each]).sort().values  # those not counted come last
+        count = int(counted.sum()) * sum(x.shape[1] for x in self.logits.values())
+        lowest = round((1 - share) * count)  # of those above
+        if not 0 < lowest < count:
+            return float(logits[0]) - 1 if lowest == 0 else float(logits[count - 1]) + 1
+        return float(logits[lowest - 1 : lowest + 1].double().mean())
 
 
 class Observing(Gating):

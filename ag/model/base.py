@@ -275,7 +275,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
         lora: Rank, scale, dropout and the names of the linear layers to adapt.
 
     Raises:
-        ModelError: A name of `lora.targets` that no linear layer of the model has.
+        ModelError: A name of `lora.targets` that no linear layer of the model has, or that PEFT cannot adapt as asked.
     """
     import peft  # loads bitsandbytes, which only some runs need
 
@@ -295,8 +295,15 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
         target_modules="all-linear" if every else list(lora.targets),
         task_type="CAUSAL_LM",
     )
-    with quiet():
-        return peft.get_peft_model(model, config, autocast_adapter_dtype=True)
+    try:
+        with quiet():
+            return peft.get_peft_model(model, config, autocast_adapter_dtype=True)
+    except ValueError as error:
+        attention = sorted({n.rpartition(".")[2] for n in layers if ".self_attn." in n})
+        raise ModelError(
+            f"lora.targets={lora.targets}, lora.dropout={lora.dropout}: PEFT cannot adapt {type(model).__name__} so "
+            f"({_first_line(error)}); adapt its attention, lora.targets=[{','.join(attention)}]"
+        ) from error
 
 
 def base_revision(model: PreTrainedModel) -> str | None:

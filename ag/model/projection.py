@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,22 @@ from ag.errors import UserError
 
 TOKENS = 1024  # tokens projected at once
 NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+
+
+def output_projection(attention: nn.Module) -> Any:
+    """Return the linear output projection of an attention module.
+
+    Raises:
+        UserError: when the module has none under a name that is known.
+    """
+    named = (getattr(attention, name, None) for name in NAMES)
+    project = next((found for found in named if hasattr(found, "in_features")), None)
+    if project is None:
+        raise UserError(
+            f"{type(attention).__name__} has no linear output projection called {', '.join(NAMES)}, by which this "
+            "policy weighs values; use another policy."
+        )
+    return project
 
 
 @torch.no_grad()
@@ -20,12 +38,7 @@ def output_weight(attention: nn.Module, heads: int) -> Tensor:
     Raises:
         UserError: when the module has no output projection under a name that is known.
     """
-    project = next((getattr(attention, name) for name in NAMES if hasattr(attention, name)), None)
-    if project is None:
-        raise UserError(
-            f"{type(attention).__name__} has no output projection called {', '.join(NAMES)}, by which this policy "
-            "weighs values; use another policy."
-        )
+    project = output_projection(attention)
     if type(project) is nn.Linear and project.weight.device.type != "meta":
         weight = project.weight.float().T
     else:

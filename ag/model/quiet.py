@@ -15,6 +15,8 @@ WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     # PEFT 0.21 reads an attribute by the name that transformers 5 replaced
     r"`is_gradient_checkpointing` is deprecated",
+    # PEFT 0.21 looks for stacked experts, whose rank it doubles, among the modules; they are parameters
+    r"The following (rank|alpha)_pattern keys did not match any targeted module",
     # what validation logs was reduced over all ranks by its metrics before
     r"It is recommended to use `self\.log\(.*sync_dist=True",
 )

@@ -20,4 +20,4 @@ for policy in ("full", "gates"):
     cache = ag.EvictionCache(model, policy)
     output = model.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False)
     text = tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-    print(f"{policy}: {cache.kept_share():.0%} of the prompt kept, {cache.nbytes:,} bytes: {text!r}")
+    print(f"{policy}: {cache.kept_share(prompt=True):.0%} of the prompt kept, {cache.nbytes:,} bytes: {text!r}")

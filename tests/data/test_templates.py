@@ -68,6 +68,8 @@ CASES = {
             "How many?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:",
             ["A", "B", "C", "D"],
             3,
+            "The following are multiple choice questions (with answers) about high school maths.\n\n"
+            "How many?\nA. 1\nB. 2\nC. 3\nD. 4",
         ),
     ),
 }

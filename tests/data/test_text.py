@@ -256,13 +256,13 @@ def test_passages_are_repeated_word_for_word(make_config, corpus, bos_tokenizer,
             assert set(batch["prompt_length"].tolist()) == {1 + size}
 
 
-@pytest.mark.parametrize("context", [10_000, 160])
-def test_chunks_of_passages_are_repeated(make_config, corpus, bos_tokenizer, context):
-    """A chunk comes behind the tokens before it, all chunks come, and the batch says which it was."""
-    settings = REPEATED | {"copy_max": 30}
+@pytest.mark.parametrize(("context", "copy", "before"), [(10_000, 30, 8), (160, 30, 8), (10_000, 5, 5)])
+def test_chunks_of_passages_are_repeated(make_config, corpus, bos_tokenizer, context, copy, before):
+    """A chunk comes behind 8 tokens of the one before, or all of it; all come, and the batch says which it was."""
+    settings = REPEATED | {"copy_max": copy}
     module = build(make_config, bos_tokenizer, corpus, context, **settings)
     again = plain(bos_tokenizer, AGAIN)
-    size = min(170, context) - 1 - len(again) - 8 - 30
+    size = min(170, context) - 1 - len(again) - 8 - copy
     passages = [
         (text, tokens[at : at + size])
         for text in DOCUMENTS
@@ -272,11 +272,11 @@ def test_chunks_of_passages_are_repeated(make_config, corpus, bos_tokenizer, con
     chunks = set()
     for row, (_, passage) in zip(module.train_rows, passages, strict=True):
         first, end = (column - 1 for column in row.copied)  # BOS comes once
-        lead = passage[max(0, first - 8) : first]
+        lead = passage[first - before : first] if first else []
         assert row.tokens.tolist() == [0, *passage, *again, *lead, *passage[first:end]]
-        assert row.prompt_length == 1 + size and first % 30 == 0 and end == min(first + 30, size)
+        assert row.prompt_length == 1 + size and first % copy == 0 and end == min(first + copy, size)
         chunks.add(first)
-    assert chunks == set(range(0, size, 30))
+    assert chunks <= set(range(0, size, copy)) and (copy < 30 or chunks == set(range(0, size, 30)))
     assert len(module.val_rows) == len({text for text, _ in passages})
     for batch in module.train_dataloader():
         assert torch.equal(batch["labels"] != -100, batch["attention_mask"])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from bounds import conditioned, hold
 from torch import Tensor
 
 from ag.engine.observe import Context, Keys, Observation, Queries
@@ -103,19 +104,39 @@ class Scene:
     @property
     def seen(self) -> Observation:
         """The scene as an observation, a new one each time: scorers record in it what they saw."""
-        q, k, v, scaling, query_ranks, ranks, query_valid, valid = self._parts
+        return self.observed(*self.operands)
+
+    @property
+    def operands(self) -> list[Tensor]:
+        """What scores are made of: q, k, v, the output projection, and the gate's probabilities where there are any."""
+        return [*self._parts[:3], self.output, *([] if self.gate is None else [self.gate])]
+
+    def observed(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, gate: Tensor | None = None) -> Observation:
+        """The scene with other operands."""
+        scaling, query_ranks, ranks, query_valid, valid = self._parts[3:]
+        whole = all(len(held) == n for row, n in zip(self.held, self.lengths, strict=True) for held in row)
         return Observation(
-            keys=Keys(k=k, v=v, ranks=ranks, valid=valid),
-            queries=Queries(q=q, ranks=query_ranks, valid=query_valid),
+            keys=Keys(k=k, v=v, ranks=ranks, valid=valid, full=bool(valid.all()), whole=whole),
+            queries=Queries(q=q, ranks=query_ranks, valid=query_valid, padded=not bool(query_valid.all())),
             context=Context(
                 scaling=scaling,
                 layer=self._layer,
                 sliding_window=self.window,
-                gate=self.gate,
+                gate=gate,
                 turn=turned,
-                output=lambda: self.output,
+                output=lambda: output,
             ),
         )
+
+    def bound(self, score: Callable[[Observation], Tensor]) -> Tensor:
+        """How far a score ``[B, Hkv, N]`` in float32 may be from the right one."""
+        return conditioned(lambda *operands: score(self.observed(*operands)), *self.operands)
+
+    def alike(self, one: Callable[[Observation], Tensor], other: Callable[[Observation], Tensor]) -> bool:
+        """Say whether two scores of what is held are the same but for rounding."""
+        bound = (self.bound(one) + self.bound(other))[self.seen.key_valid]
+        apart = (one(self.seen) - other(self.seen))[self.seen.key_valid].abs()
+        return bool((apart <= bound).all())
 
     def places(self) -> list[tuple[int, int]]:
         """Every (sequence, KV head)."""
@@ -172,19 +193,16 @@ def pool(values: Sequence[float], kernel: int, kind: str) -> list[float]:
 
 def agree(
     scene: Scene,
-    got: Tensor,
+    score: Callable[[Observation], Tensor],
     expected: dict[tuple[int, int], Sequence[float]],
     skip: Callable[[int, int, int], bool] = lambda b, g, p: False,
-    rtol: float = 2e-5,
 ) -> int:
-    """Assert that ``[B, Hkv, N]`` holds the lists ``expected[b, g]`` on every held slot that is not skipped."""
-    compared = 0
+    """Assert that a score ``[B, Hkv, N]`` holds the lists ``expected[b, g]`` on every held slot that is not skipped."""
+    got, bound, compared = score(scene.seen), scene.bound(score), 0
     for b, g in scene.places():
-        scale = max((abs(x) for x in expected[b, g]), default=0.0)
-        for slot, p in enumerate(scene.held[b][g]):
-            if not skip(b, g, p):
-                want, have = expected[b, g][slot], float(got[b, g, slot])
-                assert abs(have - want) <= rtol * max(abs(want), 0.1 * scale) + 1e-12, (b, g, p, have, want)
-                compared += 1
+        slots = [slot for slot, p in enumerate(scene.held[b][g]) if not skip(b, g, p)]
+        want = torch.tensor([expected[b, g][slot] for slot in slots], dtype=torch.float64)
+        hold(got[b, g, slots], want, bound[b, g, slots], name=(b, g))
+        compared += len(slots)
     assert compared
     return compared

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attention_by_hand import Scene
+from compiled import needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from ag.engine.decide import Decision
 from ag.engine.observe import Context, Keys, Observation, Queries
 from ag.engine.select import select_over_heads
 from ag.errors import UserError
+from ag.kernels.row_worst import cpu
 
 
 def rounded(shares, total):
@@ -305,6 +307,15 @@ def random_case(seed):
         preference = [float(draw.randint(1, 3)) for _ in range(layers)]
     levels = draw.choice([None, 1, 2, 3])
     return layers, n, protected, capacity, preference, levels
+
+
+@pytest.mark.parametrize("version", ["reference", pytest.param("cpp", marks=needs(cpu.KERNEL))])
+def test_a_layer_that_wants_nothing_is_left_with_nothing(version, monkeypatch):
+    """And those that come after it share what there is."""
+    monkeypatch.setenv("AG_KERNELS", version)
+    ballots = ballots_of([20] * 4, 3, preference=[1.0, 1e-12, 2.0, 1.0])
+    held = Scripted("preference", ballots).run()
+    assert held == [[best(ballot, g, n) for g in range(2)] for ballot, n in zip(ballots, [3, 0, 6, 3], strict=True)]
 
 
 @pytest.mark.slow

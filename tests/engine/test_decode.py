@@ -7,10 +7,12 @@ import torch
 from gates_for import gates_for
 
 import ag
-from ag.engine import gated, layer
+from ag.engine import attend, gated, layer
 from ag.engine.attend import attend_rows
+from ag.engine.layout import spare_slots
 from ag.engine.storage import RaggedStore
 from ag.errors import UserError
+from ag.kernels.ragged_decode import ragged_decode
 
 PROMPT, NEW = 60, 3
 
@@ -39,6 +41,23 @@ def test_uneven_heads_are_not_gathered(tiny_llama, monkeypatch):
                 for _ in range(NEW):
                     model(ids[:, :1], past_key_values=cache)
         assert cache.seen_tokens == PROMPT + NEW
+
+
+@pytest.mark.parametrize("policy", [("gates",), ("snapkv@heads", 40)], ids=["ring", "uneven"])
+def test_the_kernel_is_told_how_long_rows_are(tiny_llama, monkeypatch, policy):
+    """By the longest row, spare slots included, it cuts its work; the buffer is as long as all rows together."""
+    model, told = tiny_llama(), []
+    ag.attach(model, gates_for(model, recent_tokens=5))
+
+    def decode(q, keys, values, starts, lengths, scaling, longest):
+        told.append((int(lengths.max()), longest, len(keys)))
+        return ragged_decode(q, keys, values, starts, lengths, scaling, longest)
+
+    monkeypatch.setattr(attend, "ragged_decode", decode)
+    logits(model, model, *policy)
+    assert len(told) == 3 * NEW
+    for held, longest, slots in told:
+        assert held <= longest <= held + spare_slots(held) + 1 < slots
 
 
 @pytest.mark.parametrize("version", ["cpp", "chunked", "reference"])

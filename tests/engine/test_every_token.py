@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bounds import hold, of_logits, of_nats
 from gates_for import gates_for
 from held import feed, masked_logits
 from hypothesis import HealthCheck, given, settings
@@ -115,7 +116,7 @@ def test_logits_are_those_of_the_training_forward(family, kind, passes, side, re
     for b, row in enumerate(rows):
         assert len(result.logits[b]) == len(row)
         want, flags = trained(model, gates, row)
-        assert (result.logits[b] - want).abs().max() < 1e-4
+        hold(result.logits[b], want, of_logits(model))
         share = torch.stack([*flags.values()]).float().mean()
         assert 0.2 < share < 0.8, "the flags are not mixed: the test shows nothing"
 
@@ -134,7 +135,7 @@ def test_smollm2(smollm2):
         with torch.no_grad():
             parts = row.split([110, *[1] * 9, 22, *[1] * 9])
             got = torch.cat([model(part[None], past_key_values=cache).logits[0] for part in parts])
-        assert (got - want).abs().max() < 1e-4 * want.abs().max()
+        hold(got, want, of_logits(model, row))
         assert 0.1 < cache.kept_share() < 0.95
         ag.detach(model)
 
@@ -162,7 +163,7 @@ def test_any_gates_chunks_and_turns(tiny_llama, case, side, seed):
     result = feed(expecting(model, lengths, side, schedule), model, rows, [lengths, *later], side)
     for b, row in enumerate(rows):
         want, flags = trained(model, gates, row)
-        assert (result.logits[b] - want).abs().max() < 1e-4
+        hold(result.logits[b], want, of_logits(model))
         last = later[-1][b] if later else 0
         for layer, flag in flags.items():
             if last or not later:
@@ -214,7 +215,7 @@ def test_a_prompt_that_is_read_densely_in_parts(tiny_llama):
     passes = [[16, 1], [16, 16], [8, 8], *[[1, 1]] * 20]
     result = feed(expecting(model, prompts, "left"), model, rows, passes)
     for row, prompt, got in zip(rows, prompts, result.logits, strict=True):
-        assert (got - trained(model, gates, row, prompt)[0]).abs().max() < 1e-4
+        hold(got, trained(model, gates, row, prompt)[0], of_logits(model))
 
 
 def test_what_gates_cannot_do_is_refused_and_loses_nothing(tiny_llama):
@@ -237,7 +238,7 @@ def test_what_gates_cannot_do_is_refused_and_loses_nothing(tiny_llama):
             model(row[None, 30:31], past_key_values=cache)
         ag.attach(model, gates)
         got = model(row[None, 30:], past_key_values=cache).logits[0]
-    assert (got - trained(model, gates, row)[0][30:]).abs().max() < 1e-4
+    hold(got, trained(model, gates, row)[0][30:], of_logits(model))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +294,7 @@ def test_copies_crops_and_beams(tiny_llama):
         ids = torch.stack([questions[j] for j in asked])
         out = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(sizes, 1)], 1)
         for got, i, j in zip(out, order, asked, strict=True):
-            assert (got - want[i, j]).abs().max() < 1e-4
+            hold(got, want[i, j], of_logits(model))
 
     def draft(cache, size):
         model(torch.full((len(cache.valid), size), 5), past_key_values=cache)
@@ -339,7 +340,7 @@ def test_crop_beyond_a_pass_of_several_tokens(tiny_llama, order):
         places = (mask.cumsum(1) - 1)[:, -part.shape[1] :]
         got.append(model(part, attention_mask=mask, position_ids=places, past_key_values=cache).logits)
     for i, logits in zip(order, torch.cat(got, 1), strict=True):
-        assert (logits - trained(model, gates, rows[i], prompts[i])[0][-20:]).abs().max() < 1e-4
+        hold(logits, trained(model, gates, rows[i], prompts[i])[0][-20:], of_logits(model))
 
 
 def test_answers_cross_the_window_of_the_model(tiny_mistral):
@@ -348,7 +349,7 @@ def test_answers_cross_the_window_of_the_model(tiny_mistral):
     gates, (row,), prompt = gates_for(model, recent_tokens=4, sink_tokens=2), rows_of([window + 20]), window - 3
     ag.attach(model, gates)
     result = feed(ag.EvictionCache(model, "gates"), model, [row], [[prompt], *[[1]] * 23])
-    assert (result.logits[0] - trained(model, gates, row, prompt)[0]).abs().max() < 1e-4
+    hold(result.logits[0], trained(model, gates, row, prompt)[0], of_logits(model))
 
 
 def test_crop_refuses_what_is_gone_and_loses_nothing(tiny_llama):
@@ -365,7 +366,7 @@ def test_crop_refuses_what_is_gone_and_loses_nothing(tiny_llama):
         with pytest.raises(UserError, match=r"crop\(-1\): some of the 9 recent tokens"):
             cache.crop(1)
         got = model(row[None, 31:], past_key_values=cache).logits[0]
-    assert (got - trained(model, gates, row)[0][31:]).abs().max() < 1e-4
+    hold(got, trained(model, gates, row)[0][31:], of_logits(model))
     short = ag.EvictionCache(model, "gates")
     with torch.no_grad():
         for token in row[:8]:
@@ -405,7 +406,7 @@ def test_beams_are_scored_by_their_own_words(tiny_llama):
     text = out.sequences[0]
     again = feed(ag.EvictionCache(model, "gates"), model, [text], [[36], *[[1]] * 16]).logits[0][35:-1]
     nats = again.log_softmax(-1).gather(1, text[36:, None]).mean()
-    assert float(out.sequences_scores[0]) == pytest.approx(float(nats), abs=1e-3)
+    assert float(out.sequences_scores[0]) == pytest.approx(float(nats), abs=of_nats(model))
 
 
 @pytest.mark.parametrize("covers", ["all", "prompt"])
@@ -422,7 +423,7 @@ def test_budgets_rank_generated_tokens_by_their_own_probability(tiny_llama, name
         patch.setattr(ag.AttentionGates, "probability", recorded)
         result = feed(ag.EvictionCache(model, policy), model, rows, [prompts, *[[1, 1]] * 24])
     visible = [result.visible(layer, 0, len(rows[0])) for layer in range(3)]
-    assert (result.logits[0] - masked_logits(model, rows[0], visible)).abs().max() < 1e-4
+    hold(result.logits[0], masked_logits(model, rows[0], visible), of_logits(model))
     assert len(said) == 3 * (25 if covers == "all" else 1)
     for layer in range(3):
         for b, prompt in enumerate(prompts):

@@ -51,14 +51,16 @@ def test_is_one_top_k_over_everything(seed):
     assert max(sizes) <= 2 * (layers * capacity + n)  # the budget and one whole layer
 
 
+@pytest.mark.parametrize(("capacity", "protected"), [(8, 2), (2, 0), (1, 0)])
 @pytest.mark.parametrize("seed", range(20))
-def test_two_scores_decide_once_too(seed):
-    """The first one shares the budget out over everything, then both fill each head."""
-    ballots = ballots_of([25] * 4, 8, 2, seed)
+def test_two_scores_decide_once_too(seed, capacity, protected):
+    """The first one shares the budget out over everything, then both fill each head; a layer may get nothing."""
+    ballots = ballots_of([25] * 4, capacity, protected, seed)
+    ballots[seed % 4].score -= 1.0
     for ballot in ballots:
         ballot.second = torch.rand(ballot.score.shape, generator=torch.Generator().manual_seed(seed + 50))
         ballot.first_share = 0.5
-    counts = [[len(tokens) for tokens in layer] for layer in best_of_all(ballots, 8, 0.0)]
+    counts = [[len(tokens) for tokens in layer] for layer in best_of_all(ballots, capacity, 0.0)]
     held = Scripted("global", ballots).run()
     for layer, ballot in enumerate(ballots):
         for g in range(2):

@@ -1,9 +1,11 @@
 """KVzip against a second reading written out with dense masks, and what a cache does around it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import ag
@@ -17,12 +19,18 @@ ROW = torch.randint(12, 128, (1, 30), generator=torch.Generator().manual_seed(3)
 
 @torch.no_grad()
 def layers_of(model, ids, visible, positions):
-    """By layer: q, k, v ``[heads, T, D]`` post-RoPE, and the input ``[T, M]``, when queries see ``visible [T, T]``."""
+    """By layer: q, k, v ``[heads, T, D]`` post-RoPE, and the input ``[T, M]``, when queries see ``visible [T, T]``.
+
+    Windowed layers of a model that also has others see less: the keys less than a window away.
+    """
     decoder, out = model.get_decoder(), []
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
+    near = positions[:, None] - positions < (getattr(model.config, "sliding_window", None) or len(ids))
     x = decoder.embed_tokens(ids)[None]
     turn = decoder.rotary_emb(x, positions[None])
-    for layer in decoder.layers:
+    for layer, kind in zip(decoder.layers, kinds, strict=True):
         hidden, attention = layer.input_layernorm(x), layer.self_attn
+        seen = visible & near if kind == "sliding_attention" else visible
         q, k, v = (
             proj(hidden).view(1, len(ids), -1, attention.head_dim).transpose(1, 2)
             for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -33,7 +41,7 @@ def layers_of(model, ids, visible, positions):
         out.append((q[0], k[0], v[0], hidden[0]))
         group = q.shape[1] // k.shape[1]
         scores = q @ k.repeat_interleave(group, 1).mT * attention.head_dim**-0.5
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         mixed = (weights @ v.repeat_interleave(group, 1)).transpose(1, 2).flatten(2)
         x = x + attention.o_proj(mixed)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
@@ -54,7 +62,8 @@ def by_hand(model, context, *, sinks, chunk, overlap=8, ask="", ask_part="", ans
         asked = numbers(ask)
         if start > sinks:
             asked = numbers(ask_part)
-            asked += context[max(start - overlap, sinks) : start] if ask_part else []
+            preceding = context[start - chunk : start]
+            asked += preceding[max(len(preceding) - overlap, 0) :] if ask_part else []
         row = torch.tensor(context + asked + numbers(answer) + context[start:stop])
         causal = torch.ones(len(row), len(row), dtype=torch.bool).tril()
         for index, (q, k, v, hidden) in enumerate(layers_of(model, row, causal, torch.arange(len(row)))):
@@ -91,6 +100,7 @@ def scores_of(monkeypatch):
 CASES = {
     "instructions": OPTIONS,
     "chunks alone": {"chunk": 11, "sinks": 2},
+    "more overlap than a chunk has": OPTIONS | {"chunk": 7, "overlap": 9},
     "one chunk": OPTIONS | {"chunk": 100, "sinks": 0},
     "plus": OPTIONS | {"normalize": True},
 }
@@ -109,6 +119,34 @@ def test_equals_a_second_reading_by_hand(family, options, request, monkeypatch):
         torch.testing.assert_close(score[0].double(), wanted[layer], atol=1e-5, rtol=1e-4)
     counts = [layer.store.lengths.tolist() for layer in cache.evicting_layers]
     assert [sum(x) for x in counts] == [24] * 3
+
+
+def test_layers_without_a_window_are_measured_in_a_model_that_also_has_windows(tiny_qwen2, monkeypatch):
+    """A window smaller than prompt and repetition hides nothing from the layers that share the budget."""
+    model, found = tiny_qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=2), scores_of(monkeypatch)
+    assert model.config.layer_types == ["full_attention", "full_attention", "sliding_attention"]
+    cache = ag.EvictionCache(model, "kvzip@heads", 12, **OPTIONS)
+    with torch.no_grad():
+        model(ROW, past_key_values=cache)
+    wanted = by_hand(model, ROW[0].tolist(), **OPTIONS)
+    assert sorted(found) == [0, 1]
+    for layer, score in found.items():
+        torch.testing.assert_close(score[0].double(), wanted[layer], atol=1e-5, rtol=1e-4)
+    assert [int(layer.store.lengths.sum()) for layer in cache.evicting_layers] == [24, 24, 60]
+
+
+def test_gemma_with_layers_of_both_kinds_is_not_refused():
+    """As all that Gemma 3 is: norms of queries and keys, two sets of frequencies, five windowed layers of six."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8, "num_hidden_layers": 3}
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    model = Gemma3ForCausalLM(
+        Gemma3TextConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, sliding_window=8, layer_types=kinds)
+    ).eval()
+    cache = ag.EvictionCache(model, "kvzip", 12, **OPTIONS)
+    with torch.no_grad():
+        model(ROW, past_key_values=cache)
+    assert [int(layer.store.lengths.sum()) for layer in cache.evicting_layers] == [30, 30, 12]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -265,14 +303,24 @@ def test_instructions_come_from_a_tokenizer(tiny_tokenizer):
     said = tiny_tokenizer.decode([int(x) for x in scorer.ask_part.split()])
     assert said.strip().startswith("Repeat the part of the context above")
     assert tiny_tokenizer.decode([int(x) for x in scorer.answer.split()]) == "\n"
-    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
-    tiny_tokenizer.chat_template = template
-    try:
-        answer = ag.policy("kvzip", 0.5).with_tokenizer(tiny_tokenizer).scorer.answer
-    finally:
-        tiny_tokenizer.chat_template = None
-    assert tiny_tokenizer.decode([int(x) for x in answer.split()]) == ">A:"
     assert ag.policy("h2o", 0.5).with_tokenizer(tiny_tokenizer) == ag.policy("h2o", 0.5)
+
+
+TURN = "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}A:BLOCK{% endif %}"
+EMPTY = "<think>\n\n</think>\n\n"
+BLOCKS = {
+    "without thoughts": ("", ""),
+    # Qwen3's: the block is there where the caller says false, and not where he says nothing
+    "asked for": ("{% if enable_thinking is defined and enable_thinking is false %}" + EMPTY + "{% endif %}", EMPTY),
+    "always": (EMPTY, EMPTY),
+}
+
+
+@pytest.mark.parametrize(("block", "written"), BLOCKS.values(), ids=BLOCKS)
+def test_an_answer_begins_behind_the_empty_thinking_block_of_a_template(tiny_tokenizer, monkeypatch, block, written):
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", TURN.replace("BLOCK", block))
+    answer = ag.policy("kvzip", 0.5).with_tokenizer(tiny_tokenizer).scorer.answer
+    assert tiny_tokenizer.decode([int(x) for x in answer.split()]) == f">A:{written}"
 
 
 def test_the_rows_that_are_read():
@@ -282,12 +330,17 @@ def test_the_rows_that_are_read():
         (range(5, 8), [80, 81, 3, 4, 70, 5, 6, 7]),
         (range(8, 9), [80, 81, 6, 7, 70, 8]),
     ]
+    assert replace(scorer, overlap=7).inputs(list(range(9))) == [
+        (range(2, 5), [90, 70, 2, 3, 4]),
+        (range(5, 8), [80, 81, 2, 3, 4, 70, 5, 6, 7]),  # the chunk before has 3 tokens
+        (range(8, 9), [80, 81, 5, 6, 7, 70, 8]),
+    ]
     assert KVzip(sinks=4).inputs([1, 2, 3]) == []
 
 
 def test_a_prompt_of_sinks_alone_is_not_repeated(tiny_llama):
     model = tiny_llama()
-    cache = ag.EvictionCache(model, "kvzip", 0.5, strict=False)
+    cache = ag.EvictionCache(model, "kvzip", 0.5)
     model(ROW[:, :3], past_key_values=cache)
     assert cache.kept_share() == 1
 

@@ -11,6 +11,7 @@ from typing import Any
 import by_hand
 import pytest
 import torch
+from bounds import hold, of_logits
 from gates_for import gates_for
 from refused import refuses
 from transformers import PreTrainedModel
@@ -47,12 +48,15 @@ def folder(tiny_llama: Callable[..., PreTrainedModel], tmp_path: Path) -> str:
     return str(tmp_path / "export")
 
 
+@pytest.mark.parametrize("scorer", ["flags", "gates"])
 @pytest.mark.parametrize("name", MOVED)
-def test_tokens_above_the_boundary_stay(tiny_llama: Callable[..., PreTrainedModel], folder: str, name: str) -> None:
+def test_tokens_above_the_boundary_stay(
+    tiny_llama: Callable[..., PreTrainedModel], folder: str, name: str, scorer: str
+) -> None:
     """Held tokens against a forward pass written out, whose gates have the boundary as their bias."""
     options, boundary = MOVED[name]
     model, ids = tiny_llama(), torch.randint(3, 128, (PROMPT,), generator=torch.Generator().manual_seed(5))
-    policy = ag.policy(f"gates:{folder}", **options)
+    policy = ag.policy(f"{scorer}:{folder}", **options)
     cache = EvictionCache(model, policy)
     with torch.no_grad():
         model(ids[None], past_key_values=cache)
@@ -61,7 +65,7 @@ def test_tokens_above_the_boundary_stay(tiny_llama: Callable[..., PreTrainedMode
     moved.config = replace(moved.config, threshold=0.5, bias=-boundary)
     want, flags = by_hand.forward(model, moved, torch.cat([ids, ids[:1]]), PROMPT)
     plain = by_hand.forward(model, calibrated(model), ids, PROMPT)[1]
-    assert (logits - want[-1]).abs().max() < 1e-4
+    hold(logits, want[-1], of_logits(model))
     for layer, said in flags.items():
         held = [head.tolist() for head in cache.kept_positions(layer)[0]]
         assert held == by_hand.kept(moved, said, PROMPT, PROMPT + 1, PROMPT)
@@ -82,7 +86,10 @@ def test_gates_in_memory(tiny_llama: Callable[..., PreTrainedModel]) -> None:
     assert gates.config is before
     model = tiny_llama()
     ag.attach(model, gates.at(share=0.7))
-    assert EvictionCache(model, "gates").gates.config.boundary == pytest.approx(-1.0)
+    for scorer in ("gates", "flags"):
+        assert EvictionCache(model, scorer).gates.config.boundary == pytest.approx(-1.0)
+    with refuses(UserError, "'flags'", "ag.attach", "flags:PATH"):
+        EvictionCache(tiny_llama(), "flags")
 
 
 @pytest.mark.parametrize(

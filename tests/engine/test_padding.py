@@ -4,6 +4,7 @@ from itertools import cycle
 
 import pytest
 import torch
+from bounds import hold, of_logits
 from gates_for import gates_for
 
 import ag
@@ -128,8 +129,8 @@ def test_by_hand_and_without_positions(make, side):
         then = model(new[:, :1], attention_mask=mask, position_ids=given, past_key_values=together).logits[:, -1]
         for row, part in enumerate(rows()):
             single = cache_of("h2o", 8, {})
-            assert (model(part[None], past_key_values=single).logits[0, -1] - last[row]).abs().max() < 1e-4
-            assert (model(new[row : row + 1, :1], past_key_values=single).logits[0, -1] - then[row]).abs().max() < 1e-4
+            hold(model(part[None], past_key_values=single).logits[0, -1], last[row], of_logits(model))
+            hold(model(new[row : row + 1, :1], past_key_values=single).logits[0, -1], then[row], of_logits(model))
 
 
 def test_prefill_gives_the_state_of_each_last_token(make):
@@ -139,7 +140,7 @@ def test_prefill_gives_the_state_of_each_last_token(make):
     found = ag.engine.read_prompt(model, policies, **batch)
     for row, part in enumerate(rows()):
         for (_, together), (_, single) in zip(found, ag.engine.read_prompt(model, policies, part[None]), strict=True):
-            assert (together[row] - single[0]).abs().max() < 1e-4
+            hold(together[row], single[0], of_logits(model))
 
 
 @pytest.mark.parametrize("version", ["", "reference"])

@@ -1,6 +1,7 @@
 """The grammar of policies: what a text means, and what is refused with which reason."""
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import pytest
@@ -9,7 +10,7 @@ from attention_by_hand import Scene
 from gates_for import gates_for
 from hypothesis import given
 from hypothesis import strategies as st
-from refused import refuses
+from refused import names, refuses
 
 import ag
 import ag.gates.export
@@ -32,13 +33,14 @@ from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
 from ag.engine.scorers.tova import Tova
-from ag.engine.spec import ALIASES, PolicySpec, named
+from ag.engine.spec import ALIASES, FLAGS, PolicySpec, named
 from ag.engine.wrappers import WRAPPERS
 from ag.engine.wrappers.caote import Caote, FastCaote
 from ag.engine.wrappers.criticalkv import CriticalKV
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue
 from ag.engine.wrappers.vatp import Vatp
-from ag.errors import UserError
+from ag.errors import BudgetWarning, UserError
+from ag.gates.gate import AttentionGates
 
 BASES = {
     "streaming_llm": StreamingLLM(),
@@ -422,6 +424,27 @@ def test_gates_with_and_without_a_budget():
     assert ag.policy("gates", budget=0.3).scorer == Gates()
 
 
+@pytest.mark.parametrize(
+    ("text", "changes", "parts"),
+    [
+        ("flags:x", {"budget": 0.3}, "'flags:x' budget=0.3 gates:x"),
+        ("flags", {"budget": 64}, "'flags' budget=64 gates"),
+        ("flags:x@heads", {}, "'flags:x@heads' @heads gates:x budget"),
+        ("flags:x+caote", {"budget": 0.5}, "'flags:x+caote' budget=0.5 gates:x"),
+        ("flags+caote", {}, "'flags+caote' +caote gates budget"),
+        ("flags", {"schedule": "blocks:8+every"}, "'flags' schedule=blocks:8+every gates budget"),
+        ("flags", {"schedule": "steps:4"}, "'flags' schedule=steps:4 gates budget"),
+        ("flags", {"recent": 3}, "'flags' recent"),
+        ("flags", {"share": 0.3}, "'flags' share=0.3 flags:PATH gates.at(share=0.3)"),
+        ("gates:x", {"budget": 0.5, "share": 0.3}, "'gates:x' budget=0.5 share=0.3 flags:x"),
+    ],
+)
+def test_flags_decide_themselves_how_much_stays(text, changes, parts, monkeypatch):
+    monkeypatch.setattr(AttentionGates, "from_pretrained", lambda path: None)
+    with refuses(UserError, *parts.split()):
+        ag.policy(text, **changes)
+
+
 def test_budgets_in_tokens_and_as_a_share():
     lengths = torch.tensor([1, 3, 7, 100, 1024])
     assert ag.policy("h2o", budget=64).capacity(lengths).tolist() == [64] * 5
@@ -460,34 +483,40 @@ def decide(policy, scene):
 )
 @pytest.mark.parametrize("allocator", ["uniform", "pyramid", "preference", "heads"])
 def test_a_budget_smaller_than_what_is_protected(spec, options, least, allocator):
-    """Section 13, point 26: an error, but only when something has to go."""
-    scene = Scene(lengths=(30,))
-    small, enough, short = (
-        ag.policy(f"{spec}@{allocator}", budget=budget, **options) for budget in (least - 1, least, least - 1)
+    """What is protected stays, and a warning says so; under strict an error, but only when something has to go."""
+    scene, short = Scene(lengths=(30,)), Scene(lengths=(least - 1,))
+    small, strict = (
+        ag.policy(f"{spec}@{allocator}", budget=least - 1, **options, **insists) for insists in ({}, {"strict": True})
     )
-    reason = f"{least - 1} tokens per KV head are fewer than the {least} that it protects"
-    with pytest.raises(UserError, match=reason):
-        decide(small, scene)
-    assert decide(enough, scene).sum(-1).tolist() == [[least] * 2]
-    assert bool(decide(short, Scene(lengths=(least - 1,))).all())
+    with pytest.warns(BudgetWarning) as told:
+        assert decide(small, scene).sum(-1).tolist() == [[least] * 2]
+    names(str(told[0].message), repr(small), f"protects {least} tokens per KV head", "strict=True")
+    assert len(told) == 1
+    with refuses(UserError, f"{least - 1} tokens per KV head are fewer than the {least}", "strict=True"):
+        decide(strict, scene)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for policy in (small, strict):
+            assert bool(decide(policy, short).all())
+        assert decide(replace(strict, budget=least), scene).sum(-1).tolist() == [[least] * 2]
 
 
 def test_the_sinks_of_vatp_are_counted_inside_the_budget():
-    """20 sinks and C // 2 recent: 40 tokens hold them, 39 hold 20 + 19, 38 do, 19 do not."""
+    """20 sinks and C // 2 recent: 40 tokens hold them, 39 hold 20 + 19, and 30 are fewer than 20 + 15."""
     scene = Scene(lengths=(100,))
     for budget in (40, 39):
         keep = decide(ag.policy("h2o+vatp", budget=budget), scene)[0, 0].nonzero().flatten().tolist()
         assert len(keep) == budget
         assert keep[:20] == list(range(20))
         assert keep[-(budget // 2) :] == list(range(100 - budget // 2, 100))
-    with pytest.raises(UserError, match=r"30 tokens .* 35 .*\(sinks, recent"):
-        decide(ag.policy("h2o+vatp", budget=30), scene)
+    with refuses(UserError, "30 tokens", "35"):
+        decide(ag.policy("h2o+vatp", budget=30, strict=True), scene)
     assert int(decide(ag.policy("h2o+vatp", budget=30, sinks=4), scene)[0, 0].sum()) == 30
 
 
 def test_a_score_that_is_not_finite_names_layer_and_scorer(monkeypatch):
     monkeypatch.setattr(KNorm, "score", lambda self, seen: torch.full(seen.key_valid.shape, float("nan")))
-    with pytest.raises(FloatingPointError, match=r"layer 3: ag.policy\('knorm', budget=5\).* finite"):
+    with refuses(FloatingPointError, "KNorm.score", "ag.policy('knorm', budget=5)", "layer 3", "finite"):
         Decision(ag.policy("knorm", budget=5), [3]).decide(Scene(lengths=(9,), layer=3).seen)
 
 
@@ -505,6 +534,7 @@ def test_gates_are_read_from_a_folder(tiny_llama, tmp_path):
         (f"gates:{folder}@heads", ranked, "heads", 7),
         (f"gates:{folder}+caote@uniform", Caote(inner=ranked), "uniform", 7),
         (f"gates:{folder}+fastcaote@pyramid", FastCaote(inner=ranked), "pyramid", 7),
+        (f"flags:{folder}", ranked, "global", None),
     ]:
         policy = ag.policy(spec, budget=budget)
         assert (policy.scorer, policy.allocator, policy.by_gates) == (scorer, ALLOCATORS[kind](), True)
@@ -522,13 +552,14 @@ NAMES = texts(*"ab/@+:. é", "heads", "head", "vatp", "uniform", "gates", least=
 
 
 @given(
-    scorer=st.sampled_from(["full", *SCORERS, *ALIASES]),
+    scorer=st.sampled_from(["full", FLAGS, *SCORERS, *ALIASES]),
     wrapper=st.none() | st.sampled_from([*WRAPPERS]),
     allocator=st.none() | st.sampled_from([*ALLOCATORS]),
     path=st.none() | NAMES,
 )
 def test_a_spec_is_what_its_text_says(scorer, wrapper, allocator, path):
-    spec = PolicySpec(scorer, wrapper, None if scorer in ALIASES else allocator, path if scorer == "gates" else None)
+    reads = scorer in ("gates", "flags")
+    spec = PolicySpec(scorer, wrapper, None if scorer in ALIASES else allocator, path if reads else None)
     assert PolicySpec.parse(str(spec)) == spec
     assert str(PolicySpec.parse(str(spec))) == str(spec)
 
@@ -539,6 +570,7 @@ def test_a_spec_is_what_its_text_says(scorer, wrapper, allocator, path):
         ("mine=gates:a@heads", "mine", "gates:a@heads"),
         ("g-0.5=h2o+vatp", "g-0.5", "h2o+vatp"),
         ("gates=gates:x=y", "gates", "gates:x=y"),
+        ("flags=flags:x", "flags", "flags:x"),
         ("gates:x=y", None, "gates:x=y"),
     ],
 )
@@ -554,6 +586,7 @@ def test_labels(text, label, same):
         (["h2o", "h2o=h2o+vatp"], "'h2o' h2o+vatp label"),
         (["h2o", "h2o"], "'h2o' LABEL=h2o"),
         (["tova=h2o"], "'tova=h2o' 'tova' label"),
+        (["flags=gates:x"], "'flags=gates:x' 'flags' label"),
         (["all=full"], "'all=full' full label"),
         (["full=h2o"], "'full=h2o' label"),
         (["=h2o"], "'=h2o' label"),

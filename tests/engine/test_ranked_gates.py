@@ -10,7 +10,7 @@ from refused import refuses
 import ag
 from ag.engine.scorers.gates import Gates
 from ag.engine.wrappers.caote import Caote
-from ag.errors import UserError
+from ag.errors import BudgetWarning, UserError
 
 
 def kept(model, policy, length=40, seed=0, **options):
@@ -91,14 +91,18 @@ def test_recents_of_the_training_take_a_quarter_of_a_small_budget(trained):
     assert ends <= kept(model, f"gates:{path}", budget=8, recent_share=0.5)
 
 
-def test_a_budget_below_the_sinks_is_refused_where_somebody_asked_for_them(trained):
-    model, _, path = trained
-    for budget in (1, 2, 3):  # the sinks come before the recents
-        assert len(held := kept(model, f"gates:{path}", budget=budget, recent_share=1.0)) == budget * 6
-        assert {(layer, head, x) for layer in range(3) for head in range(2) for x in range(min(budget, 2))} <= held
-    with pytest.raises(UserError, match="1 tokens per KV head are fewer than the 2 that it protects"):
-        kept(model, f"gates:{path}", budget=1, sinks=2)
-    assert len(kept(model, f"gates:{path}", budget=1, sinks=2, strict=False)) == 2 * 6
+@pytest.mark.parametrize("sinks", [{}, {"sinks": 4}], ids=["trained", "asked for"])
+def test_all_sinks_stay_under_a_budget_below_them(tiny_llama, tmp_path, sinks):
+    model = tiny_llama()
+    gates_for(model, sink_tokens=4, recent_tokens=6, prefill="dense").save_pretrained(tmp_path / "gates")
+    everywhere = {(layer, head, x) for layer in range(3) for head in range(2) for x in range(4)}
+    with pytest.warns(BudgetWarning, match="protects 4 tokens per KV head"):
+        assert kept(model, f"gates:{tmp_path / 'gates'}", budget=2, **sinks) == everywhere
+    for budget in (4, 5):  # the sinks come before the recents
+        held = kept(model, f"gates:{tmp_path / 'gates'}", budget=budget, recent_share=1.0, **sinks)
+        assert everywhere <= held and len(held) == budget * 6
+    with refuses(UserError, "2 tokens per KV head are fewer than the 4"):
+        kept(model, f"gates:{tmp_path / 'gates'}", budget=2, strict=True, **sinks)
 
 
 def test_values_out_of_range():

@@ -11,13 +11,16 @@ import pytest
 import slow_policies
 import torch
 from _pytest.mark import ParameterSet
+from bounds import hold, in_float64, of_logits, of_nats
 from gates_for import gates_for
 from held import check, contents, feed, observed_calls, run, seen_by
 from pairs import covering
+from refused import refuses
 
 import ag
 from ag.config import ModelConfig
 from ag.engine.cache import EvictionCache
+from ag.engine.decide import NonFiniteScoreError
 from ag.engine.observe import Observation
 from ag.engine.storage import RaggedStore
 from ag.engine.wrappers import WRAPPERS
@@ -234,7 +237,7 @@ def test_smollm2(small_model, name, schedule):
 
 @pytest.fixture(scope="module")
 def exact(small_model):
-    return copy.deepcopy(small_model[0]).double()
+    return in_float64(copy.deepcopy(small_model[0]))
 
 
 @pytest.mark.slow
@@ -245,7 +248,7 @@ def test_smollm2_in_float64(small_model, exact, name):
     policy = ag.policy(name, 0.4, "every" if name == "cake" else "blocks:16+every")
     if name not in ("h2o", "tova"):
         policy = ag.policy(name, 0.4, policy.schedule, window=8)
-    check(exact, rows, run(exact, policy, rows, [len(row) - STEPS for row in rows]), 1e-9)
+    check(exact, rows, run(exact, policy, rows, [len(row) - STEPS for row in rows]))
 
 
 @pytest.mark.parametrize(
@@ -577,7 +580,7 @@ def test_sequences_move_with_what_was_recorded(llama, name, schedule, how):
                 new, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1, past_key_values=cache
             ).logits
         for place, b in enumerate(chosen):
-            assert (logits[place, 0] - alone[b].logits[0][PROMPTS[b] + step]).abs().max() < 1e-4
+            hold(logits[place, 0], alone[b].logits[0][PROMPTS[b] + step], of_logits(llama))
             for layer in range(3):
                 assert contents(cache.evicting_layers[layer].store)[place] == alone[b].held[step + 1][layer][0]
 
@@ -606,7 +609,7 @@ def test_beam_search(llama, name, schedule, plain_text):
         row = out.sequences[b][29 - p :]
         logits = run(llama, make(name, schedule, 12), [row], [p]).logits[0][p - 1 : -1]
         score = logits.log_softmax(-1).gather(1, row[p:, None]).sum() / 5
-        assert float(out.sequences_scores[b]) == pytest.approx(float(score), abs=1e-4)
+        assert float(out.sequences_scores[b]) == pytest.approx(float(score), abs=of_nats(llama))
 
 
 @pytest.mark.parametrize("name", ["h2o", "scissorhands@heads", "snapkv", "gates", "h2o@pyramid", "cake@preference"])
@@ -618,7 +621,7 @@ def test_reset_forgets_all_that_was_recorded(llama, name):
     assert (cache.decision, cache.now, cache.seen_tokens, cache.valid.numel()) == (None, None, 0, 0)
     assert cache._schedule._decided.numel() == 0
     for layer, new in zip(cache.evicting_layers, EvictionCache(llama, policy).evicting_layers, strict=True):
-        assert vars(layer) == vars(new)
+        assert vars(layer) | {"_scoring": layer.scoring_seconds} == vars(new) | {"_scoring": 0.0}
     again = feed(cache, llama, [ROWS[1]], [[23], *[[1]] * STEPS])
     assert again.held == run(llama, policy, [ROWS[1]], [23]).held
 
@@ -653,7 +656,7 @@ def test_crop_where_nothing_was_evicted_since(llama, name, schedule, budget, fed
             place = 29 + step
             mask = torch.ones(1, place + 1, dtype=torch.long)
             got = llama(row[None, place : place + 1], attention_mask=mask, past_key_values=cache).logits[0, 0]
-            assert (got - wanted.logits[0][place]).abs().max() < 1e-4
+            hold(got, wanted.logits[0][place], of_logits(llama))
             assert [contents(layer.store) for layer in cache.evicting_layers] == wanted.held[step + 1]
 
 
@@ -731,15 +734,14 @@ def test_scores_that_are_not_finite(tiny_llama, name, schedule):
     model = tiny_llama()
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
-    spec = name.replace("+", r"\+")
-    with pytest.raises(FloatingPointError, match=rf"layer 1: ag.policy\('{spec}', budget=12.* finite"):
+    with refuses(NonFiniteScoreError, f"'{name}'", "budget=12", "layer 1", "finite"):
         run(model, make(name, schedule, 12), [ROWS[0]], [29])
 
 
 def test_a_budget_below_what_is_protected_matters_when_something_has_to_go(llama):
     message = r"'snapkv', budget=20.*: 20 tokens .* {} "
     for schedule in ("prefill", "every", "steps:30", "blocks:7"):
-        policy = ag.policy("snapkv", budget=20, schedule=schedule, window=32)
+        policy = ag.policy("snapkv", budget=20, schedule=schedule, window=32, strict=True)
         with pytest.raises(UserError, match=message.format(21 if "blocks" in schedule else 29)):
             run(llama, policy, [ROWS[0]], [29])
         with pytest.raises(UserError, match="'snapkv', budget=20"):  # the other sequence's prompt fits
@@ -759,7 +761,7 @@ def test_report(llama):
     cache = EvictionCache(llama, make("h2o@heads", "every", 12))
     empty = cache.report()
     assert (empty.tokens, empty.kept, empty.nbytes, empty.kept_share) == (0, [[], [], []], [0, 0, 0], 1.0)
-    assert str(empty).startswith("ag.policy('h2o@heads', budget=12, schedule='every'): 100.0% of 0 tokens held")
+    assert str(empty).startswith("ag.policy('h2o@heads', budget=12, schedule='every'): 100.0% of all 0 tokens held")
     result = feed(cache, llama, ROWS, [PROMPTS, *[[1, 1]] * STEPS])
     report = cache.report()
     held = result.held[-1]

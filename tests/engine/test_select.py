@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.engine.select import select, select_over_heads, without_worst
+from ag.engine.select import closing_order, select, select_over_heads, without_worst
 from ag.kernels.row_worst import row_worst
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 @st.composite
 def cases(draw):
     """Scores with many ties, padding anywhere, protection that may lie on padding too, and capacities that hold it."""
-    batch, heads, tokens = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 24))
+    batch, heads, tokens = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(0, 24))
     shape, dtype = (batch, heads, tokens), draw(st.sampled_from(DTYPES))
     make = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     score = torch.randn(shape, generator=make)
@@ -101,3 +101,15 @@ def test_one_goes_without_an_order(case, seed):
         gone = (valid & ~want).sum(-1)
         assert (found is None) == bool((gone > 1).any())
         assert found is None or torch.equal(found, want)
+
+
+@settings(max_examples=100)
+@given(cases())
+def test_what_stays_closes_up(case):
+    """As wide as the head that keeps most, which may be nothing."""
+    keep = select(*case)
+    kept = [[[p for p, stays in enumerate(head) if stays] for head in heads] for heads in keep.tolist()]
+    order, most = closing_order(keep), max(len(head) for heads in kept for head in heads)
+    assert order.shape == (*keep.shape[:2], most)
+    assert [[order[b, h, : len(kept[b][h])].tolist() for h in range(len(kept[b]))] for b in range(len(kept))] == kept
+    assert all(len(set(head)) == most for heads in order.tolist() for head in heads)

@@ -3,6 +3,7 @@
 import by_hand
 import pytest
 import torch
+from bounds import hold, of_logits, of_pass
 from gates_for import gates_for
 from held import contents, feed, run
 from pairs import covering
@@ -68,10 +69,11 @@ def events_of(result, row):
     ]
 
 
-def check_slots(exact, rows, result, tolerance=1e-4):
+def check_slots(exact, rows, result):
     for b, row in enumerate(rows):
-        wanted = slot_logits(exact, row, events_of(result, b))
-        assert (result.logits[b] - wanted).abs().max() <= tolerance
+        events = events_of(result, b)
+        bound = of_pass(exact, lambda row=row, events=events: slot_logits(exact, row, events), torch.float32)
+        hold(result.logits[b], slot_logits(exact, row, events), bound)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_gates_by_flags(tiny_llama, prefix, recent):
                 happened.append(([i], held, set()))
             events.append(happened)
         wanted = slot_logits(exact, row, events)
-        assert (result.logits[b] - wanted).abs().max() < 1e-4
+        hold(result.logits[b], wanted, of_logits(model))
 
 
 ROPES = {
@@ -292,5 +294,5 @@ def test_gates_on_every_token(tiny_llama):
             done = end
         events.append(happened)
     wanted = slot_logits(exact, row, events)
-    assert (result.logits[0] - wanted).abs().max() < 1e-4
+    hold(result.logits[0], wanted, of_logits(model))
     assert cache.kept_share() < 0.9

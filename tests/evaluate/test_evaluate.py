@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import statistics
 
 import by_hand
@@ -89,7 +90,7 @@ def rows(out):
 
 
 @pytest.mark.parametrize("train", ["gates", pytest.param("gates+lora", marks=pytest.mark.slow)])
-def test_gates_beside_the_full_cache(run, tiny_tokenizer, train, capsys, monkeypatch):
+def test_flags_beside_the_full_cache(run, tiny_tokenizer, train, capsys, monkeypatch):
     folder, config, gates, model = run(train)
     assert main([f"run={folder}"]) == 0
     out = capsys.readouterr().out
@@ -98,15 +99,15 @@ def test_gates_beside_the_full_cache(run, tiny_tokenizer, train, capsys, monkeyp
     differences = [mine - theirs for mine, theirs in zip(gated[0], full[0], strict=True)]
     error = statistics.stdev(differences) / math.sqrt(3)
     found = json.loads((folder / "evaluation.json").read_text())
-    assert list(found) == ["full cache", "gates"]
-    for (losses, accuracy, held, seen), name in ((full, "full cache"), (gated, "gates")):
+    assert list(found) == ["full cache", "flags"]
+    for (losses, accuracy, held, seen), name in ((full, "full cache"), (gated, "flags")):
         assert found[name]["losses"] == pytest.approx(losses, abs=1e-4)
         assert found[name]["accuracy"] == accuracy
         held = held or seen
         assert found[name]["kept"] == pytest.approx(held / seen)
         spare = found[name]["kv_bytes"] / TOKEN - held
         assert 0 <= spare <= 3 * ROWS  # a row may have the slot that its next token takes from one that leaves
-    assert 0.2 < found["gates"]["kept"] < 0.95
+    assert 0.2 < found["flags"]["kept"] < 0.95
     first, second = rows(out)
     assert (first[0], float(first[1]), first[2]) == (
         "full cache",
@@ -144,12 +145,12 @@ def test_a_run_without_gates_is_evaluated_with_its_adapter(run, tiny_tokenizer, 
 
 @pytest.mark.slow
 def test_budgets_samples_and_another_place(run, tmp_path, capsys):
-    """With budgets, gates that need none are ranked as well."""
+    """Gates are ranked at every budget, and flags take none."""
     folder, *_ = run("gates")
     output = tmp_path / "mine.json"
     words = [
         f"run={folder}",
-        "policies=[full,gates,gates@heads,h2o]",
+        "policies=[full,flags,gates,gates@heads,h2o]",
         "budgets=[0.5,24]",
         "samples=2",
         f"output={output}",
@@ -160,22 +161,24 @@ def test_budgets_samples_and_another_place(run, tmp_path, capsys):
     assert main(words) == 0
     found = json.loads(output.read_text())
     ranked = [f"{policy} {budget}" for policy in ("gates", "gates@heads", "h2o") for budget in (0.5, 24)]
-    assert list(found) == ["full cache", "gates", *ranked]
+    assert list(found) == ["full cache", "flags", *ranked]
     assert "2 held-out responses" in capsys.readouterr().out
     for name in ranked[::2]:
         assert found[name]["kept"] == pytest.approx(0.5, abs=0.01)
     assert (tmp_path / "mine" / "table.md").is_file() and not (folder / "evaluation").exists()
+    told = {json.loads(line)["command"] for line in (tmp_path / "mine" / "results.jsonl").read_text().splitlines()}
+    assert [shlex.split(command) for command in told] == [["python", "-m", "ag.evaluate", *words]]
 
 
 def test_names_are_those_that_were_given(run):
     folder, *_ = run("gates")
-    listed = ["full", "gates", "mine=gates@heads", "mine2=h2o", "gates+criticalkv"]
+    listed = ["full", "flags", "gates", "mine=gates@heads", "mine2=h2o", "gates+criticalkv"]
     preset = translate(EvaluateConfig(run=str(folder), policies=listed, budgets=[0.5]))
     short = "gates:…/gates/export"
     assert preset.names == {
         "full": "full cache",
+        "flags:…/gates/export": "flags",
         short: "gates",
-        f"{short}@global": "gates",
         "mine": "mine",
         "mine2": "mine2",
         f"{short}+criticalkv": "gates+criticalkv",
@@ -183,30 +186,61 @@ def test_names_are_those_that_were_given(run):
     assert [cell.label for cell in list_cells(preset.config)] == [*preset.names]
 
 
+@pytest.mark.parametrize(
+    ("train", "budgets", "expected"),
+    [
+        ("gates", [], ["full cache", "flags"]),
+        ("gates", [0.5, 24], ["full cache", "flags", "gates 0.5", "gates 24"]),
+        ("lora", [0.5], ["full cache"]),
+    ],
+)
+def test_what_is_compared_where_nothing_is_said(run, train, budgets, expected):
+    """Flags show what the run learned; at budgets its gates rank."""
+    folder, *_ = run(train)
+    preset = translate(EvaluateConfig(run=str(folder), budgets=budgets))
+    cells = list_cells(preset.config)
+    assert [f"{preset.names[cell.label]} {cell.policy.budget or ''}".rstrip() for cell in cells] == expected
+
+
+def test_gates_without_a_budget_are_what_the_flags_say(run):
+    folder, *_ = run("gates")
+    keys = [
+        [cell.key for cell in list_cells(translate(EvaluateConfig(run=str(folder), policies=[name])).config)]
+        for name in ("gates", "flags")
+    ]
+    assert keys[0] == keys[1]
+
+
 def test_plain_documents_without_a_run(tiny_folder, tmp_path, capsys):
     documents = [{"text": text * 12} for text in ("abc def ", "hello you ", "one two ")]
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents))
     words = [f"model={tiny_folder}", f"root={tmp_path}", "prompt=60", "continuation=8", f"output={tmp_path / 'o.json'}"]
-    assert main([*words, "policies=[full,tova]", "budgets=[0.5]"]) == 0
+    assert main([*words, "policies=[full,tova,snapkv]", "budgets=[0.5]"]) == 0
     found = json.loads((tmp_path / "o.json").read_text())
     assert {name: (len(row["losses"]), row["tokens"], row["kept"], row["accuracy"]) for name, row in found.items()} == {
         "full cache": (3, [8] * 3, 1.0, None),
         "tova 0.5": (3, [8] * 3, 0.5, None),
+        "snapkv 0.5": (3, [8] * 3, pytest.approx(32 / 60), None),  # its window of 32
     }
-    assert rows(capsys.readouterr().out)[1][3] == ""
+    out = capsys.readouterr().out
+    assert rows(out)[1][3] == ""
+    assert "over budget: snapkv 0.5 in 3 of 3 samples" in " ".join(out.split())
 
 
-def test_a_policy_that_cannot_be_run_is_told_and_tried_again(run, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "told"), [(MemoryError("none left"), "out of memory: none left"), (KeyError("x"), "KeyError: 'x' (")]
+)
+def test_a_policy_that_cannot_be_run_is_told_and_tried_again(run, capsys, monkeypatch, error, told):
     folder, *_ = run("gates")
 
     def fail(*arguments):
-        raise MemoryError("none left")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr("ag.evaluate.tasks.responses.Responses.answer", fail)
         assert main([f"run={folder}", "policies=[full]"]) == 2
-    assert "ag.evaluate: error: full cache: out of memory: none left" in capsys.readouterr().err
+    assert f"ag.evaluate: error: full cache: {told}" in capsys.readouterr().err
     assert json.loads((folder / "evaluation.json").read_text()) == {}
     assert main([f"run={folder}", "policies=[full]"]) == 0
     assert len(json.loads((folder / "evaluation.json").read_text())["full cache"]["losses"]) == 3

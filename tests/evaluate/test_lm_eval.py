@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 
 import ag
 from ag.config import LoraConfig
-from ag.errors import UserError
+from ag.errors import BudgetWarning, UserError
 from ag.evaluate.lm_eval import EvictingLM, cli_evaluate
 from ag.gates import export
 from ag.model import base as models
@@ -124,6 +124,18 @@ def test_something_is_evicted_between_context_and_continuation(folder, tiny_llam
             assert float(value) == pytest.approx(float(nats), abs=1e-4)
 
 
+def test_more_protected_than_the_budget_stays_or_is_refused(folder):
+    """Of the contexts of 34, 27 and 21 tokens the newest 28 stay: the first one loses some, the others none."""
+    protecting = {"policy": "streaming_llm", "budget": 2, "sinks": 0, "recent": 28}
+    with pytest.warns(BudgetWarning, match="protects .* tokens per KV head"):
+        _, answers = evaluate(folder, "ag", ("tiny_choice",), **protecting)
+    _, full = evaluate(folder, "ag", ("tiny_choice",), policy="full")
+    same = (flat(answers["tiny_choice"]) - flat(full["tiny_choice"])).abs().amax(1) < 1e-4
+    assert same.tolist() == [False, True, True]
+    with refuses(UserError, "2 tokens per KV head", "28", "strict=True"):
+        evaluate(folder, "ag", ("tiny_choice",), **protecting, strict=True)
+
+
 def test_gates_of_an_export(folder, tmp_path, tiny_llama):
     model = tiny_llama()
     gates_for(model).save_pretrained(tmp_path / "gates")
@@ -161,6 +173,23 @@ def test_a_context_that_is_too_long_loses_its_start_as_with_hf(folder, caplog):
     [theirs] = get_model("hf")(**args).loglikelihood([request], disable_tqdm=True)
     assert mine == pytest.approx(theirs, abs=1e-4)
     assert "are cut" in caplog.text
+
+
+def test_continuations_that_eviction_cannot_change_are_told(folder, caplog):
+    """One of two contexts has a continuation of several tokens."""
+    requests = [(("", ""), list(range(5, 30)), [7]), (("", ""), list(range(6, 31)), [7, 8])]
+    found = {}
+    for name, options in {
+        "full": {"policy": "full"},
+        "random": {"policy": "random", "budget": 4},
+        "blocks": {"policy": "random", "budget": 4, "schedule": "blocks:8"},
+    }.items():
+        caplog.clear()
+        lm = EvictingLM(str(folder / "model"), device="cpu", **options)
+        found[name] = [nats for nats, _ in lm._loglikelihood_tokens(requests, disable_tqdm=True)]
+        assert ("1 of 2 contexts" in caplog.text) == (name == "random")
+    assert found["random"][0] == pytest.approx(found["full"][0], abs=1e-6) != found["blocks"][0]
+    assert abs(found["random"][1] - found["full"][1]) > 1e-3 < abs(found["blocks"][0] - found["full"][0])
 
 
 def test_the_command(folder, monkeypatch, capsys):

@@ -55,7 +55,7 @@ def test_train_on_chats_and_evaluate(recipe, tiny_base, tmp_path, covers):
     )
     assert evaluate([f"run={run}"]) == 0
     found = json.loads((run / "evaluation.json").read_text())
-    assert found["gates"]["tokens"] == [len(f"yes {i}\n") for i in range(2)]
+    assert found["flags"]["tokens"] == [len(f"yes {i}\n") for i in range(2)]
     assert all(torch.isfinite(torch.tensor(one["losses"])).all() for one in found.values())
 
 

@@ -5,11 +5,13 @@ import shutil
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from refused import refuses
 from safetensors.torch import load_file, save_file
+from shapes import shaped
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
@@ -245,6 +247,33 @@ class TestAddLora:
         adapted = {name.removeprefix("base_model.model.").split(".lora_A")[0] for name, _ in model.named_parameters()}
         assert adapted & layers == layers - {"lm_head"}
         assert sum("lora_A" in name for name, _ in model.named_parameters()) == len(layers) - 1
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_all_linear_takes_in_stacked_experts(self, recwarn, dtype: torch.dtype) -> None:
+        """Of the two matrices that Mixtral stacks in one parameter, each has the rank that was asked for."""
+        model = models.add_lora(shaped("mixtral").to(dtype), LoraConfig(rank=2, targets=["all-linear"]))
+        assert [str(warning.message) for warning in recwarn] == []
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert {p.dtype for p in trained.values()} == {torch.float32}
+        attention = 2 * (2 * (64 + 64) + 2 * (64 + 32))  # q, o; k, v
+        router, gate_up, down = 2 * (64 + 4), 2 * 2 * 4 * (64 + 256), 2 * 4 * (128 + 64)  # 4 experts of 128
+        assert sum(p.numel() for p in trained.values()) == 3 * (attention + router + gate_up + down)
+
+    @pytest.mark.parametrize(
+        ("shape", "lora", "parts"),
+        [
+            (
+                "mixtral",
+                {"targets": ["all-linear"], "dropout": 0.1},
+                ["lora.dropout=0.1", "k_proj,o_proj,q_proj,v_proj"],
+            ),
+            ("deepseek_v3", {"targets": ["gate_proj"]}, ["lora.targets=['gate_proj']", "up_proj", "o_proj"]),
+        ],
+    )
+    def test_what_peft_refuses(self, shape: str, lora: dict[str, Any], parts: list[str]) -> None:
+        with refuses(models.ModelError, type(shaped(shape)).__name__, *parts) as caught:
+            models.add_lora(shaped(shape), LoraConfig(**lora))
+        assert "\n" not in str(caught.value)
 
     @pytest.mark.parametrize("targets", [["q_proj", "c_attn"], []])
     def test_unknown_target_lists_the_choice(self, tiny_llama, targets: list[str]) -> None:

@@ -126,12 +126,15 @@ class Shares:
         votes: by layer, those with the tokens that the first score alone would keep, by which layers compete.
         settled: by layer, tokens ``[B]`` kept at the end of the prompt, which also bound it while decoding: per KV
             head, or of all heads where layers compete for them.
+        over_budget: ``[B]`` bool on the CPU, sequences that hold more than the budget because more is protected; None:
+            there are none.
     """
 
     layers: list[int]
     open: dict[int, Ballot] = field(default_factory=dict)
     votes: dict[int, Ballot] = field(default_factory=dict)
     settled: dict[int, Tensor] = field(default_factory=dict)
+    over_budget: Tensor | None = None
 
     def settle(self, layer: int, ballot: Ballot, share: Tensor, mean: Tensor | None = None) -> None:
         """Fix a layer's share for decoding; a prompt that fitted leaves every layer the mean, which is the capacity.
@@ -145,6 +148,7 @@ class Shares:
     def select_sequences(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
         self.settled = {layer: x[indices.to(x.device)] for layer, x in self.settled.items()}
+        self.over_budget = None if self.over_budget is None else self.over_budget[indices.cpu()]
 
 
 @dataclass(frozen=True, kw_only=True)

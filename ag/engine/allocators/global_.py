@@ -50,7 +50,7 @@ class Global(Allocator):
             if other == layer or bool((mine.valid & ~keep).any()):
                 masks[other] = keep
                 shares.open[other] = mine.after(keep)
-            shares.votes[other] = shares.open[other] if mine.second is None else shares.votes[other].after(chosen)
+                shares.votes[other] = shares.open[other] if mine.second is None else shares.votes[other].after(chosen)
         if last:
             shares.open.clear()
             shares.votes.clear()

@@ -60,6 +60,8 @@ class Scorer(ABC):
     rereads: ClassVar[bool] = False
     #: Whether it turns queries to other places, which takes a model whose rotations are known for every place.
     turns: ClassVar[bool] = False
+    #: Whether it asks for the output projection of the attention (``seen.output``), which not every model shows.
+    projects: ClassVar[bool] = False
     #: Option that multiplies its score by the size of the values, which wrappers do themselves; empty: there is none.
     weighs: ClassVar[str] = ""
     #: Options that :meth:`with_tokenizer` fills in.

@@ -24,8 +24,7 @@ class Gates(Scorer):
     In a layer without a gate all scores are equal, so that the first tokens stay.
 
     Attributes:
-        sinks: first tokens that stay; None: as many as every query saw in training, ``gate.sink_tokens``, but at most
-            the budget.
+        sinks: first tokens that stay; None: as many as every query saw in training, ``gate.sink_tokens``.
         recent: newest tokens that stay; None: ``trained_recent``, but at most ``recent_share`` of the budget, and
             what the sinks leave of it.
         recent_share: of the budget; None: a quarter.
@@ -63,7 +62,7 @@ class Gates(Scorer):
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return the sinks and the newest tokens."""
-        sinks = capacity.clamp_max(self.trained_sinks) if self.sinks is None else torch.full_like(capacity, self.sinks)
+        sinks = torch.full_like(capacity, self.trained_sinks if self.sinks is None else self.sinks)
         if self.recent is None:
             share = RECENT_SHARE if self.recent_share is None else self.recent_share
             most = (capacity * share).long().clamp_max(self.trained_recent)

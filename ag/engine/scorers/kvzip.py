@@ -34,12 +34,14 @@ class KVzip(Scorer):
     Attributes:
         sinks: first tokens, which stay, are in every softmax and are not repeated.
         chunk: tokens that are repeated at once.
-        overlap: last tokens of the chunk before, with which the instruction names the next one.
+        overlap: last tokens of the chunk before, with which the instruction names the next one; all of it, where it has
+            fewer.
         normalize: KVzip+: multiply weights by ``||W_O v_p|| / ||x_i||``, ``x_i`` what the query was made of.
         ask: token ids, separated by blanks, of the instruction before the first chunk; None: those of a tokenizer,
             where a command has one (:meth:`with_tokenizer`), else none.
         ask_part: the same before the others, whose first tokens follow.
-        answer: the same between instruction and chunk: the user's turn ends, the assistant's begins.
+        answer: the same between instruction and chunk: the user's turn ends, the assistant's begins, and where the chat
+            template writes an empty thinking block before an answer without thoughts, that block.
     """
 
     sinks: int = 4
@@ -54,6 +56,11 @@ class KVzip(Scorer):
     rereads: ClassVar[bool] = True
     weighs: ClassVar[str] = "normalize"
     from_tokenizer: ClassVar[tuple[str, ...]] = ("ask", "ask_part", "answer")
+
+    @property
+    def projects(self) -> bool:  # type: ignore[override]
+        """Whether it asks for the output projection: KVzip+ does."""
+        return self.normalize
 
     def __post_init__(self) -> None:
         """Refuse values out of range, and token ids that are none."""
@@ -95,16 +102,17 @@ class KVzip(Scorer):
         found = []
         for start in range(self.sinks, len(context), self.chunk):
             places = range(start, min(start + self.chunk, len(context)))
-            before = context[max(start - self.overlap, self.sinks) : start] if ask_part else []
+            before = context[start - min(self.overlap, self.chunk) : start] if ask_part else []
             asked = ask if start == self.sinks else ask_part + before
             found.append((places, asked + answer + context[start : places.stop]))
         return found
 
 
 def answer_of(tokenizer: Any) -> str:
-    """Return what ends a user's turn and begins the assistant's in a tokenizer's chat template; else a line's end."""
+    """Return what ends a user's turn and begins an answer without thoughts in a chat template; else a line's end."""
     if not getattr(tokenizer, "chat_template", None):
         return "\n"
     turn = [{"role": "user", "content": MARK}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    # Qwen3's template and those after it close the thoughts then; a template that does not know the name ignores it
+    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     return str(text).partition(MARK)[2]

@@ -38,6 +38,11 @@ class Wrapper(Scorer):
         return self.inner.turns
 
     @property
+    def projects(self) -> bool:  # type: ignore[override]
+        """Whether the inner scorer asks for the output projection."""
+        return self.inner.projects
+
+    @property
     def follows(self) -> bool:  # type: ignore[override]
         """Whether the inner scorer has to see every query."""
         return self.inner.follows

@@ -21,8 +21,8 @@ SMALL = 1e-4  # added to the base score, as published
 class CriticalKV(Wrapper):
     """``(S_p + 1e-4) mean_g ||W_O v_p||_1`` decides over what the best of ``S`` leave of each head's budget.
 
-    How many tokens a head gets is decided by the base score alone. A base score that falls below 0 is shifted, so that
-    its least one is 0.
+    How many tokens a head gets is decided by the base score alone. In a head where that falls below 0, the score in the
+    product is shifted up, so that its least one is 0.
 
     Source: Feng et al. 2025, "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
     after NVIDIA/kvpress; there tokens that the base protects count as its best too.
@@ -33,6 +33,7 @@ class CriticalKV(Wrapper):
 
     first: float = 0.5
     scores_heads: ClassVar[bool] = False
+    projects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
@@ -40,14 +41,13 @@ class CriticalKV(Wrapper):
         require(self, "first", 0 <= self.first <= 1, "a share from 0 to 1")
 
     def score(self, seen: Observation) -> Tensor:
-        """Return the base score, not below 0."""
-        score = self.inner.score(seen)
-        lowest = score.masked_fill(~seen.key_valid, float("inf")).amin(-1, keepdim=True)
-        return score - lowest.clamp_max(0.0)
+        """Return the base score, by which heads and layers compete."""
+        return self.inner.score(seen)
 
     def second(self, seen: Observation, score: Tensor) -> tuple[Tensor, float]:
-        """Return the product, and the share that the first score fills."""
-        return (score + SMALL) * self._sizes(seen), self.first
+        """Return the product, by which the tokens of one head compete, and the share that the first score fills."""
+        lowest = score.masked_fill(~seen.key_valid, float("inf")).amin(-1, keepdim=True)
+        return (score - lowest.clamp_max(0.0) + SMALL) * self._sizes(seen), self.first
 
     def _sizes(self, seen: Observation) -> Tensor:
         """Return ``mean_g ||W_O v||_1``, ``[B, Hkv, N]``, computed once for each token."""

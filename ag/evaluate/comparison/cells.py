@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ag.config.keys import nearest
@@ -46,36 +48,66 @@ class Cell:
     @property
     def name(self) -> str:
         """What messages call it."""
-        budget = "" if self.policy.budget is None else f" {self.policy.budget}"
-        return f"{self.task.name}: {self.label}{budget}"
+        return f"{self.task.name}: {self._policy}"
 
-    def row(self, outcomes: Sequence[Outcome], loaded: Loaded, prefill: str) -> Row:
-        """Make the row of what became of its samples."""
+    @property
+    def _policy(self) -> str:
+        return self.label if self.policy.budget is None else f"{self.label} {self.policy.budget}"
+
+    def untouched(self, samples: Sequence[Any], prefill: str) -> int:
+        """Return how many samples this policy cannot change: nothing is read behind what it evicts from.
+
+        Args:
+            samples: the task's.
+            prefill: what later tokens of a prompt see; see :class:`Row`.
+        """
+        if not self.policy.spec.evicts or prefill == "sparse":
+            return 0
+        first = self.policy.block or math.inf  # tokens of a prompt that are read before any is evicted
+        return sum(not self.task.reads_on(sample) and len(sample.prompt) <= first for sample in samples)
+
+    def refusal(self) -> str:
+        """Say what to do where no sample can be changed."""
+        instead = " or ".join(filter(None, [self.task.instead(), "schedule=blocks:m"]))
+        return (
+            f"task {self.task.name}: {self._policy} evicts when the prompt is over, and answers of one token are "
+            f"predicted from its last token: as with a full cache, whatever was evicted. Give {instead}."
+        )
+
+    def row(self, outcomes: Sequence[Outcome], loaded: Loaded, prefill: str, conditions: Mapping[str, Any]) -> Row:
+        """Make the row of what became of its samples.
+
+        Args:
+            outcomes: of the samples.
+            loaded: the samples.
+            prefill: what later tokens of a prompt see; see :class:`Row`.
+            conditions: see :func:`ag.evaluate.comparison.conditions.conditions`.
+        """
         mean, error = mean_and_error([outcome.score for outcome in outcomes])
         tokens = sum(outcome.tokens for outcome in outcomes)
         return Row(
-            **self._start(prefill),
+            **self._start(loaded, prefill, conditions),
             kept=sum(outcome.kept * outcome.tokens for outcome in outcomes) / tokens if tokens else 1.0,
             mean=mean,
             error=error,
             n=len(outcomes),
-            too_long=loaded.too_long,
-            too_short=loaded.too_short,
             cut=sum(bool(outcome.tags.get("cut")) for outcome in outcomes),
             seconds=sum(outcome.seconds for outcome in outcomes),
             kv_bytes=sum(outcome.kv_bytes for outcome in outcomes) / len(outcomes),
             nats=tag_mean(outcomes, "nats"),
             hits=tag_mean(outcomes, "hits"),
             floor=self.task.floor(loaded.samples),
+            over_budget=sum(outcome.over_budget for outcome in outcomes),
         )
 
-    def failed(self, problem: str, loaded: Loaded, prefill: str) -> Row:
-        """Make the row of a cell that has no result."""
+    def failed(self, problem: str, loaded: Loaded, prefill: str, conditions: Mapping[str, Any]) -> Row:
+        """Make the row of a cell that has no result; see :meth:`row`."""
         nothing: dict[str, Any] = {"kept": None, "mean": None, "error": None, "n": 0, "seconds": 0.0, "kv_bytes": 0.0}
-        nothing |= {"cut": 0, "too_long": loaded.too_long, "too_short": loaded.too_short, "problem": problem}
-        return Row(**self._start(prefill), **nothing)
+        return Row(**self._start(loaded, prefill, conditions), **nothing, cut=0, problem=problem)
 
-    def _start(self, prefill: str) -> dict[str, Any]:
+    def _start(self, loaded: Loaded, prefill: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
+        lengths = [self.task.length(sample) for sample in loaded.samples]
+        options = {k: v for k, v in asdict(self.task).items() if k not in ("name", "root") and v is not None}
         return {
             "key": self.key,
             "policy": repr(self.policy),
@@ -88,6 +120,14 @@ class Cell:
             "model": self.model,
             "question": getattr(self.task, "question", None),
             "versions": VERSIONS,
+            "too_long": loaded.too_long,
+            "too_short": loaded.too_short,
+            "untouched": self.untouched(loaded.samples, prefill),
+            "prompt_mean": fmean(lengths) if lengths else None,
+            "prompt_min": min(lengths, default=None),
+            "prompt_max": max(lengths, default=None),
+            "task_options": json.loads(json.dumps(options, default=str)),
+            **conditions,
         }
 
 
@@ -118,7 +158,7 @@ def list_cells(config: CompareConfig) -> list[Cell]:
     for task in _tasks(config):
         for label, one in (full if isinstance(task, QuestionTask) else []) + policies:
             gates = None if one.spec.path is None else export.read_info(one.spec.path)["checksum"]
-            question = [*same, repr(one), gates, type(task).__name__, task.identity()]
+            question = [*same, _text(one), gates, type(task).__name__, task.identity()]
             text = json.dumps(question, sort_keys=True, default=str)
             key = hashlib.sha256(text.encode()).hexdigest()[:20]
             cells.append(Cell(key, label, one, task, config.model))
@@ -131,25 +171,30 @@ def list_cells(config: CompareConfig) -> list[Cell]:
     return cells
 
 
+def _text(one: Policy) -> str:
+    """Return what a key has of a policy: ``flags`` as gates without a budget, which they are called in old results."""
+    return repr(replace(one, spec=one.spec.ranked))
+
+
 def _policies(
     label: str, spec: PolicySpec, options: dict[str, Any], budgets: Sequence[int | float], config: CompareConfig
 ) -> list[Policy]:
-    """Return a listed policy at each budget; full and gates that no allocator ranks need none."""
+    """Return a listed policy at each budget; full and flags take none, and gates without any are flags."""
     if spec.reads_gates:
-        _check_gates(label, spec.path, config)
+        _check_gates(label, spec, config)
     places = {} if config.positions == "original" else {"positions": config.positions}
-    if spec.bare:
+    if not spec.takes_budget or (spec.bare and not budgets):
         return [policy(spec, **places | options)]
     if not budgets:
         raise UserError(f"policy {label!r} needs budgets=[...]: shares of the prompt such as 0.25, or tokens.")
-    shared: dict[str, Any] = {"strict": False}
-    shared |= {} if config.budget_of == "prompt" else {"budget_of": config.budget_of}
+    shared: dict[str, Any] = {} if config.budget_of == "prompt" else {"budget_of": config.budget_of}
     return [policy(spec, budget, config.schedule, **shared | places | options) for budget in budgets]
 
 
-def _check_gates(label: str, path: str | None, config: CompareConfig) -> None:
+def _check_gates(label: str, spec: PolicySpec, config: CompareConfig) -> None:
+    path = spec.path
     if path is None:
-        raise UserError(f"policy {label!r}: name exported gates, as gates:FOLDER.")
+        raise UserError(f"policy {label!r}: name exported gates, as {spec.scorer}:FOLDER.")
     adapter = export.adapter_path(path)
     given = None if config.adapter is None else export.adapter_path(config.adapter)
     if adapter is None or (given is None and export.is_merged(path, config.model, config.revision)):

@@ -38,12 +38,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """A line, whose number chooses colour and shape; gates share one colour, and are drawn over all others."""
+    """A line, whose number chooses colour and shape; gates share one colour, and are drawn over all others.
+
+    That of the full cache is drawn as a level to hold the others against.
+    """
 
     number: int
     name: str
     points: Sequence[Point]
     gated: bool = False
+    full: bool = False
 
     @property
     def colour(self) -> str:
@@ -99,7 +103,7 @@ def chart(
         parts.append(Markup('<path class="line level {}" d="M{},{}H{}"/>').format(zero, left, y, end))
     for line in sorted(lines, key=lambda line: line.gated):
         colour = line.colour
-        if len(line.points) == 1:  # a level to hold the others against
+        if line.full and len(line.points) == 1:
             (left, y), (end, _) = at(0, line.points[0].y), at(right, line.points[0].y)
             parts.append(Markup('<path class="line level {}" d="M{},{}H{}"/>').format(colour, left, y, end))
         path = "L".join(",".join(at(point.x, point.y)) for point in line.points)

@@ -27,7 +27,9 @@ class CompareConfig:
     adapter: str | None = key(None, "export whose LoRA adapter every policy runs with, with or without gates")
     policies: list[str] = key(["full", "h2o", "snapkv"], "what to compare, such as snapkv+caote or mine=gates:EXPORT")
     also: list[str] = key([], "policies beside those of policies, such as gates of your own beside a recipe's")
-    budgets: list[Any] = key([], "what policies that need a budget keep", words=f"list of {BUDGET}")
+    budgets: list[Any] = key(
+        [], "what policies keep that can be told: all but full and flags", words=f"list of {BUDGET}"
+    )
     schedule: str = key("prefill", "when something is evicted, for policies with a budget")
     budget_of: Literal["prompt", "seen"] = key(
         "prompt", "what a budget is a share of: the prompt, or all tokens seen so far, so that it grows with a text"

@@ -14,13 +14,16 @@ from ag.engine.spec import FULL
 from ag.evaluate.comparison.cells import Cell
 from ag.evaluate.comparison.config import CompareConfig
 from ag.evaluate.comparison.results import Results, Row, tag_values
+from ag.evaluate.comparison.shares import apart, at_budget, differing, held, may_pair, percent
 from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error, sign_flips
 from ag.evaluate.comparison.views import View
 from ag.evaluate.tasks import Outcome, unit
 
 SIGNIFICANT = 0.05
 NATS = ("nats", "nats difference", "hits")  # of tasks with a right answer
-COLUMNS = ("policy", "budget", "kept", "score", "difference", "p", *NATS, "n", "left out", "prefill", "KV MB")
+OVER = "over budget"
+OVER_NOTE = "samples in which more is protected (sinks, recent, window) than the budget allows, and stays"
+COLUMNS = ("policy", "budget", "kept", OVER, "score", "difference", "p", *NATS, "n", "left out", "prefill", "KV MB")
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,26 @@ class Entry:
         return f"{self.row.label} {self.budget}".rstrip()
 
     @property
+    def shown(self) -> str:
+        """What pictures call it: its name and the share that it holds."""
+        return self.name if self.shares is None else f"{self.name} ({percent(self.shares[0])})"
+
+    @property
+    def shares(self) -> tuple[float, float] | None:
+        """The shares that it holds: of the tokens of all prompts, and of a prompt on average; None without a result."""
+        if self.row.kept is None or not self.outcomes:
+            return None
+        return self.row.kept, sum(outcome.kept for outcome in self.outcomes) / len(self.outcomes)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(outcome.tokens for outcome in self.outcomes)
+
+    @property
     def is_gated(self) -> bool:
         """Whether gates decide, whatever the row is called."""
-        return re.match(r"ag\.policy\('gates[:+@']", self.row.policy) is not None
+        return re.match(r"ag\.policy\('(gates|flags)[:+@']", self.row.policy) is not None
 
     @property
     def evicts(self) -> bool:
@@ -87,6 +107,7 @@ class Entry:
         if row.mean is None or row.kept is None:
             return texts | {"score": f"none: {row.problem}", "n": "0"}
         texts |= {"kept": f"{row.kept:.1%}", "KV MB": f"{row.kv_bytes / 1e6:.2f}", "score": _mean(row.mean, row.error)}
+        texts |= {OVER: f"{row.over_budget} of {row.n}" if row.over_budget else ""}
         if paired is not None:
             p = "< 0.001" if paired.p < 0.001 else f"{paired.p:.3f}"
             texts |= {"difference": _interval(paired), "p": p}
@@ -99,13 +120,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Wins:
-    """Every pair of policies at the same budget.
+    """Every pair of policies that hold equally much at a budget, and the full cache beside each of them.
 
     Attributes:
-        names: the P policies; those without a budget stand in every matrix.
+        names: the P policies, with the shares that they hold.
         share: `[P, P]` share of the tasks in which the row's mean is better than the column's, a tie being half.
         certain: `[P, P]` how many of these tasks show it with p below 0.05.
-        tasks: how many tasks both have a result for.
+        tasks: in how many tasks both may be paired; see :func:`ag.evaluate.comparison.shares.may_pair`.
     """
 
     names: list[str]
@@ -135,7 +156,8 @@ class Comparison:
         """Gather what belongs to the cells, and test each against the baseline."""
         entries = []
         for cell in cells:
-            row = replace(rows[cell.key], label=cell.label)  # an earlier run may have called it otherwise
+            # an earlier run may have called it otherwise
+            row = replace(rows[cell.key], label=cell.label, policy=repr(cell.policy))
             outcomes = results.outcomes(row) if row.problem is None else []
             entries.append(Entry(row, outcomes, results.views(row.key)))
         baseline = config.called.get(config.baseline, config.baseline)
@@ -143,6 +165,11 @@ class Comparison:
         hidden = [f"{row.task}: {Entry(row, [], []).name}" for row in others]
         tested = [_tested(entry, baseline, entries) for entry in entries]
         return cls(results.folder, baseline, tested, hidden)
+
+    @property
+    def failed(self) -> list[Entry]:
+        """The cells without a result."""
+        return [entry for entry in self.entries if entry.row.problem is not None]
 
     @property
     def tasks(self) -> list[str]:
@@ -169,6 +196,11 @@ class Comparison:
         """The budgets, in their order."""
         return list(dict.fromkeys(entry.budget for entry in self.entries if entry.budget))
 
+    def shown(self, label: str) -> str:
+        """Return what legends call a policy: its label and the shares that it holds."""
+        shares = held([entry for entry in self.entries if entry.row.label == label])
+        return f"{label} ({shares})" if shares else label
+
     def of_task(self, task: str) -> list[Entry]:
         """Return the entries of a task."""
         return [entry for entry in self.entries if entry.row.task == task]
@@ -180,14 +212,23 @@ class Comparison:
     def columns(self, task: str) -> tuple[str, ...]:
         """Return the columns of a task's table."""
         measured = any(entry.nats is not None for entry in self.of_task(task))
-        return tuple(column for column in COLUMNS if measured or column not in NATS)
+        over = any(entry.row.over_budget for entry in self.of_task(task))
+        absent = {*(() if measured else NATS), *(() if over else (OVER,))}
+        return tuple(column for column in COLUMNS if column not in absent)
 
     def counted(self, task: str) -> str:
-        """Say how many samples of a task were run, in its unit, how many were left out and why, and when was asked."""
+        """Say how many samples of a task were run, in its unit, how many were left out and why, and when was asked.
+
+        Samples that a policy cannot change are counted too: see :meth:`ag.evaluate.comparison.cells.Cell.untouched`.
+        """
         rows = [entry.row for entry in self.of_task(task)]
         row = max(rows, key=lambda row: row.n)
-        when = {"after": "; question after eviction", "before": "; question before eviction"}
-        return f"{row.n} {unit(task)}, left out: {row.left_out}{when.get(row.question or '', '')}"
+        said = [f"{row.n} {unit(task)}, left out: {row.left_out}"]
+        if row.question is not None:
+            said.append(f"question {row.question} eviction")
+        if untouched := max((row.untouched or 0 for row in rows if row.n), default=0):
+            said.append(f"{untouched} with answers of one token alone, which eviction after the prompt cannot change")
+        return "; ".join(said)
 
     def uninformative(self, task: str) -> str:
         """Say that the model cannot do a task, as its full cache shows; empty where it can, or where nobody knows."""
@@ -217,8 +258,9 @@ class Comparison:
         return lines
 
     def wins(self, budget: str) -> Wins:
-        """Compare every pair of policies at a budget, those without a budget among them."""
-        entries = [entry for entry in self.entries if entry.budget in ("", budget) and entry.outcomes]
+        """Compare every pair of policies that hold equally much at a budget, and the full cache with each of them."""
+        part = {id(entry) for task in self.tasks for entry in at_budget(self.of_task(task), budget)}
+        entries = [one for one in self.entries if one.outcomes and (id(one) in part or not one.evicts)]
         names = list(dict.fromkeys(entry.name for entry in entries))
         better, certain, tasks = (np.zeros((len(names), len(names))) for _ in range(3))
         for task in self.tasks:
@@ -227,11 +269,23 @@ class Comparison:
                 continue
             at = np.ix_(*[[names.index(entry.name) for entry in mine]] * 2)
             gain, p = _gains(mine)
-            better[at] += np.where(gain == 0, 0.5, gain > 0)
-            certain[at] += (gain > 0) & (p < SIGNIFICANT)
-            tasks[at] += 1
+            paired = np.array([[may_pair(one, other) for other in mine] for one in mine])
+            better[at] += paired * np.where(gain == 0, 0.5, gain > 0)
+            certain[at] += paired & (gain > 0) & (p < SIGNIFICANT)
+            tasks[at] += paired
         share = np.divide(better, tasks, out=np.full_like(better, np.nan), where=tasks > 0)
-        return Wins(names, share, certain.astype(np.int64), tasks.astype(np.int64))
+        shown = [f"{name} ({held([entry for entry in entries if entry.name == name])})" for name in names]
+        return Wins(shown, share, certain.astype(np.int64), tasks.astype(np.int64))
+
+    def apart(self) -> list[str]:
+        """Say which results are not compared, because they hold another share than those beside them."""
+        found = []
+        for task in self.tasks:
+            entries = self.of_task(task)
+            found += [f"{task}: {said}" for budget in self.budgets for said in apart(entries, budget)]
+            bases = [(one, _baseline_at(one, self.baseline, self.entries)) for one in entries if one.paired is None]
+            found += [f"{task}: {differing(one, base)}" for one, base in bases if base and not may_pair(one, base)]
+        return list(dict.fromkeys(found))
 
     def layers(self) -> tuple[list[str], NDArray[np.float64]]:
         """Return the share that each layer kept of the viewed prompts, ``[P, L]``, of the policies that evict."""
@@ -239,14 +293,20 @@ class Comparison:
         for name in self.names:
             views = [view for entry in self.entries if entry.name == name for view in entry.views]
             kept = sum(view.kept.sum((1, 2)) for view in views)
-            if views and name != "full":
-                names.append(name)
+            if views and name != FULL:
                 shares.append(kept / sum(view.kept[0].size for view in views))
+                names.append(f"{name} ({percent(float(shares[-1].mean()))})")
         return names, np.array(shares)
 
 
 def _baseline(entry: Entry, baseline: str, entries: Sequence[Entry]) -> Entry | None:
-    """Return what an entry is tested against: the baseline at its budget, else the one without a budget."""
+    """Return what an entry is tested against: the baseline at its budget, where both hold equally much."""
+    other = _baseline_at(entry, baseline, entries)
+    return other if other is not None and may_pair(entry, other) else None
+
+
+def _baseline_at(entry: Entry, baseline: str, entries: Sequence[Entry]) -> Entry | None:
+    """Return the baseline at an entry's budget, else the one without a budget; None without a result of both."""
     same = [other for other in entries if other.row.task == entry.row.task and other.row.label == baseline]
     for budget in (entry.budget, ""):
         other = next((other for other in same if other.budget == budget), None)

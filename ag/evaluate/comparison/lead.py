@@ -97,7 +97,7 @@ def lines(comparison: Comparison, task: Leading) -> list[Line]:
                 )
                 points.append(Point(measured[0], y, 0.0, text, interval))
         if points:
-            found.append(Line(number, label, sorted(points, key=lambda point: point.x), gated))
+            found.append(Line(number, comparison.shown(label), sorted(points, key=lambda point: point.x), gated))
     return found
 
 

@@ -14,14 +14,17 @@ from markupsafe import Markup
 
 from ag.evaluate.comparison import positions
 from ag.evaluate.comparison.charts import Line, Point, chart, mark
-from ag.evaluate.comparison.findings import Comparison, Entry
+from ag.evaluate.comparison.conditions import measured, prompts
+from ag.evaluate.comparison.findings import OVER, OVER_NOTE, Comparison, Entry
 from ag.evaluate.comparison.lead import lead, looks
+from ag.evaluate.comparison.shares import APART
 from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.comparison.verdict import headlines, verdicts
 
 FILES = Path(__file__).parent / "page_files"
 NOTES = {
-    "kept": "share of the prompt's (token, layer, KV head) entries that was held; in a stream of all tokens so far",
+    "kept": "share of the prompt's (token, layer, KV head) entries that was held; of all tokens where eviction goes on",
+    OVER: OVER_NOTE,
     "score": "mean over samples, with its standard error",
     "difference": "to the baseline on the same samples, with a 95 % bootstrap interval",
     "p": "sign-flip test of that difference",
@@ -30,7 +33,7 @@ NOTES = {
     "hits": "share of the samples in which each token of the right answer is the likeliest",
     "left out": "samples too long for the model or too short for the task; how many were cut in the middle",
     "prefill": "what later tokens of a prompt see of earlier ones: all, what gates keep, what blocks left",
-    "KV MB": "allocated for keys and values after a prompt, the mean",
+    "KV MB": "allocated for keys and values after a prompt, or at the end where eviction goes on, the mean",
 }
 
 
@@ -56,6 +59,8 @@ def render(comparison: Comparison) -> str:
         versions=comparison.entries[0].row.versions,
         verdicts=first,
         more_verdicts=[one for one in judged if one not in first],
+        measured=measured([entry.row for entry in comparison.entries]),
+        prompts={task: prompts(entry.row for entry in comparison.of_task(task)) for task in comparison.tasks},
         lead=lead(comparison),
         leaders=comparison.leaders(),
         counts={task: max(entry.row.n for entry in comparison.of_task(task)) for task in comparison.tasks},
@@ -71,7 +76,11 @@ def render(comparison: Comparison) -> str:
         along_tables={task: positions.table(comparison, task) for task in comparison.tasks},
         along_note=positions.NOTE.format(comparison.baseline),
         uninformative={task: comparison.uninformative(task) for task in comparison.tasks},
-        legend=[(mark(Line(number, label, [], gated)), label) for label, (number, gated) in looks(comparison).items()],
+        legend=[
+            (mark(Line(number, label, [], gated)), comparison.shown(label))
+            for label, (number, gated) in looks(comparison).items()
+        ],
+        apart=f"{APART} {'; '.join(apart)}." if (apart := comparison.apart()) else "",
         wins=[(budget, comparison.wins(budget)) for budget in comparison.budgets],
         layers=list(zip(*comparison.layers(), strict=True)),
     )
@@ -92,6 +101,7 @@ def line(entry: Entry, columns: Sequence[str]) -> list[tuple[str, str]]:
         "policy": row.label,
         "budget": row.budget,
         "kept": row.kept,
+        OVER: row.over_budget,
         "score": row.mean,
         "difference": None if paired is None else paired.difference,
         "p": None if paired is None else paired.p,
@@ -123,14 +133,15 @@ def curve(comparison: Comparison, task: str, nats: bool = False) -> Markup:
     """Draw the metric of a task, or the nats of its right answers, against the measured share."""
     lines = []
     for label, (number, gated) in looks(comparison).items():
-        points = []
+        points, full = [], False
         for entry in comparison.of_task(task):
             measured = entry.measure(nats)
             if entry.row.label == label and measured is not None:
                 kept, mean, _ = measured
+                full = not entry.evicts
                 points.append(Point(*measured, f"{label}: {mean:.4f} at {kept:.1%} kept"))
         if points:
-            lines.append(Line(number, label, sorted(points, key=lambda point: point.x), gated))
+            lines.append(Line(number, label, sorted(points, key=lambda point: point.x), gated, full))
     if not lines:
         return Markup("")
     texts = "; ".join(point.text for one in lines for point in one.points)
@@ -158,8 +169,8 @@ def along(comparison: Comparison, task: str) -> list[tuple[str, Markup]]:
             lines.append(
                 Line(
                     number,
-                    entry.name,
-                    [Point(x, y, e or 0.0, f"{entry.name}: {y:{form}} from {x:,}") for x, (y, e) in points.items()],
+                    entry.shown,
+                    [Point(x, y, e or 0.0, f"{entry.shown}: {y:{form}} from {x:,}") for x, (y, e) in points.items()],
                     gated,
                 )
             )

@@ -13,6 +13,7 @@ from matplotlib.ticker import PercentFormatter
 from ag.evaluate.comparison.findings import Comparison, Entry, Wins
 from ag.evaluate.comparison.lead import Leading, full_cache, leading, lines
 from ag.evaluate.comparison.positions import curve, difference
+from ag.evaluate.comparison.shares import held
 from ag.gates.figures import DPI
 
 # Okabe and Ito's palette without black, which is the text's
@@ -92,16 +93,17 @@ def quality(task: str, entries: Sequence[Entry], labels: Sequence[str], nats: bo
     figure = Figure(figsize=(8, 4.2), dpi=DPI, layout="constrained")
     axes = figure.subplots()
     for label in dict.fromkeys(entry.row.label for entry in entries):
-        found = (entry.measure(nats) for entry in entries if entry.row.label == label)
-        points = sorted(point for point in found if point is not None)
+        mine = [entry for entry in entries if entry.row.label == label]
+        points = sorted(point for entry in mine if (point := entry.measure(nats)) is not None)
         if not points:
             continue
         number = labels.index(label)
         kept, means, errors = map(list, zip(*points, strict=True))
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number // len(COLOURS) % len(MARKERS)]
-        if len(points) == 1:  # a level to hold the others against
+        if not mine[0].evicts:  # a level to hold the others against
             axes.axhline(means[0], color=colour, linestyle="--", linewidth=1, alpha=0.7)
-        axes.errorbar(kept, means, errors, color=colour, marker=marker, label=short(label), capsize=2, markersize=5)
+        name = short(f"{label} ({held(mine)})")
+        axes.errorbar(kept, means, errors, color=colour, marker=marker, label=name, capsize=2, markersize=5)
     style_shares(axes)
     which = "higher" if entries[0].row.higher_is_better and not nats else "lower"
     axes.set_ylabel(f"{'nats per answer token' if nats else entries[0].row.metric} ({which} is better)")
@@ -171,7 +173,7 @@ def depths(task: str, entries: Sequence[Entry]) -> Figure:
         axes.imshow(cells, cmap="viridis", vmin=0, vmax=1, aspect="auto")
         axes.set_xticks(range(len(lengths)), [str(length) for length in lengths], fontsize=7)
         axes.set_yticks(range(len(depths)), [f"{float(depth):g}" for depth in depths], fontsize=7)
-        axes.set_title(f"{short(entry.name)}: {entry.row.mean:.2f}", fontsize=8)
+        axes.set_title(f"{short(entry.shown)}: {entry.row.mean:.2f}", fontsize=8)
     figure.suptitle(f"{task}: {entries[0].row.metric} by length (tokens) and depth of the needle", fontsize=11)
     return figure
 
@@ -197,7 +199,7 @@ def positions(task: str, entries: Sequence[Entry], labels: Sequence[str]) -> Fig
         number, dashes = labels.index(entry.row.label), DASHES[budgets.index(entry.row.budget) % len(DASHES)]
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         line: dict[str, Any] = {"linestyle": dashes, "linewidth": 1.4, "marker": marker, "markersize": 4}
-        axes.plot(list(bins), list(bins.values()), color=colour, label=short(entry.name), **line)
+        axes.plot(list(bins), list(bins.values()), color=colour, label=short(entry.shown), **line)
     if full:
         axes.axhline(0, color="#555555", linewidth=0.8)
         axes.set_yscale("symlog", linthresh=SMALL)

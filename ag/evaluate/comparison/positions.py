@@ -12,7 +12,10 @@ from ag.evaluate.tasks import Outcome
 
 END = "held@end"
 MOST = 12  # columns of a table
-NOTE = "Of {0} the nats a token in blocks that begin at these positions, of the others the difference to it."
+NOTE = (
+    "Of {0} the nats a token in blocks that begin at these positions, of the others the difference to it; without a "
+    "sign the nats of those that hold another share than it does."
+)
 
 
 def curve(outcomes: Sequence[Outcome]) -> dict[int, list[float]]:

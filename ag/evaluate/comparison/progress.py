@@ -46,9 +46,9 @@ class Progressing:
         self._name, self._together, self._samples, self._outcomes = name + more, together, samples, 0
         self._show()
 
-    def outcome(self) -> None:
-        """Count a sample of one cell."""
-        self._outcomes += 1
+    def outcome(self, samples: int = 1) -> None:
+        """Count samples of one cell."""
+        self._outcomes += samples
         self._show()
 
     def forget(self) -> None:

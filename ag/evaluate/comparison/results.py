@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -44,7 +44,8 @@ class Row:
         policy: repr of the policy.
         label: what tables call the policy.
         budget: asked for: a share of the prompt, or tokens per KV head; None: none.
-        kept: share of the prompts' (token, layer, KV head) entries that was held, measured in the cache.
+        kept: share of the prompts' (token, layer, KV head) entries that was held, measured in the cache; of all tokens
+            seen where eviction goes on.
         task: its name.
         metric: what its scores are.
         higher_is_better: whether more of the metric is better.
@@ -55,7 +56,8 @@ class Row:
         too_short: samples left out because they have too few tokens for the task.
         cut: samples that lost tokens from their middle, as the rules of LongBench have it.
         seconds: for all samples.
-        kv_bytes: bytes allocated for keys and values after the prompt, the mean over samples.
+        kv_bytes: bytes allocated for keys and values after the prompt, or at the end where eviction goes on, the mean
+            over samples.
         prefill: what later prompt tokens see: ``dense`` (everything), ``sparse`` (what gates keep), ``blocks:m``.
         model: hub id or folder.
         versions: of the libraries.
@@ -64,6 +66,22 @@ class Row:
         nats: negative log-likelihood of the right answers per token, the mean over samples; None: not measured.
         hits: share of the samples in which each token of the right answer is the likeliest; None: not measured.
         floor: the mean up to which a full cache shows that the model cannot do the task; None: there is none.
+        over_budget: samples in which more is protected than the budget allows, and stays; None: not known.
+
+    What follows is None where it is not known, as in rows of earlier versions:
+
+    Attributes:
+        untouched: samples that the policy cannot change; see :meth:`ag.evaluate.comparison.cells.Cell.untouched`.
+        dtype: of the model's weights.
+        quantization: of the model's weights, ``none`` or ``nf4``.
+        prompt_mean: tokens of a sample that a policy may evict, the mean over samples.
+        prompt_min: of the shortest.
+        prompt_max: of the longest.
+        task_options: the task's options with their values, defaults included.
+        hardware: the GPU, or the CPU that it ran on.
+        threads: that computed on the CPU.
+        date: when the row was written, UTC in ISO 8601.
+        command: the command line, or the Python call.
     """
 
     key: str
@@ -90,6 +108,18 @@ class Row:
     nats: float | None = None
     hits: float | None = None
     floor: float | None = None
+    over_budget: int | None = None
+    untouched: int | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    prompt_mean: float | None = None
+    prompt_min: int | None = None
+    prompt_max: int | None = None
+    task_options: dict[str, Any] | None = None
+    hardware: str | None = None
+    threads: int | None = None
+    date: str | None = None
+    command: str | None = None
 
     @property
     def left_out(self) -> str:
@@ -99,7 +129,8 @@ class Row:
 
 
 HINTS: dict[type[Any], dict[str, Any]] = {kind: get_type_hints(kind) for kind in (Row, Outcome)}
-LATER = frozenset({"question", "nats", "hits", "floor"})  # rows of earlier versions lack them
+# rows of earlier versions lack them; ``problem`` is in all
+LATER = frozenset(one.name for one in fields(Row) if one.default is None) - {"problem"}
 HINTS[Outcome]["tags"] = dict[str, str | int | float]
 
 

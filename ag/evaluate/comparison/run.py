@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ag.config.recipes import dump
+from ag.errors import BudgetWarning
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.config import CompareConfig
 from ag.evaluate.comparison.findings import Comparison
@@ -16,8 +17,13 @@ from ag.evaluate.comparison.results import CorruptRowWarning, Results
 from ag.evaluate.comparison.work import fill
 
 
-def compare(config: CompareConfig, console: Console) -> Comparison:
+def compare(config: CompareConfig, console: Console, command: str = "") -> Comparison:
     """Fill the cells that are missing in the output folder, and write its table, plots and page.
+
+    Args:
+        config: what to compare.
+        console: where progress is shown.
+        command: the command line, which the rows hold; empty: the call of this function.
 
     Raises:
         UserError: naming what is wrong with a policy, a task, the model or the data, and the fix.
@@ -27,8 +33,9 @@ def compare(config: CompareConfig, console: Console) -> Comparison:
     results = Results(Path(config.output or f"runs/{config.recipe}"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CorruptRowWarning)
+        warnings.simplefilter("ignore", BudgetWarning)  # rows say it
         try:
-            rows = fill(config, cells, results, console)
+            rows = fill(config, cells, results, console, command)
         except KeyboardInterrupt:
             there = len(results.rows().keys() & {cell.key for cell in cells})
             kept = f"{there} of {len(cells)} cells are in {results.folder}"

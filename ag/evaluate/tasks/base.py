@@ -42,12 +42,14 @@ class Outcome:
     Attributes:
         sample: its id.
         score: the task's metric on it: accuracy 0 or 1, nats per token, F1 in 0..1, ...
-        tokens: prompt tokens.
-        kept: share of the (token, layer, KV head) entries that was held after the prompt, measured in the cache.
-        kv_bytes: allocated for keys and values at that moment.
+        tokens: of the prompt; where eviction goes on (books, worked problems) all that were seen.
+        kept: share of their (token, layer, KV head) entries that was held after the prompt, or while eviction went on,
+            measured in the cache.
+        kv_bytes: allocated for keys and values after the prompt, or at the end.
         seconds: of deciding what to evict, of question and answer; without the prompt, which policies read together.
         tags: what tells samples apart: needle length and depth, subset of a benchmark, bins of a curve. ``nats`` is
             the mean negative log-likelihood of the right answer's tokens, ``hits`` 1 where each is the likeliest.
+        over_budget: whether more was protected than the budget allows, and stayed.
     """
 
     sample: str
@@ -57,6 +59,7 @@ class Outcome:
     kv_bytes: int
     seconds: float
     tags: Tags = field(default_factory=dict)
+    over_budget: bool = False
 
     @property
     def blocks(self) -> dict[int, float]:
@@ -132,6 +135,23 @@ class Task(ABC):
         """Return the mean score up to which a model shows nothing on these samples; None: there is no such score."""
         return None
 
+    def length(self, sample: Any) -> int:
+        """Return the tokens of a sample that a policy may evict."""
+        return len(sample.prompt)
+
+    def reads_on(self, sample: Any) -> bool:
+        """Return whether tokens are read behind a sample's prompt, which see what was kept of it.
+
+        The first token of an answer is predicted from the last token before it. Where that is the prompt's last one,
+        and earlier tokens are evicted when the prompt is over, it is predicted as with a full cache: an answer of one
+        token says nothing of what was evicted. True where this is not known.
+        """
+        return True
+
+    def instead(self) -> str:
+        """Return the option with which tokens are read behind the prompts; empty where there is none."""
+        return ""
+
     @abstractmethod
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Yield the samples in their stored order, and in the place of one that cannot be run the reason.
@@ -166,6 +186,14 @@ class Task(ABC):
 class PromptTask(Task):
     """A task whose samples are a prompt, which is read and evicted, maybe a question, and something that follows."""
 
+    def longest(self, sample: Any) -> int | None:
+        """Return the tokens of the longest answer that a sample can have; None: not known."""
+        return None
+
+    def reads_on(self, sample: Any) -> bool:
+        """Return whether a question is read behind the prompt, or more of an answer than its first token."""
+        return bool(sample.question) or self.longest(sample) != 1
+
     def run(
         self,
         model: nn.Module,
@@ -185,7 +213,8 @@ class PromptTask(Task):
                     last = feed(model, cache, torch.tensor([sample.question], device=device))[:, -1]
                 score, tags = self.answer(model, tokenizer, cache, last, sample)
                 seconds = time.perf_counter() - start + sum(layer.scoring_seconds for layer in cache.evicting_layers)
-                yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags)
+                over = bool(cache.over_budget.any())
+                yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags, over)
 
     @abstractmethod
     def answer(

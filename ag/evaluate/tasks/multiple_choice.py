@@ -47,8 +47,9 @@ class MultipleChoice(PromptTask):
     The tag ``normalised`` holds the same with log-likelihoods divided by the answer's characters (``acc_norm``).
 
     Attributes:
-        question: ``before``: all of the prompt is read before anything is evicted. ``after``: only its text is (the
-            passage of BoolQ, the premise of RTE), and the question follows; the other tasks have no text.
+        question: ``before``: all of the prompt is read before anything is evicted. ``after``: only its beginning is
+            (the passage of BoolQ, the premise of RTE, the question of MMLU with its choices), and the rest follows: the
+            default of these three (see the registry), whose answers have one token. The other tasks have no such text.
     """
 
     question: str = "before"
@@ -62,12 +63,20 @@ class MultipleChoice(PromptTask):
         if self.question == "after" and self.name not in WITH_CONTEXT:
             raise UserError(
                 f"Task {self.name}: question=after needs a context that is read before the question, and this task has "
-                f"none; only {' and '.join(WITH_CONTEXT)} have, and needles, RULER and LongBench."
+                f"none; only {', '.join(WITH_CONTEXT)}, needles, RULER and LongBench have."
             )
 
     def identity(self) -> dict[str, Any]:
-        """Leave the usual ``question`` out, so that cells of earlier versions stay valid."""
-        return {name: value for name, value in super().identity().items() if (name, value) != ("question", "before")}
+        """Name ``question`` where there is a choice; other tasks' cells of earlier versions stay valid without it."""
+        return {k: v for k, v in super().identity().items() if k != "question" or self.name in WITH_CONTEXT}
+
+    def longest(self, sample: Question) -> int:
+        """Return the tokens of the longest answer."""
+        return max(map(len, sample.answers))
+
+    def instead(self) -> str:
+        """Return the option with which questions follow their texts, where there is one."""
+        return f"task_options.{self.name}.question=after" if self.name in WITH_CONTEXT else ""
 
     def floor(self, samples: Sequence[Any]) -> float | None:
         """Return the accuracy of guessing."""

@@ -104,6 +104,14 @@ class Continuation(Documents, PromptTask):
             document = Document(f"{number}", ids[: self.prompt], ids[self.prompt :])
             yield document if len(ids) == length else "too short"
 
+    def longest(self, sample: Document) -> int:
+        """Return the tokens of the continuation."""
+        return len(sample.following)
+
+    def instead(self) -> str:
+        """Return the option with which more than one token follows."""
+        return f"task_options.{self.name}.continuation=2"
+
     def answer(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Document
     ) -> tuple[float, Tags]:
@@ -174,7 +182,12 @@ class Stream(Documents):
                 first = len(book.prompt)
                 tags = found.tags(first, self.bin) | {"held@end": cache.kept_share()}
                 held = first + len(found.nats), float(found.held.mean()), cache.nbytes
-                yield index, Outcome(book.id, float(found.nats.mean()), *held, seconds, tags)
+                over = bool(cache.over_budget.any())
+                yield index, Outcome(book.id, float(found.nats.mean()), *held, seconds, tags, over)
+
+    def length(self, sample: Document) -> int:
+        """Return the tokens of a book."""
+        return len(sample.prompt) + len(sample.following)
 
     def _check(self, policy: Policy, attached: AttentionGates | None, longest: int, context: int) -> None:
         gates = policy.gates or attached

@@ -99,6 +99,14 @@ class QuestionTask(PromptTask):
         """Return 0.1; see :meth:`ag.evaluate.tasks.Task.floor`."""
         return FLOOR
 
+    def longest(self, sample: Any) -> int:
+        """Return the tokens of the longest right answer, or how many may be generated."""
+        return max([sample.most if self.generates else 0, *map(len, sample.right)])
+
+    def instead(self) -> str:
+        """Return the option with which questions follow their contexts."""
+        return f"task_options.{self.name}.question=after"
+
     def divide(self, context: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
         """Return the tokens of a text as (prompt, question), by the option; ``context`` are those of its beginning."""
         return (whole, []) if self.question == "before" else divided(context, whole)

@@ -21,7 +21,7 @@ from ag.evaluate.tasks.perplexity import Continuation, Stream
 from ag.evaluate.tasks.responses import Responses
 from ag.evaluate.tasks.variables import Variables
 from ag.evaluate.tasks.worked import Worked
-from ag.plugins import discover
+from ag.plugins import check_part, discover
 
 GRID = {"depths": (0.0, 0.25, 0.5, 0.75, 1.0)}
 BOOKS = {"haystack": "text", "digits": 5, "hint": False, "lengths": (512, 1024, 2048, 4096), "repeats": 20}
@@ -43,7 +43,8 @@ RULER: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "qa_2": (DocumentQA, {"lengths": (4096,), "repeats": 500, "generate": 32}),
 }
 TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
-    **{name: (MultipleChoice, {}) for name in templates.TASKS},
+    # answers of one token, which come from what is read behind the evicted text
+    **{name: (MultipleChoice, {"question": "after"} if task.context else {}) for name, task in templates.TASKS.items()},
     "ppl": (Continuation, {}),
     "ppl_stream": (Stream, {}),
     "responses": (Responses, {}),
@@ -104,11 +105,12 @@ def make(name: str, root: str | None = None, **options: Any) -> Task:
         raise UserError(f"Task {name!r} is a group of {', '.join(GROUPS[name])}; name one of them.")
     _known(full, [*TASKS, *ALIASES], "task")
     kind, defaults = TASKS[full]
+    check_part(full, kind, Task)
     known = [f.name for f in fields(kind) if f.name not in ("name", "root")]
     if "question" in options and "question" not in known:
         raise UserError(
             f"Task {name}: question={options['question']} needs a context with a question about it, and this task has "
-            "none; needles, RULER, LongBench, boolq and rte have."
+            f"none; needles, RULER, LongBench, {', '.join(templates.WITH_CONTEXT)} have."
         )
     for option in options:
         _known(option, known, f"option of task {name}")

@@ -137,6 +137,14 @@ class Responses(PromptTask):
         """Yield the rows of the run's validation."""
         yield from self.load(tokenizer, None, max_tokens).samples
 
+    def longest(self, sample: Response) -> int:
+        """Return the tokens of the longest answer."""
+        return max(map(len, sample.answers))
+
+    def instead(self) -> str:
+        """Return how a run gets questions behind its prompts."""
+        return "a run that was trained with data.question=after"
+
     def answer(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, cache: EvictionCache, last: Tensor, sample: Response
     ) -> tuple[float, Tags]:

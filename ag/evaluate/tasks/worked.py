@@ -49,6 +49,7 @@ class Written(NamedTuple):
         seen: tokens that the cache saw, the prompt's included.
         kept: share of their (layer, KV head) entries that it holds at the end.
         kv_bytes: of these.
+        over_budget: whether more was protected than the budget allows.
     """
 
     row: int
@@ -56,6 +57,7 @@ class Written(NamedTuple):
     seen: int
     kept: float
     kv_bytes: int
+    over_budget: bool
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,8 @@ class Worked(Task):
                         "answer": answer,
                     }
                     score = float(answer == sample.answer)
-                    outcome = Outcome(sample.id, score, text.seen, text.kept, text.kv_bytes, seconds, tags)
-                    outcomes.append((index, outcome))
+                    size = text.seen, text.kept, text.kv_bytes
+                    outcomes.append((index, Outcome(sample.id, score, *size, seconds, tags, text.over_budget)))
             yield from outcomes
 
 
@@ -161,7 +163,7 @@ def greedy_batch(
             if token not in stop:
                 text.append(token)
             if token in stop or len(text) == most[rows[place]]:
-                yield Written(rows[place], text, *held(cache, place))
+                yield Written(rows[place], text, *held(cache, place), bool(cache.over_budget[place]))
             else:
                 going.append(place)
         if going and len(going) < len(rows):

@@ -86,7 +86,7 @@ def test_wins_by_hand():
         entry("y", 0.5, "b", [0.0, 1.0], higher=True),
     ]
     wins = Comparison(Path(), "x", entries).wins("0.5")
-    assert wins.names == ["x 0.5", "y 0.5"]
+    assert wins.names == ["x 0.5 (50 %)", "y 0.5 (50 %)"]
     assert wins.share[0, 1] == 0.75 and wins.share[1, 0] == 0.25  # a win and a half of two
     assert wins.certain.tolist() == [[0, 1], [0, 0]]  # 2 of 256 patterns reach it
     assert wins.tasks.tolist() == [[2, 2], [2, 2]]
@@ -130,7 +130,7 @@ def streamed(tmp_path):
 
 def test_curves_over_positions_start_from_the_full_cache(streamed):
     tova, h2o, level = plots.positions("ppl_stream", streamed.entries, streamed.labels).axes[0].lines
-    assert (tova.get_label(), tova.get_xdata().tolist()) == ("tova 0.5", [4, 6])
+    assert (tova.get_label(), tova.get_xdata().tolist()) == ("tova 0.5 (50 %)", [4, 6])
     assert tova.get_ydata() == pytest.approx([0.3, 0.5])
     assert list(h2o.get_ydata()) == list(level.get_ydata()) == [0.0, 0.0]  # the level is the full cache
 
@@ -139,7 +139,7 @@ def test_curves_over_positions_start_from_the_full_cache(streamed):
 def test_the_full_cache_alone_has_a_curve(streamed):
     (axes,) = dict(plots.draw(replace(streamed, entries=streamed.entries[:1])))["positions_ppl_stream"].axes
     (line,) = axes.lines
-    assert (line.get_label(), line.get_ydata().tolist()) == ("full", [1.5, 3.0])
+    assert (line.get_label(), line.get_ydata().tolist()) == ("full (50 %)", [1.5, 3.0])
     assert axes.get_yscale() == "linear" and axes.get_ylabel() == "accuracy"
 
 
@@ -178,7 +178,7 @@ def test_a_chart_by_position(streamed):
     page = Page(render(streamed))
     drawn = [chart for name, chart in along(streamed, "ppl_stream")]
     assert len(drawn) == 1 and drawn[0].count('<g transform="translate') == 4  # two policies beside the baseline
-    assert "tova 0.5: +0.300 from 4; tova 0.5: +0.500 from 6" in drawn[0]
+    assert "tova 0.5 (50 %): +0.300 from 4; tova 0.5 (50 %): +0.500 from 6" in drawn[0]
     assert "%</text>" not in drawn[0]
     assert sum(tag == "svg" and attrs.get("class") == "chart" for tag, attrs in page.elements) == 2
 
@@ -220,7 +220,7 @@ def test_layers_by_hand():
         Path(), "full", [entry("full", None, "a", [1.0], views=views), entry("h2o", 0.5, "a", [1.0], views=views)]
     )
     names, shares = comparison.layers()
-    assert names == ["h2o 0.5"]
+    assert names == ["h2o 0.5 (62 %)"]  # 15 of 24
     assert shares.tolist() == [[7 / 12, 8 / 12]]
 
 

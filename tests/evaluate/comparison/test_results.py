@@ -54,8 +54,9 @@ def test_what_is_written_comes_back(tmp_path):
 
 
 def test_rows_of_earlier_versions_are_read(tmp_path):
-    """They know nothing of questions and of right answers."""
-    later = {"question", "nats", "hits", "floor"}
+    """They know nothing of questions and of right answers, nor of what they were measured with."""
+    later = {"question", "nats", "hits", "floor", "untouched", "dtype", "quantization", "prompt_mean", "prompt_min"}
+    later |= {"prompt_max", "task_options", "hardware", "threads", "date", "command"}
     old = json.dumps({name: value for name, value in asdict(ROW).items() if name not in later})
     assert read_line(old, Row) == ROW
     results = Results(tmp_path)
@@ -131,9 +132,10 @@ def test_what_is_no_row_is_refused(line):
 @given(st.sampled_from(list(asdict(ROW))), VALUES)
 def test_a_changed_value_is_refused_or_of_the_right_type(name, value):
     number = (int, float)
-    maybe = ("budget", "error", "nats", "hits", "floor")
+    maybe = ("budget", "error", "nats", "hits", "floor", "prompt_mean")
     allowed = dict.fromkeys(maybe, (*number, type(None))) | {"seconds": number, "kv_bytes": number}
-    text = name in ("problem", "question")
+    text = name in ("problem", "question", "dtype", "quantization", "hardware", "date", "command")
+    allowed["task_options"] = (dict, type(None))
     expected = allowed.get(name, (type(getattr(ROW, name)), str if text else int, type(None)))
     try:
         row = read_line(json.dumps(asdict(ROW) | {name: value}), Row)

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 from page_text import paths
 
-from ag.evaluate.comparison.findings import Comparison
+from ag.evaluate.comparison.findings import Comparison, Entry
 from ag.evaluate.comparison.lead import lead, looks
 from ag.evaluate.comparison.page import render
+from ag.evaluate.comparison.report import markdown
 from ag.evaluate.comparison.verdict import headlines, judge, verdicts
 
 
 def difference(comparison, task, budget, mine, theirs):
     """Mean of the differences of two entries' nats, and the interval from resamples of another generator."""
     one, two = (
-        next(e for e in comparison.of_task(task) if (e.row.label, e.budget) == (label, budget))
+        next(e for e in comparison.of_task(task) if e.row.label == label and e.budget in ("", budget))
         for label in (mine, theirs)
     )
     gains = np.array(
@@ -40,7 +41,7 @@ def test_gates_that_lead(task, tmp_path):
     assert first.gain.difference == pytest.approx(gain)
     assert (first.gain.low, first.gain.high) == (pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3))
     assert first.certain and list(first.level) == []
-    assert str(first) == (
+    assert first.sentences[0] == (
         f"At half the memory, {task}: mine, {gain:.3f} nats ahead of h2o [{first.gain.low:.3f}, {first.gain.high:.3f}] "
         "(n = 24, p < 0.001)"
     )
@@ -70,14 +71,17 @@ def test_gates_are_not_rivals_of_gates(tmp_path):
     assert not any(entry.is_gated for entry in named)
 
 
-def test_flags_of_gates_compete_where_they_hold_no_more(tmp_path):
+@pytest.mark.parametrize("name", ["flags", "gates"])  # what rows of earlier versions call them
+def test_flags_compete_where_they_hold_as_much(tmp_path, name):
     comparison = made_up.comparison(tmp_path)
     flagged = made_up.entry("ppl", "mine", None, 0.01, 99)
-    for kept, best in ((0.45, "mine"), (0.55, "h2o")):
-        row = replace(flagged.row, kept=kept, policy="ag.policy('gates:somewhere')")
+    for kept, best in ((0.45, "h2o"), (0.485, "mine"), (0.515, "mine"), (0.55, "h2o")):
+        row = replace(flagged.row, kept=kept, policy=f"ag.policy('{name}:somewhere')")
+        outcomes = [replace(outcome, kept=kept) for outcome in flagged.outcomes]
         rest = [e for e in comparison.entries if e.row.label != "mine"]
-        verdict = judge(Comparison(tmp_path, "full", [*rest, replace(flagged, row=row)]), "ppl", "0.5")
-        assert verdict.best.row.label == best
+        flags = replace(flagged, row=row, outcomes=outcomes)
+        verdict = judge(Comparison(tmp_path, "full", [*rest, flags]), "ppl", "0.5")
+        assert verdict.best.row.label == best and flags.is_gated
 
 
 def test_one_policy_is_held_against_the_full_cache(tmp_path):
@@ -86,6 +90,104 @@ def test_one_policy_is_held_against_the_full_cache(tmp_path):
     assert (verdict.best.row.label, verdict.rival.row.label) == ("tova", "full")
     assert "nats behind full [0.8" in str(verdict)
     assert verdict.gain.difference == pytest.approx(-0.81, abs=0.02)
+
+
+@pytest.mark.parametrize(("budget", "nats"), [("0.5", 0.1), ("0.1", 0.18)])
+def test_the_distance_to_the_full_cache(budget, nats, tmp_path):
+    """Gates cost 0.2 nats times what is evicted; both scores stand beside them where nats judge."""
+    comparison = made_up.comparison(tmp_path)
+    asked, going_on = (judge(comparison, task, budget) for task in made_up.TASKS)
+    for verdict in (asked, going_on):
+        gain, low, high = difference(comparison, verdict.task, budget, "mine", "full")
+        [mine, rival] = verdict.from_full
+        assert (mine.entry, rival.entry) == (verdict.best, verdict.rival)
+        assert gain == pytest.approx(mine.gain.difference) == pytest.approx(-nats, abs=0.02)
+        assert (mine.gain.low, mine.gain.high) == (pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3))
+        assert (
+            f"mine, {-gain:.3f} nats behind full [{-mine.gain.high:.3f}, {-mine.gain.low:.3f}]" in verdict.sentences[1]
+        )
+        assert "far" not in str(verdict)
+    mine, full = (one.row.mean for one in (asked.best, asked.from_full[0].full))
+    assert asked.from_full[0].score.difference == pytest.approx(mine - full)
+    assert f"recall {mine:.3f} against {full:.3f}, {mine - full:+.3f} [" in str(asked)
+    assert "against" not in str(going_on)
+
+
+def scored(label, budget, rights, of=24, problem=None, kept=None):
+    """An entry of a task without nats: exact match, so many right."""
+    one = made_up.entry("ppl", label, budget, 0.0, 1)
+    scores = [float(i < rights) for i in range(of)]
+    outcomes = [replace(outcome, score=s) for outcome, s in zip(one.outcomes, scores, strict=False)]
+    told = {"task": "needles", "metric": "exact match", "higher_is_better": True, "floor": 0.1, "problem": problem}
+    told |= {"mean": rights / of, "kept": one.row.kept if kept is None else kept, "question": "after"}
+    return Entry(replace(one.row, **told), [] if problem else outcomes, [])
+
+
+@pytest.mark.parametrize(
+    ("rights", "words"),
+    [
+        ((24, 4, 2), "both are far from the full cache"),
+        ((24, 20, 19), None),
+        ((24, 14, 4), None),  # 10 of 24 lost: half of what is above the floor of 0.1 are 10.8
+        ((24, 13, 12), "both are far from the full cache"),
+        ((6, 3, 2), None),  # three of six against six is chance
+    ],
+)
+def test_two_that_cannot_be_told_apart_may_both_be_far_from_full(rights, words, tmp_path):
+    of = rights[0]
+    entries = [scored(*one, of=of) for one in zip(("full", "h2o", "random"), (None, 0.1, 0.1), rights, strict=True)]
+    verdict = judge(Comparison(tmp_path, "full", entries), "needles", "0.1")
+    lost = (rights[0] - rights[1]) / of
+    assert verdict.from_full[0].gain.difference == pytest.approx(-lost)
+    assert f"h2o, {lost:.3f} in exact match behind full [" in str(verdict)
+    p = 2 * 0.5 ** (rights[0] - rights[1])  # of the differences, all of one sign
+    assert ("may be chance" in verdict.sentences[1]) == (p >= 0.05)
+    assert ("far" in str(verdict)) == (words is not None) and (words or "") in str(verdict)
+
+
+@pytest.mark.parametrize(("cost", "far"), [(0.6, False), (0.8, True)])
+def test_half_as_likely_is_far(cost, far, tmp_path):
+    """exp(-0.6) is more than a half, exp(-0.8) is less."""
+    entries = [made_up.entry("ppl", "full", None, 0.0, 0)]
+    entries += [made_up.entry("ppl", label, 0.1, cost, seed) for seed, label in enumerate(("h2o", "tova"), 1)]
+    assert ("both are far" in str(judge(Comparison(tmp_path, "full", entries), "ppl", "0.1"))) == far
+    alone = judge(Comparison(tmp_path, "full", entries[:2]), "ppl", "0.1")
+    assert ("it is far" in str(alone)) == far and str(alone).count("behind full") == 1
+
+
+def test_who_was_left_out_and_why(tmp_path):
+    """Of those at the budget and without one; the reason of a row without a result is cut to a line."""
+    broken = scored("snapkv", 0.5, 0, problem="out of memory: " + "tried to allocate " * 20)
+    flags = scored("flags", None, 20, kept=0.632)
+    good = [scored("full", None, 24), scored("h2o", 0.5, 12), scored("tova", 0.5, 11), scored("tova", 0.25, 2)]
+    comparison = Comparison(tmp_path, "full", [*good, broken, flags])
+    verdict = judge(comparison, "needles", "0.5")
+    assert [one.partition(" (")[0] for one in verdict.left_out] == ["snapkv", "flags"]
+    assert verdict.left_out[0].startswith("snapkv (no result: out of memory: tried") and len(verdict.left_out[0]) < 160
+    assert verdict.left_out[1] == "flags (it holds 63.2% of the prompt)"
+    assert str(verdict).endswith(f". Left out: {', '.join(verdict.left_out)}")
+    [first, second] = verdicts(comparison)  # at 0.25 tova is held against the full cache
+    assert first == verdict and list(second.left_out) == ["flags (it holds 63.2% of the prompt)"]
+    for page in (markdown(comparison), render(comparison)):
+        assert "Left out: snapkv (no result: out of memory" in page
+
+
+def test_where_there_is_no_verdict_it_says_why(tmp_path):
+    refused = [scored("full", None, 24), scored("h2o", 0.5, 0, problem="nothing is read behind it")]
+    [nothing] = verdicts(Comparison(tmp_path, "full", refused))
+    assert str(nothing) == (
+        "At half the memory, needles: no verdict, no policy has a result at this budget. "
+        "Left out: h2o (no result: nothing is read behind it)"
+    )
+    [alone] = verdicts(Comparison(tmp_path, "h2o", [scored("h2o", 0.5, 12)]))
+    assert str(alone) == "At half the memory, needles: no verdict, there is nothing to compare h2o with"
+    unable = [scored("full", None, 2), scored("h2o", 0.5, 2), scored("tova", 0.5, 2)]
+    [unable] = verdicts(Comparison(tmp_path, "full", unable))
+    assert str(unable).startswith("needles: no verdict, not informative for this model: exact match 0.0833")
+    assert not any(one.certain for one in (nothing, alone, unable))
+    no_full = judge(Comparison(tmp_path, "h2o", [scored("h2o", 0.5, 12), scored("tova", 0.5, 2)]), "needles", "0.5")
+    assert no_full.sentences[1] == "The full cache has no result to compare with"
+    assert verdicts(Comparison(tmp_path, "full", [scored("full", None, 24)])) == []
 
 
 def test_two_curves_lead(tmp_path):

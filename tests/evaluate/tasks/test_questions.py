@@ -1,5 +1,6 @@
 """When a question is read, and how likely the right answer is."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -143,8 +144,42 @@ def test_tasks_without_a_question_refuse(root):
         make("boolq", question="late")
 
 
+def test_answers_of_one_token_are_asked_after_eviction(root, write, tiny_llama, tiny_tokenizer):
+    """By default; `before` cannot change them, and the other tasks have nothing to ask after."""
+    assert {name: make(name).question for name in GROUPS["multiple_choice"]} == {
+        **dict.fromkeys(("boolq", "rte", "mmlu"), "after"),
+        **dict.fromkeys(("piqa", "arc_challenge", "arc_easy", "copa", "openbookqa", "hellaswag"), "before"),
+    }
+    words = copy.deepcopy(tiny_tokenizer)
+    words.add_tokens([" yes", " no", " ice"])
+    long = {"choices": {"text": ["ice", "fire"], "label": ["A", "B"]}, "answerKey": "B"}
+    short = {"choices": {"text": ["ice", "yes"], "label": ["A", "B"]}, "answerKey": "B"}
+    write("openbookqa/validation", [long | {"question_stem": "It burns"}, short | {"question_stem": "It is"}])
+    for task, expected in (
+        (make("boolq", root), [True] * 3),
+        (make("boolq", root, question="before"), [False] * 3),
+        (make("openbookqa", root), [True, False]),  # " fire" has several tokens
+        (make("ppl", str(root), data="pg19_style", prompt=9, continuation=2), [True]),
+        (make("ppl", str(root), data="pg19_style", prompt=9, continuation=1), [False]),
+        (make("needle_books_1", root, lengths=[300], repeats=1, question="before"), [True]),
+    ):
+        samples = task.load(words, None, 512).samples
+        assert [task.reads_on(sample) for sample in samples] == expected
+        if task.name == "ppl":
+            continue
+        model = tiny_llama()
+        for sample, touched in zip(samples, expected, strict=True):
+            nats = [
+                outcome.tags["nats"]
+                for _, outcome in task.run(model, words, [ag.policy("full"), ag.policy("random", 1)], [sample])
+            ]
+            assert (nats[0] != nats[1]) == touched  # the very states, or others
+
+
 def test_cells_of_earlier_versions_stay_valid():
-    assert "question" not in make("boolq").identity()
-    assert make("boolq", question="after").identity()["question"] == "after"
+    """But those of tasks with a context, which may have been answered before anything was evicted."""
+    assert "question" not in make("piqa").identity()
+    for question in ("after", "before"):
+        assert make("boolq", question=question).identity()["question"] == question
     for name in (*GROUPS["needle"], *GROUPS["ruler"], *GROUPS["longbench"]):
         assert make(name).identity()["question"] == "after"

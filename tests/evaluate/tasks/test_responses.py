@@ -198,6 +198,14 @@ def test_a_run_whose_questions_come_after(run, tiny_tokenizer):
     assert [sample.answers for sample in new] == [sample.answers for sample in old]
 
 
+def test_answers_of_one_token_need_a_question_before_them(run):
+    task = make("responses", run_folder=run("facts"))
+    short, long = [[7], [8]], [[7], [8, 9]]
+    found = [task.reads_on(Response("0", [5, 6], *case)) for case in ((short,), (long,))]
+    assert found == [False, True] and task.reads_on(Response("0", [5], short, question=[6]))
+    assert "data.question=after" in task.instead()
+
+
 def test_lengths_of_plain_documents_can_be_given(run, tiny_tokenizer, write):
     for where in ({"run_folder": run("text")}, {"root": write("documents/train", CORPUS)}):
         write("documents/validation", CORPUS)

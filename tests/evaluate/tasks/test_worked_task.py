@@ -1,6 +1,7 @@
 """Worked problems: batches against one text at a time, what is held at the end, and answers that a model has learnt."""
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from ag.config import Config, DataConfig
 from ag.config.recipes import dump
 from ag.data.problems import generate
 from ag.data.worked import encode
-from ag.errors import UserError
+from ag.errors import BudgetWarning, UserError
 from ag.evaluate.comparison.run import compare
 from ag.evaluate.tasks import make
 from ag.gates import export
@@ -85,6 +86,18 @@ def test_batches_are_what_each_text_is_alone(tiny_llama, tiny_tokenizer, tmp_pat
         assert 24 * entry <= outcome.kv_bytes <= 40 * entry  # a step and spare slots
 
 
+def test_each_text_of_a_batch_says_whether_more_is_protected_than_its_budget(tiny_llama, tiny_tokenizer):
+    """Half of the shorter prompts is less than the window, half of the longer ones is not; texts end one by one."""
+    task, loaded = load(tiny_tokenizer, limit=4, batch=4, **SHORT)
+    halves = [len(sample.prompt) // 2 for sample in loaded.samples]
+    window = sorted(halves)[2]
+    assert min(halves) < window
+    samples = [replace(sample, most=number + 1) for number, sample in enumerate(loaded.samples)]
+    with pytest.warns(BudgetWarning):
+        outcomes = task.run(tiny_llama(), tiny_tokenizer, [ag.policy("snapkv", 0.5, window=window)], samples)
+        assert [outcome.over_budget for _, outcome in outcomes] == [half < window for half in halves]
+
+
 @pytest.fixture(scope="module")
 def learnt(tiny_llama, tiny_tokenizer):
     """A model that knows the first three problems by heart."""
@@ -131,7 +144,7 @@ def test_every_policy_runs_with_the_adapter_of_the_gates(tiny_llama, tiny_tokeni
     config = CompareConfig(
         model=str(tmp_path / "base"),
         adapter=str(tmp_path / "export"),
-        policies=["full", f"gates:{tmp_path / 'export'}", "tova"],
+        policies=["full", f"flags:{tmp_path / 'export'}", "tova"],
         budgets=[16],
         schedule="every",
         tasks=["worked"],
@@ -141,9 +154,9 @@ def test_every_policy_runs_with_the_adapter_of_the_gates(tiny_llama, tiny_tokeni
     )
     comparison = compare(config, Console(file=io.StringIO()))
     _, loaded = load(tiny_tokenizer, limit=2, **SHORT)
-    for entry, policy in zip(comparison.entries, ("full", f"gates:{tmp_path / 'export'}", None), strict=True):
+    for entry, policy in zip(comparison.entries, ("full", f"flags:{tmp_path / 'export'}", None), strict=True):
         assert entry.row.problem is None and entry.row.n == 2
-        policy = policy or ag.policy("tova", 16, "every", strict=False)
+        policy = policy or ag.policy("tova", 16, "every")
         for outcome, sample in zip(entry.outcomes, loaded.samples, strict=True):
             text, cache = alone(adapted, policy, sample)
             assert (outcome.tags["generated"], outcome.tokens) == (len(text), cache.seen_tokens)

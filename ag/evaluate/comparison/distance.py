@@ -1,0 +1,87 @@
+"""How far a policy is from the full cache on the same samples, in numbers and in words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ag.evaluate.comparison.findings import SIGNIFICANT, Entry, pair
+from ag.evaluate.comparison.statistics import Paired
+
+LOST = 0.5  # of what the full cache scores above its floor: more is far
+HALVED = math.log(2)  # nats: a token of the right answer is half as likely
+
+
+@dataclass(frozen=True)
+class Distance:
+    """A policy against the full cache.
+
+    Attributes:
+        entry: the policy's result.
+        full: that of the full cache.
+        gain: how much better the policy is in what judges it: the score, or nats; below 0 where it is behind.
+        unit: of the gain.
+        score: its score minus that of the full cache, where nats judge; else None.
+    """
+
+    entry: Entry
+    full: Entry
+    gain: Paired
+    unit: str
+    score: Paired | None
+
+    @property
+    def is_far(self) -> bool:
+        """Whether much is lost: half of the score above the floor, or ln 2 nats a token, and more than chance."""
+        mine, best = self.entry.row, self.full.row
+        scored = self.score or (self.gain if best.higher_is_better else None)
+        if best.higher_is_better and scored is not None and certain(scored):
+            assert mine.mean is not None and best.mean is not None  # both have samples
+            if best.mean - mine.mean > LOST * (best.mean - (best.floor or 0.0)):
+                return True
+        return self.unit == "nats" and -self.gain.difference > HALVED and certain(self.gain)
+
+    def __str__(self) -> str:
+        text = f"{self.entry.row.label}, {ahead(self.gain, self.unit, self.full.row.label)}"
+        return text if certain(self.gain) else f"{text}, which may be chance (p = {self.gain.p:.3f})"
+
+    @property
+    def scores(self) -> str:
+        """Both mean scores and their difference, where nats judge; else empty."""
+        if self.score is None:
+            return ""
+        means = " against ".join(f"{one.row.mean:.3f}" for one in (self.entry, self.full))
+        ends = f"[{self.score.low:.3f}, {self.score.high:.3f}]"
+        return f"{self.full.row.metric} {means}, {self.score.difference:+.3f} {ends}"
+
+
+def distance(entry: Entry, full: Entry | None, nats: bool, lower: bool, unit: str) -> Distance | None:
+    """Compare a policy with the full cache; None where either has no result, or the policy is the full cache.
+
+    Args:
+        entry: the policy's result.
+        full: that of the full cache.
+        nats: whether nats of right answers judge, in place of the score.
+        lower: whether less of what judges is better.
+        unit: of what judges.
+    """
+    if full is None or not entry.evicts:
+        return None
+    gain = better(entry, full, nats, lower)
+    return None if gain is None else Distance(entry, full, gain, unit, pair(entry, full) if nats else None)
+
+
+def better(entry: Entry, other: Entry, nats: bool, lower: bool) -> Paired | None:
+    """Return how much better an entry is than another, above 0 where it is; None where they share no sample."""
+    return pair(other, entry, nats) if lower else pair(entry, other, nats)
+
+
+def certain(paired: Paired) -> bool:
+    """Whether a difference is more than chance: its interval and its test exclude 0."""
+    return (paired.low > 0 or paired.high < 0) and paired.p < SIGNIFICANT
+
+
+def ahead(gain: Paired, unit: str, other: str) -> str:
+    """Say how far a policy is ahead of another or behind it, with the interval."""
+    word, low, high = ("behind", -gain.high, -gain.low) if gain.difference < 0 else ("ahead of", gain.low, gain.high)
+    return f"{abs(gain.difference):.3f} {unit} {word} {other} [{low:.3f}, {high:.3f}]"

@@ -1,0 +1,145 @@
+"""Which models an interceptor can serve: what would go wrong in a forward pass is told before the first one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ag.errors import UserError
+from ag.model.hooks import AttentionCall, Interceptor, UnsupportedModelError, decoder_of, device_of, rotate
+
+SERVED = ("full_attention", "sliding_attention")  # layer types whose cache holds a key and a value of each token
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # of transformers, by which a model finds its attention function
+FAR, TOLERANCE = 100, 0.05  # places between two queries, and how much of a query's length rounding may change
+
+
+def check_attention(model: nn.Module) -> None:
+    """Raise unless an interceptor can compute the attention of every layer as the model does.
+
+    Raises:
+        UnsupportedModelError: naming the layer's class, what it does, and what was expected.
+    """
+    decoder = decoder_of(model)
+    kinds = getattr(decoder.config, "layer_types", None) or SERVED[:1] * len(decoder.layers)
+    for index, layer in enumerate(decoder.layers):
+        module: Any = layer.self_attn
+        kind: Any = type(getattr(module, "_orig_mod", module))  # that of a compiled module too
+        if not hasattr(module, "config") or not _calls_interface(kind):
+            does = "computes its attention without the attention interface of transformers"
+        elif kinds[index] not in SERVED:
+            does = f"is of the type {kinds[index]}: expected {' or '.join(SERVED)}"
+        elif getattr(module, "sinks", None) is not None:
+            does = "attends with sinks of its own (s_aux): expected a softmax over the keys alone"
+        elif getattr(module, "attn_logit_softcapping", None) is not None:
+            does = "caps its attention logits (softcap): expected plain ones"
+        else:
+            continue
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: layer {index}, a {type(module).__name__}, {does}; use a model such as Llama, "
+            "Mistral, Qwen2 or Qwen3."
+        )
+    if hasattr(decoder, "embed_positions"):
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} learns its positions and counts them by the mask: expected rotary ones; use a "
+            "model such as Llama, Mistral, Qwen2 or Qwen3."
+        )
+
+
+@functools.cache
+def _calls_interface(kind: Any) -> bool:
+    """Whether some method of an attention class names the table of attention functions."""
+    own = [base for base in kind.__mro__ if base not in nn.Module.__mro__]
+    methods = [inspect.unwrap(part) for base in own for part in vars(base).values() if inspect.isfunction(part)]
+    return any(INTERFACE in method.__code__.co_names for method in methods)
+
+
+def check_rotations(decoder: Any, what: str, instead: str) -> None:
+    """Raise unless queries and keys can be rotated to other places: whole ones, by fixed frequencies, in every layer.
+
+    Args:
+        decoder: the model's stack of layers, instrumented.
+        what: needs it.
+        instead: what to do.
+
+    Raises:
+        UnsupportedModelError: naming the class and what it does.
+    """
+    attachment = decoder._ag_attachment
+    if attachment.unturned is None:
+        attachment.unturned = _unturned(decoder)
+    if attachment.unturned:
+        raise UnsupportedModelError(f"{what}: {type(decoder).__name__} {attachment.unturned}. {instead}")
+
+
+def check_slots(decoder: Any) -> None:
+    """Raise ``UserError`` unless keys can be rotated by slots: see :func:`check_rotations`, and no sliding windows."""
+    check_rotations(decoder, "positions=slot", "Use positions=original.")
+    window = getattr(decoder.config, "sliding_window", None)
+    if window and "sliding_attention" in (getattr(decoder.config, "layer_types", None) or ["sliding_attention"]):
+        raise UserError(
+            f"positions=slot: {type(decoder).__name__} attends within a sliding window of {window} tokens, which slots "
+            "would move; use positions=original."
+        )
+
+
+def _unturned(decoder: Any) -> str:
+    """Say why :func:`ag.model.hooks.rotate` does not do what the model's RoPE does; empty where it does.
+
+    Layers are tried: some models rotate in some of their layers only, or a part of each key, which no name tells.
+    """
+    rotary: Any = getattr(decoder, "rotary_emb", None)
+    kind = getattr(rotary, "rope_type", None)
+    if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
+        expected = "expected one with fixed frequencies (default, linear, llama3, yarn)"
+        return f"rotates keys by {kind or 'no'} RoPE; {expected}"
+    turned = 2 * len(rotary.inv_freq)
+    for index, layer in enumerate(decoder.layers):
+        q = _probed(decoder, layer)
+        if q.shape[-1] != turned:
+            return f"rotates {turned} of a key's {q.shape[-1]} dimensions; expected all"
+        near, far = q[:, :, :1].float(), q[:, :, 1:].float()
+        moved = rotate(decoder, near, torch.full((1, 1, 1), FAR, device=q.device))
+        if torch.linalg.vector_norm(moved - far) > TOLERANCE * torch.linalg.vector_norm(far):
+            return (
+                f"does not rotate the keys of layer {index} as those of others; expected the same RoPE in every layer"
+            )
+    return ""
+
+
+@torch.no_grad()
+def _probed(decoder: Any, layer: Any) -> Tensor:
+    """Return the queries ``[1, H, 2, D]`` that a layer makes of the same hidden state at the places 0 and ``FAR``."""
+    weight, device = decoder.get_input_embeddings().weight, device_of(layer)
+    drawn = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    hidden = drawn.to(device, weight.dtype).expand(-1, 2, -1)
+    places = torch.tensor([[0, FAR]], device=device)
+    probe = _Probe()
+    layer.self_attn(
+        hidden_states=hidden,
+        position_embeddings=decoder.rotary_emb(hidden, places),
+        position_ids=places,
+        attention_mask=None,
+        gating=probe,
+    )
+    return probe.q
+
+
+class _Probe(Interceptor):
+    """Takes the queries of one layer; attends to nothing."""
+
+    q: Tensor
+
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+        """Do nothing: no decoder runs."""
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Do nothing."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Keep the queries."""
+        self.q = call.q
+        return call.v.repeat_interleave(call.q.shape[1] // call.v.shape[1], 1)

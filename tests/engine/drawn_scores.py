@@ -1,0 +1,72 @@
+"""Scorers whose scores are drawn: of any sign, the same for every model, and too far apart for rounding to matter."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from ag.engine.observe import Observation
+from ag.engine.rows import AttentionRows, Statistic, attention
+from ag.engine.scorers import SCORERS
+from ag.engine.scorers.base import RowScorer, Scorer
+
+RANKS = 64
+
+
+@cache
+def numbers(seed: int, layer: int, heads: int) -> tuple[Tensor, Tensor]:
+    """Numbers from 0 to 63 ``[Hkv, 64]``, no two of a head alike, and one number ``[Hkv, 1]`` for each head."""
+    make = torch.Generator().manual_seed(1000 * seed + layer)
+    places = torch.stack([torch.randperm(RANKS, generator=make) for _ in range(heads)])
+    return places, torch.randint(0, RANKS, (heads, 1), generator=make)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn(Scorer):
+    """Multiples of 1/16 between -4 and 4, at another height in each head.
+
+    Attributes:
+        seed: of what is drawn.
+        lowered: a layer all of whose scores are 16 lower; None: there is none.
+    """
+
+    seed: int = 0
+    lowered: int | None = None
+
+    def score(self, seen: Observation) -> Tensor:
+        """Return the number drawn for the rank of each token."""
+        places, height = numbers(self.seed, seen.layer, seen.k.shape[1])
+        scores = (places - height).expand(len(seen.k), -1, -1).gather(2, seen.key_ranks.clamp(0, RANKS - 1)) / 16
+        return scores - 16.0 * (seen.layer == self.lowered)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnRow(RowScorer):
+    """What one query pays whose logits are drawn: multiples of 1/64 from 1 to 2, alike for all heads of a group.
+
+    Attributes:
+        seed: of what is drawn.
+    """
+
+    seed: int = 0
+
+    def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
+        """Return the statistic of the query."""
+        places, _ = numbers(self.seed, seen.layer, seen.k.shape[1])
+        logits = 1 + places.expand(len(seen.k), -1, -1).gather(2, seen.key_ranks.clamp(0, RANKS - 1)) / RANKS
+        logits = logits.masked_fill(~seen.key_valid, float("-inf")).repeat_interleave(seen.group, 1)[:, :, None]
+        counted = torch.ones(len(logits), 1, dtype=torch.bool)
+        return AttentionRows(logits, lambda: seen.values, counted).total(statistic)
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Let policies name them, as ``drawn`` and ``drawn_row``."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, scorer in (("drawn", Drawn), ("drawn_row", DrawnRow)):
+            patch.setitem(SCORERS, name, scorer)
+        yield

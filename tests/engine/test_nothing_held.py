@@ -1,0 +1,195 @@
+"""Layers, heads and sequences that hold nothing: the next passes, files, other sequences, and padding alone."""
+
+import copy
+
+import pytest
+import torch
+from drawn_scores import registered
+from held import check, contents, feed
+from pairs import covering
+
+import ag
+
+PROMPT = 12
+ROW = torch.randint(3, 128, (PROMPT + 7,), generator=torch.Generator().manual_seed(PROMPT))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drawn():
+    with registered():
+        yield
+
+
+def counts(held):
+    """Tokens of each layer, sequences and heads together."""
+    return [sum(len(head) for heads in layer for head in heads) for layer in held]
+
+
+def state(cache):
+    return [contents(layer.store) for layer in cache.evicting_layers]
+
+
+# ---- while a prompt is read
+
+
+def test_an_early_layer_loses_all_to_later_ones_in_the_middle_of_a_prompt(tiny_llama):
+    """One token a head on average, 60 that compete, and a wrapper whose ballots are two."""
+    model = tiny_llama()
+    ids = torch.randint(3, 128, (1, 60), generator=torch.Generator().manual_seed(0))
+    cache = ag.EvictionCache(model, "expected_attention+criticalkv@global", 1, sinks=0)
+    plain = ag.EvictionCache(model, "expected_attention@global", 1, sinks=0, values=False)
+    for each in (cache, plain):
+        with torch.no_grad():
+            model(ids, past_key_values=each)
+    assert counts(state(cache)) == counts(state(plain)) == [0, 5, 1]
+
+
+def test_an_early_layer_of_like_keys_loses_all_under_keydiff(tiny_qwen2):
+    """A large part of its keys that is the same for all of them, in the pair of dimensions that RoPE turns least."""
+    model = tiny_qwen2()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.bias.view(2, 16)[:, [7, 15]] = 1000.0
+    ids = torch.randint(3, 128, (1, 100), generator=torch.Generator().manual_seed(0))
+    cache = ag.EvictionCache(model, "keydiff+criticalkv@global", 23)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    found = counts(state(cache))
+    assert found[0] == 0 and sum(found) == 23 * 2 * 3
+
+
+# ---- after it
+
+
+@pytest.mark.parametrize(
+    ("name", "lowered", "schedule"),
+    covering(
+        name=["drawn", "drawn+criticalkv"],
+        lowered=[0, 1, 2],
+        schedule=["prefill", "every", "steps:2", "blocks:4", "blocks:5+every"],
+    ),
+)
+def test_a_layer_without_tokens_goes_on_as_one_whose_tokens_are_masked(tiny_llama, name, lowered, schedule):
+    """One token, three at once, and one again, each of which sees itself; with ``every`` the layer keeps nothing."""
+    model, policy = tiny_llama(), ag.policy(f"{name}@global", 1, schedule, lowered=lowered)
+    result = feed(ag.EvictionCache(model, policy), model, [ROW], [[PROMPT], [1], [1], [3], [1], [1]])
+    check(model, [ROW], result)
+    assert counts(result.held[0])[lowered] == 0 and sum(counts(result.held[0])) == 6
+    later = [counts(held)[lowered] for held in result.held[1:]]
+    assert later == {None: [2, 4, 10, 12, 14], 1: [0] * 5, 2: [2, 0, 0, 2, 0]}[policy.steps]
+
+
+@pytest.mark.parametrize("schedule", ["prefill", "every", "blocks:7+steps:2"])
+@pytest.mark.parametrize("name", ["drawn", "drawn+criticalkv"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_sequence_without_tokens_beside_one_that_keeps_all(tiny_llama, name, schedule, side):
+    """In the lowered layer; passes bring each another number of tokens, or none."""
+    model, policy = tiny_llama(), ag.policy(f"{name}@global", 8, schedule, lowered=0)
+    passes = [[30, 8], [1, 1], [0, 1], [3, 0], [1, 2]]
+    rows = [
+        torch.randint(3, 128, (sum(n[b] for n in passes),), generator=torch.Generator().manual_seed(b)) for b in (0, 1)
+    ]
+    batch = feed(ag.EvictionCache(model, policy), model, rows, passes, side)
+    check(model, rows, batch)
+    assert batch.held[0][0] == [[[], []], [list(range(8))] * 2]
+    for b, row in enumerate(rows):
+        alone = feed(ag.EvictionCache(model, policy), model, [row], [[n[b]] for n in passes if n[b]])
+        together = [held for held, n in zip(batch.held, passes, strict=True) if n[b]]
+        assert [[layer[b] for layer in held] for held in together] == [[layer[0] for layer in x] for x in alone.held]
+
+
+def step(model, cache, token, real):
+    """Feed one column to two sequences, of which ``real`` have a token there; the logits."""
+    mask = torch.cat([cache.valid, torch.tensor(real)[:, None]], 1).long()
+    ranks = (mask.cumsum(1) - 1).clamp_min(0)[:, -1:]
+    with torch.no_grad():
+        return model(token, attention_mask=mask, position_ids=ranks, past_key_values=cache).logits
+
+
+@pytest.mark.parametrize("schedule", ["prefill", "every"])
+@pytest.mark.parametrize("positions", ["original", "slot"])
+def test_files_copies_other_sequences_and_drafts(tiny_llama, tmp_path, schedule, positions):
+    model, token = tiny_llama(), torch.tensor([[9], [7]])
+    cache = ag.EvictionCache(model, "drawn+criticalkv@global", 1, schedule, lowered=1, positions=positions)
+    feed(cache, model, [ROW, ROW[1:]], [[PROMPT, PROMPT - 1]])
+    held = state(cache)
+    assert counts(held)[1] == 0
+    cache.save(tmp_path / "kept.cache")
+    others = [ag.EvictionCache.load(tmp_path / "kept.cache", model), copy.deepcopy(cache)]
+    swapped = copy.deepcopy(cache)
+    swapped.reorder_cache(torch.tensor([1, 0]))
+    wanted = step(model, cache, token, [True, True])
+    assert all(torch.equal(step(model, each, token, [True, True]), wanted) for each in others)
+    torch.testing.assert_close(step(model, swapped, token.flip(0), [True, True]).flip(0), wanted)
+    assert [state(others[0]), state(others[1]), [layer[::-1] for layer in state(swapped)]] == [state(cache)] * 3
+    if schedule == "prefill":  # the token was a draft
+        cache.crop(1)
+        assert state(cache) == held
+
+
+def test_what_a_cache_says_of_a_layer_without_tokens(tiny_llama):
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "drawn@global", 1, lowered=1)
+    feed(cache, model, [ROW], [[PROMPT]])
+    report = cache.report()
+    assert (report.kept[1], report.nbytes[1], sum(map(sum, report.kept))) == ([0, 0], 0, 6)
+    assert str(report).splitlines()[3].split()[:6] == ["1", "0", "0.0", "0", "0.0%", "0"]
+    assert [head.tolist() for head in cache.kept_positions(1)[0]] == [[], []]
+    assert cache.kept_share() == pytest.approx(6 / (PROMPT * 6))
+    assert cache.nbytes == 6 * 2 * 16 * 4
+
+
+# ---- padding alone
+
+
+SCORERS = {
+    "h2o": {"recent": 0},
+    "scissorhands": {"recent": 0, "window": 3},
+    "snapkv": {"window": 1, "kernel": 1},
+    "tova": {"recent": 0},
+    "keydiff": {},
+    "expected_attention": {"sinks": 0},
+    "h2o+obcache_joint": {"recent": 0},
+    "h2o+criticalkv": {"recent": 0},
+}
+
+
+@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize("positions", ["original", "slot"])
+def test_a_chunk_of_padding_before_anything_came(tiny_llama, name, positions):
+    """The first chunks of a batch that is padded to a multiple: what follows is as if they had not come."""
+    model, options = tiny_llama(), {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    ids, mask = torch.randint(3, 128, (2, 25), generator=torch.Generator().manual_seed(1)), torch.ones(2, 25).long()
+    mask[0, :11] = mask[1, :13] = 0
+    policy = ag.policy(f"{name}@uniform", 6, "every", positions=positions, **SCORERS[name])
+    caches = [ag.EvictionCache(model, policy) for _ in range(2)]
+    texts = [
+        model.generate(ids, attention_mask=mask, past_key_values=cache, prefill_chunk_size=size, **options)
+        for cache, size in zip(caches, (None, 5), strict=True)
+    ]
+    assert torch.equal(*texts)
+    assert state(caches[0]) == state(caches[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "options"),
+    [
+        ("drawn+criticalkv", 0, {"lowered": 0}),
+        ("h2o+obcache_joint", 0, {"recent": 0}),
+        ("tova", 1, {"recent": 0}),
+        ("expected_attention", 1, {"sinks": 0}),
+        ("keydiff", 2, {}),
+    ],
+)
+@pytest.mark.parametrize("positions", ["original", "slot"])
+def test_padding_alone_meets_a_layer_without_tokens(tiny_llama, name, seed, options, positions):
+    """A column in which no sequence has a token changes nothing."""
+    model, token = tiny_llama(seed=seed), torch.tensor([[9], [7]])
+    cache = ag.EvictionCache(model, f"{name}@global", 1, "every", positions=positions, **options)
+    feed(cache, model, [ROW, ROW], [[PROMPT] * 2])
+    held, other = state(cache), copy.deepcopy(cache)
+    assert 0 in counts(held)
+    step(model, cache, token, [False, False])
+    assert state(cache) == held
+    wanted = step(model, other, token, [True, True])
+    assert torch.equal(step(model, cache, token, [True, True]), wanted)
+    assert state(cache) == state(other)

@@ -1,0 +1,135 @@
+"""Where more is protected than the budget allows: it stays, and the cache, its report and a warning say so."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from gates_for import gates_for
+
+import ag
+from ag.errors import BudgetWarning
+
+
+def row(length):
+    return torch.randint(3, 128, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def padded(*lengths):
+    ids, mask = (torch.zeros(len(lengths), max(lengths), dtype=torch.long) for _ in range(2))
+    for b, length in enumerate(lengths):
+        ids[b, -length:], mask[b, -length:] = row(length)[0], 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.fixture
+def model(tiny_llama):
+    return tiny_llama()
+
+
+def read(model, spec, budget, length, **options):
+    cache = ag.EvictionCache(model, spec, budget, **options)
+    with torch.no_grad():
+        model(row(length), past_key_values=cache)
+    return cache
+
+
+def test_a_window_beyond_a_share_of_a_short_prompt(model):
+    """0.4 of 61 tokens are 24, and the window has 32."""
+    with pytest.warns(BudgetWarning, match="protects 32 tokens per KV head"):
+        cache = read(model, "snapkv@heads", 0.4, 61)
+    for layer in range(3):
+        assert [x.tolist() for x in cache.kept_positions(layer)[0]] == [list(range(29, 61))] * 2
+    assert cache.kept_share() == 32 / 61
+    assert cache.over_budget.tolist() == [True]
+    assert str(cache.report()).splitlines()[-1].startswith("over budget in 1 sequence: ")
+    cache.reset()
+    assert cache.over_budget.tolist() == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache = read(model, "snapkv@heads", 0.4, 80)  # 32 tokens
+    assert (cache.kept_share(), cache.over_budget.tolist()) == (32 / 80, [False])
+    assert "over budget" not in str(cache.report())
+
+
+def test_each_sequence_of_a_batch_by_itself(model):
+    """A budget of 24, 40 and 10 tokens: the second holds the window, and the third prompt is shorter than it."""
+    cache = ag.EvictionCache(model, "snapkv", 0.4)
+    with pytest.warns(BudgetWarning), torch.no_grad():
+        model(**padded(61, 100, 25), past_key_values=cache)
+    counts = cache.evicting_layers[0].store.counts().view(3, 2).tolist()
+    assert counts == [[32] * 2, [40] * 2, [25] * 2]
+    assert cache.over_budget.tolist() == [True, False, True]
+    copied = copy.deepcopy(cache)
+    cache.batch_select_indices(torch.tensor([1, 0, 1, 2]))
+    assert cache.over_budget.tolist() == [False, True, False, True]
+    assert cache.report().over_budget == 2
+    assert copied.over_budget.tolist() == [True, False, True]
+
+
+def test_a_prompt_within_the_budget_may_grow_over_it(model):
+    """12 tokens fit in 14; the seventeenth would go, were it not for the 16 of the window."""
+    cache = ag.EvictionCache(model, "snapkv", 14, "every", window=16)
+    told = []
+    with torch.no_grad():
+        for start, stop in ((0, 12), *((n, n + 1) for n in range(12, 18))):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model(row(20)[:, start:stop], past_key_values=cache)
+            told.append((len(caught), cache.over_budget.tolist(), cache.report().kept[0][0]))
+    assert [held for *_, held in told] == [12, 13, 14, 15, 16, 16, 16]
+    assert [over for _, over, _ in told] == [[False]] * 3 + [[True]] * 4
+    assert [count for count, *_ in told] == [0, 0, 0, 1, 0, 0, 0]
+
+
+def test_a_policy_is_warned_of_once_whatever_the_prompts_are(model):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for length in (61, 50, 44, 61):
+            read(model, "snapkv", 0.4, length)
+        read(model, "snapkv", 0.5, 61)
+    assert [str(x.message).partition(" protects")[0] for x in caught] == [
+        "ag.policy('snapkv', budget=0.4)",
+        "ag.policy('snapkv', budget=0.5)",
+    ]
+
+
+# ---- what is counted
+
+
+@pytest.mark.parametrize(
+    ("spec", "budget", "schedule", "options"),
+    [
+        ("h2o", 8, "every", {}),
+        ("h2o", 0.5, "prefill", {}),
+        ("random@heads", 9, "steps:3", {}),
+        ("streaming_llm", 12, "every", {"positions": "slot"}),
+        ("gates", None, "prefill", {}),  # flags, rings of recent tokens
+    ],
+)
+def test_shares_of_all_tokens_and_of_the_prompt(model, spec, budget, schedule, options):
+    """Prompts of 20 and 13 tokens, then 12 more: both shares from the columns that are held."""
+    if spec == "gates":
+        ag.attach(model, gates_for(model, covers="all", recent_tokens=3))
+    batch = padded(20, 13)
+    cache = ag.EvictionCache(model, spec, budget, schedule, **options)
+    model.generate(**batch, past_key_values=cache, max_new_tokens=13, min_new_tokens=13, do_sample=False)
+    assert cache.seen_tokens == 32  # the last one was not read
+    held = [
+        column for layer in range(3) for heads in cache.kept_positions(layer) for x in heads for column in x.tolist()
+    ]
+    assert max(held) == 31 and any(20 <= column < 31 for column in held)  # columns go on behind the prompt
+    assert cache.kept_share() == pytest.approx(len(held) / (6 * (20 + 13 + 2 * 12)))
+    assert cache.kept_share(prompt=True) == pytest.approx(sum(column < 20 for column in held) / (6 * (20 + 13)))
+    assert cache.report().tokens == 20 + 13 + 2 * 12
+
+
+def test_the_share_of_a_prompt_that_is_still_coming(model):
+    cache = ag.EvictionCache(model, "h2o", 4, "blocks:5")
+    assert cache.kept_share(prompt=True) == 1.0
+    cache.expect(torch.ones(1, 20, dtype=torch.bool))
+    with torch.no_grad():
+        model(row(20)[:, :10], past_key_values=cache)
+        assert cache.kept_share(prompt=True) == cache.kept_share() == 4 / 10
+        model(row(20)[:, 10:], past_key_values=cache)
+    assert cache.kept_share(prompt=True) == cache.kept_share() == 4 / 20

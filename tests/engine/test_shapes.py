@@ -1,0 +1,153 @@
+"""Models shaped as others than Llama: what was dropped is as if it were masked, or they are refused before they run."""
+
+import pytest
+import torch
+from gates_for import gates_for
+from held import run
+from refused import refuses
+from shapes import shaped
+from transformers.modeling_utils import AttentionInterface
+
+import ag
+from ag.model.hooks import UnsupportedModelError
+
+PROMPTS, STEPS = (33, 21), 4
+ROWS = [torch.randint(3, 128, (p + STEPS,), generator=torch.Generator().manual_seed(p)) for p in PROMPTS]
+POLICIES = {
+    "full": {},
+    "h2o": {"schedule": "every"},
+    "streaming_llm": {"schedule": "blocks:8+every", "sinks": 2},
+    "snapkv": {"window": 4, "kernel": 3},
+    "h2o+vatp": {"sinks": 2, "recent": 2},
+    "tova+caote@heads": {"schedule": "every", "floor": 0.0},
+    "h2o+criticalkv@heads": {"schedule": "every", "floor": 0.0},
+    "h2o+obcache_joint@preference": {"tau1": 1.0},
+    "knorm@global": {},
+    "kvzip": {"normalize": True, "sinks": 1, "chunk": 9},
+    "gates@heads": {"schedule": "every"},
+}
+SEEN: dict[int, torch.Tensor] = {}  # by layer, the keys that each query of a KV head sees, [Hkv, T, T] bool
+
+
+def attention_under_masks(module, query, key, value, attention_mask, scaling, **rest):
+    """What a model's own code runs: plain attention in the masks of SEEN."""
+    group = query.shape[1] // key.shape[1]
+    key, value, seen = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), SEEN[module.layer_idx]
+    scores = (query @ key.mT * scaling).masked_fill(~seen.repeat_interleave(group, 0), float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+AttentionInterface.register("under_masks", attention_under_masks)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "phi3", "smollm3"])
+@pytest.mark.parametrize("spec", POLICIES)
+def test_what_is_dropped_is_as_if_it_were_masked(name, spec):
+    """In float64: a chain of 10 sums of at most 128 products of about 1 is off by some 1e4 eps, which is 2e-12."""
+    dense = {"first_k_dense_replace": 3} if name == "deepseek_v3" else {}  # its router computes in float32
+    model, plain = (shaped(name, **dense).double() for _ in range(2))
+    plain.set_attn_implementation("under_masks")
+    for one in (model, plain):
+        one.set_experts_implementation("eager")  # the other way knows no float64
+    options = dict(POLICIES[spec])
+    if spec.startswith("gates"):
+        ag.attach(model, gates_for(model, kind="linear", scope="causal"))
+    policy = ag.policy(spec, None if spec == "full" else 12, **options)
+    result = run(model, policy, ROWS, PROMPTS)
+    dropped = 0
+    for b, row in enumerate(ROWS):
+        SEEN.update({layer: result.visible(layer, b, len(row)) for layer in range(3)})
+        dropped += sum(int((~seen).sum()) for seen in SEEN.values()) - 3 * len(SEEN[0]) * len(row) * (len(row) - 1) // 2
+        with torch.no_grad():
+            wanted = plain(row[None], use_cache=False).logits[0]
+        assert (result.logits[b] - wanted).abs().max() < 1e-11
+    assert (dropped > 0) == (spec != "full")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "phi3", "smollm3"])
+def test_training_sees_what_a_cache_serves(name):
+    """Bound as above, for float32: 1e4 eps are 1.2e-3."""
+    model, prompt = shaped(name), PROMPTS[0]
+    gates, row = gates_for(model, scope="prompt"), ROWS[0][None]
+    ag.attach(model, gates)
+    [served] = run(model, ag.policy("gates"), ROWS[:1], PROMPTS[:1]).logits
+    with torch.no_grad():
+        gating = ag.Gating(gates, torch.ones_like(row), torch.tensor([prompt]), hard=True)
+        trained = model(row, gating=gating, use_cache=False).logits[0]
+        plain = model(row, use_cache=False).logits[0]
+    assert (trained[prompt - 1 :] - plain[prompt - 1 :]).abs().max() > 0.1
+    assert (trained - served).abs().max() < 1.2e-3
+
+
+def test_values_narrower_than_keys_cost_what_they_hold():
+    """DeepSeek-V3 as transformers runs it: 4 heads with keys of 24 and values of 12."""
+    model = shaped("deepseek_v3")
+    cache = ag.EvictionCache(model, "h2o", 256)
+    with torch.no_grad():
+        model(torch.randint(3, 128, (1, 400)), past_key_values=cache, logits_to_keep=1)
+    assert 3 * 4 * 256 * (24 + 12) * 4 <= cache.nbytes <= 1.1 * 3 * 4 * 256 * (24 + 12) * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "options", "parts"),
+    [
+        ("deepseek_v3", "expected_attention", {}, ["DeepseekV3Model", "8", "24", "Use another policy"]),
+        ("deepseek_v3", "expected_attention+criticalkv@heads", {}, ["DeepseekV3Model", "8", "24"]),
+        ("deepseek_v3", "h2o", {"positions": "slot"}, ["DeepseekV3Model", "8", "24", "positions=original"]),
+        ("smollm3", "expected_attention", {}, ["SmolLM3Model", "layer 2", "Use another policy"]),
+        ("smollm3", "h2o", {"positions": "slot"}, ["SmolLM3Model", "layer 2", "positions=original"]),
+        ("gpt_oss", "h2o", {}, ["GptOssModel", "layer 0", "GptOssAttention", "s_aux", "Qwen3"]),
+        ("gemma2", "h2o", {}, ["Gemma2Model", "layer 0", "Gemma2Attention", "softcap", "Qwen3"]),
+    ],
+)
+def test_refused_before_the_first_forward_pass(name, spec, options, parts):
+    model = shaped(name)
+    with refuses(UnsupportedModelError, *parts) as caught:
+        ag.EvictionCache(model, spec, 12, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
+def test_gates_are_refused_where_attention_is_another(name):
+    model = shaped(name)
+    with refuses(UnsupportedModelError, type(model.get_decoder()).__name__, "layer 0"):
+        ag.attach(model, gates_for(model))
+    assert not hasattr(model.get_decoder(), "_ag_attachment")
+
+
+def test_a_layer_that_attends_twice():
+    model = shaped("diffllama")
+    with refuses(UnsupportedModelError, "DiffLlamaAttention", "twice", "layer 0", "Qwen3"), torch.no_grad():
+        model(ROWS[0][None], past_key_values=ag.EvictionCache(model, "full"))
+
+
+def test_layers_that_hold_something_else(tiny_llama):
+    model = tiny_llama()
+    model.config.layer_types = ["full_attention", "indexed_attention", "full_attention"]
+    with refuses(UnsupportedModelError, "LlamaModel", "layer 1", "indexed_attention", "full_attention"):
+        ag.EvictionCache(model, "full")
+    model.config.layer_types = None
+    model.model.layers[2].self_attn.__class__ = type("Own", (torch.nn.Module,), {})
+    with refuses(UnsupportedModelError, "LlamaModel", "layer 2", "Own", "attention interface"):
+        ag.EvictionCache(model, "full")
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"), [("h2o+criticalkv", {}), ("kvzip", {"normalize": True}), ("kvzip+criticalkv@heads", {})]
+)
+def test_a_projection_under_another_name(tiny_llama, spec, options):
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.self_attn.mixed = layer.self_attn.o_proj
+        del layer.self_attn.o_proj
+    with refuses(ValueError, "LlamaAttention", "o_proj", "wo"):
+        ag.EvictionCache(model, spec, 12, **options)
+    ag.EvictionCache(model, "kvzip", 12)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "phi3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotations_are_found_to_be_those_of_the_model(name, dtype):
+    model = shaped(name).to(dtype)
+    assert ag.EvictionCache(model, "expected_attention", 12).decoder._ag_attachment.unturned == ""
+    ag.EvictionCache(model, "h2o", 12, positions="slot")

@@ -1,0 +1,200 @@
+"""What counts as the same memory: kept shares worked out by hand, and what is then paired with what."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import made_up
+import pytest
+
+from ag.evaluate.comparison import plots
+from ag.evaluate.comparison.findings import Comparison, Entry, _tested
+from ag.evaluate.comparison.page import render
+from ag.evaluate.comparison.report import markdown
+from ag.evaluate.comparison.shares import agree, at_budget, held, hold_alike, percent
+from ag.evaluate.comparison.verdict import judge, verdicts
+from ag.evaluate.tasks import Outcome
+
+LENGTHS = (100, 300)
+
+
+def entry(label, budget, tokens, kept, task="ppl"):
+    """A result on prompts of so many tokens, of which these shares were held; nats are the share evicted."""
+    made = made_up.entry("ppl", label, budget, 0.0, 0)
+    outcomes = [
+        Outcome(str(i), 3.0 - share + 0.001 * i, n, share, 9, 0.1)
+        for i, (n, share) in enumerate(zip(tokens, kept, strict=True))
+    ]
+    total = sum(n * share for n, share in zip(tokens, kept, strict=True)) / sum(tokens)
+    name = {"flags": "flags:x", "mine": "gates:x"}.get(label, label)
+    given = "" if budget is None else f", budget={budget}"
+    mean = sum(one.score for one in outcomes) / len(outcomes)
+    row = replace(
+        made.row, task=task, policy=f"ag.policy('{name}'{given})", kept=total, mean=mean, n=len(outcomes), floor=None
+    )
+    return Entry(row, outcomes, [])
+
+
+def tokens_of(budget, lengths=LENGTHS):
+    """The shares that a budget in tokens is."""
+    return [budget / n for n in lengths]
+
+
+def of(entries, baseline="full"):
+    return Comparison(Path(), baseline, [_tested(one, baseline, entries) for one in entries])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (0.25, 0.27, True),
+        (0.25, 0.271, False),
+        (0.63, 0.25, False),
+        (0.1, 0.12, True),
+        (0.05, 0.06, True),
+        (0.05, 0.0601, False),
+        (0.004, 0.008, False),  # 16 and 32 of 4,096 tokens: twice the memory, half a percent of the prompt
+        (1.0, 0.98, True),
+        (0.0, 0.0, True),
+    ],
+)
+def test_shares_that_count_as_equal(one, other, same):
+    assert agree(one, other) is agree(other, one) is same
+
+
+@pytest.mark.parametrize(
+    ("budget", "flags", "alike"),
+    [
+        (60, (0.3, 0.3), False),  # 120 of 400 tokens too, but 40 % of a prompt on average
+        (60, (0.6, 0.2), True),
+        (0.3, (0.3, 0.3), True),
+        (0.3, (0.35, 0.3), False),  # 31 % of all tokens, 32.5 % of a prompt
+    ],
+)
+def test_of_all_tokens_and_of_a_prompt_on_average(budget, flags, alike):
+    """Budgets in tokens are unlike shares where prompts differ in length: 60 tokens of 100 and of 300."""
+    kept = tokens_of(budget) if isinstance(budget, int) else [budget] * 2
+    one, other = entry("h2o", budget, LENGTHS, kept), entry("flags", None, LENGTHS, flags)
+    assert hold_alike(one, other) is hold_alike(other, one) is alike
+
+
+def test_texts_that_the_model_writes_differ_in_length():
+    """70 tokens held behind solutions of 200 and of 230 tokens are the same memory, 110 are not."""
+    one, other = entry("h2o", 70, (200, 200), (0.35, 0.35)), entry("tova", 70, (230, 230), (70 / 230, 70 / 230))
+    assert not agree(0.35, 70 / 230)
+    assert hold_alike(one, other) and hold_alike(other, one)
+    assert not hold_alike(one, entry("tova", 70, (230, 230), (110 / 230, 110 / 230)))
+
+
+@pytest.fixture
+def mixed():
+    """At a quarter: gates and h2o as told, snapkv, which protects more, and flags at 63 %; flags of 26 % fit."""
+    shares = {"mine": 0.25, "h2o": 0.25, "snapkv": 0.32}
+    entries = [entry("full", None, LENGTHS, (1.0, 1.0))]
+    entries += [entry(label, 0.25, LENGTHS, (share, share)) for label, share in shares.items()]
+    entries += [entry(label, None, LENGTHS, (s, s)) for label, s in (("flags", 0.63), ("fitting", 0.26))]
+    entries[-1] = replace(entries[-1], row=replace(entries[-1].row, policy="ag.policy('flags:y')"))
+    return entries
+
+
+def test_unequal_shares_are_never_paired(mixed):
+    comparison = of(mixed)
+    assert [one.row.label for one in at_budget(comparison.entries, "0.25")] == ["mine", "h2o", "fitting"]
+    wins = comparison.wins("0.25")
+    assert wins.names == ["full (100 %)", "mine 0.25 (25 %)", "h2o 0.25 (25 %)", "fitting (26 %)"]
+    assert wins.tasks.tolist() == [[1] * 4] * 4
+    verdict = judge(comparison, "ppl", "0.25")
+    assert (verdict.best.row.label, verdict.rival.row.label) == ("fitting", "h2o")
+    assert comparison.apart() == [
+        "ppl: snapkv 0.25 holds 32.0 %, mine 0.25 25.0 %",
+        "ppl: flags holds 63.0 %, mine 0.25 25.0 %",
+    ]
+    for text in (render(comparison), markdown(comparison)):
+        for line in comparison.apart():
+            assert line in text
+    assert [one.row.label for one in comparison.entries if one.paired is None] == ["full"]  # each is held against it
+
+
+def test_what_is_not_level_is_not_named_level(mixed):
+    """Two exports whose flags hold different shares: neither is the other's rival, nor level with it."""
+    entries = [one for one in mixed if one.budget == ""]
+    verdict = judge(of(entries), "ppl", "")
+    assert (verdict.best.row.label, verdict.rival.row.label, list(verdict.level)) == ("flags", "full", [])
+
+
+def test_a_baseline_that_evicts_is_for_those_that_hold_as_much(mixed):
+    comparison = of(mixed, "flags")
+    assert {one.row.label: one.paired is not None for one in comparison.entries} == {
+        "full": True,
+        "mine": False,
+        "h2o": False,
+        "snapkv": False,
+        "flags": False,
+        "fitting": False,
+    }
+    assert "ppl: h2o 0.25 holds 25.0 %, flags 63.0 %" in comparison.apart()
+    near = of(mixed, "fitting")
+    assert near.entries[2].paired.difference == pytest.approx(0.01) and near.entries[3].paired is None
+
+
+def test_pairs_are_told_apart_task_by_task(mixed):
+    """Flags that hold as much as the others on one task of two are paired there alone."""
+    fits = [entry(label, budget, LENGTHS, (0.25, 0.25), "other") for label, budget in (("h2o", 0.25), ("flags", None))]
+    wins = of([*mixed, *fits]).wins("0.25")
+    assert wins.names[3:] == ["fitting (26 %)", "flags (25 %)"]
+    at = {name.split()[0]: place for place, name in enumerate(wins.names)}
+    assert (wins.tasks[at["h2o"], at["flags"]], wins.tasks[at["h2o"], at["mine"]]) == (1, 1)
+    assert wins.tasks[at["mine"], at["flags"]] == 0
+
+
+def test_differing_budgets_in_tokens(mixed):
+    """Flags that hold 30 % of each prompt are not compared at 60 tokens of 100 and of 300, which are 30 % as well."""
+    entries = [entry("h2o", 60, LENGTHS, tokens_of(60)), entry("tova", 60, LENGTHS, tokens_of(60))]
+    comparison = of([*entries, entry("flags", None, LENGTHS, (0.3, 0.3))])
+    assert comparison.wins("60").names == ["h2o 60 (30 %)", "tova 60 (30 %)"]
+    assert comparison.apart() == ["ppl: flags holds 30.0 % of a prompt on average, h2o 60 40.0 %"]
+    same = of([*entries, entry("flags", None, LENGTHS, tokens_of(60))])
+    assert same.apart() == [] and len(same.wins("60").names) == 3
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.25, "25 %"), (1.0, "100 %"), (0.0996, "10 %"), (0.094, "9.4 %"), (0.004, "0.4 %"), (0.0, "0.0 %")],
+)
+def test_shares_as_text(share, text):
+    assert percent(share) == text
+
+
+def test_what_a_policy_holds_by_budget_and_over_tasks():
+    shares = {0.5: (0.497, 0.529), 0.25: (0.25, 0.252), 0.02: (0.02, 0.02)}
+    entries = [
+        entry("h2o", budget, (100,), (share,), task)
+        for budget, both in shares.items()
+        for task, share in zip(made_up.TASKS, both, strict=True)
+    ]
+    assert held(entries) == "2.0, 25, 50 to 53 %"
+    assert of(entries).shown("h2o") == "h2o (2.0, 25, 50 to 53 %)"
+    assert held([]) == ""
+
+
+def test_every_legend_says_what_was_kept(mixed):
+    comparison = of(mixed)
+    labels = ["full (100 %)", "mine (25 %)", "h2o (25 %)", "snapkv (32 %)", "flags (63 %)", "fitting (26 %)"]
+    drawn = {name: figure.axes for name, figure in plots.draw(comparison)}
+    quality = drawn["quality_ppl"][0]
+    assert quality.get_legend_handles_labels()[1] == labels
+    assert drawn["lead"][-1].get_legend_handles_labels()[1] == labels[1:]
+    levels = [line.get_ydata()[0] for line in quality.lines if line.get_linestyle() == "--"]
+    assert levels == [comparison.entries[0].row.mean]  # the full cache alone is held against other shares
+    page = render(comparison)
+    for label in labels:
+        assert f"</svg>{label}</li>" in page
+    assert page.count('class="line level') == 2  # of the leading curves and of the task
+
+
+def test_the_verdict_names_gates_at_every_budget():
+    """Gates that rank take part at each budget; flags, at 63 %, at neither."""
+    entries = [entry("full", None, LENGTHS, (1.0, 1.0)), entry("flags", None, LENGTHS, (0.63, 0.63))]
+    entries += [entry(label, b, LENGTHS, (b, b)) for label in ("mine", "h2o") for b in (0.5, 0.25)]
+    found = verdicts(of(entries))
+    assert [one.budget for one in found] == ["0.5", "0.25"]
+    assert {frozenset((one.best.row.label, one.rival.row.label)) for one in found} == {frozenset(("mine", "h2o"))}

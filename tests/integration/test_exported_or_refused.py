@@ -1,0 +1,87 @@
+"""What a run trains it exports, also when it died before; what cannot be exported is refused before the first step."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from command import resume, runs, train, weights
+from refused import names
+from safetensors.torch import load_file
+from shapes import shaped
+from transformers import AutoModelForCausalLM
+
+from ag import fit, run
+from ag.gates import export
+from ag.training.module import GatedLM
+
+LORA = ["train=gates+lora", "lora.targets=all-linear", "trainer.max_steps=2", "data.val_samples=2"]
+
+
+@pytest.fixture
+def mixture(tmp_path: Path, tiny_tokenizer) -> Path:
+    """Folder of a tiny Mixtral, whose experts are stacked in two parameters of a layer."""
+    shaped("mixtral", num_hidden_layers=2).save_pretrained(tmp_path / "mixture")
+    tiny_tokenizer.save_pretrained(tmp_path / "mixture")
+    return tmp_path / "mixture"
+
+
+@pytest.mark.slow
+def test_adapted_experts_are_exported(
+    mixture: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that died between its last step and the export, as such runs once did, is exported by resume=."""
+    overrides = [*LORA, f"model.name={mixture}", "export.merge=true", f"output={tmp_path / 'runs'}"]
+
+    def die(*_: object) -> None:
+        raise AttributeError("died here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "gather", die)
+        with pytest.raises(AttributeError, match="died here"):
+            fit.main([f"recipe={recipe}", *overrides])
+    [died] = runs(tmp_path / "runs")
+    assert not (died / "export").exists()
+    trained = weights(died)
+    resume(died)
+    written = load_file(died / "export" / "adapter" / "adapter_model.safetensors")
+    lora = {name.removeprefix("model.").replace(".default", ""): x for name, x in trained.items() if "lora_" in name}
+    assert written.keys() == lora.keys() and any("experts" in name for name in written)
+    assert all(torch.equal(written[name], x) for name, x in lora.items())
+
+    ids = torch.arange(3, 43)[None]
+    base = AutoModelForCausalLM.from_pretrained(mixture).eval()
+    merged = AutoModelForCausalLM.from_pretrained(died / "merged").eval()
+    with torch.no_grad():
+        plain = base(ids).logits
+        adapted = export.load_adapter(copy.deepcopy(base), died / "export")(ids).logits
+        assert (adapted - plain).abs().max() > 1e-2
+        torch.testing.assert_close(merged(ids).logits, adapted, atol=1e-4, rtol=0)
+
+
+def test_refused_before_the_first_step(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = train(recipe, tmp_path / "runs", "trainer.max_steps=2", "data.val_samples=2")
+    (done / "export" / "notes.txt").write_text("mine")
+    monkeypatch.setattr(GatedLM, "training_step", lambda *_: pytest.fail("a step was made"))
+    capsys.readouterr()
+    assert fit.main([f"resume={done}", "trainer.max_steps=3"]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ag.fit: error: ")]
+    names(line, str(done / "export"), "notes.txt")
+
+
+def test_a_model_that_gates_cannot_serve(
+    tiny_tokenizer, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shaped("gpt_oss", num_hidden_layers=1, layer_types=["full_attention"]).save_pretrained(tmp_path / "sinks")
+    tiny_tokenizer.save_pretrained(tmp_path / "sinks")
+    monkeypatch.setattr("ag.data.build", lambda *_: pytest.fail("the data were read"))
+    capsys.readouterr()
+    model = [f"model.name={tmp_path / 'sinks'}", "model.attn_implementation=eager"]
+    assert fit.main([f"recipe={recipe}", *model, f"output={tmp_path / 'runs'}"]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ag.fit: error: ")]
+    names(line, "GptOssModel", "layer 0", "s_aux")
+    assert not (tmp_path / "runs").exists()
