@@ -6,10 +6,10 @@ import gc
 import by_hand
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from bounds import hold, of_logits, of_nats
 from gates_for import gates_for
 from peft import LoraConfig, get_peft_model
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import BitsAndBytesConfig, Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 import ag
