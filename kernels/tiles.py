@@ -5,6 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# How float32 tiles are multiplied, on tensor cores; 16-bit ones are left as they are. A number a is split into two TF32
+# numbers of 11 significant bits, a' and a'', so that |a - a' - a''| <= 2^-22 |a|. A product is a'b' + a'b'' + a''b',
+# without a''b'', at most 2^-22 |ab|. So it is wrong by at most 3 * 2^-22 |ab|, 6 roundings (2^-23), and a sum of n
+# products by (6 + n) 2^-23 sum |ab|: n, as float32 operations in any order, and 6 more. The interpreter multiplies in
+# float32 whatever stands here; tests/gpu hold the bound on a card.
+FLOAT32 = tl.constexpr("tf32x3")
+
 
 @triton.jit
 def load_rows(base, stride, start, length, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
@@ -113,5 +120,5 @@ def mix(s, values, total, largest, mixed):
     finite = tl.where(larger == float("-inf"), 0.0, larger)
     p = tl.exp2(s - finite[:, None])
     shrink = tl.exp2(largest - finite)
-    mixed = tl.dot(p.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
+    mixed = tl.dot(p.to(values.dtype), values, mixed * shrink[:, None], input_precision=FLOAT32)
     return total * shrink + tl.sum(p, 1), larger, mixed

@@ -1,70 +1,93 @@
-"""Launching Triton kernels: the configuration is tuned once a machine, or fixed."""
+"""Launching Triton kernels with the tiles of the table, or with the fastest where tuning was asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 
+from ag.kernels.configurations import CONFIGURATIONS, Tiles, of_card, of_type
 from ag.kernels.dispatch import interpreting
 
-Shape = tuple[int, int, int]
 Grid = Callable[[dict[str, Any]], tuple[int, ...]]
+Settings = dict[str, Any]
 LOG2E = 1.4426950408889634
 TALLEST = 128  # rows of the largest tile
 FARTHEST = (2**31 - 1) // TALLEST  # elements from one row to the next
+VARIABLE = "AG_TUNE"
+CLASSES = (2048, 16384)  # lengths up to which tiles are timed together; longer ones are a class of their own
+SMALLEST = {"ROWS": 16}
 
 
 class Tuned:
     """A kernel and the shapes of its tiles.
 
-    The fastest configuration is found by running each once a type, head size and doubling of the length, and is kept on
-    disk by Triton. Under ``torch.use_deterministic_algorithms`` it is the first, so that machines of one kind agree to
-    the bit; Triton's interpreter gets the smallest tiles.
+    They are the first of its entry in :mod:`ag.kernels.configurations`, so that nothing is timed while somebody waits
+    and machines of one kind agree to the bit. With ``AG_TUNE=1`` in the environment, and without
+    ``torch.use_deterministic_algorithms``, those of the entry are timed once for each type, head size and class of
+    lengths (to 2,048 tokens, to 16,384, longer), whatever masks the first call has; Triton keeps the result on disk.
+    Triton's interpreter gets the smallest tiles.
 
     Args:
         kernel: a ``triton.jit`` function with a constexpr argument ``ROWS``, arguments that ``key`` names, and ``q``.
-        half: (rows, warps, stages) of each configuration for 16-bit arguments; above a head size of 128, half the rows.
-            The first of each list fits the 99 KB of shared memory of sm_86 and sm_89; the tuner drops what does not.
-        single: those for float32, which does without tensor cores and needs small tiles.
-        key: arguments whose change calls for another tuning.
+        key: arguments whose change calls for another timing.
+        smallest: constexpr arguments for the interpreter.
     """
 
-    def __init__(self, kernel: Any, half: list[Shape], single: list[Shape], key: list[str]) -> None:
-        self.kernel = kernel
-        self.half, self.single = _configs(half), _configs(single)
-        self.wide = _configs([(rows // 2, warps, stages) for rows, warps, stages in half])
-        prune = {"early_config_prune": self._fitting}
-        tune = triton.autotune(self.half + self.wide + self.single, key=key, prune_configs_by=prune, cache_results=True)
-        self.tuned = tune(kernel)
+    def __init__(self, kernel: Any, key: list[str], smallest: Mapping[str, int] = SMALLEST) -> None:
+        self.kernel, self.key, self.smallest = kernel, key, smallest
+        entries = [entry for cards in CONFIGURATIONS[kernel.__name__].values() for entry in cards.values()]
+        self.configs = {tiles: _config(tiles) for entry in entries for tiles in entry}
+        every, prune = list(self.configs.values()), {"early_config_prune": self._of_entry}
+        self.timed = triton.autotune(every, key=key, prune_configs_by=prune, cache_results=True)(kernel)
+        self.fastest: dict[tuple[Any, ...], Settings] = {}
+        self._dims = [kernel.arg_names.index(name) for name in ("D", "E") if name in kernel.arg_names]
 
-    def _fitting(self, _: list[triton.Config], arguments: dict[str, Any], **__: Any) -> list[triton.Config]:
-        if arguments["q"].dtype == torch.float32:
-            return self.single
-        return self.half if max(arguments["D"], arguments.get("E", 0)) <= 128 else self.wide
+    def entry(self, q: torch.Tensor, *dims: int) -> list[Tiles]:
+        """Return the table's tiles for queries and head sizes."""
+        return CONFIGURATIONS[self.kernel.__name__][of_type(q.dtype, max(dims))][of_card(q.device)]
 
-    def first(self, *arguments: Any) -> dict[str, Any]:
-        """Return the configuration of the deterministic mode for the arguments of a launch."""
-        named = dict(zip(self.kernel.arg_names, arguments, strict=False))
-        settings: dict[str, Any] = self._fitting([], named)[0].all_kwargs()
-        return settings
+    def tiles(self, arguments: Sequence[Any]) -> list[Tiles]:
+        """Return the table's tiles for the arguments of a launch, the one that is taken first."""
+        return self.entry(arguments[0], *(arguments[i] for i in self._dims))
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
         """Launch the kernel on the device of ``q``, its first argument."""
         q = arguments[0]
         with torch.cuda.device_of(q):
             if interpreting():
-                self.kernel[grid](*arguments, ROWS=16)
-            elif torch.are_deterministic_algorithms_enabled():
-                self.kernel[grid](*arguments, **self.first(*arguments))
+                self.kernel[grid](*arguments, **self.smallest)
+            elif os.environ.get(VARIABLE) != "1" or torch.are_deterministic_algorithms_enabled():
+                self.kernel[grid](*arguments, **self.settings(self.tiles(arguments)[0]))
             else:
-                self.tuned[grid](*arguments)
+                self._tune(grid, arguments)
+
+    def settings(self, tiles: Tiles) -> Settings:
+        """Return what a launch with these tiles is given by name."""
+        settings: Settings = self.configs[tiles].all_kwargs()
+        return settings
+
+    def _tune(self, grid: Grid, arguments: tuple[Any, ...]) -> None:
+        """Launch the fastest configuration; the first call of its kind times them all."""
+        q, named = arguments[0], dict(zip(self.kernel.arg_names, arguments, strict=False))
+        key = (q.dtype, q.device, *(named[name] for name in self.key))
+        if key in self.fastest:
+            self.kernel[grid](*arguments, **self.fastest[key])
+        else:
+            self.timed[grid](*arguments)
+            self.fastest[key] = self.timed.best_config.all_kwargs()
+
+    def _of_entry(self, _: list[triton.Config], named: dict[str, Any], **__: Any) -> list[triton.Config]:
+        dims = [named[name] for name in ("D", "E") if name in named]
+        return [self.configs[tiles] for tiles in self.entry(named["q"], *dims)]
 
 
-def _configs(shapes: list[Shape]) -> list[triton.Config]:
-    return [triton.Config({"ROWS": rows}, num_warps=warps, num_stages=stages) for rows, warps, stages in shapes]
+def _config(tiles: Tiles) -> triton.Config:
+    named = {"ROWS": tiles.rows} | ({"KEYS": tiles.keys} if tiles.keys else {})
+    return triton.Config(named, num_warps=tiles.warps, num_stages=tiles.stages)
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
@@ -82,9 +105,9 @@ def padding_bias(key_valid: torch.Tensor | None) -> torch.Tensor | None:
 
 def key_block(q: torch.Tensor) -> int:
     """Return how many keys a tile holds for the type and head size of ``q``."""
-    if interpreting():
+    if interpreting() or q.element_size() == 4:
         return 16
-    return 64 if q.element_size() == 2 and q.shape[-1] <= 128 else 32
+    return 64 if q.shape[-1] <= 128 else 32
 
 
 def padded(dim: int) -> int:
@@ -92,6 +115,6 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def doublings(length: int) -> int:
-    """Return the size class of a length for the tuner's key."""
-    return min(length.bit_length(), 15)
+def size_class(length: int) -> int:
+    """Return the class of a length for the tuner's key."""
+    return sum(length > most for most in CLASSES)

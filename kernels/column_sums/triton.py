@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from ag.kernels.tiles import at, load_rows, ranges, turn, weights
-from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded, padding_bias, readable
+from ag.kernels.tiles import FLOAT32, at, load_rows, ranges, turn, weights
+from ag.kernels.tuned import LOG2E, Tuned, key_block, padded, padding_bias, readable, size_class
 
 
 @triton.jit
@@ -16,7 +16,7 @@ def _take(q, k, k_stride, total, largest, scale, start, n, padding, window, T, R
           D: tl.constexpr, DP: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
     """Take one block of keys into the running row sums."""
     keys = load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
-    s = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    s = tl.dot(q, tl.trans(keys), input_precision=FLOAT32) * scale
     s += weights(start, n, None, padding, None, 1, window, T, ROWS, KEYS, NEAR)
     larger = tl.maximum(largest, tl.max(s, 1))
     finite = tl.where(larger == float("-inf"), 0.0, larger)
@@ -81,7 +81,7 @@ def _columns(q, k, lse, out, bounds, q_strides, k_strides, padding, scale, power
         counted = distance >= skip
         if window is not None:
             counted &= distance < window
-        exponent = tl.dot(keys, tl.trans(tile), input_precision="ieee") * scale - sums[None, :]
+        exponent = tl.dot(keys, tl.trans(tile), input_precision=FLOAT32) * scale - sums[None, :]
         if LARGEST:
             paid = tl.maximum(paid, tl.max(tl.where(counted, exponent, float("-inf")), 1))
         else:
@@ -94,11 +94,7 @@ def _columns(q, k, lse, out, bounds, q_strides, k_strides, padding, scale, power
     tl.store(out + tl.cast(pair, tl.int64) * T + columns, paid, mask=columns < T)
 
 
-KEY = ["D", "KEYS", "size"]
-ROW_SUMS = Tuned(_row_sums, [(64, 4, 2), (128, 8, 2), (128, 4, 3), (128, 8, 3)], [(32, 8, 1), (16, 4, 1)], KEY)
-COLUMNS = Tuned(
-    _columns, [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)], [(16, 4, 1), (32, 8, 1)], [*KEY, "LARGEST"]
-)
+ROW_SUMS, COLUMNS = Tuned(_row_sums, ["D", "size"]), Tuned(_columns, ["D", "size", "LARGEST"])
 
 
 def columns(
@@ -127,7 +123,7 @@ def columns(
     index = torch.arange(count, device=q.device)
     bounds = torch.stack([torch.where(queries, index, count).amin(1), torch.where(queries, index + 1, 0).amax(1)], 1)
     strides = q.stride()[:3], k.stride()[:3]
-    sizes = (count, length, doublings(length), heads, heads // k.shape[1], dim, padded(dim), key_block(q))
+    sizes = (count, length, size_class(length), heads, heads // k.shape[1], dim, padded(dim), key_block(q))
     scale = scaling * LOG2E
     ROW_SUMS(
         lambda meta: (triton.cdiv(count, meta["ROWS"]) * batch * heads,),

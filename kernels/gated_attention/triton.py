@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from ag.kernels.gated_attention.masks import sink_mask
-from ag.kernels.tiles import at, load_rows, mix, ranges, store_rows, turn, weights
-from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded, padding_bias, readable
+from ag.kernels.tiles import FLOAT32, at, load_rows, mix, ranges, store_rows, turn, weights
+from ag.kernels.tuned import LOG2E, Tuned, key_block, padded, padding_bias, readable, size_class
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def attend(q, k, v, k_stride, v_stride, total, largest, mixed, scale, start, n, 
            EP: tl.constexpr, NEAR: tl.constexpr, floor=None):  # fmt: skip
     """Take one block of keys into the running softmax."""
     keys = load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
-    s = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    s = tl.dot(q, tl.trans(keys), input_precision=FLOAT32) * scale
     s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR, floor)
     return mix(s, load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP), total, largest, mixed)
 
@@ -82,13 +82,13 @@ def _slope(q, d_out, k, v, k_stride, v_stride, lse, delta, dq, scale, start, n, 
            ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
            EP: tl.constexpr, NEAR: tl.constexpr, floor=None):  # fmt: skip
     """Add what one block of keys gives to dQ."""
+    values = load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP)
+    slope = tl.dot(d_out, tl.trans(values), input_precision=FLOAT32) - delta[:, None]
     keys = load_rows(k, k_stride, n * KEYS, T, KEYS, D, DP)
-    s = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    s = tl.dot(q, tl.trans(keys), input_precision=FLOAT32) * scale
     s += weights(start, n, gate, padding, dense, recent, window, T, ROWS, KEYS, NEAR, floor)
     p = tl.exp2(s - lse[:, None])
-    values = load_rows(v, v_stride, n * KEYS, T, KEYS, E, EP)
-    slope = tl.dot(d_out, tl.trans(values), input_precision="ieee") - delta[:, None]
-    return tl.dot((p * slope).to(keys.dtype), keys, dq, input_precision="ieee")
+    return tl.dot((p * slope).to(keys.dtype), keys, dq, input_precision=FLOAT32)
 
 
 @triton.jit(do_not_specialize=["T", "size", "recent"])
@@ -155,7 +155,7 @@ def _pay(q, d_out, q_stride, d_out_stride, lse, delta, keys, values, dk, dv, dm,
         visible &= columns >= tl.load(floors + rows, mask=rows < T, other=0)
     if valid is not None:
         visible &= valid[:, None]
-    exponent = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - sums
+    exponent = tl.dot(keys, tl.trans(queries), input_precision=FLOAT32) * scale - sums
     if weight is not None:
         free = rows - columns >= recent
         if dense is not None:
@@ -163,28 +163,34 @@ def _pay(q, d_out, q_stride, d_out_stride, lse, delta, keys, values, dk, dv, dm,
         # e^(s - lse) of an evicted key is held at 1: for an evicted attention sink it would be astronomical
         exponent = tl.where(free & (weight == 0.0)[:, None], tl.minimum(exponent, 0.0), exponent)
     p = tl.where(visible, tl.exp2(exponent), 0.0)
-    slope = tl.dot(values, tl.trans(d_outputs), input_precision="ieee")
-    slope -= tl.load(delta + rows, mask=rows < T, other=0.0)
+    if not ONLY:
+        used = p
+        if weight is not None:
+            used = tl.where(free, p * weight[:, None], p)
+        dv = tl.dot(used.to(d_outputs.dtype), d_outputs, dv, input_precision=FLOAT32)
+    slope = tl.dot(values, tl.trans(d_outputs), input_precision=FLOAT32)
+    paid = p * (slope - tl.load(delta + rows, mask=rows < T, other=0.0))
     if FLAGS:
-        dm += tl.sum(tl.where(free, p * slope, 0.0), 1)
+        dm += tl.sum(tl.where(free, paid, 0.0), 1)
     if not ONLY:
         if weight is not None:
-            p = tl.where(free, p * weight[:, None], p)
-        dv = tl.dot(p.to(d_outputs.dtype), d_outputs, dv, input_precision="ieee")
-        dk = tl.dot((p * slope).to(queries.dtype), queries, dk, input_precision="ieee")
+            paid = tl.where(free, paid * weight[:, None], paid)
+        dk = tl.dot(paid.to(queries.dtype), queries, dk, input_precision=FLOAT32)
     return dk, dv, dm
 
 
 @triton.jit(do_not_specialize=["T", "size", "recent"])
 def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_strides, v_strides, d_out_strides,
                    dk_strides, dv_strides, gate, padding, dense_until, floors, ends, before, scale, recent, window, T,
-                   size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KEYS: tl.constexpr,
-                   ROWS: tl.constexpr):  # fmt: skip
-    """Write dK, dV and the flags' gradient of one block of keys, summed over the query heads of its group."""
+                   size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+                   BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """Write dK, dV and the flags' gradient of a tile of keys, whole blocks, summed over its group's query heads."""
     n, pair = turn(T, KEYS)
     start, heads = n * KEYS, H // G
     b, head = pair // heads, pair % heads
     columns = start + tl.arange(0, KEYS)
+    blocks: tl.constexpr = KEYS // BLOCK
+    past = tl.minimum((n + 1) * blocks, tl.cdiv(T, BLOCK))  # of the tile's blocks, one past the last
     dense = None
     if dense_until is not None:
         dense = tl.load(dense_until + b)
@@ -197,47 +203,50 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
         stop = tl.minimum(T, start + KEYS - 1 + window)
     if floors is not None:
         floors += tl.cast(b, tl.int64) * T
-        stop = tl.minimum(stop, tl.load(ends + b * tl.cdiv(T, KEYS) + n))
+        stop = tl.minimum(stop, tl.load(ends + b * tl.cdiv(T, BLOCK) + past - 1))
     attended, weight = stop, None
     row = tl.cast(pair, tl.int64)
     if gate is not None:
         weight = tl.exp2(tl.load(gate + row * T + columns, mask=columns < T, other=float("-inf")))
-        before += row * (tl.cdiv(T, KEYS) + 1) + n
+        before += row * (tl.cdiv(T, BLOCK) + 1)
         protected = start + KEYS - 1 + recent
         if dense is not None:
             protected = tl.maximum(protected, dense)
-        attended = tl.where(tl.load(before + 1) > tl.load(before), stop, tl.minimum(stop, protected))
+        attended = tl.where(tl.load(before + past) > tl.load(before + n * blocks), stop, tl.minimum(stop, protected))
     attended = first + tl.cdiv(attended - first, ROWS) * ROWS
     keys = load_rows(at(k, k_strides, b, head), k_strides[2], start, T, KEYS, D, DP)
     values = load_rows(at(v, v_strides, b, head), v_strides[2], start, T, KEYS, E, EP)
     key_grad, value_grad = tl.zeros([KEYS, DP], tl.float32), tl.zeros([KEYS, EP], tl.float32)
     flag_grad = tl.zeros([KEYS], tl.float32)
-    for g in range(G):
+    steps = tl.cdiv(attended - first, ROWS)
+    for i in range(0, G * steps):
+        g, m = i // steps, first + i % steps * ROWS
         h = head * G + g
-        queries, d_outputs = at(q, q_strides, b, h), at(d_out, d_out_strides, b, h)
         shift = (row * G + g) * T
-        for m in range(first, attended, ROWS):
-            key_grad, value_grad, flag_grad = _pay(
-                queries, d_outputs, q_strides[2], d_out_strides[2], lse + shift, delta + shift, keys, values,
-                key_grad, value_grad, flag_grad, scale, m, n, weight, valid, dense, floors, recent, window, T, ROWS,
-                KEYS, D, DP, E, EP, d_keep is not None, False)  # fmt: skip
-        if d_keep is not None:
-            for m in range(attended, stop, ROWS):
-                key_grad, value_grad, flag_grad = _pay(
-                    queries, d_outputs, q_strides[2], d_out_strides[2], lse + shift, delta + shift, keys, values,
-                    key_grad, value_grad, flag_grad, scale, m, n, weight, valid, dense, floors, recent, window, T, ROWS,
-                    KEYS, D, DP, E, EP, True, True)  # fmt: skip
+        key_grad, value_grad, flag_grad = _pay(
+            at(q, q_strides, b, h), at(d_out, d_out_strides, b, h), q_strides[2], d_out_strides[2], lse + shift,
+            delta + shift, keys, values, key_grad, value_grad, flag_grad, scale, m, n, weight, valid, dense, floors,
+            recent, window, T, ROWS, KEYS, D, DP, E, EP, d_keep is not None, False)  # fmt: skip
     key_grad *= scale * 0.6931471805599453  # ln 2
     store_rows(at(dk, dk_strides, b, head), dk_strides[2], start, T, key_grad, KEYS, D, DP)
     store_rows(at(dv, dv_strides, b, head), dv_strides[2], start, T, value_grad, KEYS, E, EP)
     if d_keep is not None:
+        # A loop of its own, after the other gradients have left their registers.
+        for g in range(G):
+            h = head * G + g
+            queries, d_outputs = at(q, q_strides, b, h), at(d_out, d_out_strides, b, h)
+            shift = (row * G + g) * T
+            for m in range(attended, stop, ROWS):
+                flag_grad = _pay(
+                    queries, d_outputs, q_strides[2], d_out_strides[2], lse + shift, delta + shift, keys, values,
+                    0.0, 0.0, flag_grad, scale, m, n, weight, valid, dense, floors, recent, window, T, ROWS, KEYS,
+                    D, DP, E, EP, True, True)[2]  # fmt: skip
         tl.store(d_keep + row * T + columns, flag_grad, mask=columns < T)
 
 
-KEY = ["D", "E", "KEYS", "size"]
-FORWARD = Tuned(_forward, [(64, 4, 2), (128, 8, 2), (128, 4, 3), (128, 8, 3)], [(32, 8, 1), (16, 4, 1)], KEY)
-QUERIES = Tuned(_backward_queries, [(64, 4, 2), (128, 8, 2), (64, 8, 2)], [(16, 8, 1), (32, 8, 1)], KEY)
-KEYS = Tuned(_backward_keys, [(32, 8, 2), (32, 4, 2), (64, 8, 2), (64, 8, 3)], [(16, 8, 1), (32, 8, 1)], KEY)
+KEY = ["D", "E", "size"]
+FORWARD, QUERIES = Tuned(_forward, KEY), Tuned(_backward_queries, KEY)
+KEYS = Tuned(_backward_keys, KEY, {"ROWS": 16, "KEYS": 32})
 
 
 def _tables(
@@ -292,7 +301,7 @@ class _TritonGatedAttention(torch.autograd.Function):
         floors = None if first is None else first.int().contiguous()
         out = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty(*q.shape[:3], v.shape[-1])
         lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-        numbers = (scaling * LOG2E, recent if keep is not None else 1, window, length, doublings(length))
+        numbers = (scaling * LOG2E, recent if keep is not None else 1, window, length, size_class(length))
         sizes = (heads, heads // k.shape[1], q.shape[-1], padded(q.shape[-1]), v.shape[-1], padded(v.shape[-1]), block)
         gate, padding, listing, before = tables
         FORWARD(
@@ -352,7 +361,7 @@ def triton_gated_attention(
     """Compute :func:`ag.kernels.gated_attention.gated_attention` with ``O(B H T)`` memory beside its arguments.
 
     Blocks of keys that are all evicted are not read, except by the flags' gradient. Sums run in float32; products of
-    float32 arguments are exact float32 products, not TF32.
+    float32 arguments are as exact as float32 is, not TF32 (:data:`ag.kernels.tiles.FLOAT32`).
     """
     options = (key_valid, scaling, recent, sinks, window, dense_until, first)
     out: Tensor = _TritonGatedAttention.apply(q, k, v, keep, *options)

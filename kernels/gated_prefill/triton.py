@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ag.kernels.gated_attention.masks import sink_mask
 from ag.kernels.gated_attention.triton import attend
-from ag.kernels.tiles import at, load_rows, mix, store_rows, turn
-from ag.kernels.tuned import LOG2E, Tuned, doublings, key_block, padded, padding_bias, readable
+from ag.kernels.tiles import FLOAT32, at, load_rows, mix, store_rows, turn
+from ag.kernels.tuned import LOG2E, Tuned, key_block, padded, padding_bias, readable, size_class
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _prefill(q, k, v, out, q_strides, k_strides, v_strides, out_strides, gate, p
         inside = i + tl.arange(0, KEYS) < last
         columns = tl.load(kept + i + tl.arange(0, KEYS), mask=inside, other=0)
         keys = _load_listed(k, k_strides[2], columns, inside, D, DP)
-        s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        s = tl.dot(queries, tl.trans(keys), input_precision=FLOAT32) * scale
         s = tl.where(inside[None, :], s, float("-inf"))
         if window is not None:
             s = tl.where(rows[:, None] - columns[None, :] < window, s, float("-inf"))
@@ -64,8 +64,7 @@ def _prefill(q, k, v, out, q_strides, k_strides, v_strides, out_strides, gate, p
     store_rows(at(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
 
 
-KEY = ["D", "E", "KEYS", "size"]
-PREFILL = Tuned(_prefill, [(64, 4, 2), (128, 8, 2), (128, 4, 3), (128, 8, 3)], [(32, 8, 1), (16, 4, 1)], KEY)
+PREFILL = Tuned(_prefill, ["D", "E", "size"])
 
 
 @torch.compiler.disable
@@ -100,7 +99,7 @@ def triton_gated_prefill(
     PREFILL(
         lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,),
         *(q, k, v, out, *(x.stride()[:3] for x in (q, k, v, out)), gate, padding_bias(key_valid), kept, before),
-        *(scaling * LOG2E, recent, window, length, doublings(length), heads, heads // k.shape[1]),
+        *(scaling * LOG2E, recent, window, length, size_class(length), heads, heads // k.shape[1]),
         *(dim, padded(dim), v.shape[-1], padded(v.shape[-1]), block),
     )
     return out

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from ag.kernels.dispatch import interpreting
-from ag.kernels.tiles import load_rows, mix
-from ag.kernels.tuned import LOG2E, Tuned, doublings, padded, readable
+from ag.kernels.tiles import FLOAT32, load_rows, mix
+from ag.kernels.tuned import LOG2E, Tuned, padded, readable, size_class
 
 CHUNKS = 512  # about how many chunks the whole storage is cut into: a few for each processor of a card
 PIECE = 1024  # weights that a program normalises
@@ -36,7 +36,7 @@ def _split(q, keys, values, starts, lengths, owners, before, partial, lse, weigh
     total, largest = tl.zeros([GP], tl.float32), tl.full([GP], float("-inf"), tl.float32)
     mixed = tl.zeros([GP, EP], tl.float32)
     for n in range(first, stop, ROWS):
-        s = tl.dot(queries, tl.trans(load_rows(keys, k_stride, n, stop, ROWS, D, DP)), input_precision="ieee") * scale
+        s = tl.dot(queries, tl.trans(load_rows(keys, k_stride, n, stop, ROWS, D, DP)), input_precision=FLOAT32) * scale
         s = tl.where((n + slots < stop)[None, :], s, float("-inf"))
         if weights is not None:
             mask = (heads < G)[:, None] & (n + slots < tl.minimum(stop, N))[None, :]
@@ -85,8 +85,7 @@ def _combine(partial, lse, before, lengths, out, weights, N, pieces, G, E: tl.co
         tl.store(weights + slots, tl.exp2(logits - largest) / total, mask=slots < N)
 
 
-KEY = ["GP", "D", "E", "size"]
-SPLIT = Tuned(_split, [(64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 3)], [(32, 4, 1), (64, 4, 1)], KEY)
+SPLIT = Tuned(_split, ["GP", "D", "E", "size"])
 
 
 @torch.compiler.disable
@@ -121,7 +120,7 @@ def triton_ragged_decode(
     SPLIT(
         lambda meta: (items,),
         *(q.contiguous(), keys, values, starts, lengths, owners, before, partial, lse, weights),
-        *(keys.stride(0), values.stride(0), scaling * LOG2E, chunk, doublings(slots), longest),
+        *(keys.stride(0), values.stride(0), scaling * LOG2E, chunk, size_class(slots), longest),
         *(rows, group, padded(group)),
         *(dim, padded(dim), width, padded(width)),
     )

@@ -45,6 +45,18 @@ def test_plain_torch(dtype, case):
         near(mine, theirs, PRECISIONS[dtype], what)
 
 
+@pytest.mark.parametrize("dim", [16, 64, 256])
+def test_products_of_float32_err_as_float32_does(triton_untuned, dim):
+    """The bound of ag.kernels.tiles.FLOAT32; a product of TF32 numbers alone errs by some 2^-11 of the same sum."""
+    from gpu.products import product
+
+    torch.manual_seed(dim)
+    scale = torch.exp2(torch.randint(-9, 10, (32, dim), device=DEVICE).float())
+    a, b = draw(32, dim) * scale, draw(32, dim) / scale
+    exact, terms = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
+    assert bool(((product(a, b).double() - exact).abs() <= (6 + dim) * 2.0**-23 * terms).all())
+
+
 def test_tf32_for_torch_leaves_the_kernels_exact(triton_untuned):
     """Lightning and many scripts set this: it is for torch's own products."""
     tensors, keep, options = arguments(length=here(301), group=4, dim=64, dtype=torch.float32)
@@ -70,8 +82,9 @@ def test_blocks_of_evicted_keys_are_skipped_without_a_change(triton_untuned, dty
         near(mine, theirs.double(), 1e-3, what)
 
 
-def test_tuned_and_plain(triton_only):
-    """Every configuration of the tuner is compiled, and the fastest is right."""
+def test_tuned_and_plain(triton_only, monkeypatch):
+    """Every configuration of the entry is compiled, and the fastest is right."""
+    monkeypatch.setenv("AG_TUNE", "1")
     length = here(2048)
     q, k, v = (draw(1, heads, length, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

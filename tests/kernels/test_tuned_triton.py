@@ -1,6 +1,7 @@
 """How the kernels are launched: strides, grids, configurations. Run by test_triton.py in a process of its own."""
 
 import os
+from typing import get_args
 
 import pytest
 import torch
@@ -11,16 +12,19 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from bounds import bounded, hold
 from triton.runtime.errors import OutOfResources
 
+from ag.kernels.column_sums import triton as columns
 from ag.kernels.column_sums.reference import reference_column_sums
 from ag.kernels.column_sums.triton import triton_column_sums
+from ag.kernels.configurations import CONFIGURATIONS, Card, Kind, of_card
 from ag.kernels.gated_attention import triton as attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
 from ag.kernels.gated_attention.triton import triton_gated_attention
+from ag.kernels.gated_prefill import triton as prefill
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
 from ag.kernels.gated_prefill.triton import triton_gated_prefill
 from ag.kernels.ragged_decode import triton as decode
 from ag.kernels.ragged_decode.reference import reference_ragged_decode
-from ag.kernels.tuned import FARTHEST, Tuned, readable
+from ag.kernels.tuned import FARTHEST, TALLEST, Tuned, readable
 
 
 def known(*tensors):
@@ -101,11 +105,7 @@ def test_rows_too_far_apart_for_32_bits_are_brought_together():
     x = torch.empty(FARTHEST + 9, dtype=torch.uint8)
     assert readable(x.as_strided((2, 8), (FARTHEST + 1, 1))).stride() == (8, 1)
     assert readable(x.as_strided((2, 8), (FARTHEST, 1))).stride() == (FARTHEST, 1)
-    largest = max(config.kwargs["ROWS"] for kernel in TUNED for config in kernel.half + kernel.single)
-    assert (largest - 1) * FARTHEST + 255 < 2**31
-
-
-TUNED = [attention.FORWARD, attention.QUERIES, attention.KEYS, decode.SPLIT]
+    assert (TALLEST - 1) * FARTHEST + 255 < 2**31
 
 
 def test_grids_of_many_pairs_stay_within_what_a_card_takes(monkeypatch):
@@ -125,11 +125,63 @@ def test_grids_of_many_pairs_stay_within_what_a_card_takes(monkeypatch):
     assert seen == [(queries,), (queries,), (keys,), (queries,), (queries,), (queries,)]
 
 
-def test_the_tuner_drops_what_does_not_fit(monkeypatch):
-    """A configuration that asks for too much shared memory is passed over, and another one runs."""
+@pytest.fixture
+def timed(monkeypatch):
+    """Launches as on an sm_89; holds one number for each configuration that was timed."""
+    calls = []
+
+    def bench(call, quantiles):
+        calls.append(1)
+        call()
+        return [1.0 * len(calls)] * 3
+
+    monkeypatch.setattr("ag.kernels.tuned.interpreting", lambda: False)
+    monkeypatch.setattr("ag.kernels.tuned.of_card", lambda device: 89)
+    for kernel in (attention.FORWARD, attention.QUERIES, attention.KEYS):
+        monkeypatch.setitem(vars(kernel.timed), "do_bench", bench)
+        monkeypatch.setattr(kernel, "fastest", {})
+        kernel.timed.cache.clear()
+    yield calls
+    for kernel in (attention.FORWARD, attention.QUERIES, attention.KEYS):
+        kernel.timed.cache.clear()
+
+
+def test_nothing_is_timed_unless_asked_for(timed, monkeypatch):
+    """The first tiles of the entry are taken; in the deterministic mode so they are whatever the environment says."""
     q, k, v = draw(33), draw(33), draw(33)
     want = reference_gated_attention(*known(q, k, v), None, None, 0.25)
-    tuned, tried = attention.FORWARD.tuned, []
+    hold(triton_gated_attention(q, k, v, None, None, 0.25), want)
+    monkeypatch.setenv("AG_TUNE", "1")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    hold(triton_gated_attention(q, k, v, None, None, 0.25), want)
+    assert not timed and not attention.FORWARD.fastest
+    launched = []
+    monkeypatch.setattr(type(attention.FORWARD.kernel), "__getitem__", lambda *_: lambda *a, **k: launched.append(k))
+    triton_gated_attention(q, k, v, None, None, 0.25)
+    first = CONFIGURATIONS["_forward"]["32 bits"][89][0]
+    assert [(x["ROWS"], x["num_warps"], x["num_stages"]) for x in launched] == [first[:3]]
+
+
+def test_each_class_of_lengths_is_timed_once_whatever_the_masks(timed, monkeypatch):
+    monkeypatch.setenv("AG_TUNE", "1")
+    monkeypatch.setattr("ag.kernels.tuned.CLASSES", (40, 60))
+    tiles, keep = CONFIGURATIONS["_forward"]["32 bits"][89], (torch.rand(2, 2, 70) > 0.6).float()
+    valid = torch.ones(2, 70, dtype=torch.bool)
+    asked = []
+    for length in (33, 40, 20, 41, 60, 61, 70):
+        q, k, v = draw(length), draw(length), draw(length)
+        for given in ((None, None), (keep[:, :, :length], None), (keep[:, :, :length], valid[:, :length])):
+            triton_gated_attention(q, k, v, *given, 0.25)
+        asked.append(len(timed) // len(tiles))
+    assert asked == [1, 1, 1, 2, 2, 3, 3]
+
+
+def test_the_tuner_drops_what_does_not_fit(timed, monkeypatch):
+    """A configuration that asks for too much shared memory is passed over, and another one runs."""
+    monkeypatch.setenv("AG_TUNE", "1")
+    q, k, v = draw(33), draw(33), draw(33)
+    want = reference_gated_attention(*known(q, k, v), None, None, 0.25)
+    tuned, tried = attention.FORWARD.timed, []
 
     def bench(call, quantiles):
         tried.append(1)
@@ -138,27 +190,49 @@ def test_the_tuner_drops_what_does_not_fit(monkeypatch):
         call()
         return [1.0] * 3
 
-    monkeypatch.setattr("ag.kernels.tuned.interpreting", lambda: False)
     monkeypatch.setitem(vars(tuned), "do_bench", bench)
-    tuned.cache.clear()
     hold(triton_gated_attention(q, k, v, None, None, 0.25), want)
-    assert len(tried) == 2 and tuned.best_config is attention.FORWARD.single[1]
-    tuned.cache.clear()
+    second = CONFIGURATIONS["_forward"]["32 bits"][89][1]
+    assert len(tried) == 2 and tuned.best_config is attention.FORWARD.configs[second]
 
 
 @pytest.mark.parametrize(
     ("dim", "width", "dtype", "expected"),
     [
-        (128, 128, torch.bfloat16, "half"),
-        (256, 256, torch.float16, "wide"),
-        (64, 256, torch.bfloat16, "wide"),
-        (192, 128, torch.bfloat16, "wide"),
-        (256, 256, torch.float32, "single"),
+        (128, 128, torch.bfloat16, "16 bits"),
+        (256, 256, torch.float16, "16 bits above 128"),
+        (64, 256, torch.bfloat16, "16 bits above 128"),
+        (192, 128, torch.bfloat16, "16 bits above 128"),
+        (128, 64, torch.float32, "32 bits"),
+        (256, 256, torch.float32, "32 bits above 128"),
     ],
 )
-def test_configurations_by_the_wider_head(dim, width, dtype, expected):
+def test_tiles_by_the_wider_head(monkeypatch, dim, width, dtype, expected):
+    monkeypatch.setattr("ag.kernels.tuned.of_card", lambda device: 90)
     kernel = attention.FORWARD
     named = {"q": torch.empty(0, dtype=dtype), "D": dim, "E": width}
-    assert kernel._fitting([], named) is getattr(kernel, expected)
     arguments = [named.get(name, 0) for name in kernel.kernel.arg_names if name != "ROWS"]
-    assert kernel.first(*arguments) == getattr(kernel, expected)[0].all_kwargs()
+    assert kernel.tiles(arguments) is CONFIGURATIONS["_forward"][expected][90]
+
+
+@pytest.mark.parametrize(
+    ("capability", "card"),
+    [((8, 0), 80), ((8, 6), 89), ((8, 7), 80), ((8, 9), 89), ((9, 0), 90), ((10, 3), 90), ((12, 0), 89), ((7, 5), 89)],
+)
+def test_tiles_by_the_shared_memory_of_a_card(monkeypatch, capability, card):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert of_card.__wrapped__(torch.device("cuda")) == card
+
+
+def test_the_table_is_complete():
+    """Each tuned kernel has an entry for each type and card, and its tiles of keys are whole blocks."""
+    kernels = [attention.FORWARD, attention.QUERIES, attention.KEYS, prefill.PREFILL, decode.SPLIT]
+    kernels += [columns.ROW_SUMS, columns.COLUMNS]
+    assert {kernel.kernel.__name__ for kernel in kernels} == set(CONFIGURATIONS)
+    for name, table in CONFIGURATIONS.items():
+        assert set(table) == set(get_args(Kind)) and all(set(cards) == set(get_args(Card)) for cards in table.values())
+        for kind, cards in table.items():
+            block = {"16 bits": 64, "16 bits above 128": 32}.get(kind, 16)
+            for tiles in (tiles for entry in cards.values() for tiles in entry):
+                assert (tiles.keys > 0) == (name == "_backward_keys") and tiles.keys % block == 0
+                assert max(tiles.rows, tiles.keys) <= TALLEST
