@@ -58,15 +58,15 @@ def _masked(
     window: int | None,
 ) -> Tensor:
     """Attend with PyTorch's own attention, the query heads of a KV head as the heads of a sequence."""
-    batch, heads, length, dim = q.shape
+    batch, heads, length, _ = q.shape
     rows, group = keep.shape[0] * keep.shape[1], heads // k.shape[1]
     index = torch.arange(length, device=q.device)
     sink = sink_mask(key_valid, sinks, batch, length, q.device)
     visible, protected = pair_masks(index, index, key_valid, sink, recent, window, None)
     hidden = ~(visible & (protected | keep[:, :, None])).view(rows, 1, length, length)
     bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
-    by_row = [x.reshape(rows, -1, length, x.shape[-1]).expand(-1, group, -1, -1) for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*by_row, bias, scale=scaling)
+    q, k, v = (x.reshape(rows, -1, length, x.shape[-1]).expand(-1, group, -1, -1) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, bias, scale=scaling)
     if key_valid is not None:  # a padding query may see nothing
         out = out.masked_fill(hidden.all(-1, keepdim=True), 0.0)
     return out.reshape(batch, heads, length, -1)
