@@ -23,6 +23,7 @@ TWINS = {
     "decode_uneven_batch_8": "decode_uneven",
     "decode_even_batch_8": "decode_even",
     "mistral_cpt": "redpajama_cpt",
+    "kernels_tuned": "kernels",  # in the interpreter nothing is timed
 }
 TESTS = {"engine", "smallest"}  # files that `check` starts; all files are run by test_gpu_rehearsal.py
 FEWER = """
