@@ -24,15 +24,18 @@ carried: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # bounds by random
 watchers: list[Callable[[float], None]] = []
 
 
-def hold(got: Tensor, want: Tensor, bound: Tensor | float | None = None, name: object = "") -> None:
+def hold(
+    got: Tensor | float, want: Tensor | float, bound: Tensor | float | None = None, name: object = ""
+) -> None:
     """Assert that a result is as near to the right one as its operands allow.
 
     Args:
-        got: the result, any shape and type.
+        got: the result, a number, or of any shape and type.
         want: what is right; a :class:`bounded.Bounded` brings its bound.
         bound: of the absolute difference, where ``want`` brings none: a number, or one an element.
         name: what an error message says of the result.
     """
+    got, want = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in (got, want))
     if isinstance(want, Bounded):
         stored = torch.finfo(got.dtype)
         rounded = STORED * stored.eps if stored.eps > want.eps else 0.0  # else the last operation has counted it
@@ -50,8 +53,8 @@ def hold(got: Tensor, want: Tensor, bound: Tensor | float | None = None, name: o
     assert worst <= 1, f"{found}, is {worst:.3g} of the bound"
 
 
-def conditioned(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-    """Bound a computation in float32 by what its operands' roundings do to the result.
+def conditioned(function: Callable[..., Tensor], *operands: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Bound a computation by what its operands' roundings do to the result.
 
     A computation that is as good as its type allows gives what is right for operands that are a few roundings off, and
     rounds that a few times. So the bound of an element is ROUNDINGS times the root mean square of what it moves by when
@@ -61,12 +64,13 @@ def conditioned(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
     Args:
         function: of the operands, linear where they move by a thousandth.
         operands: what is given, floating.
+        dtype: that is computed in, if no operand has a better one.
 
     Returns:
         Bounds of the result's elements, float64.
     """
-    eps, draw = torch.finfo(torch.float32).eps, torch.Generator().manual_seed(0)
-    operands = tuple(x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in operands)
+    eps, draw = torch.finfo(dtype).eps, torch.Generator().manual_seed(0)
+    operands = tuple(x.detach().to(torch.promote_types(x.dtype, dtype)) for x in operands)
     plain, squares = function(*operands).double(), []
     for _ in range(CHANGES):
         signs = (torch.randint(0, 2, x.shape, generator=draw) * 2 - 1 for x in operands)
