@@ -24,9 +24,7 @@ carried: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # bounds by random
 watchers: list[Callable[[float], None]] = []
 
 
-def hold(
-    got: Tensor | float, want: Tensor | float, bound: Tensor | float | None = None, name: object = ""
-) -> None:
+def hold(got: Tensor | float, want: Tensor | float, bound: Tensor | float | None = None, name: object = "") -> None:
     """Assert that a result is as near to the right one as its operands allow.
 
     Args:

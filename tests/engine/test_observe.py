@@ -91,7 +91,7 @@ def test_moments(scene):
     for last in (1, 4, 100):
         rows = scene.seen.rows(last)
         mean, variance = rows.moments()
-        bounds = [scene.bound(lambda seen, i=i: seen.rows(last).moments()[i]) for i in (0, 1)]
+        bounds = [scene.bound(lambda seen, i=i, last=last: seen.rows(last).moments()[i]) for i in (0, 1)]
         for b in range(len(scene.lengths)):
             for h in range(scene.heads):
                 a = rows_by_hand(scene, b, h, last)[0]

@@ -303,7 +303,7 @@ def test_caote_on_any_base_is_the_change_of_the_pseudo_output(scene, base):
 
 
 def removal(weights, values):
-    """``h_j / (1 - h_j) ||sum_p h_p (v_p - v_j)||`` with the sum of the others in place of ``1 - h_j``: pair by pair."""
+    """``h_j / (1 - h_j) ||sum_p h_p (v_p - v_j)||``, pair by pair; ``1 - h_j`` is the sum of the others."""
     others = (weights * (1 - torch.eye(len(weights), dtype=torch.float64))).sum(-1)
     moved = (weights[:, None] * (values - values[:, None])).sum(1)
     return weights / others * moved.norm(dim=-1) / weights.sum()
