@@ -12,7 +12,7 @@ from bounded import STORED, Bounded, bounded
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-__all__ = ["bounded", "conditioned", "hold", "in_float64", "of_logits", "of_nats", "of_pass"]
+__all__ = ["bounded", "conditioned", "hold", "in_float64", "of_logits", "of_nats", "of_pass", "of_weights"]
 
 CHANGES = 8  # random changes of the operands, of which the mean square is taken
 STEP = 2.0**-10  # of a change: far above roundings of float32, far below what bends a result
@@ -116,6 +116,22 @@ def of_logits(model: Any, *rows: Tensor) -> float:
 def of_nats(model: Any, *rows: Tensor) -> float:
     """Bound how far the nats of a token, or a mean of several, may be apart: a logit and the sum of all move them."""
     return 2 * of_logits(model, *rows)
+
+
+def of_weights(q: Tensor, k: Tensor, scaling: float, rows: int = 1) -> float:
+    """Bound attention weights in float32, or sums of what several queries pay, relative to themselves.
+
+    A logit is a sum of products, which float32 rounds by 4 eps sum |q k|; a weight, a quotient of exponentials, moves
+    by twice that; a sum of M weights by M eps more.
+
+    Args:
+        q: queries ``[..., T, D]``.
+        k: the keys ``[..., N, D]`` that they see.
+        scaling: factor of the logits.
+        rows: queries that are summed.
+    """
+    largest = scaling * float((q.double().abs() @ k.double().abs().mT).max())
+    return torch.finfo(torch.float32).eps * (4 * (2 + 2 * largest) + rows)
 
 
 def in_float64(model: Any) -> Any:
