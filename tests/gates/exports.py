@@ -127,4 +127,4 @@ def doubt(model: Any, adapter: Any, noise: float) -> float:
     """
     weights = [model.get_submodule(trace.module).weight for trace in adapter.traces]
     sizes = [float(w.detach().norm()) / x.square**0.5 for w, x in zip(weights, adapter.traces, strict=True)]
-    return noise * (2 * max(sizes) + 3)
+    return float(noise * (2 * max(sizes) + 3))
