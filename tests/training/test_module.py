@@ -10,7 +10,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from bounds import PASSES, hold, of_logits, of_nats
+from bounds import PASSES, ROUNDINGS, hold, of_logits, of_nats
 from gates_for import gates_for
 from lightning.pytorch.loggers.logger import Logger
 from refused import refuses
@@ -592,7 +592,7 @@ def test_a_packed_document_is_what_it_is_alone(tiny_llama, train, checkpointing)
     found = measured([together])
     assert len(found[0]) == sum(sum(n - 1 for n in row) for row in DOCUMENTS)
     for got, want, right in zip(found, single, exact, strict=True):
-        hold((got - want).norm(), 0.0, PASSES * float((want - right).norm()))
+        hold((got - want).norm(), 0.0, ROUNDINGS * float((want - right).norm()))
 
 
 def test_the_loss_of_packed_documents(tiny_llama):
