@@ -64,8 +64,6 @@ class Bounded(Tensor):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if name.endswith("_") and not name.startswith("_"):
             made = getattr(aten, name[:-1])(*args, **kwargs)
-            if made.shape != args[0].shape:  # squeeze_, by which matmul makes a vector, and then reads what it returns
-                return made
             args[0].exact.copy_(exact_of(made))
             args[0].error.copy_(error_of(made))
             return args[0]

@@ -45,7 +45,7 @@ def by_hand(q, held, at, window=None, recent=0, keep=None):
             if inside and (keep is None or bool(keep.flatten(0, 1)[row, t]) or distance == 0):
                 seen.append(t)
         weights = (SCALING * held.keys[row, seen] @ q[b, h, j]).softmax(-1)
-        out[b, h, j] = weights @ held.values[row, seen]
+        out[b, h, j] = (weights[None] @ held.values[row, seen])[0]
     return out
 
 
