@@ -12,7 +12,7 @@ from bounded import STORED, Bounded, bounded
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-__all__ = ["bounded", "conditioned", "hold", "in_float64", "of_logits", "of_nats", "of_pass"]
+__all__ = ["bounded", "conditioned", "hold", "in_float64", "of_logits", "of_nats", "of_pass", "of_weights"]
 
 CHANGES = 8  # random changes of the operands, of which the mean square is taken
 STEP = 2.0**-10  # of a change: far above roundings of float32, far below what bends a result
@@ -24,15 +24,16 @@ carried: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # bounds by random
 watchers: list[Callable[[float], None]] = []
 
 
-def hold(got: Tensor, want: Tensor, bound: Tensor | float | None = None, name: object = "") -> None:
+def hold(got: Tensor | float, want: Tensor | float, bound: Tensor | float | None = None, name: object = "") -> None:
     """Assert that a result is as near to the right one as its operands allow.
 
     Args:
-        got: the result, any shape and type.
+        got: the result, a number, or of any shape and type.
         want: what is right; a :class:`bounded.Bounded` brings its bound.
         bound: of the absolute difference, where ``want`` brings none: a number, or one an element.
         name: what an error message says of the result.
     """
+    got, want = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in (got, want))
     if isinstance(want, Bounded):
         stored = torch.finfo(got.dtype)
         rounded = STORED * stored.eps if stored.eps > want.eps else 0.0  # else the last operation has counted it
@@ -50,8 +51,8 @@ def hold(got: Tensor, want: Tensor, bound: Tensor | float | None = None, name: o
     assert worst <= 1, f"{found}, is {worst:.3g} of the bound"
 
 
-def conditioned(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-    """Bound a computation in float32 by what its operands' roundings do to the result.
+def conditioned(function: Callable[..., Tensor], *operands: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Bound a computation by what its operands' roundings do to the result.
 
     A computation that is as good as its type allows gives what is right for operands that are a few roundings off, and
     rounds that a few times. So the bound of an element is ROUNDINGS times the root mean square of what it moves by when
@@ -61,12 +62,13 @@ def conditioned(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
     Args:
         function: of the operands, linear where they move by a thousandth.
         operands: what is given, floating.
+        dtype: that is computed in, if no operand has a better one.
 
     Returns:
         Bounds of the result's elements, float64.
     """
-    eps, draw = torch.finfo(torch.float32).eps, torch.Generator().manual_seed(0)
-    operands = tuple(x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in operands)
+    eps, draw = torch.finfo(dtype).eps, torch.Generator().manual_seed(0)
+    operands = tuple(x.detach().to(torch.promote_types(x.dtype, dtype)) for x in operands)
     plain, squares = function(*operands).double(), []
     for _ in range(CHANGES):
         signs = (torch.randint(0, 2, x.shape, generator=draw) * 2 - 1 for x in operands)
@@ -114,6 +116,22 @@ def of_logits(model: Any, *rows: Tensor) -> float:
 def of_nats(model: Any, *rows: Tensor) -> float:
     """Bound how far the nats of a token, or a mean of several, may be apart: a logit and the sum of all move them."""
     return 2 * of_logits(model, *rows)
+
+
+def of_weights(q: Tensor, k: Tensor, scaling: float, rows: int = 1) -> float:
+    """Bound attention weights in float32, or sums of what several queries pay, relative to themselves.
+
+    A logit is a sum of products, which float32 rounds by 4 eps sum |q k|; a weight, a quotient of exponentials, moves
+    by twice that; a sum of M weights by M eps more.
+
+    Args:
+        q: queries ``[..., T, D]``.
+        k: the keys ``[..., N, D]`` that they see.
+        scaling: factor of the logits.
+        rows: queries that are summed.
+    """
+    largest = scaling * float((q.double().abs() @ k.double().abs().mT).max())
+    return torch.finfo(torch.float32).eps * (4 * (2 + 2 * largest) + rows)
 
 
 def in_float64(model: Any) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bounds import bounded, hold, of_nats
 from gates_for import gates_for
 
 import ag
@@ -103,7 +104,7 @@ def test_task_page(example, tiny_llama, tiny_tokenizer):
         with torch.no_grad():
             logits = model(tokens).logits[0, -6:-1].log_softmax(-1)
         nats = -logits.gather(1, tokens[0, -5:, None]).mean()
-        assert outcome.score == pytest.approx(float(nats), abs=1e-4)
+        hold(outcome.score, nats, of_nats(model))
         assert outcome.tokens == tokens.shape[1] - 5
 
 
@@ -112,11 +113,11 @@ def test_kernel_page(example, monkeypatch):
     torch.manual_seed(0)
     for length in (1, 255, 256, 257):
         q, k = torch.randn(2, 1, 2, length, 8).unbind(0)
-        logits = (q.double() @ k.double().mT).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
-        wanted = torch.softmax(0.5 * logits, -1).amax(2).float()
+        logits = (bounded(q) @ bounded(k).mT).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        wanted = torch.softmax(0.5 * logits, -1).amax(2)
         for version in ("chunked", "reference"):
             monkeypatch.setenv("AG_KERNELS", version)
-            torch.testing.assert_close(names["column_max"](q, k, 0.5), wanted, rtol=1e-4, atol=1e-6)
+            hold(names["column_max"](q, k, 0.5), wanted)
 
 
 def test_dataset_page(example, tiny_tokenizer, tmp_path):
@@ -141,9 +142,9 @@ def test_gate_kind_page(example, tiny_llama, tmp_path):
     gates = gates_for(model, kind="bottleneck")
     hidden = torch.randn(2, 7, 64)
     gate = gates.layers["1"]
-    inner = hidden.double() @ gate.down.weight.double().T
-    wanted = (inner * inner.sigmoid()) @ gate.up.weight.double().T
-    torch.testing.assert_close(gate(hidden).double(), wanted.mT, rtol=1e-4, atol=1e-5)
+    inner = bounded(hidden) @ bounded(gate.down.weight).T
+    wanted = (inner * inner.sigmoid()) @ bounded(gate.up.weight).T
+    hold(gate(hidden), wanted.mT)
     gates.save_pretrained(tmp_path / "export")
     cache, _ = held(model, f"gates:{tmp_path / 'export'}")
     assert 0 < cache.kept_share() < 1

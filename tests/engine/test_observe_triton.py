@@ -9,6 +9,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
 from attention_by_hand import Scene
+from bounds import hold, of_logits, of_weights
 
 import ag
 from ag.engine import observe
@@ -54,7 +55,7 @@ def test_weights_of_a_decoded_token_come_from_the_kernel(tiny_llama, monkeypatch
 
     found, mine = decoded(model, name, 8, "every", mask=mask, guard=guard)
     assert torch.equal(same(mine), same(held))
-    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    hold(found, want, of_logits(model))
 
 
 #: Layers, and whether a kernel may sum what all their queries pay.
@@ -74,25 +75,20 @@ SCENES = {
 
 @pytest.mark.parametrize("name", SCENES)
 def test_what_all_queries_pay_is_summed_by_a_kernel(monkeypatch, name):
-    """Where each new query stands at the slot of its own key: then no tile of logits is made. By hand in float64.
-
-    A logit is a sum of products, which float32 rounds by 4 eps sum |q k|; a weight moves by twice that, relative to
-    itself; of M weights the sum by M eps more.
-    """
+    """Where each new query stands at the slot of its own key: then no tile of logits is made. By hand in float64."""
     options, summed = SCENES[name]
     scene = Scene(seed=3, **options)
     if summed:
         monkeypatch.setattr(Observation, "_blocks", lambda seen: pytest.fail("the queries were visited in blocks"))
     else:
         monkeypatch.setattr(observe, "column_sums", lambda *x: pytest.fail("slots and queries do not line up"))
-    found, eps = scene.seen.total(attention), torch.finfo(torch.float32).eps
+    found = scene.seen.total(attention)
     assert found.dtype == torch.float32
     for b in range(len(scene.lengths)):
         for h in range(scene.heads):
             want = scene.dense(b, h)[0].sum(0)
-            largest = scene.scaling * (scene.q[b, h].abs() @ scene.k[b, h // scene.group].abs().mT).max()
-            loose = eps * (4 * (2 + 2 * largest) + scene.q.shape[2])
-            assert ((found[b, h, : len(want)].double() - want).abs() <= loose * want).all()
+            loose = of_weights(scene.q[b, h], scene.k[b, h // scene.group], scene.scaling, scene.q.shape[2])
+            hold(found[b, h, : len(want)], want, loose * want)
             assert not found[b, h, len(want) :].any()
 
 

@@ -64,7 +64,7 @@ def test_curves_draw_every_logged_metric() -> None:
 def test_long_curves_are_smoothed_without_moving_their_ends() -> None:
     rows: list[dict[str, float]] = [{"step": s, "train/lm_loss": 2.0} for s in range(300)]
     raw, mean = curves(rows).axes[0].lines[:2]
-    np.testing.assert_allclose(np.asarray(mean.get_ydata()), 2.0)
+    np.testing.assert_allclose(np.asarray(mean.get_ydata()), 2.0, rtol=len(rows) * np.finfo(float).eps)  # of a sum
     assert len(np.asarray(raw.get_ydata())) == 300
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bounds import hold
 from exports import assert_same, change, make_gates, read_json, reseal, reweigh
 from refused import refuses
 from safetensors.torch import load_file
@@ -15,6 +16,7 @@ from ag.gates import export, packed
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
 
+EPS = torch.finfo(torch.float32).eps
 MLP = GateConfig(kind="mlp", hidden=9)
 
 
@@ -22,13 +24,13 @@ def test_a_matrix_by_hand() -> None:
     rows = torch.tensor([[254.0, -1.0, 3.1], [0.0, 0.0, 0.0], [-0.5, 0.25, 0.125]])
     found = packed.pack({"inner.weight": rows, "inner.bias": torch.tensor([0.3])})
     assert found["inner.weight"].tolist() == [[127, 0, 2], [0, 0, 0], [-127, 64, 32]]  # half to even
-    assert found["inner.weight.scale"].tolist() == pytest.approx([2, 0, 0.5 / 127])
+    assert found["inner.weight.scale"].tolist() == torch.tensor([2, 0, 0.5 / 127]).tolist()
     assert packed.shapes({"inner.weight": rows, "inner.bias": torch.tensor([0.3])}) == {
         name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()
     }
     back = packed.unpack(found)
     assert back["inner.weight"][0].tolist() == [254, 0, 4]
-    assert back["inner.bias"].tolist() == pytest.approx([0.3])
+    assert back["inner.bias"].tolist() == torch.tensor([0.3]).tolist()
 
 
 @pytest.mark.parametrize("config", [MLP, GateConfig(num_heads=2, head_dim=4, shortcut=True)])
@@ -39,12 +41,12 @@ def test_each_weight_is_within_half_a_step_of_its_row(tmp_path: Path, config: Ga
     for name, tensor in loaded.state_dict().items():
         exact = gates.state_dict()[name]
         step = exact.abs().amax(-1, keepdim=True) / 127 if exact.dim() == 2 else torch.zeros(1)
-        assert ((tensor - exact).abs() <= 0.5001 * step).all(), name
+        assert ((tensor - exact).abs() <= (0.5 + 127 * EPS) * step).all(), name  # the largest is 127 steps, rounded
         assert tensor.dtype == torch.float32
     again = tmp_path / "again"
     export.save(again, loaded, weights="int8")
     for name, tensor in AttentionGates.from_pretrained(again).state_dict().items():
-        torch.testing.assert_close(tensor, loaded.state_dict()[name])
+        hold(tensor, loaded.state_dict()[name], 2 * EPS * tensor.abs())  # the same steps, of a scale that is rounded
     size = sum(file.stat().st_size for file in (tmp_path / "e").glob("*.safetensors"))
     export.save(tmp_path / "wide", gates)
     wide = sum(file.stat().st_size for file in (tmp_path / "wide").glob("*.safetensors"))

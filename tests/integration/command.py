@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bounds import ROUNDINGS, hold
 from undrawn import UNDRAWN
 from warm import started
 
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.training.loggers import read_metrics
+
+EPS = torch.finfo(torch.float32).eps
 
 
 def train(recipe: Path, output: Path, *overrides: str) -> Path:
@@ -57,6 +60,28 @@ def logged(run: Path) -> list[dict[str, float]]:
 
 def column(run: Path, name: str) -> list[float]:
     return [row[name] for row in logged(run) if name in row]
+
+
+def same_rows(rows: list[dict[str, float]], expected: list[dict[str, float]], moved: list[dict[str, float]]) -> None:
+    """Assert that two runs log the same but for rounding.
+
+    How far they carry it, a column each, is measured by a run from weights that are off by a rounding (``moved_base``).
+    """
+    assert [list(row) for row in rows] == [list(row) for row in expected]
+    for name in dict.fromkeys(name for row in expected for name in row):
+        found, wanted, off = (
+            torch.tensor([row[name] for row in x if name in row], dtype=torch.float64) for x in (rows, expected, moved)
+        )
+        hold(found, wanted, ROUNDINGS * ((off - wanted).abs().max() + EPS * wanted.abs()), name)
+
+
+def same_weights(run: Path, expected: Path, moved: Path) -> None:
+    """Assert that two runs train the same weights but for rounding: of all, what moves one the most."""
+    found, wanted, off = map(weights, (run, expected, moved))
+    assert found.keys() == wanted.keys() == off.keys()
+    apart = max(float((off[name] - x).abs().max()) for name, x in wanted.items())
+    for name, x in wanted.items():
+        hold(found[name], x, ROUNDINGS * (apart + EPS * x.abs()), name)
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

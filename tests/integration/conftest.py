@@ -2,11 +2,13 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 RECIPE = """\
@@ -59,6 +61,17 @@ def tiny_base(
     folder = tmp_path_factory.mktemp("base")
     tiny_llama(num_hidden_layers=2, hidden_size=32, intermediate_size=64, head_dim=8).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def moved_base(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Path:
+    """That base with each weight moved up or down by a rounding: what runs from it differ by is carried rounding."""
+    folder = shutil.copytree(tiny_base, tmp_path_factory.mktemp("moved") / "base")
+    draw, eps = torch.Generator().manual_seed(0), torch.finfo(torch.float32).eps
+    state = load_file(tiny_base / "model.safetensors")
+    moved = {name: x * (1 + eps * (2 * torch.randint(0, 2, x.shape, generator=draw) - 1)) for name, x in state.items()}
+    save_file(moved, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

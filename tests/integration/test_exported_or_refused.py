@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bounds import hold, of_logits
 from command import resume, runs, train, weights
 from refused import names
 from safetensors.torch import load_file
@@ -58,7 +59,9 @@ def test_adapted_experts_are_exported(
         plain = base(ids).logits
         adapted = export.load_adapter(copy.deepcopy(base), died / "export")(ids).logits
         assert (adapted - plain).abs().max() > 1e-2
-        torch.testing.assert_close(merged(ids).logits, adapted, atol=1e-4, rtol=0)
+        alike = copy.deepcopy(merged)
+        alike.set_experts_implementation("eager")  # the other way knows no float64
+        hold(merged(ids).logits, adapted, of_logits(alike, *ids))
 
 
 def test_refused_before_the_first_step(

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from bounded import STORED
+from bounds import bounded, hold
 from refused import refuses
 from safetensors.torch import load_file, save_file
 from shapes import shaped
@@ -229,8 +231,11 @@ class TestAddLora:
         plain = F.linear(x, layer.base_layer.weight)
         assert torch.equal(layer(x), plain)
         torch.nn.init.normal_(b, generator=torch.Generator().manual_seed(0))
-        expected = plain.float() + 6.0 / 4 * x.float() @ a.T @ b.T
-        torch.testing.assert_close(layer(x).float(), expected, atol=0.02, rtol=0.01)
+        product = bounded(x) @ bounded(layer.base_layer.weight).T
+        added = 6.0 / 4 * (bounded(x) @ bounded(a).T @ bounded(b).T)
+        expected, half = product + added, STORED * torch.finfo(torch.bfloat16).eps  # of both and of their sum
+        rounded = half * sum(part.exact.abs() for part in (product, added, expected))
+        hold(layer(x), expected.exact, expected.error + rounded)
 
     def test_works_on_nf4(self, folder: Path) -> None:
         base, tokenizer = models.load_base(ModelConfig(name=str(folder), quantization="nf4"), device="cpu")

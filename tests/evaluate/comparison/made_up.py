@@ -14,6 +14,8 @@ COSTS = {"mine": 0.2, "h2o": 0.5, "h2o+caote@preference": 0.501, "tova": 0.9}  #
 BUDGETS = (0.5, 0.3, 0.2, 0.1)
 REPR = {"mine": "ag.policy('gates:somewhere@heads', budget={})"}
 N = 24
+SPREAD = 0.02  # of a score's own noise
+NOISE = 5 * SPREAD / N**0.5  # five deviations of its mean
 TASKS: dict[str, dict[str, Any]] = {
     "needle_books": {"metric": "recall", "higher_is_better": True, "question": "after"},
     "ppl": {"metric": "nats per token", "higher_is_better": False, "question": None},
@@ -23,7 +25,7 @@ TASKS: dict[str, dict[str, Any]] = {
 def entry(task: str, label: str, budget: float | None, cost: float, seed: int) -> Entry:
     """N samples, each as hard as it is under every policy, with a little noise of its own."""
     hard = np.random.default_rng(0).normal(2.5, 0.4, N)
-    nats = hard + cost + np.random.default_rng(seed).normal(0, 0.02, N) * (cost > 0)
+    nats = hard + cost + np.random.default_rng(seed).normal(0, SPREAD, N) * (cost > 0)
     asked = TASKS[task]["question"] is not None
     scores = (nats < 2.9).astype(float) if asked else nats
     kept = 1.0 if budget is None else budget

@@ -55,7 +55,7 @@ def test_depth(name, root, tiny_tokenizer):
         assert sample.tags["depth"] == depth
         sentences = re.split(r"(?<=[.!?])\s+", sample.text.split("\n\n")[1])
         [place] = [i for i, sentence in enumerate(sentences) if sample.references[0] in sentence]
-        assert place / (len(sentences) - 1) == pytest.approx(depth, abs=0.15)
+        assert abs(place - depth * (len(sentences) - 1)) <= 2  # the text is cut to sentences, before and behind it
         assert sum("secret number" in sentence for sentence in sentences) == (4 if name == "needle_multikey" else 1)
         rest = [sentence for sentence in sentences if "secret number" not in sentence]
         assert all(sentence in (SENTENCES if name == "needle_text" else NOISE) for sentence in rest)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bounds import hold, of_logits, of_nats
 from gates_for import gates_for
 
 import ag
@@ -15,7 +16,6 @@ from ag.evaluate.tasks.questions import blanks
 from ag.gates import export
 from ag.model.hooks import lm_logits
 
-NATS = 1e-4
 PASSAGE = "The river is long. It ends in the sea, and many boats go down it to the old town."
 BOOLQ = [{"passage": PASSAGE, "question": f"is it long {i}", "answer": bool(i % 2)} for i in range(3)]
 RTE = [{"premise": PASSAGE, "hypothesis": "It is long.", "label": 0}]
@@ -61,13 +61,13 @@ def test_asking_after_is_asking_before_where_nothing_is_evicted(name, root, tiny
             model(torch.tensor([one.prompt]), past_key_values=cache)
             last = feed(model, cache, torch.tensor([one.question]))[:, -1]
             plain = model(torch.tensor([two.prompt]), use_cache=False).logits[:, -1]
-        torch.testing.assert_close(lm_logits(model, last), plain, rtol=0, atol=1e-4)
+        hold(lm_logits(model, last), plain, of_logits(model))
     for one, two in zip(outcomes[0], outcomes[2], strict=True):
         assert one.score == two.score
-        assert one.tags["nats"] == pytest.approx(two.tags["nats"], abs=NATS)
+        hold(one.tags["nats"], two.tags["nats"], of_nats(model))
         assert one.tags.get("answer") == two.tags.get("answer")
     changed = [abs(x.tags["nats"] - y.tags["nats"]) for x, y in zip(outcomes[1], outcomes[3], strict=True)]
-    assert max(changed) > 1e-3  # the policy sees the question in one of them only
+    assert max(changed) > of_nats(model)  # the policy sees the question in one of them only
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "gates", "gates@heads"])
@@ -89,7 +89,7 @@ def test_nats_and_hits_by_hand(policy, root, tiny_llama, tiny_tokenizer, step_by
         rest = sample.question + answer
         nats = step_by_step(model, cache, sample.prompt, rest)[len(sample.question) :]
         by_hand.append(-float(nats[1:].mean()))
-    assert outcome.tags["nats"] == pytest.approx(min(by_hand), abs=NATS)
+    hold(outcome.tags["nats"], min(by_hand), of_nats(model))
     assert outcome.tags["hits"] == 0.0
 
 

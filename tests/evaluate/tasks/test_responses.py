@@ -6,6 +6,7 @@ import by_hand
 import numpy as np
 import pytest
 import torch
+from bounds import hold, of_nats
 from gates_for import gates_for
 from refused import refuses
 
@@ -68,7 +69,7 @@ def test_responses_are_scored_after_eviction(tiny_llama, variant):
     assert [outcome.tags for outcome in outcomes] == [{"tokens": number} for number in (6, 11, 1, 1, 4)]
     for outcome, sample in zip(outcomes, PLAIN, strict=True):
         [losses], held = losses_by_hand(model, gates, sample)
-        assert outcome.score == pytest.approx(float(losses.mean()), abs=1e-4)
+        hold(outcome.score, losses.mean(), of_nats(model))
         assert outcome.tokens == len(sample.prompt)
         assert outcome.kept == pytest.approx(held / (3 * 2 * len(sample.prompt)))
         spare = outcome.kv_bytes / TOKEN - held
@@ -91,7 +92,7 @@ def test_question_after_the_prompt(tiny_llama):
     followed = Response("0", sample.prompt, [sample.question + answer for answer in sample.answers])
     both, _ = losses_by_hand(model, gates, followed)
     sums = [float(losses[4:].sum()) for losses in both]
-    assert outcome.score == pytest.approx(sums[1] / 4, abs=1e-4)
+    hold(outcome.score, sums[1] / 4, of_nats(model))
     assert outcome.tags == {"tokens": 4, "accuracy": float(sums[1] < sums[0])}
     assert outcome.tokens == 12 and outcome.kept < 0.95
 
@@ -102,9 +103,7 @@ def test_a_full_cache_is_the_plain_model(tiny_llama):
         ids, prompt = torch.tensor([sample.prompt + sample.answers[0]]), len(sample.prompt)
         with torch.no_grad():
             logits = model(ids).logits[0, prompt - 1 : -1]
-        assert outcome.score == pytest.approx(
-            float(torch.nn.functional.cross_entropy(logits, ids[0, prompt:])), abs=1e-5
-        )
+        hold(outcome.score, torch.nn.functional.cross_entropy(logits, ids[0, prompt:]), of_nats(model))
         assert outcome.kept == 1.0
         assert outcome.kv_bytes == TOKEN * (3 * 2 * prompt)
 
@@ -118,7 +117,7 @@ def test_multiple_choice(tiny_llama, policy):
     right = []
     for outcome, sample in zip(score(model, QUESTIONS, policy), QUESTIONS, strict=True):
         losses, _ = losses_by_hand(model, gates, sample)
-        assert outcome.score == pytest.approx(float(losses[sample.target].mean()), abs=1e-4)
+        hold(outcome.score, losses[sample.target].mean(), of_nats(model))
         best = min(range(len(losses)), key=lambda i: float(losses[i].sum()))
         right.append(float(best == sample.target))
         assert outcome.tags == {"tokens": len(losses[sample.target]), "accuracy": right[-1]}
@@ -129,8 +128,8 @@ def test_windowed_model(tiny_mistral):
     model = tiny_mistral(sliding_window=6)
     gates = gates_for(model)
     ag.attach(model, gates)
-    wanted = [float(losses_by_hand(model, gates, sample)[0][0].mean()) for sample in PLAIN]
-    assert [outcome.score for outcome in score(model, PLAIN, "gates")] == pytest.approx(wanted, abs=1e-4)
+    for outcome, sample in zip(score(model, PLAIN, "gates"), PLAIN, strict=True):
+        hold(outcome.score, losses_by_hand(model, gates, sample)[0][0].mean(), of_nats(model))
 
 
 PIQA = [{"goal": "x" * (4 * i + 4), "sol1": f"yes {i}", "sol2": "no" + "y" * i, "label": i % 2} for i in range(6)]
