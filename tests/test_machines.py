@@ -12,7 +12,7 @@ from inner import passed
 HERE = Path(__file__).parent
 KERNELS = [
     *(f"kernels/test_{name}.py" for name in ("row_statistics", "hard_inputs", "column_sums", "gated_attention")),
-    *(f"kernels/test_{name}.py" for name in ("gated_prefill", "ragged_decode")),
+    *(f"kernels/test_{name}.py" for name in ("gated_prefill", "ragged_decode", "paged_decode")),
     *("engine/test_precision.py", "integration/test_golden.py"),
 ]
 ENGINE = [f"engine/test_{name}.py" for name in ("wrappers", "scorers")]  # of short sums

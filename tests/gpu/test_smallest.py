@@ -15,6 +15,8 @@ from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
+from ag.kernels.paged_decode import paged_decode, paged_decode_weights
+from ag.kernels.paged_decode.reference import reference_paged_decode
 from ag.kernels.pages import New, Pages
 from ag.kernels.pool_append import pool_append
 from ag.kernels.pool_append.reference import reference_pool_append
@@ -124,6 +126,24 @@ def test_pool_append():
     at = (mine.table[:, slots // 4] * 4 + slots % 4)[slots < mine.lengths[:, None]]  # free slots hold anything
     for x, y in zip(mine.columns, theirs.columns, strict=True):
         assert torch.equal(x.flatten(0, 1)[at], y.flatten(0, 1)[at])
+
+
+def test_paged_decode():
+    """Rows of 0, 1, 6 and 8 tokens; free slots hold no numbers."""
+    torch.manual_seed(0)
+    pages, _ = rows_in_pages()
+    pages.lengths.copy_(torch.tensor([0, 1, 6, 8]))
+    slots = torch.arange(8, device=DEVICE)
+    at = (pages.table[:, slots // 4] * 4 + slots % 4)[slots < pages.lengths[:, None]]
+    for x in (pages.keys, pages.values):
+        x.fill_(torch.nan).flatten(0, 1)[at] = draw(15, x.shape[2])
+    q, want = draw(2, 4, 1, 20), torch.empty(2, 4, 8, dtype=torch.float64, device=DEVICE)
+    rest = pages.table, pages.lengths, 0.3
+    mixed = reference_paged_decode(q.double(), pages.keys.double(), pages.values.double(), *rest, want)
+    near(paged_decode(q, pages.keys, pages.values, *rest), mixed, 1e-4, "out")
+    out, weights = paged_decode_weights(q, pages.keys, pages.values, *rest)
+    near(out, mixed, 1e-4, "out beside the weights")
+    near(weights, want, 1e-4, "weights")
 
 
 def test_pool_expired():

@@ -21,6 +21,7 @@ from ag.kernels.column_max.triton import triton_column_max  # noqa: E402
 from ag.kernels.column_sums.triton import triton_column_sums  # noqa: E402
 from ag.kernels.gated_attention.triton import triton_gated_attention  # noqa: E402
 from ag.kernels.gated_prefill.triton import triton_gated_prefill  # noqa: E402
+from ag.kernels.paged_decode import triton as paged  # noqa: E402
 from ag.kernels.pages import New, Pages  # noqa: E402
 from ag.kernels.pool_append.triton import triton_pool_append  # noqa: E402
 from ag.kernels.pool_expired.triton import triton_pool_expired  # noqa: E402
@@ -165,9 +166,21 @@ def test_ring_append_compiles(compiled, dim, dtype, window):
 
 
 def in_pages(dim, dtype):
+    """Four rows of two pages each."""
     table = torch.arange(8, dtype=torch.int32).view(4, 2)
     columns = (torch.randn(8, 16, dim).to(dtype), torch.randn(8, 16, dim).to(dtype), torch.zeros(8, 16).int())
     return Pages(*columns, torch.zeros(8, 16).bool(), table, torch.tensor([3, 0, 31, 16], dtype=torch.int32))
+
+
+@pytest.mark.slow
+@BOTH
+def test_paged_decode_compiles(compiled, dim, dtype):
+    pages = in_pages(dim, dtype)
+    q = torch.randn(2, 4, 1, dim).to(dtype)
+    for weights in (None, torch.empty(2, 4, 32)):
+        compiled.clear()
+        paged.triton_paged_decode(q, pages.keys, pages.values, pages.table, pages.lengths, 0.1, weights)
+        assert set(compiled) == {"_split", "_combine"}
 
 
 @pytest.mark.slow
