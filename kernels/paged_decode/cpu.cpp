@@ -1,9 +1,9 @@
 // One new token per sequence against rows of keys and values in pages: a memory-bound pass over what is held.
 //
-// A row is cut into chunks of CHUNK slots, and those into runs of pages that follow each other in the pool, so that such
-// pages are read like one buffer. Each chunk gives its own maximum, sum and mix, and the chunks of a row are merged in
-// order, so that the result depends neither on the number of threads nor, where a page is a multiple of four tokens, on
-// where pages lie. The G query heads of a row read each key and value once. Loops carry `omp simd` instead of -ffast-math, which would change floating point process-wide.
+// A row is cut into chunks of CHUNK slots. Each chunk gives its own maximum, sum and mix, and the chunks of a row are
+// merged in order, so that the result depends neither on the number of threads nor on where pages lie. The G query heads
+// of a row read each key and value once. While a page is read the next one is fetched, as processors foresee only what
+// follows in memory.
 // Plain C at the border, so that it compiles in a second or two, without the headers of PyTorch.
 
 #include <algorithm>
@@ -17,90 +17,85 @@
 namespace {
 
 constexpr int64_t CHUNK = 256;
+constexpr int BLOCKS = LANES == 8 ? 2 : 4;  // registers of one query's output that fit beside those of three others
 
-// scores[g][t] = <q_g, k_t>; DIM 0: the size is known at run time only.
-template <int DIM, typename T>
-void dot(const float* q, const T* keys, int64_t group, int64_t count, int64_t size, float* scores, float* wide) {
-  const int64_t dim = DIM ? DIM : size;
+// Tokens of one page that a chunk has.
+struct Part {
+  int64_t start, count, offset;  // tokens [start, start + count) of the pool are slots from `offset` on of the chunk
+};
+
+inline void fetch(const void* p, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(p) + b);
+}
+
+// scores[n][t] = <q_n, k_t>, of N queries; meanwhile `next` is fetched, where there is one.
+template <int N, typename T>
+void dot(const float* q, const T* keys, int64_t count, int64_t dim, float* scores, const T* next) {
   for (int64_t t = 0; t < count; ++t) {
     const T* key = keys + t * dim;
-    const float* k;
-    if constexpr (std::is_same_v<T, float>) {
-      k = key;
-    } else {
-#pragma omp simd
-      for (int64_t d = 0; d < dim; ++d) wide[d] = widen(key[d]);
-      k = wide;
+    if (next) fetch(next + t * dim, dim * sizeof(T));
+    Lanes sums[N] = {};
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) {
+      const Lanes k = load(key + d);
+      for (int n = 0; n < N; ++n) sums[n] += load(q + n * dim + d) * k;
     }
-    for (int64_t g = 0; g < group; ++g) {
-      const float* query = q + g * dim;
-      float sum = 0;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t d = 0; d < dim; ++d) sum += query[d] * k[d];
-      scores[g * CHUNK + t] = sum;
+    for (int n = 0; n < N; ++n) {
+      float sum = total(sums[n]);
+      for (int64_t e = d; e < dim; ++e) sum += q[n * dim + e] * widen(key[e]);
+      scores[n * CHUNK + t] = sum;
     }
   }
 }
 
-// out[g] += sum_t weights[g][t] v_t, four tokens at a time.
-template <int DIM, typename T>
-void mix(const float* weights, const T* values, int64_t group, int64_t count, int64_t size, float* out) {
-  const int64_t dim = DIM ? DIM : size;
-  int64_t t = 0;
-  for (; t + 4 <= count; t += 4) {
-    const T *a = values + t * dim, *b = a + dim, *c = b + dim, *e = c + dim;
-    for (int64_t g = 0; g < group; ++g) {
-      const float* w = weights + g * CHUNK + t;
-      const float w0 = w[0], w1 = w[1], w2 = w[2], w3 = w[3];
-      float* o = out + g * dim;
-#pragma omp simd
-      for (int64_t d = 0; d < dim; ++d)
-        o[d] += w0 * widen(a[d]) + w1 * widen(b[d]) + (w2 * widen(c[d]) + w3 * widen(e[d]));
+// out[n][...] += sum_t weights[n][t] v_t[...], of N queries and B registers of numbers.
+template <int N, int B, typename T>
+void mix_block(const float* weights, const T* values, int64_t count, int64_t width, float* out, const T* next) {
+  Lanes mixed[N][B];
+  for (int n = 0; n < N; ++n)
+    for (int b = 0; b < B; ++b) mixed[n][b] = load(out + n * width + b * LANES);
+  for (int64_t t = 0; t < count; ++t) {
+    if (next) fetch(next + t * width, B * LANES * sizeof(T));
+    for (int b = 0; b < B; ++b) {
+      const Lanes v = load(values + t * width + b * LANES);
+      for (int n = 0; n < N; ++n) mixed[n][b] += weights[n * CHUNK + t] * v;
     }
   }
-  for (; t < count; ++t)
-    for (int64_t g = 0; g < group; ++g) {
-      const float w = weights[g * CHUNK + t];
-      float* o = out + g * dim;
-#pragma omp simd
-      for (int64_t d = 0; d < dim; ++d) o[d] += w * widen(values[t * dim + d]);
-    }
+  for (int n = 0; n < N; ++n)
+    for (int b = 0; b < B; ++b) store(out + n * width + b * LANES, mixed[n][b]);
 }
 
-template <typename T>
-void dot_any(const float* q, const T* keys, int64_t group, int64_t count, int64_t dim, float* scores, float* wide) {
-  if (dim == 64) return dot<64>(q, keys, group, count, dim, scores, wide);
-  if (dim == 128) return dot<128>(q, keys, group, count, dim, scores, wide);
-  dot<0>(q, keys, group, count, dim, scores, wide);
+// out[n] += sum_t weights[n][t] v_t, of N queries; meanwhile `next` is fetched, where there is one.
+template <int N, typename T>
+void mix(const float* weights, const T* values, int64_t count, int64_t width, float* out, const T* next) {
+  int64_t d = 0;
+  for (; d + BLOCKS * LANES <= width; d += BLOCKS * LANES)
+    mix_block<N, BLOCKS>(weights, values + d, count, width, out + d, next ? next + d : next);
+  for (; d + LANES <= width; d += LANES)
+    mix_block<N, 1>(weights, values + d, count, width, out + d, next ? next + d : next);
+  for (; d < width; ++d)
+    for (int n = 0; n < N; ++n)
+      for (int64_t t = 0; t < count; ++t) out[n * width + d] += weights[n * CHUNK + t] * widen(values[t * width + d]);
 }
 
-template <typename T>
-void mix_any(const float* weights, const T* values, int64_t group, int64_t count, int64_t dim, float* out) {
-  if (dim == 64) return mix<64>(weights, values, group, count, dim, out);
-  if (dim == 128) return mix<128>(weights, values, group, count, dim, out);
-  mix<0>(weights, values, group, count, dim, out);
+// Call work(std::integral_constant<int, N>, g) for queries [g, g + N) until all of the group have had their turn.
+template <typename Work>
+void by_four(int64_t group, const Work& work) {
+  int64_t g = 0;
+  for (; g + 4 <= group; g += 4) work(std::integral_constant<int, 4>(), g);
+  if (group - g == 3) work(std::integral_constant<int, 3>(), g);
+  if (group - g == 2) work(std::integral_constant<int, 2>(), g);
+  if (group - g == 1) work(std::integral_constant<int, 1>(), g);
 }
 
 struct Chunk {
   int64_t row, offset, count;  // slots [offset, offset + count) of the row
 };
 
-struct Run {
-  int64_t start, count, offset;  // tokens [start, start + count) of the pool are slots from offset on of the chunk
-};
-
-// The runs of a chunk of a row with these pages; adjacent slots are in one run wherever the pool has them side by side.
-void find_runs(const Chunk& c, const int32_t* pages, int64_t page, std::vector<Run>& runs) {
-  runs.clear();
-  for (int64_t slot = c.offset, end = c.offset + c.count; slot < end;) {
-    const int64_t start = pages[slot / page] * page + slot % page;
-    const int64_t count = std::min(page - slot % page, end - slot);
-    if (!runs.empty() && runs.back().start + runs.back().count == start)
-      runs.back().count += count;
-    else
-      runs.push_back({start, count, slot - c.offset});
-    slot += count;
-  }
+void find_parts(const Chunk& c, const int32_t* pages, int64_t page, std::vector<Part>& parts) {
+  parts.clear();
+  for (int64_t slot = c.offset, end = c.offset + c.count; slot < end; slot += parts.back().count)
+    parts.push_back({pages[slot / page] * page + slot % page, std::min(page - slot % page, end - slot), slot - c.offset});
 }
 
 template <typename T>
@@ -119,16 +114,23 @@ void attend(const float* q, const T* keys, const T* values, const int32_t* table
   std::vector<float> partials(pieces * partial);
 #pragma omp parallel num_threads(threads) if (threads > 1 && pieces > 1)
   {
-    std::vector<float> scores(group * CHUNK), wide(dim);
-    std::vector<Run> runs;
+    std::vector<float> scores(group * CHUNK);
+    std::vector<Part> parts;
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < pieces; ++i) {
       const Chunk c = chunks[i];
       float *mixes = partials.data() + i * partial, *maxima = mixes + group * width, *sums = maxima + group;
-      find_runs(c, table + c.row * stride, page, runs);
-      for (const Run& r : runs)
-        dot_any(q + c.row * group * dim, keys + r.start * dim, group, r.count, dim, scores.data() + r.offset,
-                wide.data());
+      find_parts(c, table + c.row * stride, page, parts);
+      const int64_t number = static_cast<int64_t>(parts.size());
+      for (int64_t j = 0; j < number; ++j) {
+        const Part& p = parts[j];
+        // the last one's next page is the first one of values
+        const T* next = j + 1 < number ? keys + parts[j + 1].start * dim : values + parts[0].start * width;
+        by_four(group, [&](auto some, int64_t g) {
+          dot<some>(q + (c.row * group + g) * dim, keys + p.start * dim, p.count, dim,
+                    scores.data() + g * CHUNK + p.offset, g ? nullptr : next);
+        });
+      }
       for (int64_t g = 0; g < group; ++g) {
         float* s = scores.data() + g * CHUNK;
         float most = s[0], sum = 0;
@@ -142,8 +144,14 @@ void attend(const float* q, const T* keys, const T* values, const int32_t* table
         maxima[g] = most;
         sums[g] = sum;
       }
-      for (const Run& r : runs)
-        mix_any(scores.data() + r.offset, values + r.start * width, group, r.count, width, mixes);
+      for (int64_t j = 0; j < number; ++j) {
+        const Part& p = parts[j];
+        const T* next = j + 1 < number ? values + parts[j + 1].start * width : nullptr;
+        by_four(group, [&](auto some, int64_t g) {
+          mix<some>(scores.data() + g * CHUNK + p.offset, values + p.start * width, p.count, width, mixes + g * width,
+                    g ? nullptr : next);
+        });
+      }
       for (int64_t g = 0; g < group && weights; ++g)
         std::copy_n(scores.data() + g * CHUNK, c.count, weights + (c.row * group + g) * slots + c.offset);
     }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from bounded import Bounded, bounded
+from bounded import bounded
 from bounds import hold
 from torch import Tensor
 
@@ -70,9 +70,10 @@ def filled(lengths: Sequence[int], heads: int, batch: int = 1, seed: int = 0, **
 
 def attended(
     q: Tensor, pages: Pages, scaling: float, dtype: torch.dtype = torch.float32
-) -> tuple[list[Bounded], list[Bounded]]:
-    """Outputs ``[G, Dv]`` and weights ``[G, n]`` of each row, in float64, as sums in ``dtype`` may find them."""
-    outs, weights = [], []
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs ``[G, Dv]`` and weights ``[G, n]`` of each row, in float64, as :mod:`bounded` ones of ``dtype``."""
+    outs: list[Tensor] = []
+    weights: list[Tensor] = []
     for row, query in enumerate(q.reshape(len(pages.lengths), -1, q.shape[-1])):
         k, v = (bounded(read(pages, x, row), dtype) for x in (pages.keys, pages.values))
         e = (bounded(query, dtype) @ k.T * scaling).exp()
@@ -82,7 +83,7 @@ def attended(
     return outs, weights
 
 
-def hold_rows(got: Tensor, want: Sequence[Bounded]) -> None:
+def hold_rows(got: Tensor, want: Sequence[Tensor]) -> None:
     """Hold what a kernel returned for ``[B, H]`` queries to each row's numbers; what lies behind them is 0."""
     for row, (mine, right) in enumerate(zip(got.flatten(0, 1).unflatten(0, (len(want), -1)), want, strict=True)):
         mine = mine.flatten(1)

@@ -86,14 +86,15 @@ def test_half_precision_is_summed_in_float32(version, dtype, dim):
 
 
 @needs_compiler
-def test_cpp_reads_every_finite_half():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [1, 16, 64])
+def test_cpp_reads_every_finite_half(dtype, width):
     """Subnormal numbers and the largest ones among them; a weight of 1 gives a value back."""
-    values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    values = values[values.isfinite()][:, None, None]
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    values = values[values.isfinite()].view(-1, 1, width)
     table = torch.arange(len(values), dtype=torch.int32)[:, None]
-    out = cpu.paged_decode(
-        torch.zeros(len(values), 1, 1, 1).half(), values * 0, values, table, torch.ones_like(table[:, 0]), 1.0
-    )
+    q = torch.zeros(len(values), 1, 1, width, dtype=dtype)
+    out = cpu.paged_decode(q, torch.zeros_like(values), values, table, torch.ones_like(table[:, 0]), 1.0)
     assert torch.equal(out.flatten(), values.flatten())
 
 
