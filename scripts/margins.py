@@ -1,8 +1,9 @@
 """Measure how much of their bounds the numerical tests leave: python scripts/margins.py [OPTIONS] [PATH ...].
 
-The tests run with other random numbers, under each instruction set that the processor has (in PyTorch, MKL, oneDNN and
-the C++ kernels) and with one and two threads. The margin of a test is the smallest bound over the error found under
-it. Runs are kept in a folder: what is there is not run again, so that an interrupted sweep goes on.
+The tests run with other random numbers and in another order, under each instruction set that the processor has (in
+PyTorch, MKL, oneDNN and the C++ kernels) and with one and two threads. The margin of a test is the smallest bound over
+the error found under it. Runs are kept in a folder: what is there is not run again, so that an interrupted sweep goes
+on.
 """
 
 import argparse
@@ -87,7 +88,8 @@ def measured(run: Run, words: Iterable[str], folder: Path, only: Path | None) ->
     """Run the tests once; return the largest share of a bound by test."""
     with tempfile.TemporaryDirectory() as scratch:
         variables = environment(run, Path(scratch), folder, only)
-        command = [sys.executable, "-m", "pytest", *OPTIONS, "-n", str(jobs(run.threads)), *words]
+        order = [f"--shuffle={run.seed}"] if run.seed else []
+        command = [sys.executable, "-m", "pytest", *OPTIONS, "-n", str(jobs(run.threads)), *order, *words]
         done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
         if done.returncode not in (0, 1, 5):
             sys.exit(f"{run.name}: pytest ended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
@@ -127,7 +129,7 @@ def report(rounds: dict[Run, dict[str, float]], least: float) -> bool:
             smallest[name] = min(smallest.get(name, (float("inf"), "", "")), (margin, test, run.name))
     print(f"{'margin':>8}  test, and the instruction set, threads and seed of the smallest")
     for margin, test, run_name in sorted(smallest.values(), reverse=True):
-        print(f"{margin:8.2f}{' <' if margin < least else '  '}{test}  {run_name}")
+        print(f"{margin:8.2f}{' < ' if margin < least else '   '}{test}  {run_name}")
     for test, names in sorted(failed.items()):
         print(f"  failed  {test}  {' '.join(names)}")
     below = sum(margin < least for margin, *_ in smallest.values())
