@@ -26,6 +26,8 @@ from ag.kernels.ragged_decode import ragged_decode, ragged_decode_weights
 from ag.kernels.ragged_decode.reference import reference_ragged_decode
 from ag.kernels.ring_append import ring_append
 from ag.kernels.ring_append.reference import reference_ring_append
+from ag.kernels.row_worst import row_worst
+from ag.kernels.row_worst.reference import reference_row_worst
 from gpu.cases import DEVICE, arguments, draw, exact, near, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("triton_untuned")]
@@ -157,3 +159,13 @@ def test_pool_expired():
             assert torch.equal(
                 pool_expired(pages, ranks, recent, window), reference_pool_expired(pages, ranks, recent, window)
             )
+
+
+def test_row_worst():
+    torch.manual_seed(0)
+    score = torch.randint(3, (2, 2, 19), device=DEVICE).float()
+    protected, valid = (torch.rand(2, 2, 19, device=DEVICE) < share for share in (0.3, 0.8))
+    for ranks in (None, torch.rand(2, 2, 19, device=DEVICE).argsort(-1).int()):
+        found, want = (find(score, protected, valid, ranks) for find in (row_worst, reference_row_worst))
+        for mine, theirs in zip(found, want, strict=True):
+            assert torch.equal(mine, theirs)

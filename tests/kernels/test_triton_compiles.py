@@ -27,6 +27,7 @@ from ag.kernels.pool_append.triton import triton_pool_append  # noqa: E402
 from ag.kernels.pool_expired.triton import triton_pool_expired  # noqa: E402
 from ag.kernels.ragged_decode import triton as decode  # noqa: E402
 from ag.kernels.ring_append.triton import triton_ring_append  # noqa: E402
+from ag.kernels.row_worst.triton import triton_row_worst  # noqa: E402
 from ag.kernels.tuned import Tuned  # noqa: E402
 
 LARGEST = {89: 99, 90: 227}  # KB of shared memory that a block may take
@@ -198,3 +199,12 @@ def test_pool_append_compiles(compiled, dim, dtype, victims):
 def test_pool_expired_compiles(compiled, dim, dtype):
     triton_pool_expired(in_pages(dim, dtype), torch.tensor([40, -1]), 4, 9)
     assert set(compiled) == {"_expired"}
+
+
+@pytest.mark.slow
+@cases(("ranks",), (89, False), (90, True))
+def test_row_worst_compiles(compiled, ranks):
+    masks = torch.rand(2, 2, 2, 3000) > 0.5
+    order = torch.arange(3000).expand(2, 2, -1) if ranks else None
+    triton_row_worst(torch.rand(2, 2, 3000), *masks, order)
+    assert set(compiled) == {"_worst"}
