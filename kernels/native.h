@@ -107,3 +107,8 @@ inline float total(const void* x) {
 }
 
 inline float total(Lanes lanes) { return total<LANES>(&lanes); }
+
+// Ask for memory that is read soon.
+inline void fetch(const void* p, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(p) + b);
+}

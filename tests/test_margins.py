@@ -74,7 +74,9 @@ def test_report_names_the_smallest_margin_and_what_failed(capsys):
 
 
 KERNELS = [f"kernels/test_{name}.py" for name in ("row_statistics", "column_sums", "gated_attention", "gated_prefill")]
-KERNELS += [f"kernels/test_{name}.py" for name in ("hard_inputs", "ragged_decode", "paged_decode", "gemv")]
+KERNELS += [
+    f"kernels/test_{name}.py" for name in ("hard_inputs", "ragged_decode", "paged_decode", "paged_attend", "gemv")
+]
 ENGINE = ["engine/test_precision.py", "engine/test_wrappers.py", "engine/test_scorers.py"]  # of short sums
 
 

@@ -24,10 +24,6 @@ struct Part {
   int64_t start, count, offset;  // tokens [start, start + count) of the pool are slots from `offset` on of the chunk
 };
 
-inline void fetch(const void* p, int64_t bytes) {
-  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(p) + b);
-}
-
 // scores[n][t] = <q_n, k_t>, of N queries; meanwhile `next` is fetched, where there is one.
 template <int N, typename T>
 void dot(const float* q, const T* keys, int64_t count, int64_t dim, float* scores, const T* next) {

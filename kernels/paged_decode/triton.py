@@ -8,21 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ag.kernels.dispatch import interpreting
-from ag.kernels.tiles import load_rows, mix, places
+from ag.kernels.tiles import load_places, load_rows, mix, places
 from ag.kernels.tuned import LOG2E, Tuned, doublings, padded
 
 CHUNKS = 1024  # about how many chunks all rows are cut into that fill the table: a few for each processor of a card
 PIECE = 1024  # weights that a program normalises
-
-
-@triton.jit
-def _load(column, at, there, D: tl.constexpr, DP: tl.constexpr):
-    """Load the tokens at these places of a column."""
-    dims = tl.arange(0, DP)
-    mask = there[:, None]
-    if D < DP:
-        mask = mask & (dims < D)[None, :]
-    return tl.load(column + at[:, None] * D + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["stride", "chunk", "chunks", "size", "N"])
@@ -48,12 +38,12 @@ def _split(q, keys, values, table, lengths, partial, lse, weights, scale, stride
         slots = n + tl.arange(0, ROWS)
         there = slots < stop
         at = places(table, slots, there, PAGE)
-        s = tl.dot(queries, tl.trans(_load(keys, at, there, D, DP)), input_precision="ieee") * scale
+        s = tl.dot(queries, tl.trans(load_places(keys, at, there, D, DP)), input_precision="ieee") * scale
         s = tl.where(there[None, :], s, float("-inf"))
         if weights is not None:
             mask = (heads < G)[:, None] & there[None, :]
             tl.store(weights + (row * G + heads)[:, None] * N + slots[None, :], s, mask=mask)
-        total, largest, mixed = mix(s, _load(values, at, there, E, EP), total, largest, mixed)
+        total, largest, mixed = mix(s, load_places(values, at, there, E, EP), total, largest, mixed)
     dims = tl.arange(0, EP)
     mask = (heads < G)[:, None] & (dims < E)[None, :]
     tl.store(partial + item * G * E + heads[:, None] * E + dims[None, :], mixed / total[:, None], mask=mask)
@@ -61,7 +51,7 @@ def _split(q, keys, values, table, lengths, partial, lse, weights, scale, stride
 
 
 @triton.jit(do_not_specialize=["chunk", "chunks", "N", "pieces"])
-def _combine(partial, lse, lengths, out, weights, chunk, chunks, N, pieces, G, E: tl.constexpr, EP: tl.constexpr,
+def combine(partial, lse, lengths, out, weights, chunk, chunks, N, pieces, G, E: tl.constexpr, EP: tl.constexpr,
              CHUNKS: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     """Mix the chunks of one query; a row without tokens gives 0.
 
@@ -78,8 +68,9 @@ def _combine(partial, lse, lengths, out, weights, chunk, chunks, N, pieces, G, E
         items = n + tl.arange(0, CHUNKS)
         sums = tl.load(lse + items * G + head, mask=items < stop, other=float("-inf"))
         larger = tl.maximum(largest, tl.max(sums, 0))
-        weight = tl.exp2(sums - larger)
-        shrink = tl.exp2(largest - larger)
+        finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query may see nothing of a chunk
+        weight = tl.exp2(sums - finite)
+        shrink = tl.exp2(largest - finite)
         mask = (items < stop)[:, None] & (dims < width)[None, :]
         tile = tl.load(partial + (items * G + head)[:, None] * E + dims[None, :], mask=mask, other=0.0)
         mixed = mixed * shrink + tl.sum(tile * weight[:, None], 0)
@@ -134,7 +125,7 @@ def triton_paged_decode(
     piece = 16 if interpreting() else PIECE
     pieces = max(1, triton.cdiv(longest, piece))
     with torch.cuda.device_of(q):
-        _combine[(rows * group * pieces,)](
+        combine[(rows * group * pieces,)](
             *(partial, lse, lengths, out, weights, chunk, max(chunks, 1), longest, pieces, group, width, padded(width)),
             *(32, piece),
         )

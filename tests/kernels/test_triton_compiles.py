@@ -21,6 +21,7 @@ from ag.kernels.column_max.triton import triton_column_max  # noqa: E402
 from ag.kernels.column_sums.triton import triton_column_sums  # noqa: E402
 from ag.kernels.gated_attention.triton import triton_gated_attention  # noqa: E402
 from ag.kernels.gated_prefill.triton import triton_gated_prefill  # noqa: E402
+from ag.kernels.paged_attend.triton import triton_paged_attend  # noqa: E402
 from ag.kernels.paged_decode import triton as paged  # noqa: E402
 from ag.kernels.pages import New, Pages  # noqa: E402
 from ag.kernels.pool_append.triton import triton_pool_append  # noqa: E402
@@ -181,7 +182,17 @@ def test_paged_decode_compiles(compiled, dim, dtype):
     for weights in (None, torch.empty(2, 4, 32)):
         compiled.clear()
         paged.triton_paged_decode(q, pages.keys, pages.values, pages.table, pages.lengths, 0.1, weights)
-        assert set(compiled) == {"_split", "_combine"}
+        assert set(compiled) == {"_split", "combine"}
+
+
+@pytest.mark.slow
+@BOTH
+def test_paged_attend_compiles(compiled, dim, dtype):
+    q, ranks = torch.randn(2, 4, 50, dim).to(dtype), torch.arange(50).expand(2, -1)
+    for window, recent in ((None, None), (20, 4)):
+        compiled.clear()
+        triton_paged_attend(q, in_pages(dim, dtype), ranks, 0.1, window, recent)
+        assert set(compiled) == {"_attend", "combine"}
 
 
 @pytest.mark.slow

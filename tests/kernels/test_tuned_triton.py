@@ -18,6 +18,7 @@ from ag.kernels.gated_attention.reference import reference_gated_attention
 from ag.kernels.gated_attention.triton import triton_gated_attention
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
 from ag.kernels.gated_prefill.triton import triton_gated_prefill
+from ag.kernels.paged_attend.triton import ATTEND
 from ag.kernels.paged_decode import triton as paged
 from ag.kernels.ragged_decode import triton as decode
 from ag.kernels.ragged_decode.reference import reference_ragged_decode
@@ -106,7 +107,7 @@ def test_rows_too_far_apart_for_32_bits_are_brought_together():
     assert (largest - 1) * FARTHEST + 255 < 2**31
 
 
-TUNED = [attention.FORWARD, attention.QUERIES, attention.KEYS, decode.SPLIT, paged.SPLIT]
+TUNED = [attention.FORWARD, attention.QUERIES, attention.KEYS, decode.SPLIT, paged.SPLIT, ATTEND]
 
 
 def test_grids_of_many_pairs_stay_within_what_a_card_takes(monkeypatch):

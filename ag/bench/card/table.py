@@ -32,7 +32,7 @@ TESTS = {
     "training": 50,
     "compile": 60,
 }
-OTHERS, GUARDED = 40, 25
+OTHERS, GUARDED = 40, 22
 
 
 def _place(name: str) -> int:
