@@ -57,7 +57,7 @@ def _attend(q, keys, values, held, gate, table, lengths, at, partial, lse, scale
 
 
 KEY = ["QUERIES", "D", "E", "size"]
-ATTEND = Tuned(_attend, [(64, 4, 2), (64, 4, 3), (32, 4, 3), (64, 8, 3)], [(32, 4, 1), (16, 4, 1)], KEY)
+ATTEND = Tuned(_attend, [(64, 4, 2), (64, 4, 3), (32, 4, 3), (64, 8, 3)], [(16, 4, 1)], KEY)
 
 
 @torch.compiler.disable
