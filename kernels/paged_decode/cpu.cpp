@@ -2,7 +2,7 @@
 //
 // A row is cut into chunks of CHUNK slots. Each chunk gives its own maximum, sum and mix, and the chunks of a row are
 // merged in order, so that the result depends neither on the number of threads nor on where pages lie. The G query heads
-// of a row read each key and value once. While a page is read the next one is fetched, as processors foresee only what
+// of a row read each key and value once. While a page is read another is fetched, as processors foresee only what
 // follows in memory.
 // Plain C at the border, so that it compiles in a second or two, without the headers of PyTorch.
 
@@ -17,6 +17,7 @@
 namespace {
 
 constexpr int64_t CHUNK = 256;
+constexpr int64_t AHEAD = 2;  // pages
 constexpr int BLOCKS = LANES == 8 ? 2 : 4;  // registers of one query's output that fit beside those of three others
 
 // Tokens of one page that a chunk has.
@@ -24,7 +25,7 @@ struct Part {
   int64_t start, count, offset;  // tokens [start, start + count) of the pool are slots from `offset` on of the chunk
 };
 
-// scores[n][t] = <q_n, k_t>, of N queries; meanwhile `next` is fetched, where there is one.
+// scores[n][t] = <q_n, k_t>, of N queries; meanwhile the page `next` is fetched, where there is one.
 template <int N, typename T>
 void dot(const float* q, const T* keys, int64_t count, int64_t dim, float* scores, const T* next) {
   for (int64_t t = 0; t < count; ++t) {
@@ -61,7 +62,7 @@ void mix_block(const float* weights, const T* values, int64_t count, int64_t wid
     for (int b = 0; b < B; ++b) store(out + n * width + b * LANES, mixed[n][b]);
 }
 
-// out[n] += sum_t weights[n][t] v_t, of N queries; meanwhile `next` is fetched, where there is one.
+// out[n] += sum_t weights[n][t] v_t, of N queries; meanwhile the page `next` is fetched, where there is one.
 template <int N, typename T>
 void mix(const float* weights, const T* values, int64_t count, int64_t width, float* out, const T* next) {
   int64_t d = 0;
@@ -118,10 +119,13 @@ void attend(const float* q, const T* keys, const T* values, const int32_t* table
       float *mixes = partials.data() + i * partial, *maxima = mixes + group * width, *sums = maxima + group;
       find_parts(c, table + c.row * stride, page, parts);
       const int64_t number = static_cast<int64_t>(parts.size());
+      const auto coming = [&](int64_t visit) -> const T* {  // all pages of keys are visited, then those of values
+        if (visit < number) return keys + parts[visit].start * dim;
+        return visit < 2 * number ? values + parts[visit - number].start * width : nullptr;
+      };
       for (int64_t j = 0; j < number; ++j) {
         const Part& p = parts[j];
-        // the last one's next page is the first one of values
-        const T* next = j + 1 < number ? keys + parts[j + 1].start * dim : values + parts[0].start * width;
+        const T* next = coming(j + AHEAD);
         by_four(group, [&](auto some, int64_t g) {
           dot<some>(q + (c.row * group + g) * dim, keys + p.start * dim, p.count, dim,
                     scores.data() + g * CHUNK + p.offset, g ? nullptr : next);
@@ -142,7 +146,7 @@ void attend(const float* q, const T* keys, const T* values, const int32_t* table
       }
       for (int64_t j = 0; j < number; ++j) {
         const Part& p = parts[j];
-        const T* next = j + 1 < number ? values + parts[j + 1].start * width : nullptr;
+        const T* next = coming(number + j + AHEAD);
         by_four(group, [&](auto some, int64_t g) {
           mix<some>(scores.data() + g * CHUNK + p.offset, values + p.start * width, p.count, width, mixes + g * width,
                     g ? nullptr : next);
