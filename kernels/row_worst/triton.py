@@ -27,6 +27,7 @@ def _worst(score, guarded, valid, ranks, counts, finite, slots, rest, rows, widt
         held += tl.sum(there.to(tl.int32), 0)
         fixed += tl.sum((there & (~rivals)).to(tl.int32), 0)
         wrong += tl.sum((rivals & ~(tl.abs(found) < float("inf"))).to(tl.int32), 0)
+        found = tl.where(found == found, found, float("inf"))  # the least of what is no number is not defined
         order = at
         if ranks is not None:
             order = tl.cast(tl.load(ranks + first + at, mask=rivals, other=-1), tl.int32)
