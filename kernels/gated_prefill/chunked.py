@@ -63,7 +63,7 @@ def _masked(
     index = torch.arange(length, device=q.device)
     sink = sink_mask(key_valid, sinks, batch, length, q.device)
     visible, protected = pair_masks(index, index, key_valid, sink, recent, window, None)
-    hidden = ~(visible & (protected | keep[:, :, None])).view(rows, 1, length, length)
+    hidden = ~(visible & (protected | keep[:, :, None])).reshape(rows, 1, length, length)
     bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
     q, k, v = (x.reshape(rows, -1, length, x.shape[-1]).expand(-1, group, -1, -1) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, bias, scale=scaling)

@@ -27,7 +27,7 @@ def inputs(length, heads, kv_heads, dim, share=0.3, padding=None, **options):
     make = torch.Generator().manual_seed(length + heads)
     draw = lambda n: torch.randn(2, length, n, dim, generator=make, dtype=torch.float64).transpose(1, 2)  # noqa: E731
     q, k, v = draw(heads), draw(kv_heads), draw(kv_heads)
-    keep = torch.rand(2, kv_heads, length, generator=make) < share
+    keep = (torch.rand(2, length, kv_heads, generator=make) < share).mT  # as a gate makes them
     keep[0, 0] = False  # a head that keeps nothing
     valid = None
     if padding:
