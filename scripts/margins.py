@@ -1,8 +1,9 @@
 """Measure how much of their bounds the numerical tests leave: python scripts/margins.py [OPTIONS] [PATH ...].
 
-The tests run with other random numbers, under each instruction set that the processor has (in PyTorch, MKL, oneDNN and
-the C++ kernels) and with one and two threads. The margin of a test is the smallest bound over the error found under
-it. Runs are kept in a folder: what is there is not run again, so that an interrupted sweep goes on.
+The tests run with other random numbers and in another order, under each instruction set that the processor has (in
+PyTorch, MKL, oneDNN and the C++ kernels) and with one and two threads. The margin of a test is the smallest bound over
+the error found under it. Runs are kept in a folder: what is there is not run again, so that an interrupted sweep goes
+on.
 """
 
 import argparse
@@ -83,19 +84,21 @@ def environment(run: Run, scratch: Path, folder: Path, only: Path | None) -> dic
     return os.environ | given
 
 
-def measured(run: Run, words: Iterable[str], folder: Path, only: Path | None) -> dict[str, float]:
-    """Run the tests once; return the largest share of a bound by test."""
+def measured(run: Run, words: Iterable[str], folder: Path, only: Path | None) -> dict[str, list[float]]:
+    """Run the tests once; return by test the largest share of a bound, and seconds."""
     with tempfile.TemporaryDirectory() as scratch:
         variables = environment(run, Path(scratch), folder, only)
-        command = [sys.executable, "-m", "pytest", *OPTIONS, "-n", str(jobs(run.threads)), *words]
+        order = [f"--shuffle={run.seed}"] if run.seed else []
+        command = [sys.executable, "-m", "pytest", *OPTIONS, "-n", str(jobs(run.threads)), *order, *words]
         done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
         if done.returncode not in (0, 1, 5):
             sys.exit(f"{run.name}: pytest ended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
         (folder / f"{run.name}.log").write_text(done.stdout)
-        found: dict[str, float] = {}
+        found: dict[str, list[float]] = {}
         for file in Path(scratch).glob("*.json"):
-            for test, share in json.loads(file.read_text()).items():
-                found[test] = max(found.get(test, 0.0), share)
+            for test, (share, seconds) in json.loads(file.read_text()).items():
+                before = found.get(test, [0.0, 0.0])
+                found[test] = [max(before[0], share), before[1] + seconds]
         return found
 
 
@@ -104,22 +107,29 @@ def jobs(threads: int) -> int:
     return max(1, (os.cpu_count() or 1) // threads)
 
 
-def kept(run: Run, words: Iterable[str], folder: Path, only: Path | None) -> dict[str, float]:
+def kept(run: Run, words: Iterable[str], folder: Path, only: Path | None) -> dict[str, list[float]]:
     """Return what a round found, which is run where its file is missing."""
     file = folder / f"{run.name}.json"
     if not file.is_file():
         print(f"{run.name} ...", file=sys.stderr, flush=True)
         file.write_text(json.dumps(measured(run, words, folder, only), indent=1, sort_keys=True))
-    found: dict[str, float] = json.loads(file.read_text())
+    found: dict[str, list[float]] = json.loads(file.read_text())
     return found
 
 
-def report(rounds: dict[Run, dict[str, float]], least: float) -> bool:
+def chosen(first: dict[str, list[float]], folder: Path, seconds: float, slow: bool) -> Path:
+    """Name in a file the tests of the first round, with those that take longer or without."""
+    file = folder / ("all" if slow else "short")
+    file.write_text("\n".join(test for test, (_, took) in first.items() if slow or took < seconds))
+    return file
+
+
+def report(rounds: dict[Run, dict[str, list[float]]], least: float) -> bool:
     """Print the smallest margin of each test function and where it was; say whether every one is large enough."""
     smallest: dict[str, tuple[float, str, str]] = {}
     failed: dict[str, list[str]] = {}
     for run, shares in rounds.items():
-        for test, share in shares.items():
+        for test, (share, _) in shares.items():
             if share >= FAILED:
                 failed.setdefault(test, []).append(run.name)
                 continue
@@ -127,7 +137,7 @@ def report(rounds: dict[Run, dict[str, float]], least: float) -> bool:
             smallest[name] = min(smallest.get(name, (float("inf"), "", "")), (margin, test, run.name))
     print(f"{'margin':>8}  test, and the instruction set, threads and seed of the smallest")
     for margin, test, run_name in sorted(smallest.values(), reverse=True):
-        print(f"{margin:8.2f}{' <' if margin < least else '  '}{test}  {run_name}")
+        print(f"{margin:8.2f}{' < ' if margin < least else '   '}{test}  {run_name}")
     for test, names in sorted(failed.items()):
         print(f"  failed  {test}  {' '.join(names)}")
     below = sum(margin < least for margin, *_ in smallest.values())
@@ -140,7 +150,8 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", default=PATHS, metavar="PATH", help="tests (default: the numerical ones)")
     parser.add_argument("--seeds", type=int, default=20, help="rounds of each kind; the first has the tests' own seeds")
-    parser.add_argument("--slow-seeds", type=int, default=3, help="rounds that slow tests take part in")
+    parser.add_argument("--slow-seeds", type=int, default=3, help="rounds of each kind that slow tests take part in")
+    parser.add_argument("--slow", type=float, default=0.5, help="seconds from which on a test counts as slow")
     parser.add_argument("--sets", nargs="+", default=available(), choices=available(), help="instruction sets")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="numbers of threads")
     parser.add_argument("--least", type=float, default=3.0, help="the margin that every test should have")
@@ -148,17 +159,15 @@ def main(words: list[str] | None = None) -> int:
     given = parser.parse_args(words)
     folder: Path = given.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    rounds: dict[Run, dict[str, float]] = {}
-    only = None
+    rounds: dict[Run, dict[str, list[float]]] = {}
     for seed in range(given.seeds):
         for instructions in given.sets:
             for threads in given.threads:
                 run = Run(instructions, threads, seed)
-                marks = [] if seed < given.slow_seeds else ["-m", "not slow"]
-                rounds[run] = kept(run, [*marks, *given.paths], folder, only)
-                if only is None:  # tests without a bound need no further rounds
-                    only = folder / "only"
-                    only.write_text("\n".join(rounds[run]))
+                # the first round tells which tests have a bound, and how long they take
+                first = next(iter(rounds.values()), None)
+                slow = seed < given.slow_seeds
+                rounds[run] = kept(run, given.paths, folder, first and chosen(first, folder, given.slow, slow))
     return 0 if report(rounds, given.least) else 1
 
 

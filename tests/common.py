@@ -58,7 +58,7 @@ if "PYTEST_XDIST_WORKER" in os.environ or "AG_TEST_THREADS" in os.environ:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     rehearsal = os.environ.get("AG_GPU_REHEARSAL") == "1"
     if item.get_closest_marker("gpu") and not (torch.cuda.is_available() or rehearsal):
-        pytest.skip("needs a CUDA device; AG_GPU_REHEARSAL=1 rehearses it in Triton's interpreter")
+        pytest.skip("needs a CUDA device: bash scripts/gpu.sh, on a machine that has one")
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +66,7 @@ def shared_data() -> Path:
     """The folder of the evaluation data, which is not part of the repository."""
     folder = Path(os.environ.get("AG_DATA") or ROOT.parent / "shared" / "data")
     if not folder.is_dir():
-        pytest.skip(f"no data in {folder}: set AG_DATA to the folder that holds piqa, corpus, ...")
+        pytest.skip(f"no data in {folder}: AG_DATA=FOLDER bash scripts/test.sh, FOLDER with piqa, corpus, ...")
     return folder
 
 

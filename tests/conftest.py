@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """List the slowest files, and leave the names of the tests that failed to scripts/test.sh."""
+    """List the slowest files and what was skipped, and leave the names of the tests that failed to scripts/test.sh."""
     reports = [x for found in terminalreporter.stats.values() for x in found if isinstance(x, pytest.TestReport)]
     seconds: dict[str, float] = {}
     for report in reports:
@@ -67,6 +68,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.section("slowest files")
         for file in sorted(seconds, key=lambda x: -seconds[x])[:10]:
             terminalreporter.line(f"{seconds[file]:7.1f} s  {file}")
+    # the reason of a skip ends with the command that runs the test; what another test runs says "elsewhere"
+    reasons = Counter(x.longrepr[2].removeprefix("Skipped: ") for x in terminalreporter.stats.get("skipped", []))
+    told = {reason: count for reason, count in reasons.most_common() if not reason.startswith("elsewhere: ")}
+    if told:
+        terminalreporter.section(f"{sum(told.values())} tests skipped, and what would run them")
+        for reason, count in told.items():
+            terminalreporter.line(f"{count:7}  {reason}")
     failed = dict.fromkeys(x.nodeid for kind in ("failed", "error") for x in terminalreporter.stats.get(kind, []))
     folder = ROOT / ".pytest_cache"
     if failed and folder.is_dir():

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -175,7 +176,7 @@ def check(model: Any, rows: Sequence[Tensor], result: Run) -> None:
     for b, row in enumerate(rows):
         visible = [result.visible(layer, b, len(row)) for layer in range(len(result.arrivals))]
         wanted = masked_logits(model, row, visible)
-        bound = of_pass(model, lambda row=row, visible=visible: masked_logits(model, row, visible))
+        bound = of_pass(model, partial(masked_logits, model, row, visible))
         hold(result.logits[b], wanted, bound)
 
 

@@ -2,7 +2,8 @@
 
 ``AG_SEED=N`` moves every seed that a test draws from; 0 moves none. ``AG_MARGINS=FOLDER`` watches ``bounds.hold``,
 ``torch.testing.assert_close``, ``torch.allclose``, ``pytest.approx`` with a number, and assertions that a number is
-below one that is small; each process leaves there, by test, the largest share of a bound, and 1e9 where a test failed.
+below one that is small; each process leaves there, by test, the largest share of a bound (1e9 where a test failed) and
+the seconds that it took.
 ``AG_MARGINS_ONLY=FILE`` leaves out the tests that are not in the file, a line each.
 """
 
@@ -28,6 +29,7 @@ NUMBER = r"(?:tensor\()?([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)(?:, dtype=torch\.\w+)?\)
 BELOW = re.compile(rf"^{NUMBER} <=? {NUMBER}(?:\n|$)")
 
 worst: dict[str, float] = {}
+seconds: dict[str, float] = {}
 current = ""
 
 
@@ -131,10 +133,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    seconds[report.nodeid] = seconds.get(report.nodeid, 0.0) + report.duration
     if report.failed:
         worst[report.nodeid] = FAILED
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if "AG_MARGINS" in os.environ and worst:
-        (Path(os.environ["AG_MARGINS"]) / f"{uuid.uuid4().hex}.json").write_text(json.dumps(worst))
+        found = {test: [share, seconds.get(test, 0.0)] for test, share in worst.items()}
+        (Path(os.environ["AG_MARGINS"]) / f"{uuid.uuid4().hex}.json").write_text(json.dumps(found))

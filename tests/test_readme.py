@@ -93,7 +93,7 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, t
             parse([*given, "--print"], SCHEMAS[program], program)
         assert done.value.code == 0
     elif program == "ag.evaluate.lm_eval":
-        harness = pytest.importorskip("lm_eval._cli", reason="lm-evaluation-harness is not installed")
+        harness = pytest.importorskip("lm_eval._cli", reason="needs lm_eval: .venv/bin/pip install -e '.[lm_eval]'")
         monkeypatch.setattr(sys, "argv", ["lm_eval", *words[3:]])
         told = harness.HarnessCLI().parse_args()
         assert told.model == "ag"

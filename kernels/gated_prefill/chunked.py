@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ag.kernels.gated_attention.masks import sink_mask
+from ag.kernels.gated_attention.masks import pair_masks, sink_mask
 
+SHORT = 256  # tokens of a prompt that PyTorch's attention takes under one mask in less time than blocks
 BLOCK = 128  # queries handled at once
 LONG = 4096  # of a head that keeps more tokens, half as many queries are handled at once
 
@@ -25,9 +27,12 @@ def chunked_gated_prefill(
     """Compute :func:`ag.kernels.gated_prefill.gated_prefill`; the work is that of the kept pairs and the diagonal.
 
     The kept keys of a (sequence, KV head) pair are gathered once, in order, so that those up to a query's position are
-    a range, whose end a binary search finds. The softmax runs in float32 (float64 for float64 arguments).
+    a range, whose end a binary search finds. The softmax runs in float32 (float64 for float64 arguments). A short
+    prompt is one block under a mask.
     """
     batch, heads, length, _ = q.shape
+    if length <= SHORT:
+        return _masked(q, k, v, keep, key_valid, scaling, recent, sinks, window)
     kv_heads, group = k.shape[1], heads // k.shape[1]
     out = torch.zeros_like(q[..., :1].expand(*q.shape[:3], v.shape[-1]), memory_format=torch.contiguous_format)
     stays = keep | sink_mask(key_valid, sinks, batch, length, q.device)[:, None]
@@ -39,6 +44,32 @@ def chunked_gated_prefill(
             part = slice(h * group, (h + 1) * group)
             out[b, part] = _one(q[b, part], k[b, h], v[b, h], stays[b, h], goes[b, h], scaling, recent, window)
     return out
+
+
+def _masked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    key_valid: Tensor | None,
+    scaling: float,
+    recent: int,
+    sinks: int,
+    window: int | None,
+) -> Tensor:
+    """Attend with PyTorch's own attention, the query heads of a KV head as the heads of a sequence."""
+    batch, heads, length, _ = q.shape
+    rows, group = keep.shape[0] * keep.shape[1], heads // k.shape[1]
+    index = torch.arange(length, device=q.device)
+    sink = sink_mask(key_valid, sinks, batch, length, q.device)
+    visible, protected = pair_masks(index, index, key_valid, sink, recent, window, None)
+    hidden = ~(visible & (protected | keep[:, :, None])).reshape(rows, 1, length, length)
+    bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
+    q, k, v = (x.reshape(rows, -1, length, x.shape[-1]).expand(-1, group, -1, -1) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, bias, scale=scaling)
+    if key_valid is not None:  # a padding query may see nothing
+        out = out.masked_fill(hidden.all(-1, keepdim=True), 0.0)
+    return out.reshape(batch, heads, length, -1)
 
 
 def _one(

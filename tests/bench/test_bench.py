@@ -283,7 +283,7 @@ def test_the_first_word_names_the_mode():
 )
 def test_bad_input_is_one_line(words, parts, capsys, tmp_path):
     if "CUDA" in parts and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
+        pytest.skip("a CUDA device is there: CUDA_VISIBLE_DEVICES= bash scripts/test.sh")
     try:
         code = main([*words, f"output={tmp_path}"])
     except SystemExit as leaving:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -125,8 +126,8 @@ def test_handlers_are_given_back(tmp_path: Path) -> None:
 def test_one_rank_gets_the_signal_and_both_stop(tmp_path: Path, rank: int) -> None:
     options: dict[str, Any] = {"trainer": {"devices": 2, "strategy": "ddp"}, "batches": 40}
     process = start(tmp_path, module={"pause": 0.2}, **options)
-    (said,) = (line for line in wait_for(process, "batch 3") if line.startswith("rank 1 is process "))
-    os.kill(int(said.split()[-1]) if rank else process.pid, signal.SIGTERM)
+    (other,) = re.findall(r"rank 1 is process (\d+)\n", "\n".join(wait_for(process, "batch 3")))
+    os.kill(int(other) if rank else process.pid, signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143, errors
     steps = torch.load(newest_valid(tmp_path), weights_only=True)["global_step"]

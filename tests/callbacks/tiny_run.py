@@ -67,7 +67,8 @@ class Tiny(LightningModule):
             if self.global_rank == 0:
                 print(f"batch {batch_idx}", flush=True)
             elif batch_idx == 0:
-                print(f"rank {self.global_rank} is process {os.getpid()}", flush=True)
+                # in a line of its own, whatever the other rank is writing there
+                print(f"\nrank {self.global_rank} is process {os.getpid()}\n", flush=True)
             time.sleep(self.pause)
         if batch_idx == self.fail_batch:
             raise RuntimeError("a bug")

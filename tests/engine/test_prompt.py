@@ -106,7 +106,7 @@ def test_copies_go_their_own_ways(tiny_llama):
 @pytest.mark.parametrize("spec", ["full", "snapkv@preference", "gates"])
 def test_layers_in_two_places(tiny_llama, tmp_path, spec):
     """Two layers whose weights accelerate fetches from the disk, as ``device_map="auto"`` does."""
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: .venv/bin/pip install accelerate")
     ids, found = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(0)), []
     for offload in (False, True):
         model = tiny_llama().eval()

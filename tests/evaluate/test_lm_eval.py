@@ -8,7 +8,7 @@ import pytest
 import torch
 from refused import refuses
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'ag[lm_eval]'")
+pytest.importorskip("lm_eval", reason="needs lm_eval: .venv/bin/pip install -e '.[lm_eval]'")
 
 from gates_for import gates_for
 from lm_eval import simple_evaluate

@@ -125,7 +125,7 @@ def test_hardware_that_is_not_there(
     override: str, parts: tuple[str, ...], recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if override == "trainer.accelerator=gpu" and torch.cuda.is_available():
-        pytest.skip("a GPU is there")
+        pytest.skip("a CUDA device is there: CUDA_VISIBLE_DEVICES= bash scripts/test.sh")
     assert fit.main([f"recipe={recipe}", f"output={tmp_path}", override]) == 2
     names(capsys.readouterr().err.splitlines()[-1], "ag.fit: error: ", *parts)
 

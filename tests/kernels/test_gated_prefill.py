@@ -27,7 +27,7 @@ def inputs(length, heads, kv_heads, dim, share=0.3, padding=None, **options):
     make = torch.Generator().manual_seed(length + heads)
     draw = lambda n: torch.randn(2, length, n, dim, generator=make, dtype=torch.float64).transpose(1, 2)  # noqa: E731
     q, k, v = draw(heads), draw(kv_heads), draw(kv_heads)
-    keep = torch.rand(2, kv_heads, length, generator=make) < share
+    keep = (torch.rand(2, length, kv_heads, generator=make) < share).mT  # as a gate makes them
     keep[0, 0] = False  # a head that keeps nothing
     valid = None
     if padding:
@@ -41,17 +41,21 @@ def exactly(tensors, dtype=torch.float64):
     return [*(bounded(x, dtype) for x in tensors[:3]), tensors[3]]
 
 
+@pytest.mark.parametrize("short", [0, 256], ids=["blocks", "short"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(("length", "heads", "kv_heads", "dim"), [(63, 4, 4, 20), (131, 6, 2, 60), (400, 3, 1, 16)])
-def test_chunked_equals_reference_and_gated_attention(length, heads, kv_heads, dim, case):
+def test_chunked_equals_reference_and_gated_attention(monkeypatch, length, heads, kv_heads, dim, case, short):
+    monkeypatch.setattr("ag.kernels.gated_prefill.chunked.SHORT", short)
     tensors, options = inputs(length, heads, kv_heads, dim, **CASES[case])
     want = reference_gated_prefill(*exactly(tensors), **options)
     hold(chunked_gated_prefill(*tensors, **options), want)
     hold(gated_attention(*tensors[:3], tensors[3].double(), **options), want)
 
 
+@pytest.mark.parametrize("short", [0, 256], ids=["blocks", "short"])
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_nothing_or_everything_kept(share):
+def test_nothing_or_everything_kept(monkeypatch, share, short):
+    monkeypatch.setattr("ag.kernels.gated_prefill.chunked.SHORT", short)
     tensors, options = inputs(200, 4, 2, 8, share)
     if share:
         tensors[3][:] = True
@@ -67,8 +71,10 @@ def test_heads_that_keep_much_use_other_blocks(monkeypatch):
     hold(chunked_gated_prefill(*tensors, **options), reference_gated_prefill(*exactly(tensors), **options))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_lower_precision(dtype):
+@pytest.mark.parametrize("short", [0, 256], ids=["blocks", "short"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_lower_precision(monkeypatch, dtype, short):
+    monkeypatch.setattr("ag.kernels.gated_prefill.chunked.SHORT", short)
     tensors, options = inputs(131, 6, 2, 32, recent=3, sinks=4)
     rounded = [x.to(dtype) for x in tensors[:3]]
     out = gated_prefill(*rounded, tensors[3], **options)

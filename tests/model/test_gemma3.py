@@ -248,7 +248,7 @@ class TestTiny:
 def converted() -> Path:
     """The folder of the real model."""
     if os.environ.get("AG_TEST_GEMMA") != "1":
-        pytest.skip("AG_TEST_GEMMA=1 accepts the Gemma Terms of Use, https://ai.google.dev/gemma/terms, and fetches it")
+        pytest.skip("takes accepting https://ai.google.dev/gemma/terms: AG_TEST_GEMMA=1 bash scripts/test.sh")
     return gemma3.get("gemma")
 
 
