@@ -68,7 +68,8 @@ def triton_paged_attend(
     keys, values, held, gate, table, lengths = pages
     (batch, heads, count, dim), (rows, most), (page, width) = q.shape, table.shape, values.shape[1:]
     slots, queries = most * page, batch * heads // rows * count
-    block = min(padded(queries), 16 if interpreting() else 64 if q.element_size() == 2 and dim <= 128 else 32)
+    large = (q.element_size() > 2) + (max(dim, width) > 128)  # so that a block's output fits in registers
+    block = min(padded(queries), 16 if interpreting() else 64 >> large)
     blocks = triton.cdiv(queries, block)
     chunk = 32 if interpreting() else max(256, triton.next_power_of_2(rows * blocks * slots // CHUNKS + 1))
     chunks = triton.cdiv(slots, chunk)
