@@ -28,7 +28,7 @@ class Tiles(NamedTuple):
     """A configuration.
 
     Attributes:
-        rows: queries of a tile; tokens for ``_split``.
+        rows: queries of a tile; tokens for ``_split`` and ``_attend``.
         warps: of a program, 32 threads each.
         stages: tiles that are loaded ahead, that at work included.
         keys: keys of a tile where the kernel chooses them, a multiple of :func:`ag.kernels.tuned.key_block`; else 0.
@@ -108,8 +108,14 @@ CONFIGURATIONS: dict[str, Table] = {
     },
     "_split": {
         "16 bits": _alike([T(64, 4, 2), T(128, 4, 2)], [T(64, 4, 2), T(64, 4, 3), T(128, 8, 3)]),
-        "16 bits above 128": _alike([T(32, 4, 2), T(64, 4, 2)], [T(32, 4, 2), T(32, 4, 3), T(64, 8, 3)]),
+        "16 bits above 128": _alike([T(32, 4, 2), T(64, 4, 2)], [T(32, 4, 2), T(32, 4, 3), T(64, 8, 2)]),
         "32 bits": _alike([T(32, 4, 1), T(32, 8, 1)], [T(32, 4, 1), T(32, 8, 1)]),
+        "32 bits above 128": _FEWEST,
+    },
+    "_attend": {
+        "16 bits": _alike([T(64, 8, 3), T(64, 8, 2)], [T(32, 8, 2), T(64, 8, 3), T(64, 4, 3)]),
+        "16 bits above 128": _alike([T(16, 8, 3), T(64, 8, 3)], [T(16, 8, 3), T(64, 8, 3)]),
+        "32 bits": _alike([T(32, 8, 1), T(16, 8, 1)], [T(32, 8, 1), T(16, 8, 1)]),
         "32 bits above 128": _FEWEST,
     },
 }

@@ -54,3 +54,61 @@ inline float exp_negative(float x) {
   p = p * r + 1.0f;
   return x < -87.0f ? 0.0f : p * as_float(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23);
 }
+
+// Numbers side by side, as many as a register holds.
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef uint32_t LaneBits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t LaneHalves __attribute__((vector_size(2 * LANES)));
+
+inline LaneBits lane_bits(const void* x) {
+  LaneHalves bits;
+  std::memcpy(&bits, x, sizeof bits);
+  return __builtin_convertvector(bits, LaneBits);
+}
+
+inline Lanes load(const float* x) {
+  Lanes lanes;
+  std::memcpy(&lanes, x, sizeof lanes);
+  return lanes;
+}
+
+// What `widen` does, of each.
+inline Lanes load(const BFloat16* x) { return reinterpret_cast<Lanes>(lane_bits(x) << 16); }
+
+inline Lanes load(const Half* x) {
+  const LaneBits bits = lane_bits(x);
+  const Lanes size = reinterpret_cast<Lanes>((bits & 0x7fff) << 13) * 0x1p112f;
+  return reinterpret_cast<Lanes>(reinterpret_cast<LaneBits>(size) | (bits & 0x8000) << 16);
+}
+
+inline void store(float* x, Lanes lanes) { std::memcpy(x, &lanes, sizeof lanes); }
+
+// The sum of `WIDTH` numbers, halves added until four are left.
+template <int WIDTH>
+inline float total(const void* x) {
+  if constexpr (WIDTH == 4) {
+    float four[4];
+    std::memcpy(four, x, sizeof four);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+  } else {
+    typedef float Part __attribute__((vector_size(2 * WIDTH)));
+    Part halves[2];
+    std::memcpy(halves, x, sizeof halves);
+    halves[0] += halves[1];
+    return total<WIDTH / 2>(halves);
+  }
+}
+
+inline float total(Lanes lanes) { return total<LANES>(&lanes); }
+
+// Ask for memory that is read soon.
+inline void fetch(const void* p, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(p) + b);
+}

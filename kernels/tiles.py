@@ -35,6 +35,16 @@ def places(table, slots, there, PAGE: tl.constexpr):
 
 
 @triton.jit
+def load_places(column, at, there, D: tl.constexpr, DP: tl.constexpr):
+    """Load the tokens at these places of a pool's column ``[P, page, D]``, zeros where there is none."""
+    dims = tl.arange(0, DP)
+    mask = there[:, None]
+    if D < DP:
+        mask = mask & (dims < D)[None, :]
+    return tl.load(column + at[:, None] * D + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def store_rows(base, stride, start, length, x, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     """Store what :func:`load_rows` loads."""
     rows, dims = tl.arange(0, N), tl.arange(0, DP)

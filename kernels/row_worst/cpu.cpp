@@ -5,12 +5,13 @@
 #include <cstdint>
 #include <limits>
 
-// score, guarded (those that are protected) and valid [rows, width]; counts [2, rows]: tokens, protected tokens; finite
-// [rows]: whether all scores that compete are; rest [rows, width]: the tokens without the last of the lowest scores.
-extern "C" void row_worst(const float* score, const bool* guarded, const bool* valid, int64_t rows, int64_t width,
-                          int64_t* counts, bool* finite, bool* rest) {
+// score, guarded (those that are protected), valid and ranks, or null, [rows, width]; counts [2, rows]: tokens,
+// protected tokens; finite [rows]: whether all scores that compete are; slots [rows]: of the lowest score, of equal ones
+// that of the highest rank, without ranks the last; -1 for none; rest [rows, width]: the tokens without that one.
+extern "C" void row_worst(const float* score, const bool* guarded, const bool* valid, const int32_t* ranks,
+                          int64_t rows, int64_t width, int64_t* counts, bool* finite, int32_t* slots, bool* rest) {
   for (int64_t row = 0; row < rows; ++row, score += width, guarded += width, valid += width, rest += width) {
-    int64_t held = 0, fixed = 0, place = -1;
+    int64_t held = 0, fixed = 0, place = -1, newest = -1;
     float lowest = std::numeric_limits<float>::infinity();
     bool all = true;
     for (int64_t t = 0; t < width; ++t) {
@@ -22,8 +23,11 @@ extern "C" void row_worst(const float* score, const bool* guarded, const bool* v
         continue;
       }
       all &= std::isfinite(score[t]);
-      if (score[t] <= lowest) {
+      if (score[t] > lowest) continue;
+      const int64_t rank = ranks ? ranks[row * width + t] : t;
+      if (score[t] < lowest || (score[t] == lowest && rank > newest)) {
         lowest = score[t];
+        newest = rank;
         place = t;
       }
     }
@@ -31,5 +35,6 @@ extern "C" void row_worst(const float* score, const bool* guarded, const bool* v
     counts[row] = held;
     counts[rows + row] = fixed;
     finite[row] = all;
+    slots[row] = static_cast<int32_t>(place);
   }
 }

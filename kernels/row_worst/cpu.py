@@ -12,22 +12,28 @@ from ag.kernels import native
 from ag.kernels.row_worst.reference import Worst
 
 KERNEL = native.Kernel(
-    Path(__file__).with_name("cpu.cpp"), (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3)
+    Path(__file__).with_name("cpu.cpp"), (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 4)
 )
 
 
-def row_worst(score: Tensor, protected: Tensor, valid: Tensor) -> Worst:
+def row_worst(score: Tensor, protected: Tensor, valid: Tensor, ranks: Tensor | None = None) -> Worst:
     """Do what :func:`ag.kernels.row_worst.row_worst` does, on the CPU."""
     rows = [x.contiguous() for x in (score, protected, valid)]  # named, so that they outlive the call
+    order = None if ranks is None else ranks.int().contiguous()
     number = score.shape[:-1]
-    counts, finite, rest = (
+    counts, finite, slot, rest = (
         torch.empty(shape, dtype=kind)
-        for shape, kind in (((2, *number), torch.long), (number, torch.bool), (score.shape, torch.bool))
+        for shape, kind in (
+            ((2, *number), torch.long),
+            (number, torch.bool),
+            (number, torch.int32),
+            (score.shape, torch.bool),
+        )
     )
-    written = (x.data_ptr() for x in (counts, finite, rest))
-    KERNEL(*(x.data_ptr() for x in rows), finite.numel(), score.shape[-1], *written)
+    given = (*(x.data_ptr() for x in rows), None if order is None else order.data_ptr())
+    KERNEL(*given, finite.numel(), score.shape[-1], *(x.data_ptr() for x in (counts, finite, slot, rest)))
     held, fixed = counts
-    return Worst(held, fixed, finite, rest)
+    return Worst(held, fixed, finite, slot, rest)
 
 
 def unavailable(score: Tensor) -> str | None:

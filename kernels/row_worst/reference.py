@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 class Worst(NamedTuple):
@@ -14,15 +15,19 @@ class Worst(NamedTuple):
     held: Tensor  # [B, Hkv] long, tokens of the row
     fixed: Tensor  # [B, Hkv] long, those of them that are protected
     finite: Tensor  # [B, Hkv] bool, whether all scores that compete are finite
+    slot: Tensor  # [B, Hkv] int32, of the token that goes; -1 where none competes
     rest: Tensor  # [B, Hkv, N] bool, the tokens without the one that goes; all of them where none competes
 
 
-def reference_row_worst(score: Tensor, protected: Tensor, valid: Tensor) -> Worst:
+def reference_row_worst(score: Tensor, protected: Tensor, valid: Tensor, ranks: Tensor | None = None) -> Worst:
     """Do what :func:`ag.kernels.row_worst.row_worst` does."""
     rivals = valid & ~protected
     held = valid.sum(-1)
-    scores = score.masked_fill(~rivals, float("inf"))
-    lowest = scores.amin(-1, keepdim=True) if scores.shape[-1] else scores  # no slots: there is none
-    last = (rivals & (score == lowest)).cumsum(-1)  # of equal ones the last
-    gone = rivals & (score == lowest) & (last == last[..., -1:])
-    return Worst(held, held - rivals.sum(-1), (torch.isfinite(score) | ~rivals).all(-1), valid & ~gone)
+    slots = torch.arange(score.shape[-1], device=score.device)
+    # one more slot, so that there is one, which nothing competes in
+    scores = F.pad(score.masked_fill(~rivals, float("inf")), (0, 1), value=float("inf"))
+    worst = F.pad(rivals, (0, 1)) & (scores == scores.amin(-1, keepdim=True))
+    newest = F.pad((slots if ranks is None else ranks).expand_as(score), (0, 1)).masked_fill(~worst, -1).max(-1)
+    slot = torch.where(newest.values < 0, -1, newest.indices)
+    finite = (torch.isfinite(score) | ~rivals).all(-1)
+    return Worst(held, held - rivals.sum(-1), finite, slot.int(), valid & (slots != slot[..., None]))

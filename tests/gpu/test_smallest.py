@@ -15,6 +15,10 @@ from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
+from ag.kernels.paged_attend import paged_attend
+from ag.kernels.paged_attend.reference import reference_paged_attend
+from ag.kernels.paged_decode import paged_decode, paged_decode_weights
+from ag.kernels.paged_decode.reference import reference_paged_decode
 from ag.kernels.pages import New, Pages
 from ag.kernels.pool_append import pool_append
 from ag.kernels.pool_append.reference import reference_pool_append
@@ -24,6 +28,8 @@ from ag.kernels.ragged_decode import ragged_decode, ragged_decode_weights
 from ag.kernels.ragged_decode.reference import reference_ragged_decode
 from ag.kernels.ring_append import ring_append
 from ag.kernels.ring_append.reference import reference_ring_append
+from ag.kernels.row_worst import row_worst
+from ag.kernels.row_worst.reference import reference_row_worst
 from gpu.cases import DEVICE, arguments, draw, exact, near, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("triton_untuned")]
@@ -126,6 +132,40 @@ def test_pool_append():
         assert torch.equal(x.flatten(0, 1)[at], y.flatten(0, 1)[at])
 
 
+def rows_of_tokens():
+    """Rows of 0, 1, 6 and 8 tokens; free slots hold no numbers."""
+    torch.manual_seed(0)
+    pages, _ = rows_in_pages()
+    pages.lengths.copy_(torch.tensor([0, 1, 6, 8]))
+    slots = torch.arange(8, device=DEVICE)
+    at = (pages.table[:, slots // 4] * 4 + slots % 4)[slots < pages.lengths[:, None]]
+    for x in (pages.keys, pages.values):
+        x.fill_(torch.nan).flatten(0, 1)[at] = draw(15, x.shape[2])
+    return pages
+
+
+def test_paged_decode():
+    pages = rows_of_tokens()
+    q, want = draw(2, 4, 1, 20), torch.empty(2, 4, 8, dtype=torch.float64, device=DEVICE)
+    rest = pages.table, pages.lengths, 0.3
+    mixed = reference_paged_decode(q.double(), pages.keys.double(), pages.values.double(), *rest, want)
+    near(paged_decode(q, pages.keys, pages.values, *rest), mixed, 1e-4, "out")
+    out, weights = paged_decode_weights(q, pages.keys, pages.values, *rest)
+    near(out, mixed, 1e-4, "out beside the weights")
+    near(weights, want, 1e-4, "weights")
+
+
+def test_paged_attend():
+    pages = rows_of_tokens()
+    pages.ranks.copy_(torch.rand(8, 4, device=DEVICE).argsort(-1) * 3)
+    pages.gate.copy_(torch.rand(8, 4, device=DEVICE) < 0.5)
+    q, ranks = draw(2, 4, 3, 20), torch.tensor([[-1, 5, 6], [7, 8, 9]], device=DEVICE)
+    exact = pages._replace(keys=pages.keys.double(), values=pages.values.double())
+    for window, recent in ((None, None), (7, 3)):
+        want = reference_paged_attend(q.double(), exact, ranks, 0.3, window, recent)
+        near(paged_attend(q, pages, ranks, 0.3, window, recent), want, 1e-4, "out")
+
+
 def test_pool_expired():
     torch.manual_seed(0)
     pages, _ = rows_in_pages()
@@ -137,3 +177,13 @@ def test_pool_expired():
             assert torch.equal(
                 pool_expired(pages, ranks, recent, window), reference_pool_expired(pages, ranks, recent, window)
             )
+
+
+def test_row_worst():
+    torch.manual_seed(0)
+    score = torch.randint(3, (2, 2, 19), device=DEVICE).float()
+    protected, valid = (torch.rand(2, 2, 19, device=DEVICE) < share for share in (0.3, 0.8))
+    for ranks in (None, torch.rand(2, 2, 19, device=DEVICE).argsort(-1).int()):
+        found, want = (find(score, protected, valid, ranks) for find in (row_worst, reference_row_worst))
+        for mine, theirs in zip(found, want, strict=True):
+            assert torch.equal(mine, theirs)

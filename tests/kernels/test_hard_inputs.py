@@ -5,6 +5,7 @@ import torch
 from bounds import bounded, hold
 from compiled import needs
 from hard import HARD, SCALING, check_column_max, check_column_sums, check_gated_attention, hard
+from paged import attended, hold_rows, in_pages, places
 
 from ag.kernels.column_max.chunked import chunked_column_max
 from ag.kernels.column_max.reference import reference_column_max
@@ -14,6 +15,10 @@ from ag.kernels.gated_attention.chunked import chunked_gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
 from ag.kernels.gated_prefill.chunked import chunked_gated_prefill
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
+from ag.kernels.paged_attend import cpu as attend_cpu
+from ag.kernels.paged_attend.reference import reference_paged_attend
+from ag.kernels.paged_decode import cpu as paged_cpu
+from ag.kernels.paged_decode import reference_paged_decode
 from ag.kernels.ragged_decode import chunked_ragged_decode, cpu
 
 needs_compiler = needs(cpu.KERNEL)
@@ -54,3 +59,33 @@ def test_ragged_decode(name, decode):
     got = decode(q[:, :, -1], *rows, starts, lengths, SCALING)
     s = (bounded(q[0, :, -1]).unflatten(0, (2, -1)) @ bounded(k[0]).mT) * SCALING
     hold(got, (s.softmax(-1) @ bounded(v[0])).flatten(0, 1)[None])
+
+
+@pytest.mark.parametrize(
+    "decode", [pytest.param(paged_cpu.paged_decode, id="cpp", marks=needs_compiler), reference_paged_decode]
+)
+@pytest.mark.parametrize("name", HARD)
+def test_paged_decode(name, decode):
+    q, k, v, *_ = hard(name, 300)
+    q, pages = q[:, :, -1:], in_pages(k[0], v[0])
+    weights = torch.full((1, 4, pages.table.shape[1] * 16), torch.nan)
+    out = decode(q, pages.keys, pages.values, pages.table, pages.lengths, SCALING, weights)
+    outs, shares = attended(q, pages, SCALING)
+    hold_rows(out, outs)
+    hold_rows(weights, shares)
+
+
+@pytest.mark.parametrize(
+    "attend", [pytest.param(attend_cpu.paged_attend, id="cpp", marks=needs_compiler), reference_paged_attend]
+)
+@pytest.mark.parametrize("name", HARD)
+def test_paged_attend(name, attend):
+    q, k, v, *_ = hard(name, 300)
+    q, pages = q[:, :, -40:], in_pages(k[0], v[0])
+    for row in range(2):
+        pages.ranks.flatten()[places(pages, row)] = torch.arange(300, dtype=torch.int32)
+    got = attend(q, pages, torch.arange(260, 300)[None], SCALING)
+    hidden = torch.ones(40, 300, dtype=torch.bool).triu(261)
+    s = (bounded(q[0]).unflatten(0, (2, -1)) @ bounded(k[0])[:, None].mT) * SCALING
+    want = s.masked_fill(hidden, float("-inf")).softmax(-1) @ bounded(v[0])[:, None]
+    hold(got, want.flatten(0, 1)[None])

@@ -18,14 +18,15 @@ VERSIONS = [
 SCORES = [0.0, -1.0, 2.5, 3e38, math.inf, -math.inf, math.nan]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@settings(max_examples=100)
-@given(st.integers(0, 2**31), st.integers(0, 9), st.booleans())
-def test_rows_equal_lists(version, seed, width, finite):
+def check(version, seed, width, finite, ranked, dtype=torch.int32):
+    """Hold a version to lists; few different scores, so that many are equal."""
     generator = torch.Generator().manual_seed(seed)
     score = torch.tensor(SCORES)[torch.randint(0, 4 if finite else len(SCORES), (2, 3, width), generator=generator)]
     protected, valid = (torch.rand(2, 3, width, generator=generator) < p for p in (0.3, 0.8))
-    found = version(score, protected, valid)
+    ranks = None
+    if ranked:  # of a free slot anything
+        ranks = torch.rand(2, 3, width, generator=generator).argsort(-1).masked_fill(~valid, -5).to(dtype)
+    found = version(score, protected, valid, ranks)
     for b in range(2):
         for h in range(3):
             held = [t for t in range(width) if valid[b, h, t]]
@@ -34,8 +35,29 @@ def test_rows_equal_lists(version, seed, width, finite):
             assert (int(found.held[b, h]), int(found.fixed[b, h])) == (len(held), len(held) - len(rivals))
             assert bool(found.finite[b, h]) == whole
             if whole:
-                gone = min(rivals, key=lambda t: (float(score[b, h, t]), -t), default=None)
+                rank = list(range(width)) if ranks is None else ranks[b, h].tolist()
+                gone = min(rivals, key=lambda t: (float(score[b, h, t]), -rank[t]), default=-1)
+                assert int(found.slot[b, h]) == gone and found.slot.dtype == torch.int32
                 assert found.rest[b, h].nonzero().flatten().tolist() == [t for t in held if t != gone]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@settings(max_examples=100)
+@given(st.integers(0, 2**31), st.integers(0, 9), st.booleans(), st.booleans())
+def test_rows_equal_lists(version, seed, width, finite, ranked):
+    check(version, seed, width, finite, ranked)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_ranks_that_ascend_say_what_slots_say(version):
+    generator = torch.Generator().manual_seed(1)
+    score = torch.randint(0, 3, (2, 3, 40), generator=generator).float()
+    protected, valid = (torch.rand(2, 3, 40, generator=generator) < p for p in (0.3, 0.8))
+    ranks = torch.randint(1, 5, (2, 3, 40), generator=generator).cumsum(-1)
+    for mine, theirs in zip(
+        version(score, protected, valid, ranks), version(score, protected, valid, None), strict=True
+    ):
+        assert torch.equal(mine, theirs)
 
 
 def test_the_layout_of_the_arguments_does_not_count():
@@ -43,8 +65,9 @@ def test_the_layout_of_the_arguments_does_not_count():
     score = torch.rand(2, 7, 3, generator=generator).transpose(1, 2)
     protected = torch.rand(7, generator=generator).lt(0.3).expand(2, 3, 7)
     valid = torch.rand(2, 3, 14, generator=generator).lt(0.8)[..., ::2]
-    found = row_worst(score, protected, valid)
-    want = reference_row_worst(*(x.contiguous() for x in (score, protected, valid)))
+    ranks = torch.rand(7, generator=generator).argsort().expand(2, 3, 7)
+    found = row_worst(score, protected, valid, ranks)
+    want = reference_row_worst(*(x.contiguous() for x in (score, protected, valid, ranks)))
     for mine, theirs in zip(found, want, strict=True):
         assert torch.equal(mine, theirs)
 

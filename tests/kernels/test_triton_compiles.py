@@ -25,18 +25,21 @@ from ag.kernels.column_sums.triton import triton_column_sums  # noqa: E402
 from ag.kernels.configurations import SHARED  # noqa: E402
 from ag.kernels.gated_attention.triton import triton_gated_attention  # noqa: E402
 from ag.kernels.gated_prefill.triton import triton_gated_prefill  # noqa: E402
+from ag.kernels.paged_attend.triton import triton_paged_attend  # noqa: E402
+from ag.kernels.paged_decode import triton as paged  # noqa: E402
 from ag.kernels.pages import New, Pages  # noqa: E402
 from ag.kernels.pool_append.triton import triton_pool_append  # noqa: E402
 from ag.kernels.pool_expired.triton import triton_pool_expired  # noqa: E402
 from ag.kernels.ragged_decode import triton as decode  # noqa: E402
 from ag.kernels.ring_append.triton import triton_ring_append  # noqa: E402
+from ag.kernels.row_worst.triton import triton_row_worst  # noqa: E402
 from ag.kernels.tuned import Tuned  # noqa: E402
 
 COMPILER = "3.9"  # of the table: another Triton allots registers in another way
 SLACK = 64  # bytes of a thread that gated attention may keep on its stack under several masks
 #: Bytes that float32 above a head size of 128 spills, at most, by kernel.
 WIDE = {"_forward": 128, "_prefill": 128, "_split": 64, "_backward_queries": 256, "_backward_keys": 1280}
-WIDE |= {"_row_sums": 256, "_columns": 0}
+WIDE |= {"_row_sums": 256, "_columns": 0, "_attend": 64}
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -204,9 +207,31 @@ def test_ring_append_compiles(compiled, dim, dtype, window):
 
 
 def in_pages(dim, dtype):
+    """Four rows of two pages each."""
     table = torch.arange(8, dtype=torch.int32).view(4, 2)
     columns = (torch.randn(8, 16, dim).to(dtype), torch.randn(8, 16, dim).to(dtype), torch.zeros(8, 16).int())
     return Pages(*columns, torch.zeros(8, 16).bool(), table, torch.tensor([3, 0, 31, 16], dtype=torch.int32))
+
+
+@pytest.mark.slow
+@EVERY
+def test_paged_decode_compiles(compiled, dim, dtype):
+    pages = in_pages(dim, dtype)
+    q = torch.randn(2, 4, 1, dim).to(dtype)
+    for weights in (None, torch.empty(2, 4, 32)):
+        compiled.clear()
+        paged.triton_paged_decode(q, pages.keys, pages.values, pages.table, pages.lengths, 0.1, weights)
+        assert set(compiled) == {"_split", "combine"}
+
+
+@pytest.mark.slow
+@EVERY
+def test_paged_attend_compiles(compiled, dim, dtype):
+    q, ranks = torch.randn(2, 4, 50, dim).to(dtype), torch.arange(50).expand(2, -1)
+    for window, recent in ((None, None), (20, 4)):
+        compiled.clear()
+        triton_paged_attend(q, in_pages(dim, dtype), ranks, 0.1, window, recent)
+        assert set(compiled) == {"_attend", "combine"}
 
 
 @pytest.mark.slow
@@ -224,3 +249,12 @@ def test_pool_append_compiles(compiled, dim, dtype, victims):
 def test_pool_expired_compiles(compiled, dim, dtype):
     triton_pool_expired(in_pages(dim, dtype), torch.tensor([40, -1]), 4, 9)
     assert set(compiled) == {"_expired"}
+
+
+@pytest.mark.slow
+@cases(("ranks",), (89, False), (90, True))
+def test_row_worst_compiles(compiled, ranks):
+    masks = torch.rand(2, 2, 2, 3000) > 0.5
+    order = torch.arange(3000).expand(2, 2, -1) if ranks else None
+    triton_row_worst(torch.rand(2, 2, 3000), *masks, order)
+    assert set(compiled) == {"_worst"}

@@ -22,6 +22,7 @@ from ag.kernels.gated_attention.triton import triton_gated_attention
 from ag.kernels.gated_prefill import triton as prefill
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
 from ag.kernels.gated_prefill.triton import triton_gated_prefill
+from ag.kernels.paged_attend.triton import ATTEND
 from ag.kernels.ragged_decode import triton as decode
 from ag.kernels.ragged_decode.reference import reference_ragged_decode
 from ag.kernels.tuned import FARTHEST, TALLEST, Tuned, readable
@@ -227,7 +228,7 @@ def test_tiles_by_the_shared_memory_of_a_card(monkeypatch, capability, card):
 def test_the_table_is_complete():
     """Each tuned kernel has an entry for each type and card, and its tiles of keys are whole blocks."""
     kernels = [attention.FORWARD, attention.QUERIES, attention.KEYS, prefill.PREFILL, decode.SPLIT]
-    kernels += [columns.ROW_SUMS, columns.COLUMNS]
+    kernels += [columns.ROW_SUMS, columns.COLUMNS, ATTEND]
     assert {kernel.kernel.__name__ for kernel in kernels} == set(CONFIGURATIONS)
     for name, table in CONFIGURATIONS.items():
         assert set(table) == set(get_args(Kind)) and all(set(cards) == set(get_args(Card)) for cards in table.values())

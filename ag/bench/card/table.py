@@ -25,13 +25,14 @@ TESTS = {
     "pool_append": 30,
     "pool_expired": 20,
     "engine": 60,
+    "paged_decode": 50,
     "gated_prefill": 60,
     "column_sums": 50,
     "column_max": 50,
     "training": 50,
     "compile": 60,
 }
-OTHERS, GUARDED = 40, 30
+OTHERS, GUARDED = 40, 22
 
 
 def _place(name: str) -> int:

@@ -1,0 +1,45 @@
+"""Several new tokens per sequence against rows of keys and values that lie in pages."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ag.kernels.dispatch import no_triton, pick
+from ag.kernels.paged_attend import cpu
+from ag.kernels.paged_attend.reference import reference_paged_attend
+from ag.kernels.pages import Pages
+
+
+def paged_attend(
+    q: Tensor, pages: Pages, ranks: Tensor, scaling: float, window: int | None = None, recent: int | None = None
+) -> Tensor:
+    """Attend from each query to the tokens of its row that are not newer, where they lie.
+
+    Args:
+        q: ``[B, H, T, D]``; query head h reads KV head h // (H / Hkv).
+        pages: the rows, among them the tokens of the queries; with ``recent`` their gate column is bool: open or
+            closed.
+        ranks: ``[B, T]`` long, of the queries; one below 0 sees nothing.
+        scaling: factor of the logits.
+        window: distance from which on no query sees a token; None: there is none.
+        recent: newest tokens that a query sees whatever their gates, its own included; None: gates do not matter.
+
+    Returns:
+        ``[B, H, T, Dv]``, softmax and sums in float32 (float64 for float64 arguments); 0 where a query sees nothing.
+
+    Raises:
+        UserError: when AG_KERNELS names a version that cannot run here.
+    """
+    mixed = None if q.dtype == pages.keys.dtype == pages.values.dtype else "queries, keys and values differ in type"
+    version = pick(
+        "paged_attend",
+        {
+            "triton": mixed or no_triton(q, pages.values),
+            "cpp": cpu.unavailable(*pages.columns),
+            "reference": None,
+        },
+    )
+    attend = {"cpp": cpu.paged_attend}.get(version, reference_paged_attend)
+    if version == "triton":
+        from ag.kernels.paged_attend.triton import triton_paged_attend as attend
+    return attend(q, pages, ranks, scaling, window, recent)

@@ -1,0 +1,236 @@
+// Several new tokens per sequence against rows of keys and values in pages.
+//
+// A block of queries of a row goes through the row's pages, a few at a time, with a running softmax. Queries lie side by
+// side in registers where logits are made, so that no register is summed up, and numbers of a value where values are
+// mixed. What a query sees is decided by ranks. The order of sums depends on slots alone.
+// Plain C at the border, so that it compiles in a second or two, without the headers of PyTorch.
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "native.h"
+
+namespace {
+
+constexpr int64_t QUERIES = 4 * LANES;  // of a block
+constexpr int64_t TILE = 64;            // slots between two looks at the maxima
+constexpr int BLOCKS = LANES == 8 ? 2 : 4;  // registers of one query's output that fit beside those of three others
+constexpr float LEAST = -std::numeric_limits<float>::max();
+
+struct Rows {
+  const int32_t* ranks;
+  const bool* gate;  // null: gates do not matter
+  const int32_t *table, *lengths;
+  int64_t group, count, dim, width, stride, page, window, recent;  // count: queries of a head; window, recent 0: none
+};
+
+// Tokens of one page that a tile has.
+struct Part {
+  int64_t start, count, offset;  // tokens [start, start + count) of the pool are slots from `offset` on of the tile
+};
+
+// What a block of queries sees and has seen; each array has a number for each query, `lanes` of them in use.
+struct Block {
+  int64_t lanes;
+  int32_t at[QUERIES], open[QUERIES], closed[QUERIES];  // a token is seen of a rank above one of the latter, up to `at`
+  float most[QUERIES], sum[QUERIES];
+  int32_t last = -1, first = std::numeric_limits<int32_t>::max();  // of all: the largest `at`, the smallest `open`
+};
+
+inline void widen_rows(const float*, int64_t, float*) {}
+
+template <typename T>
+void widen_rows(const T* x, int64_t size, float* wide) {
+  int64_t d = 0;
+  for (; d + LANES <= size; d += LANES) store(wide + d, load(x + d));
+  for (; d < size; ++d) wide[d] = widen(x[d]);
+}
+
+// s[t][...] = <q, k_t> of R registers of queries, q [dim][QUERIES] and s [T][QUERIES], of N tokens.
+template <int R, int N>
+inline void dot(const float* q, const float* keys, int64_t dim, float* s) {
+  Lanes sums[N][R] = {};
+  for (int64_t d = 0; d < dim; ++d)
+    for (int r = 0; r < R; ++r) {
+      const Lanes x = load(q + d * QUERIES + r * LANES);
+      for (int n = 0; n < N; ++n) sums[n][r] += x * keys[n * dim + d];
+    }
+  for (int n = 0; n < N; ++n)
+    for (int r = 0; r < R; ++r) store(s + n * QUERIES + r * LANES, sums[n][r]);
+}
+
+template <int R>
+void dots(const float* q, const float* keys, int64_t count, int64_t dim, float* s) {
+  int64_t t = 0;
+  for (; t + 4 <= count; t += 4) dot<R, 4>(q, keys + t * dim, dim, s + t * QUERIES);
+  for (; t < count; ++t) dot<R, 1>(q, keys + t * dim, dim, s + t * QUERIES);
+}
+
+// out[n][...] += sum_t weights[t][n] v_t[...], of N queries and B registers of numbers.
+template <int N, int B, typename T>
+void mix_block(const float* weights, const T* values, int64_t count, int64_t width, float* out) {
+  Lanes mixed[N][B];
+  for (int n = 0; n < N; ++n)
+    for (int b = 0; b < B; ++b) mixed[n][b] = load(out + n * width + b * LANES);
+  for (int64_t t = 0; t < count; ++t)
+    for (int b = 0; b < B; ++b) {
+      const Lanes v = load(values + t * width + b * LANES);
+      for (int n = 0; n < N; ++n) mixed[n][b] += weights[t * QUERIES + n] * v;
+    }
+  for (int n = 0; n < N; ++n)
+    for (int b = 0; b < B; ++b) store(out + n * width + b * LANES, mixed[n][b]);
+}
+
+template <int N, typename T>
+void mix(const float* weights, const T* values, int64_t count, int64_t width, float* out) {
+  int64_t d = 0;
+  for (; d + BLOCKS * LANES <= width; d += BLOCKS * LANES)
+    mix_block<N, BLOCKS>(weights, values + d, count, width, out + d);
+  for (; d + LANES <= width; d += LANES) mix_block<N, 1>(weights, values + d, count, width, out + d);
+  for (; d < width; ++d)
+    for (int64_t t = 0; t < count; ++t)
+      for (int n = 0; n < N; ++n) out[n * width + d] += weights[t * QUERIES + n] * widen(values[t * width + d]);
+}
+
+// The parts of slots [slot, end) that some query may see.
+void find_parts(const Rows& rows, const Block& block, const int32_t* pages, int64_t slot, int64_t end,
+                std::vector<Part>& parts) {
+  parts.clear();
+  for (int64_t begin = slot, count; slot < end; slot += count) {
+    count = std::min(rows.page - slot % rows.page, end - slot);
+    const int64_t start = pages[slot / rows.page] * rows.page + slot % rows.page;
+    const auto [low, high] = std::minmax_element(rows.ranks + start, rows.ranks + start + count);
+    if (*low <= block.last && *high > block.first) parts.push_back({start, count, slot - begin});
+  }
+}
+
+// Logits of a part become -infinity where a query does not see the token.
+void hide(const Rows& rows, const Block& block, const Part& p, float* s) {
+  for (int64_t t = 0; t < p.count; ++t) {
+    const int32_t rank = rows.ranks[p.start + t];
+    const int32_t* low = rows.gate && !rows.gate[p.start + t] ? block.closed : block.open;
+    float* of_token = s + t * QUERIES;
+#pragma omp simd
+    for (int64_t q = 0; q < block.lanes; ++q)
+      of_token[q] = (rank <= block.at[q]) & (rank > low[q]) ? of_token[q] : -std::numeric_limits<float>::infinity();
+  }
+}
+
+// Logits of a tile become weights, whose sums grow; out shrinks as the maxima grow.
+void weigh(const std::vector<Part>& parts, int64_t width, Block& block, float* s, float* out) {
+  float most[QUERIES];
+  std::copy_n(block.most, block.lanes, most);
+  const auto by_token = [&](const auto& work) {
+    for (const Part& p : parts)
+      for (int64_t t = p.offset; t < p.offset + p.count; ++t) work(s + t * QUERIES);
+  };
+  by_token([&](const float* x) {
+#pragma omp simd
+    for (int64_t q = 0; q < block.lanes; ++q) most[q] = x[q] > most[q] ? x[q] : most[q];
+  });
+  for (int64_t q = 0; q < block.lanes; ++q)
+    if (most[q] != block.most[q]) {
+      const float shrink = exp_negative(block.most[q] - most[q]);
+      block.sum[q] *= shrink;
+      for (int64_t d = 0; d < width; ++d) out[q * width + d] *= shrink;
+      block.most[q] = most[q];
+    }
+  by_token([&](float* x) {
+#pragma omp simd
+    for (int64_t q = 0; q < block.lanes; ++q) {
+      x[q] = exp_negative(x[q] - most[q]);
+      block.sum[q] += x[q];
+    }
+  });
+}
+
+// Room that a thread has for a block.
+struct Room {
+  std::vector<float> q, s, wide, out;
+  std::vector<Part> parts;
+  explicit Room(const Rows& rows)
+      : q(rows.dim * QUERIES), s(TILE * QUERIES), wide(rows.page * rows.dim), out(QUERIES * rows.width) {}
+};
+
+template <typename T>
+void attend(const Rows& rows, const float* q, const T* keys, const T* values, const int32_t* at, int64_t row,
+            int64_t first, Room& room, float* out) {
+  const int64_t all = rows.group * rows.count, dim = rows.dim, width = rows.width;
+  const int64_t queries = std::min(QUERIES, all - first);
+  Block block;
+  block.lanes = (queries + LANES - 1) / LANES * LANES;
+  std::fill(room.q.begin(), room.q.end(), 0.0f);
+  std::fill(room.out.begin(), room.out.end(), 0.0f);
+  for (int64_t i = 0; i < block.lanes; ++i) {
+    const int64_t rank = i < queries ? at[(first + i) % rows.count] : -1;
+    const int64_t lowest = std::numeric_limits<int32_t>::min();
+    block.at[i] = static_cast<int32_t>(rank);
+    block.open[i] = static_cast<int32_t>(rows.window ? std::max(rank - rows.window, lowest) : lowest);
+    block.closed[i] = static_cast<int32_t>(std::max<int64_t>(block.open[i], rank - rows.recent));
+    block.most[i] = LEAST;
+    block.sum[i] = 0;
+    if (i >= queries) continue;
+    block.last = std::max(block.last, block.at[i]);
+    block.first = std::min(block.first, block.open[i]);
+    for (int64_t d = 0; d < dim; ++d) room.q[d * QUERIES + i] = q[(row * all + first + i) * dim + d];
+  }
+  const int64_t length = rows.lengths[row];
+  float* s = room.s.data();
+  for (int64_t slot = 0; slot < length; slot += TILE) {
+    find_parts(rows, block, rows.table + row * rows.stride, slot, std::min(slot + TILE, length), room.parts);
+    if (room.parts.empty()) continue;
+    for (const Part& p : room.parts) {
+      fetch(values + p.start * width, p.count * width * sizeof(T));
+      const float* wide = room.wide.data();
+      if constexpr (std::is_same_v<T, float>)
+        wide = keys + p.start * dim;
+      else
+        widen_rows(keys + p.start * dim, p.count * dim, room.wide.data());
+      float* of_part = s + p.offset * QUERIES;
+      int64_t lane = 0;
+      for (; lane + 2 * LANES <= block.lanes; lane += 2 * LANES)
+        dots<2>(room.q.data() + lane, wide, p.count, dim, of_part + lane);
+      if (lane < block.lanes) dots<1>(room.q.data() + lane, wide, p.count, dim, of_part + lane);
+      hide(rows, block, p, of_part);
+    }
+    weigh(room.parts, width, block, s, room.out.data());
+    for (const Part& p : room.parts) {
+      const float* of_part = s + p.offset * QUERIES;
+      for (int64_t i = 0; i < queries; i += 4)  // the last ones may be no queries, whose weights are 0
+        mix<4>(of_part + i, values + p.start * width, p.count, width, room.out.data() + i * width);
+    }
+  }
+  for (int64_t i = 0; i < queries; ++i)
+    for (int64_t d = 0; d < width; ++d)
+      out[(row * all + first + i) * width + d] = block.sum[i] > 0 ? room.out[i * width + d] / block.sum[i] : 0.0f;
+}
+
+}  // namespace
+
+// q [R, G, count, D] float32, scaled already; keys [P, page, D], values [P, page, Dv] of a type (0 float32, 1 bfloat16,
+// 2 float16), ranks [P, page], gate [P, page] or null; table, its rows `stride` apart; lengths [R]; at [R / heads, count]:
+// ranks of the queries; window and recent 0 for none; out [R, G, count, Dv] float32. All but the table contiguous.
+extern "C" void paged_attend(int type, const float* q, const void* keys, const void* values, const int32_t* ranks,
+                             const bool* gate, const int32_t* table, const int32_t* lengths, const int32_t* at,
+                             int64_t number, int64_t heads, int64_t group, int64_t count, int64_t dim, int64_t width,
+                             int64_t stride, int64_t page, int64_t window, int64_t recent, int threads, float* out) {
+  const Rows rows = {ranks, gate, table, lengths, group, count, dim, width, stride, page, window, recent};
+  const int64_t blocks = (group * count + QUERIES - 1) / QUERIES;
+  const auto run = [&](auto kind) {
+    using T = decltype(kind);
+#pragma omp parallel num_threads(threads) if (threads > 1 && number * blocks > 1)
+    {
+      Room room(rows);
+#pragma omp for schedule(dynamic)
+      for (int64_t i = 0; i < number * blocks; ++i)
+        attend(rows, q, static_cast<const T*>(keys), static_cast<const T*>(values), at + i / blocks / heads * count,
+               i / blocks, i % blocks * QUERIES, room, out);
+    }
+  };
+  if (type == 0) run(float());
+  if (type == 1) run(BFloat16());
+  if (type == 2) run(Half());
+}

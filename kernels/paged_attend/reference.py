@@ -1,0 +1,36 @@
+"""Attention from several new tokens to rows in pages, gathered into padded rows: the oracle of the fast versions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ag.kernels.pages import Pages
+
+BLOCK = 256  # queries that meet the rows at once
+
+
+def reference_paged_attend(
+    q: Tensor, pages: Pages, ranks: Tensor, scaling: float, window: int | None = None, recent: int | None = None
+) -> Tensor:
+    """Compute :func:`ag.kernels.paged_attend.paged_attend` as ``softmax(scaling q K^T + mask) V`` of each row."""
+    keys, values, held, gate, table, lengths = pages
+    acc, page, rows = torch.promote_types(q.dtype, torch.float32), keys.shape[1], len(table)
+    slots = torch.arange(table.shape[1] * page, device=table.device)
+    there = slots < lengths[:, None]
+    index = (table.long()[:, slots // page] * page + slots % page).masked_fill(~there, 0)
+    # what lies in free slots may be no number
+    k, v = (x.flatten(0, 1)[index].to(acc).masked_fill(~there[:, :, None], 0) for x in (keys, values))
+    k, v, held = k[:, None], v[:, None], held.flatten()[index][:, None, None]
+    outs = []
+    for some, of_sequence in zip(q.split(BLOCK, 2), ranks.split(BLOCK, 1), strict=True):
+        at = of_sequence.repeat_interleave(rows // len(ranks), 0)[:, None, :, None]
+        hidden = (held > at) | ~there[:, None, None]
+        if window is not None:
+            hidden = hidden | (held <= at - window)
+        if recent is not None and gate is not None:
+            hidden = hidden | ((held <= at - recent) & ~gate.flatten()[index][:, None, None])
+        s = some.reshape(rows, -1, *some.shape[2:]).to(acc) @ k.mT * scaling
+        a = s.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0)
+        outs.append((a @ v).to(q.dtype).view(*some.shape[:3], -1))
+    return torch.cat(outs, 2)

@@ -1,0 +1,67 @@
+"""Several new tokens against rows in pages on a card, against the reference in float64."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from ag.kernels.paged_attend import paged_attend
+from ag.kernels.paged_attend.reference import reference_paged_attend
+from ag.kernels.pages import Pages
+from gpu.cases import DEVICE, DIMS, DTYPES, PRECISIONS, REHEARSAL, draw, here, name, near
+
+pytestmark = pytest.mark.gpu
+
+CASES = {  # lengths of the rows of two sequences, queries, heads of a row, window, recent
+    "draft": ([1000, 1, 17, 4097], 5, 4, None, None),
+    "turn": ([300, 1000], 127, 1, None, None),
+    "window": ([1000, 300], 65, 8, 200, None),
+    "gates": ([1000, 0, 127, 300], 63, 4, 200, 16),
+    "long": ([200_000, 3], 2, 8, None, None),
+}
+
+
+def rows(lengths, count, group, dim, dtype):
+    """Rows whose pages lie scattered in a pool, and whose tokens are in no order; free slots hold no numbers."""
+    counts = torch.tensor([here(length) for length in lengths])
+    needed = counts // 16 + 1
+    table = torch.full((len(counts), int(needed.max())), -1, dtype=torch.int32)
+    there = torch.arange(table.shape[1]) < needed[:, None]
+    table[there] = torch.randperm(int(needed.sum())).int()
+    keys, values = (draw(int(needed.sum()), 16, dim, dtype=dtype) for _ in "kv")
+    slots = torch.arange(table.shape[1] * 16)
+    free = (slots >= counts[:, None]) & there[:, slots // 16]
+    at = (table[:, slots // 16].long() * 16 + slots % 16)[free].to(DEVICE)
+    for x in (keys, values):
+        x.view(-1, dim)[at] = torch.nan
+    last, queries = int(counts.max()), here(count)
+    ranks = torch.randint(last, keys.shape[:2], dtype=torch.int32, device=DEVICE)
+    gate = torch.rand(keys.shape[:2], device=DEVICE) < 0.3
+    pages = Pages(keys, values, ranks, gate, table.to(DEVICE), counts.int().to(DEVICE))
+    q = draw(2, len(counts) // 2 * group, queries, dim, dtype=dtype)
+    return q, pages, (torch.arange(queries, device=DEVICE) + last - queries).expand(2, -1)
+
+
+# a rehearsal has one type a head size
+PAIRS = list(zip(DIMS, DTYPES * 3, strict=False)) if REHEARSAL else list(product(DIMS, DTYPES))
+
+
+@pytest.mark.parametrize(("dim", "dtype"), PAIRS, ids=name)
+def test_output(triton_untuned, dim, dtype):
+    torch.manual_seed(dim)
+    for what, (lengths, count, group, window, recent) in CASES.items():
+        q, pages, ranks = rows(lengths, count, group, dim, dtype)
+        exact = pages._replace(keys=pages.keys.double(), values=pages.values.double())
+        want = reference_paged_attend(q.double(), exact, ranks, 0.1, window, recent)
+        near(paged_attend(q, pages, ranks, 0.1, window, recent), want, PRECISIONS[dtype], what)
+
+
+def test_nothing_waits_for_the_card(triton_untuned, card):
+    q, pages, ranks = rows(*CASES["gates"][:3], 64, torch.bfloat16)
+    want = paged_attend(q, pages, ranks, 0.1, 200, 16)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = paged_attend(q, pages, ranks, 0.1, 200, 16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, want)

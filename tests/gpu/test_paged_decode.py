@@ -1,0 +1,106 @@
+"""Decoding over rows in pages on a card, against each row's attention in float64."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from ag.kernels.paged_decode import paged_decode, paged_decode_weights
+from gpu.cases import DEVICE, DIMS, DTYPES, PRECISIONS, REHEARSAL, draw, here, name, near
+
+pytestmark = pytest.mark.gpu
+
+ROWS = {  # of two sequences
+    "even": [1000] * 4,
+    "odd": [1, 2, 15, 16, 17, 127, 1000, 4097],
+    "empty": [0, 45, 8193, 1, 300, 0],
+    "one-long": [200_000, 3],
+}
+
+
+def rows(lengths, group, dim, dtype):
+    """Rows whose pages lie scattered in a pool; free slots hold no numbers."""
+    counts = torch.tensor([here(count) for count in lengths])
+    needed = counts // 16 + 1
+    table = torch.full((len(counts), int(needed.max())), -1, dtype=torch.int32)
+    there = torch.arange(table.shape[1]) < needed[:, None]
+    table[there] = torch.randperm(int(needed.sum())).int()
+    keys, values = (draw(int(needed.sum()), 16, dim, dtype=dtype) for _ in "kv")
+    slots = torch.arange(table.shape[1] * 16)
+    free = (slots >= counts[:, None]) & there[:, slots // 16]
+    at = (table[:, slots // 16].long() * 16 + slots % 16)[free].to(DEVICE)
+    for x in (keys, values):
+        x.view(-1, dim)[at] = torch.nan
+    q = draw(2, len(counts) // 2 * group, 1, dim, dtype=dtype)
+    return q, keys, values, table.to(DEVICE), counts.int().to(DEVICE)
+
+
+def by_row(q, keys, values, table, lengths, scaling):
+    """Return the outputs, and the weights by slot, in float64."""
+    queries = q.double().view(len(table), -1, q.shape[-1])
+    out, weights = torch.zeros_like(queries), queries.new_zeros(*queries.shape[:2], table.shape[1] * 16)
+    for row, (pages, count) in enumerate(zip(table.long(), lengths.tolist(), strict=True)):
+        k, v = (x[pages.clamp_min(0)].flatten(0, 1)[:count].double() for x in (keys, values))
+        weights[row, :, :count] = (queries[row] @ k.T * scaling).softmax(-1)
+        out[row] = weights[row, :, :count] @ v
+    return out.view(q.shape), weights.view(*q.shape[:2], -1)
+
+
+# a rehearsal has one type a head size
+PAIRS = list(zip(DIMS, DTYPES * 3, strict=False)) if REHEARSAL else list(product(DIMS, DTYPES))
+
+
+@pytest.mark.parametrize(("dim", "dtype"), PAIRS, ids=name)
+def test_output_and_weights(triton_untuned, dim, dtype):
+    torch.manual_seed(dim)
+    for (what, lengths), group in zip(ROWS.items(), (1, 8, 4, 4), strict=True):
+        given = rows(lengths, group, dim, dtype)
+        wanted, shares = by_row(*given, 0.1)
+        got = paged_decode(*given, 0.1)
+        near(got, wanted, PRECISIONS[dtype], what)
+        assert torch.equal(got, paged_decode(*given, 0.1))
+        out, weights = paged_decode_weights(*given, 0.1)
+        near(out, wanted, PRECISIONS[dtype], f"{what}, beside the weights")
+        near(weights, shares, 1e-4, f"{what}, weights")
+
+
+def test_nothing_waits_for_the_card(triton_untuned, card):
+    given = rows(ROWS["odd"], 4, 64, torch.bfloat16)
+    want = paged_decode_weights(*given, 0.1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = paged_decode_weights(*given, 0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_a_cuda_graph_follows_rows_that_grow(triton_untuned, card):
+    """The grid depends on the table's size alone, so that a captured call sees new lengths, pages and keys."""
+    q, keys, values, table, lengths = rows(ROWS["odd"], 4, 64, torch.float32)
+    shorter = (lengths - 1).clamp_min(0)
+    held = shorter.clone()
+    paged_decode_weights(q, keys, values, table, held, 0.1)  # compiled before it is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, weights = paged_decode_weights(q, keys, values, table, held, 0.1)
+    for now in (shorter, lengths):
+        held.copy_(now)
+        q.normal_()
+        graph.replay()
+        wanted, shares = by_row(q, keys, values, table, now, 0.1)
+        near(out, wanted, 1e-4, "replayed")
+        near(weights, shares, 1e-4, "replayed weights")
+
+
+def test_a_pool_of_more_than_2_31_elements(triton_untuned, card):
+    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("needs 12 GB of free memory")
+    pages, dim = 2**31 // 2048 + 256, 128
+    keys, values = (torch.empty(pages, 16, dim, dtype=torch.bfloat16, device=DEVICE) for _ in "kv")
+    table = torch.tensor([[7, pages - 1], [pages - 2, 0]], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([32, 9], dtype=torch.int32, device=DEVICE)
+    for x in (keys, values):
+        x[table.long()] = torch.randn(2, 2, 16, dim, device=DEVICE).bfloat16()
+    given = draw(2, 4, 1, dim, dtype=torch.bfloat16), keys, values, table, lengths
+    near(paged_decode(*given, 0.1), by_row(*given, 0.1)[0], 2e-2, "out")
