@@ -26,6 +26,8 @@ _PUBLIC = {
     "GateConfig": "ag.config.gate",
     "Gating": "ag.gates.gating",
     "Policy": "ag.engine",
+    "Pool": "ag.engine.pool",
+    "PoolFullError": "ag.engine.pool",
     "attach": "ag.gates.attach",
     "detach": "ag.gates.attach",
     "load_base": "ag.model.base",

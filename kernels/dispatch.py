@@ -14,7 +14,7 @@ from torch import Tensor
 from ag.errors import UserError
 
 VARIABLE = "AG_KERNELS"
-VERSIONS = ("triton", "flash", "cpp", "chunked", "reference")
+VERSIONS = ("triton", "cpp", "chunked", "reference")
 INSTALLED = importlib.util.find_spec("triton") is not None
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ def recorded(*buffers: Tensor) -> str | None:
     return None
 
 
+@functools.cache  # a step asks several times in each layer
 def interpreting() -> bool:
     """Whether Triton's interpreter runs the kernels, on any device; the variable must be set before Triton's import."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import ag
 from ag.engine.policy import Policy
-from ag.engine.storage import RaggedStore
+from ag.engine.store import PagedStore
 from ag.model.hooks import AttentionCall
 
 
@@ -66,19 +66,19 @@ def contents(store: Any) -> list[list[list[int]]]:
 def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
     """Record every arrival of tokens at the stores of a cache."""
     arrivals: list[list[Arrival]] = [[] for _ in cache.layers]
-    append, retain = RaggedStore.append, RaggedStore.retain
+    append, retain = PagedStore.append, PagedStore.retain
 
-    def retaining(store: RaggedStore, keep: Tensor, *, spare: bool = True) -> bool:
-        gone = retain(store, keep, spare=spare)
+    def retaining(store: PagedStore, keep: Tensor, records: Any = None, *, in_order: bool = False) -> bool:
+        gone = retain(store, keep, records, in_order=in_order)
         layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
         last = arrivals[layer][-1]
         last.kept = contents(store) if last.kept is None else last.kept
         return gone
 
     def recording(
-        store: RaggedStore, k: Tensor, v: Tensor, ranks: Tensor, keep: Tensor | None, gate: Tensor | None = None
+        store: PagedStore, k: Tensor, v: Tensor, ranks: Tensor, keep: Tensor | None, *others: Any, **more: Any
     ) -> None:
-        append(store, k, v, ranks, keep, gate)
+        append(store, k, v, ranks, keep, *others, **more)
         if cache.repetition is not None and cache.repetition.active:  # kvzip's, of which nothing stays
             return
         layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
@@ -86,11 +86,11 @@ def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
         new = [r[flags].tolist() for r, flags in zip(ranks, real, strict=True)]
         arrivals[layer].append(Arrival(new, contents(store)))
 
-    RaggedStore.append, RaggedStore.retain = recording, retaining  # type: ignore[method-assign, assignment]
+    PagedStore.append, PagedStore.retain = recording, retaining  # type: ignore[method-assign, assignment]
     try:
         yield arrivals
     finally:
-        RaggedStore.append, RaggedStore.retain = append, retain  # type: ignore[method-assign]
+        PagedStore.append, PagedStore.retain = append, retain  # type: ignore[method-assign]
 
 
 def run(

@@ -84,9 +84,7 @@ def test_slow_tests_take_part_in_few_rounds(tmp_path):
 
 
 KERNELS = [f"kernels/test_{name}.py" for name in ("row_statistics", "column_sums", "gated_attention", "gated_prefill")]
-KERNELS += [
-    f"kernels/test_{name}.py" for name in ("hard_inputs", "ragged_decode", "paged_decode", "paged_attend", "gemv")
-]
+KERNELS += [f"kernels/test_{name}.py" for name in ("hard_inputs", "paged_decode", "paged_attend", "gemv")]
 ENGINE = ["engine/test_precision.py", "engine/test_wrappers.py", "engine/test_scorers.py"]  # of short sums
 
 

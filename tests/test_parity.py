@@ -102,7 +102,8 @@ def test_open_gates_change_nothing(family, request):
         hold(model(ids, gating=gating, use_cache=False).logits, plain, of_logits(model))
         cache = ag.EvictionCache(model, "gates")
         hold(model(ids, past_key_values=cache).logits, plain, of_logits(model))
-    assert cache.kept_share() == 1.0
+    window = getattr(model.config, "sliding_window", None)
+    assert cache.kept_share() == (1.0 if window is None else (window - 1) / 40)  # what the next query sees
 
 
 @pytest.mark.parametrize("scope", ["causal", "prompt"])

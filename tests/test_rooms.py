@@ -40,7 +40,7 @@ LOADED = """
 import importlib, os, pkgutil, sys
 import torch, transformers, lightning.pytorch, peft, datasets  # once for all rooms
 
-skipped = ("triton", "tiles", "tuned", "flash", "__main__", "lm_eval")  # need what may not be there, or are commands
+skipped = ("triton", "tiles", "tuned", "__main__", "lm_eval")  # need what may not be there, or are commands
 
 
 def load(name):
@@ -90,7 +90,17 @@ def test_the_package_itself_loads_nothing():
 def test_public_names():
     import ag
 
-    for name in ("GateConfig", "AttentionGates", "attach", "detach", "policy", "EvictionCache", "Policy", "load_base"):
+    for name in (
+        "GateConfig",
+        "AttentionGates",
+        "attach",
+        "detach",
+        "policy",
+        "EvictionCache",
+        "Policy",
+        "Pool",
+        "load_base",
+    ):
         assert getattr(ag, name).__name__ == name
     with pytest.raises(AttributeError, match="'polisy'"):
         _ = ag.polisy

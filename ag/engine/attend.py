@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.engine.storage import RaggedStore, Rows
-from ag.kernels.ragged_decode import ragged_decode, ragged_decode_weights
+from ag.engine.pool import PAGE
+from ag.engine.store import PagedStore, Rows
+from ag.kernels.paged_attend import paged_attend
+from ag.kernels.paged_decode import paged_decode, paged_decode_weights
 from ag.model.hooks import AttentionCall
 
 QUERY_BLOCK = 256  # queries that meet the stored keys at once
@@ -15,26 +17,19 @@ PAIRS = 2**26  # of a row's query and key at once: what says which keys a query 
 FEW = 16  # new queries of a sequence
 
 
-def attend_one(call: AttentionCall, store: RaggedStore, ranks: Tensor, seen: int) -> Tensor:
-    """Attend from one query per sequence to the stored tokens where they lie, ``[B, H, 1, D]``.
+def attend_one(call: AttentionCall, store: PagedStore) -> Tensor:
+    """Attend from one query per sequence to all stored tokens where they lie, ``[B, H, 1, D]``.
 
     Args:
         call: the query's; its token is stored.
         store: what the layer holds.
-        ranks: ``[B, 1]`` long, of the queries.
-        seen: columns of the input so far: a window that is no shorter hides nothing.
     """
-    starts, lengths = store.rows
-    if call.window is not None and seen > call.window:
-        past = store.count_below(ranks[:, 0] - call.window + 1)
-        starts, lengths = starts + past, lengths - past
-    widest = store.layout.widest
-    out = ragged_decode(call.q[:, :, 0], store.keys, store.values, starts, lengths, call.scaling, widest)
-    return out[:, :, None]
+    rows = store.rows
+    return paged_decode(call.q, rows.keys, rows.values, rows.table, rows.lengths, call.scaling)
 
 
-def attend_one_weights(call: AttentionCall, store: RaggedStore) -> tuple[Tensor, Tensor]:
-    """Do what :func:`attend_one` does where no window hides anything, and give the weights too.
+def attend_one_weights(call: AttentionCall, store: PagedStore) -> tuple[Tensor, Tensor]:
+    """Do what :func:`attend_one` does, and give the weights too.
 
     Args:
         call: the query's; its token is stored.
@@ -43,9 +38,25 @@ def attend_one_weights(call: AttentionCall, store: RaggedStore) -> tuple[Tensor,
     Returns:
         ``[B, H, 1, D]``, and the weights ``[B, H, N]`` in float32.
     """
-    q, longest = call.q[:, :, 0], store.layout.longest
-    out, weights = ragged_decode_weights(q, store.keys, store.values, *store.rows, call.scaling, longest)
-    return out[:, :, None], weights
+    rows, longest = store.rows, int(store.lengths.max())
+    table = rows.table[:, : -(-longest // PAGE)]
+    out, weights = paged_decode_weights(call.q, rows.keys, rows.values, table, rows.lengths, call.scaling)
+    return out, weights[..., :longest]
+
+
+def attend_many(call: AttentionCall, store: PagedStore, ranks: Tensor, recent: int | None) -> Tensor:
+    """Attend from queries of ranks ``[B, T]`` to all stored tokens that are not newer, where they lie.
+
+    Args:
+        call: the queries'; their tokens are stored.
+        store: what the layer holds, in pages.
+        ranks: ``[B, T]`` long, of the queries; one below 0 gives 0.
+        recent: distance from which on only tokens whose gate is open are visible; None: all are.
+
+    Returns:
+        ``[B, H, T, D]``.
+    """
+    return paged_attend(call.q, store.rows, ranks, call.scaling, call.window, recent)
 
 
 def attend_rows(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, Self, cast
 
@@ -20,6 +20,7 @@ from ag.engine.history import History
 from ag.engine.layer import EvictionLayer
 from ag.engine.passes import Pass
 from ag.engine.policy import Option, Policy, policy
+from ag.engine.pool import Pool, PoolFullError
 from ag.engine.positions import Original, Slots
 from ag.engine.repeat import Repetition
 from ag.engine.report import Report
@@ -28,7 +29,7 @@ from ag.engine.scorers import Scorer
 from ag.engine.spec import PolicySpec
 from ag.engine.undo import Undo
 from ag.errors import UserError
-from ag.gates.attach import attached_gates, check_geometry, move_to_layers
+from ag.gates.attach import alike, attached_gates, check_geometry, move_to_layers
 from ag.gates.gate import AttentionGate
 from ag.model.geometry import fingerprint
 from ag.model.hooks import AttentionCall, Interceptor, decoder_of, device_of, instrument
@@ -47,11 +48,15 @@ class EvictionCache(Cache, Interceptor):
         spec: a policy or its text; see :func:`ag.policy`.
         budget: for a text: tokens per KV head, or a share of the prompt.
         schedule: for a text: when something is evicted.
+        pool: where keys and values lie; any number of caches of a model may share one. None: memory of its own. Where
+            it is full a forward pass raises :class:`ag.engine.pool.PoolFullError`, and the cache is as it was before;
+            one that could not take its prompt is empty.
         options: for a text: hyper-parameters of its parts.
 
     Raises:
         UnsupportedModelError: when the model class cannot take a custom attention function.
-        UserError: when the gates were made for another model, or ``gates`` is asked for and none are attached.
+        UserError: when the gates or the pool were made for another model, or ``gates`` is asked for and none are
+            attached.
     """
 
     #: What the layers are shown at present; None before the first forward pass.
@@ -68,6 +73,8 @@ class EvictionCache(Cache, Interceptor):
         spec: str | PolicySpec | Policy,
         budget: int | float | None = None,
         schedule: str = "prefill",
+        *,
+        pool: Pool | None = None,
         **options: Option,
     ) -> None:
         if isinstance(spec, Policy) and (budget is not None or options):
@@ -83,6 +90,9 @@ class EvictionCache(Cache, Interceptor):
                 )
         check_attention(model)
         self.decoder = decoder_of(model)
+        if pool is not None:
+            pool.check(self.decoder)
+        self.pool = pool
         if self.gates is not None:
             check_geometry(model, self.gates)
             if self.gates.adapter is not None:
@@ -116,9 +126,13 @@ class EvictionCache(Cache, Interceptor):
 
     def _layer(self, index: int) -> EvictionLayer:
         if self.gates is None or index not in self.gates.layer_indices:
-            return EvictionLayer(self.policy, self.rotation)
-        kind = GatedLayer if self.policy.budget is None else EvictionLayer
-        return kind(self.policy, self.rotation, self.gates)
+            layer = EvictionLayer(self.policy, self.rotation)
+        else:
+            layer = (GatedLayer if self.policy.budget is None else EvictionLayer)(
+                self.policy, self.rotation, self.gates
+            )
+        layer.pool = self.pool
+        return layer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictionCache:
         """Copy what is held, for another continuation of the same prompt; the model stays the same one."""
@@ -233,12 +247,13 @@ class EvictionCache(Cache, Interceptor):
         """
         stores = [layer.store for layer in self.evicting_layers if layer.store is not None]
         if prompt:
-            own = self.valid[:, : self.history.prompt_columns].sum(1).tolist()  # lower ranks are the prompt's
+            seen_of_prompt = self.valid[:, : self.history.prompt_columns].sum(1)
+            own = seen_of_prompt.minimum(self.history.prompt_lengths).tolist()  # lower ranks are the prompt's
             rows = [(ranks, own[row // store.kv_heads]) for store in stores for row, ranks in enumerate(store.kept())]
             seen, held = sum(limit for _, limit in rows), sum(int((ranks < limit).sum()) for ranks, limit in rows)
         else:
             seen = sum(int(self.valid.sum()) * store.kv_heads for store in stores)
-            held = sum(int(store.counts().sum()) for store in stores)
+            held = sum(int(store.lengths.sum()) for store in stores)
         return held / seen if seen else 1.0
 
     def report(self) -> Report:
@@ -248,9 +263,10 @@ class EvictionCache(Cache, Interceptor):
             policy=repr(self.policy),
             tokens=int(self.valid.sum()),
             over_budget=int(self.over_budget.sum()),
-            kept=[[] if s is None else s.counts().view(-1, s.kv_heads).sum(0).tolist() for s in stores],
+            kept=[[] if s is None else s.lengths.view(-1, s.kv_heads).sum(0).tolist() for s in stores],
             nbytes=[layer.nbytes for layer in self.evicting_layers],
             seconds=[layer.scoring_seconds for layer in self.evicting_layers],
+            plain_nbytes=sum(layer.plain_nbytes for layer in self.evicting_layers),
         )
 
     # ---- the text
@@ -300,10 +316,34 @@ class EvictionCache(Cache, Interceptor):
                 f"{self.policy!r}: gates of gate.scope=prompt read the prompt in one forward pass, and {length} of "
                 f"{coming} tokens came; leave prefill_chunk_size out, or use gates of gate.scope=causal."
             )
+        self._require(length)
         if first and self.policy.budget is not None:
             self.decision = Decision(self.policy, self._sharing)
         padded = attention_mask is not None and not bool(new.all())
         self._show(self._schedule.whole(history.extend(new, padded=padded), history, padded=padded))
+
+    def _require(self, tokens: int) -> None:
+        """Refuse a pass of so many tokens of each sequence before it begins, where the pool may have no room for it."""
+        if self.pool is None:
+            return
+        pages = sum(layer.demand(tokens) for layer in self.evicting_layers)
+        if pages > self.pool.free:
+            raise PoolFullError.of(f"{tokens} tokens of each of {len(self.valid)} sequences need", pages, self.pool)
+
+    @contextmanager
+    def _whole_prompt(self) -> Iterator[None]:
+        """Drop what was written of a prompt where the pool has no room for all of it."""
+        try:
+            yield
+        except PoolFullError as error:
+            history = self.history
+            if self.pool is None or history.before:
+                raise
+            held = [len(layer.store.pages()) for layer in self.evicting_layers if layer.store is not None]
+            layers, columns = len(self.evicting_layers), history.prompt_columns
+            self.reset()
+            pages = max(sum(held) + error.pages, (sum(held) + error.pages) * layers // max(len(held), 1))
+            raise PoolFullError.of(f"a prompt of {columns} tokens needs about", pages, self.pool) from error
 
     def _show(self, now: Pass) -> None:
         self.now = now
@@ -359,7 +399,8 @@ class EvictionCache(Cache, Interceptor):
         now = self._near(call.q.device)
         deciding = call.layer in self._sharing and (now.reading or self.policy.steps is not None)
         decision = self.decision if deciding else None
-        out = self.evicting_layers[call.layer].run(call, now, decision, self.evicting_layers)
+        with self._whole_prompt():
+            out = self.evicting_layers[call.layer].run(call, now, decision, self.evicting_layers)
         if self.repetition is not None and self.repetition.active and call.layer in self._sharing:
             self.repetition.measure(self.evicting_layers[call.layer], call, now)
         return out
@@ -378,11 +419,12 @@ class EvictionCache(Cache, Interceptor):
         """
         out = self.history.ended(states)
         if self.repetition is not None and not self.repetition.active and not self.repetition.done:
-            self._repeat(self.repetition)
+            with self._whole_prompt():
+                self._repeat(self.repetition)
         if self._pass.completes_prompt:
             for layer in self.evicting_layers:
                 if layer.store is not None:
-                    layer.store.trim(spare=False)
+                    layer.store.trim()
         return out
 
     def _repeat(self, repetition: Repetition) -> None:
@@ -404,6 +446,7 @@ class EvictionCache(Cache, Interceptor):
         remove = abs(tokens_to_remove)
         if remove == 0:
             return
+        self._require(0)
         self._undo.take_back(remove, self.history)
         self.history.crop(remove)
         self._schedule.crop(self.history)
@@ -432,6 +475,79 @@ class EvictionCache(Cache, Interceptor):
             layer.select_sequences(indices)
         if self.decision is not None:
             self.decision.shares.select_sequences(indices)
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """Forget some sequences, whose memory is free then; the others move up. A cache without any is as new.
+
+        Args:
+            sequences: their places in the batch.
+
+        Raises:
+            UserError: when one is not there.
+        """
+        count = len(self.valid)
+        strange = [place for place in sequences if not 0 <= place < count]
+        if strange:
+            raise UserError(
+                f"release({list(sequences)}): sequence {strange[0]} is not there: expected 0 to {count - 1}, as this "
+                f"cache holds {count}."
+            )
+        left = [place for place in range(count) if place not in sequences]
+        if left:
+            self.batch_select_indices(torch.tensor(left))
+        else:
+            self.reset()
+
+    def join(self, other: EvictionCache) -> None:
+        """Append the sequences of another cache in the same pool, which is empty then; no key is copied.
+
+        Sequences with fewer columns get padding on their left, and what was read so far is not taken back. Each goes on
+        at its own next position, whatever ``position_ids`` say; an ``attention_mask`` begins with :attr:`valid`.
+
+        Args:
+            other: of the same model, policy and gates, with its prompt read.
+
+        Raises:
+            UserError: when the two cannot be one; both are as they were.
+        """
+        self._check_join(other)
+        if not self.history.seen:
+            vars(self).update(vars(copy.deepcopy(other)))
+            other.reset()
+            return
+        sequences = len(self.valid), len(other.valid)
+        self.history.join(other.history)
+        self._schedule.join(other._schedule)
+        self._undo.join(self.history)
+        for mine, theirs in zip(self.evicting_layers, other.evicting_layers, strict=True):
+            mine.join(theirs, self.history.seen)
+        if self.decision is not None and other.decision is not None:
+            self.decision.shares.join(other.decision.shares, sequences)
+        self.now = None
+        other.reset()
+
+    def _check_join(self, other: EvictionCache) -> None:
+        """Refuse a cache whose sequences cannot be appended."""
+        same = (
+            ("model", self.decoder is other.decoder),
+            ("policy", self.policy == other.policy),
+            ("gates", alike(self.gates, other.gates)),
+            ("pool", self.pool is not None and self.pool is other.pool),
+        )
+        for what, fits in same:
+            if not fits:
+                raise UserError(
+                    f"join: the caches ({self.policy!r} and {other.policy!r}) do not have the same {what}: expected "
+                    "two of one model, policy and gates, made with the same pool=ag.Pool(model, nbytes)."
+                )
+        if other is self or not other.history.seen:
+            raise UserError("join: expected another cache that has read its prompt; read it first.")
+        for each in (self, other):
+            if each.history.seen < each.history.prompt_columns:
+                raise UserError(
+                    f"join: {each.history.seen} of {each.history.prompt_columns} columns of a prompt were read so far: "
+                    "expected all; join the caches after them."
+                )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""

@@ -75,6 +75,7 @@ class Decision:
             preference=wish,
             second=second,
             first_share=first_share,
+            ranks=seen.unordered_ranks,
         )
         if grows:
             ballot.prompt_capacity = self.policy.capacity(seen.prompt_lengths)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ag.engine.passes import Pass, Tokens
 from ag.errors import UserError
@@ -167,6 +168,19 @@ class History:
         """Forget the newest columns."""
         self.valid, self.unpadded = self.valid[:, :-remove], max(0, self.unpadded - remove)
         self.prompt_columns = min(self.prompt_columns, self.seen)
+
+    def join(self, other: History) -> None:
+        """Append the sequences of another one; those with fewer columns get padding on their left.
+
+        What was read so far counts as the prompt: none of it is taken back, and positions go on with each text.
+        """
+        seen = max(self.seen, other.seen)
+        device = self.valid.device
+        both = [F.pad(x.valid.to(device), (seen - x.seen, 0)) for x in (self, other)]
+        self.valid, self.before, self.prompt_columns = torch.cat(both), seen, seen
+        self.prompt_lengths = torch.cat([x.prompt_lengths.to(device) for x in (self, other)])
+        self.unpadded = min(self.unpadded, other.unpadded)
+        self.right_padded, self.gaps, self._expected, self._text, self._ends = False, True, None, None, None
 
     def select_sequences(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""

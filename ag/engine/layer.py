@@ -9,25 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
-from ag.engine.attend import attend_one, attend_one_weights, attend_rows
+from ag.engine.attend import attend_many, attend_one, attend_one_weights, attend_rows
 from ag.engine.decide import Decision
-from ag.engine.observe import Context, Keys, Observation, Queries
+from ag.engine.observe import Context, Keys, Observation, Queries, StoredKeys
 from ag.engine.passes import Pass
 from ag.engine.policy import Policy
+from ag.engine.pool import Pool
 from ag.engine.positions import Original
 from ag.engine.stopwatch import Stopwatch
-from ag.engine.storage import RaggedStore, Rows
+from ag.engine.store import PagedStore, Rows
 from ag.errors import UserError
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
-from ag.kernels.row_pack import row_pack
 from ag.model.hooks import AttentionCall, UnsupportedModelError
 from ag.model.projection import output_weight
 
@@ -76,8 +76,6 @@ class EvictionLayer(CacheLayerMixin):
         gates: of the model, where this layer has a gate; else None.
     """
 
-    store_type: ClassVar[type[RaggedStore]] = RaggedStore
-
     is_sliding = False
     is_compileable = False
     is_croppable = False
@@ -86,13 +84,23 @@ class EvictionLayer(CacheLayerMixin):
     def __init__(self, policy: Policy, rotation: Original, gates: AttentionGates | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.policy, self.rotation, self.gates = policy, rotation, gates
+        #: Type of what a gate says of each token, which is stored with it; None: nothing.
+        self.gate_type = None if gates is None else torch.float32
+        #: Where its memory is from; None: a pool of its own, which grows.
+        self.pool: Pool | None = None
+        #: Newest tokens that a query sees whatever their flags, its own included; None: it sees all.
+        self.recent: int | None = None
         #: What the layer's gate looks back at.
         self.gate_memory = GateMemory(0 if gates is None else gates.config.window)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self.store: RaggedStore | None = None
+        self.store: PagedStore | None = None
+        #: Sliding window of the model's layer: no query sees a token at this distance or beyond; None: there is none.
+        self.window: int | None = None
+        self._settled = False  # whether all that is held was seen by the last query of each sequence
+        self._open = 0  # newest tokens of each sequence that the host knows to be seen until they leave the window
         self.seen = 0
         self._number = 0  # of the pass that this layer was last shown
         self._ran = 0  # of the pass that it last attended in
@@ -109,6 +117,15 @@ class EvictionLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes allocated for keys and values, the gate's too."""
         return self.gate_memory.nbytes + (0 if self.store is None else self.store.nbytes)
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Bytes that transformers' own cache would hold for the same columns: in a window, all but the next token's."""
+        if self.store is None:
+            return 0
+        pool, columns = self.store.pool, self.seen if self.window is None else min(self.seen, self.window - 1)
+        token = sum(x.shape[2] * x.element_size() for x in (pool.keys, pool.values))
+        return self.store.batch * self.store.kv_heads * columns * token
 
     @property
     def scoring_seconds(self) -> float:
@@ -196,15 +213,21 @@ class EvictionLayer(CacheLayerMixin):
             stages = self._store, self._observe, self._decide, self._attend, self._retain
         else:
             stages = self._store, self._attend, self._observe, self._decide, self._retain
-        idle = now.padded and (self.store is None or not self.store.layout.total) and not bool(now.real.any())
+        idle = now.padded and not bool(now.real.any()) and (self.store is None or not bool(self.store.lengths.any()))
         if idle:  # padding alone, and nothing is held
             step.out = call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
-        for stage in () if idle else stages:
+        for stage in () if idle else (*stages, self._settle):
             stage(step)
         if now.ends_prompt and not self._decides_again:  # no later decision needs these
             self.memory, self._lookback = {}, None
         assert step.out is not None
         return step.out.masked_fill(~now.real[:, None, :, None], 0.0) if now.padded else step.out
+
+    def demand(self, tokens: int) -> int:
+        """Return the most pages that a pass of so many tokens of each sequence, behind others, may take."""
+        if self.store is None:
+            return 0
+        return self.store.demand(tokens, evicting=self._forgets or self._decides_again or self.policy.block is not None)
 
     @property
     def _decides_again(self) -> bool:
@@ -223,19 +246,73 @@ class EvictionLayer(CacheLayerMixin):
         assert self._lookback is not None
         step = Step(call, now, decision, layers, fresh=False, unrotated=call, logits=None)
         q, ranks, valid = self._lookback
-        step.seen = self._seen(step, self._held(step), Queries(q=q, ranks=ranks, valid=valid))
+        step.seen = self._seen(step, Queries(q=q, ranks=ranks, valid=valid))
         self._decide(step)
         self._retain(step)
         self.memory, self._lookback = {}, None
 
     def _store(self, step: Step) -> None:
         """Store the new tokens, beside the probability that a gate gave them."""
+        said = None if self.gates is None or step.logits is None else self.gates.probability(step.logits)
+        self._put(step, said)
+
+    def _put(self, step: Step, gate: Tensor | None) -> None:
+        """Store the new tokens, in place of what none of their queries sees.
+
+        Args:
+            step: the pass.
+            gate: what is stored beside them, ``[B, Hkv, T]``; None: nothing, or 1 of each.
+        """
         call, now = step.unrotated, step.now
         if self.store is None:
-            probability = torch.float32 if self.gates is not None else None
-            self.store = self.store_type(call.k.shape[0], call.k.shape[1], call.k, call.v, probability)
-        said = None if self.gates is None or step.logits is None else self.gates.probability(step.logits)
-        self.store.append(call.k, call.v, now.ranks, now.real[:, None] if now.padded else None, said)
+            kind, pool = self.gate_type, self.pool or Pool.growing(call.k, call.v)
+            pool.check_tokens(call.k, call.v)
+            batch, kv_heads = call.k.shape[:2]
+            self.store = PagedStore(batch, kv_heads, pool, kind, in_order=not self.rotation.in_place)
+            self.window = call.window
+        keep, width = now.real[:, None] if now.padded else None, now.ranks.shape[1]
+        stays = self.window is None and self.recent is not None and self._open >= self.recent
+        if keep is None:
+            self._open = self._open + width if gate is None else 0
+        if self._forgets and not now.reading and not (self._settled and stays and width == 1):
+            if self._in_turn(step):
+                victims = self.store.expired(now.ranks, self._near, self.window)  # of padding: gone before
+                self.store.append(call.k, call.v, now.ranks, keep, gate, victims, self.memory)
+                return
+            first = now.ranks[:, 0] + (~now.real[:, 0]).long()
+            self.store.settle(first, self._near, self.window, self.memory)
+        self.store.append(call.k, call.v, now.ranks, keep, gate)
+        self._settled = width == 1
+
+    @property
+    def _forgets(self) -> bool:
+        """Whether tokens go that no later query sees."""
+        return self.recent is not None or self.window is not None
+
+    @property
+    def _near(self) -> int | None:
+        """Newest tokens that a query sees whatever their flags: no more than its window; None: it sees all."""
+        return self.recent if self.recent is None or self.window is None else min(self.recent, self.window)
+
+    def _in_turn(self, step: Step) -> bool:
+        """Tell whether one token of each sequence comes, and can take the place of the one that it no longer sees."""
+        assert self.store is not None
+        one = self._settled and step.now.ranks.shape[1] == 1 and self.rotation.in_place
+        return one and not self._differentiated(step) and self.store.movable(self.memory)
+
+    def _settle(self, step: Step) -> None:
+        """Free what no query sees behind the tokens of a prompt, of which none is taken back; write the others."""
+        assert self.store is not None
+        if step.now.reading:
+            if self._forgets and self._closes(step):
+                self.store.settle(step.now.lengths, self._near, self.window, self.memory)
+                self._settled = True
+            step.held = None  # what is written can have its memory
+            self.store.write()
+
+    def _closes(self, step: Step) -> bool:
+        """Tell whether later queries of a prompt see no more than those behind it."""
+        return True
 
     def _attend(self, step: Step) -> None:
         """Attend to what is held, or to what stays of it where that is decided."""
@@ -249,7 +326,7 @@ class EvictionLayer(CacheLayerMixin):
                 if now.padded:
                     step.weights.masked_fill_(~now.real[:, :, None], 0.0)
             else:
-                step.out = attend_one(call, self.store, now.ranks, now.seen)
+                step.out = attend_one(call, self.store)
         else:
             step.out = self._attend_held(step, keep=keep)
 
@@ -259,12 +336,11 @@ class EvictionLayer(CacheLayerMixin):
         if step.decision is None:
             return
         assert policy.scorer is not None
-        held = self._held(step) if now.due is not None or policy.scorer.follows else None
         with self._scoring.running(step.call.q.device):
             lookback = policy.lookback if now.reading else policy.scorer.lookback
             queries = self._with_lookback(step, lookback)
-            if held is not None:
-                step.seen = self._seen(step, held, queries)
+            if now.due is not None or policy.scorer.follows:
+                step.seen = self._seen(step, queries)
 
     def _decide(self, step: Step) -> None:
         """Let the policy say what stays; where nothing may go the scorer only takes note."""
@@ -296,20 +372,24 @@ class EvictionLayer(CacheLayerMixin):
 
     def _weighs(self, step: Step) -> bool:
         """Tell whether the scorer is to be shown the attention of one query to all that is held."""
-        window, now, scorer = step.call.window, step.now, self.policy.scorer
-        if step.decision is None or scorer is None or scorer.rowless or (window is not None and now.seen > window):
+        scorer = self.policy.scorer
+        if step.decision is None or scorer is None or scorer.rowless:
             return False
-        return now.due is not None or scorer.follows
+        return step.now.due is not None or scorer.follows
 
     def _differentiated(self, step: Step) -> bool:
         """Tell whether gradients go through the new tokens or what is held; kernels for one token have none."""
         if not torch.is_grad_enabled():
             return False
-        call, held = step.call, () if self.store is None else (self.store.keys, self.store.values)
+        call, held = step.call, () if self.store is None else (self.store.pool.keys, self.store.pool.values)
         return any(x.requires_grad for x in (call.q, call.k, call.v, *held))
 
     def _attend_held(self, step: Step, *, keep: Tensor | None = None, recent: int = 0) -> Tensor:
-        """Attend from all queries to the padded rows of what is held; see :func:`ag.engine.attend.attend_rows`."""
+        """Attend from all queries to what is held, where it lies in pages; see :func:`ag.engine.attend.attend_rows`."""
+        assert self.store is not None
+        if keep is None and self.rotation.in_place and not self.store.unwritten and not self._differentiated(step):
+            ranks = step.now.ranks.masked_fill(~step.now.real, -1) if step.now.padded else step.now.ranks
+            return attend_many(step.unrotated, self.store, ranks, recent or None)
         held = self._held(step)
         placed = replace(step.unrotated, q=self.rotation.queries(step.unrotated.q, held, step.now.ranks))
         return attend_rows(placed, held, step.now.ranks, recent=recent, keep=keep)
@@ -321,23 +401,34 @@ class EvictionLayer(CacheLayerMixin):
             step.held = self.rotation.keys(self.store.padded())
         return step.held
 
-    def _seen(self, step: Step, held: Rows, queries: Queries) -> Observation:
+    def _seen(self, step: Step, queries: Queries) -> Observation:
         """Return queries against what is held."""
-        call, now = step.call, step.now
+        call, now, store = step.call, step.now, self.store
+        assert store is not None
         shape = (call.k.shape[0], call.k.shape[1])
-        slots = held.ranks.unflatten(0, shape).long()
-        filled = torch.ones_like(slots, dtype=torch.bool) if held.valid is None else held.valid.unflatten(0, shape)
+        ranks, valid, gate = (None if x is None else x.unflatten(0, shape) for x in store.ledger())
+        assert ranks is not None
+        slots = ranks.long()
+        filled = torch.ones_like(slots, dtype=torch.bool) if valid is None else valid
         self.memory = {name: F.pad(x, (0, slots.shape[-1] - x.shape[-1])) for name, x in self.memory.items()}
-        k, v = held.keys.unflatten(0, shape), held.values.unflatten(0, shape)
-        q = self.rotation.queries(queries.q, held, queries.ranks)
+        # what a prompt brings is at hand, and others that read it may look at what comes of it later
+        held = self._held(step) if now.reading or not self.rotation.in_place else step.held
+        q = queries.q if held is None else self.rotation.queries(queries.q, held, queries.ranks)
+        everything = step.fresh or self.window is None or now.seen < self.window
+        known: dict[str, Any] = {"ranks": slots, "valid": filled, "full": valid is None, "ordered": store.ordered}
+        known["whole"] = everything and not self.evicted_at
+        if held is None:
+            keys: Keys = StoredKeys(store.padded, **known)
+        else:
+            keys = Keys(k=held.keys.unflatten(0, shape), v=held.values.unflatten(0, shape), **known)
         return Observation(
-            keys=Keys(k=k, v=v, ranks=slots, valid=filled, full=held.valid is None, whole=not self.evicted_at),
+            keys=keys,
             queries=queries if q is queries.q else replace(queries, q=q),
             context=Context(
                 scaling=call.scaling,
                 layer=call.layer,
                 sliding_window=call.window,
-                gate=None if held.gate is None else held.gate.unflatten(0, shape).masked_fill(~filled, 0.0),
+                gate=None if gate is None else gate.masked_fill(~filled, 0.0),
                 prompt_lengths=now.prompt_lengths,
                 decoding=not now.reading,
                 precise=self.policy.scorer is not None and self.policy.scorer.precise,
@@ -381,10 +472,27 @@ class EvictionLayer(CacheLayerMixin):
     def retain(self, keep: Tensor, now: Pass) -> None:
         """Free what is not in ``keep`` ``[B, Hkv, N]``, here and in what the scorer recorded."""
         assert self.store is not None
-        if not self.store.retain(keep.flatten(0, 1), spare=not now.completes_prompt):
-            return
-        self.evicted_at = min(now.seen, now.prompt_columns) if now.reading else now.seen
-        self.memory = {name: row_pack(x, keep, self.store.layout.longest) for name, x in self.memory.items()}
+        if self.store.retain(keep.flatten(0, 1), self.memory, in_order=now.reading):
+            self.evicted_at = min(now.seen, now.prompt_columns) if now.reading else now.seen
+
+    def join(self, other: EvictionLayer, seen: int) -> None:
+        """Append the sequences of the same layer of another cache, in the same pool; ``seen`` are the columns then."""
+        assert self.store is not None and other.store is not None
+        self.memory = {
+            name: joined(self.memory.get(name), other.memory.get(name), self.store.batch, other.store.batch)
+            for name in {*self.memory, *other.memory}
+        }
+        if self._lookback is not None and other._lookback is not None:
+            counts = [before[1].shape[1] for before in (self._lookback, other._lookback)]
+            q, ranks, valid = (
+                torch.cat([_later(x, max(counts), dim) for x in pair])
+                for pair, dim in zip(zip(self._lookback, other._lookback, strict=True), (2, 1, 1), strict=True)
+            )
+            self._lookback = q, ranks, valid
+        self.store.join(other.store)
+        self.gate_memory.join(other.gate_memory)
+        self._settled, self._open = self._settled and other._settled, min(self._open, other._open)
+        self.seen = self.evicted_at = seen
 
     def select_sequences(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
@@ -401,6 +509,26 @@ class EvictionLayer(CacheLayerMixin):
         self.seen = valid.shape[1]
         counts = valid.sum(1)
         if self.store is not None:
-            self.store.crop(counts)
+            self.store.crop(counts, self.memory)
+            self._open = 0
         if self.gate_memory:
             self.gate_memory.crop(counts)
+
+
+def joined(mine: Tensor | None, others: Tensor | None, batch: int, more: int) -> Tensor:
+    """Append what a scorer recorded of other sequences, ``[B, ..., N]``; None: nothing, which is 0."""
+    known = mine if mine is not None else others
+    assert known is not None
+    parts = [
+        known.new_zeros(count, *known.shape[1:]) if x is None else x
+        for x, count in zip((mine, others), (batch, more), strict=True)
+    ]
+    for dim in range(2, known.ndim - 1):  # rows of queries: the last ones are the newest
+        parts = [_later(x, max(part.shape[dim] for part in parts), dim) for x in parts]
+    slots = max(x.shape[-1] for x in parts)
+    return torch.cat([F.pad(x, (0, slots - x.shape[-1])) for x in parts])
+
+
+def _later(x: Tensor, size: int, dim: int) -> Tensor:
+    """Pad a dimension with zeros in front."""
+    return F.pad(x, (*[0] * (2 * (x.ndim - 1 - dim)), size - x.shape[dim], 0))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.rows import AttentionRows, Statistic, attention
+from ag.engine.store import Rows
 from ag.kernels.column_sums import best_version, column_sums
 from ag.kernels.dispatch import no_triton
 from ag.kernels.row_statistics import Values
@@ -41,10 +42,11 @@ class Keys:
     Attributes:
         k: keys ``[B, Hkv, N, D]``, those of the queries' own tokens among them.
         v: values ``[B, Hkv, N, D]``.
-        ranks: ``[B, Hkv, N]`` long, the place of each among its sequence's own tokens, ascending.
+        ranks: ``[B, Hkv, N]`` long, the place of each among its sequence's own tokens.
         valid: ``[B, Hkv, N]`` bool, False on free slots, which come last.
         full: whether the host knows that no slot is free.
         whole: whether the host knows that each row holds all tokens of its sequence.
+        ordered: whether the host knows that the ranks of each row ascend.
     """
 
     k: Tensor
@@ -53,6 +55,7 @@ class Keys:
     valid: Tensor
     full: bool = False
     whole: bool = False
+    ordered: bool = True
 
     @cached_property
     def single(self) -> Tensor:
@@ -77,8 +80,43 @@ class Keys:
 
     @cached_property
     def sorted_ranks(self) -> Tensor:
-        """``[B, Hkv, N]`` ascending: free slots rank after everything."""
+        """``[B, Hkv, N]``: free slots rank after everything."""
         return self.ranks.masked_fill(~self.valid, torch.iinfo(self.ranks.dtype).max).contiguous()
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """Slots ``[B, Hkv, N]`` in the order of ranks, free ones last; None: they are in that order."""
+        return None if self.ordered else self.sorted_ranks.argsort(-1)
+
+
+class StoredKeys(Keys):
+    """Keys and values that are brought together when somebody asks for them.
+
+    Args:
+        rows: gives them, ``[R, N, D]`` each.
+        attributes: the others.
+    """
+
+    def __init__(self, rows: Callable[[], Rows], **attributes: Any) -> None:
+        vars(self).update(attributes, _make=rows)
+
+    @cached_property
+    def _rows(self) -> Rows:
+        rows: Rows = vars(self).pop("_make")()
+        return rows
+
+    @property
+    def k(self) -> Tensor:
+        """Keys."""
+        return self._of_heads(self._rows.keys)
+
+    @property
+    def v(self) -> Tensor:
+        """Values."""
+        return self._of_heads(self._rows.values)
+
+    def _of_heads(self, column: Tensor) -> Tensor:
+        return column.view(*self.ranks.shape[:2], *column.shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +203,7 @@ class Observation:
         self.scaling, self.sliding_window = context.scaling, context.sliding_window
         self._prompt_lengths, self._lengths = context.prompt_lengths, context.lengths
         self.q, self.query_ranks, self.query_valid = queries.q, queries.ranks, queries.valid
-        self.k, self.key_ranks, self.key_valid = keys.k, keys.ranks, keys.valid
+        self.key_ranks = keys.ranks
         self.new = queries.q.shape[2] if queries.new is None else queries.new
         #: Tokens per KV head ``[B]`` that the budget allows, where something may go.
         self.capacity: Tensor | None = None
@@ -175,7 +213,34 @@ class Observation:
     @property
     def group(self) -> int:
         """Query heads a KV head, G."""
-        return self.q.shape[1] // self.k.shape[1]
+        return self.q.shape[1] // self.key_ranks.shape[1]
+
+    @property
+    def k(self) -> Tensor:
+        """Keys ``[B, Hkv, N, D]``; anything on free slots."""
+        return self._keys.k
+
+    @property
+    def held(self) -> Tensor:
+        """``[B, Hkv, N]`` bool, the slots that hold a token, also one that no later query sees."""
+        return self._keys.valid
+
+    @cached_property
+    def key_valid(self) -> Tensor:
+        """``[B, Hkv, N]`` bool, the slots that hold a token which some later query sees."""
+        if self.sliding_window is None:
+            return self._keys.valid
+        return self._keys.valid & (self.key_ranks > (self.lengths - self.sliding_window)[:, None, None])
+
+    @property
+    def order(self) -> Tensor | None:
+        """Slots ``[B, Hkv, N]`` in the order of ranks, free ones last; None: they are in that order."""
+        return self._keys.order
+
+    @property
+    def unordered_ranks(self) -> Tensor | None:
+        """The ranks of the keys; None: they ascend."""
+        return None if self._keys.ordered else self.key_ranks
 
     @property
     def values(self) -> Values:
@@ -201,11 +266,18 @@ class Observation:
 
     @property
     def evicts(self) -> Tensor:
-        """``[B]`` bool, sequences of which something goes: due, and the prompt or what is held exceeds the budget."""
+        """``[B, Hkv]`` bool, heads of which something goes: due, and the prompt or what is held exceeds the budget.
+
+        A prompt that exceeded it may have left a sliding window since.
+        """
+        held = self.key_valid.sum(-1)
         due = torch.ones_like(self.lengths, dtype=torch.bool) if self.due is None else self.due
+        due = due[:, None].expand_as(held)
         if self.capacity is None:
             return due
-        return due & (self.key_valid.sum(-1).amax(1).maximum(self.prompt_lengths) > self.capacity)
+        if self.sliding_window is None:
+            held = held.amax(1, keepdim=True).maximum(self.prompt_lengths[:, None])
+        return due & (held > self.capacity[:, None])
 
     @cached_property
     def age(self) -> Tensor:
@@ -241,8 +313,8 @@ class Observation:
 
         Heads may hold different tokens; one that no longer holds a token contributes 0 for it.
         """
-        kv_heads, tokens = self.k.shape[1], int(self.lengths.max())
-        values = values.unflatten(1, (kv_heads, -1)).sum(2).masked_fill(~self.key_valid, 0.0)
+        kv_heads, tokens = self.key_ranks.shape[1], int(self.lengths.max())
+        values = values.unflatten(1, (kv_heads, -1)).sum(2).masked_fill(~self._keys.valid, 0.0)
         if self._keys.full and bool((self.key_ranks == self.key_ranks[:, :1]).all()):  # nothing to look up
             return values.sum(1, keepdim=True).div_(self.q.shape[1]).expand_as(values)
         places = self.key_ranks.clamp(0, tokens - 1)
@@ -310,7 +382,7 @@ class Observation:
         order = torch.where(chosen, self.query_ranks, -1).argsort(dim=1, stable=True)[:, -width:]
         ranks = self.query_ranks.gather(1, order)
         (span,) = self._spans(ranks.amin(1, keepdim=True), ranks.amax(1, keepdim=True))
-        everything = Span(0, 0 if self.sliding_window is not None else span.open_until, self.k.shape[2])
+        everything = Span(0, 0 if self.sliding_window is not None else span.open_until, self.key_ranks.shape[2])
         rows = self._rows(order, slice(None), everything, precise=self._precise)
         rows.counted = chosen.gather(1, order)
         return rows
@@ -324,7 +396,7 @@ class Observation:
             if lined_up is not None:
                 q, queries, valid = lined_up
                 return column_sums(q, self.k, self.scaling, queries, valid, self.sliding_window)
-        total = self.q.new_zeros(*self.q.shape[:2], self.k.shape[2], dtype=torch.float32)
+        total = self.q.new_zeros(*self.q.shape[:2], self.key_ranks.shape[2], dtype=torch.float32)
         for heads, keys, rows in self._blocks():
             total[:, heads, keys] += rows.total(statistic)
         return total
@@ -336,9 +408,9 @@ class Observation:
             They ``[B, H, M, D]``; which exist ``[B, M]``; which slots do ``[B, N]`` (None: all). None where the host
             knows of no such order (heads hold different tokens, or a window looks past evicted ones), or types differ.
         """
-        held, whole = self.k.shape[2], self._keys.whole
+        held, whole = self.key_ranks.shape[2], self._keys.whole
         q, valid = self.q[:, :, -self.new :], self.query_valid[:, -self.new :]
-        if q.dtype != self.k.dtype or (self.sliding_window is not None and not whole):
+        if not self._keys.ordered or (self.sliding_window is not None and not whole) or q.dtype != self.k.dtype:
             return None
         if self._keys.full and not self._queries.padded:
             return q, valid, None
@@ -346,22 +418,25 @@ class Observation:
             return None
         order = torch.where(valid, self.query_ranks[:, -self.new :], held).argsort(dim=1)[:, :held]
         index = order[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1])
-        return q.gather(2, index), valid.gather(1, order), self.key_valid[:, 0]
+        return q.gather(2, index), valid.gather(1, order), self._keys.valid[:, 0]
 
     def _spans(self, oldest: Tensor, newest: Tensor) -> list[Span]:
         """Return the slots that queries see whose ranks go from ``oldest`` to ``newest`` ``[B, n]``, for each n."""
+        slots = self.key_ranks.shape[2]
         if self._sees_everything:
-            return [Span(0, self.k.shape[2], self.k.shape[2])] * oldest.shape[1]
+            return [Span(0, slots, slots)] * oldest.shape[1]
+        if not self._keys.ordered:
+            return [Span(0, 0, slots)] * oldest.shape[1]
 
-        def slots(ranks: Tensor) -> Tensor:
+        def places(ranks: Tensor) -> Tensor:
             wanted = ranks[:, None].expand(-1, self.key_ranks.shape[1], -1).to(self.key_ranks.dtype)
             return torch.searchsorted(self._keys.sorted_ranks, wanted.contiguous(), right=True)
 
-        stop, open_until = slots(newest).amax((0, 1)), slots(oldest).amin((0, 1))
+        stop, open_until = places(newest).amax((0, 1)), places(oldest).amin((0, 1))
         start = torch.zeros_like(stop)
         if self.sliding_window is not None:
-            start = open_until = slots(oldest - self.sliding_window).amin((0, 1))
-        return [Span(*slots) for slots in zip(start.tolist(), open_until.tolist(), stop.tolist(), strict=True)]
+            start = open_until = places(oldest - self.sliding_window).amin((0, 1))
+        return [Span(*ends) for ends in zip(start.tolist(), open_until.tolist(), stop.tolist(), strict=True)]
 
     @property
     def _sees_everything(self) -> bool:
@@ -403,7 +478,7 @@ class Observation:
         )
         if open_until < stop:
             distance = ranks[:, None, :, None] - self.key_ranks[:, heads, None, open_until:stop]
-            hidden = (distance < 0) | ~self.key_valid[:, heads, None, open_until:stop]
+            hidden = (distance < 0) | ~held.valid[:, heads, None, open_until:stop]
             if self.sliding_window is not None:
                 hidden = hidden | (distance >= self.sliding_window)
             s[..., open_until - start :].masked_fill_(hidden[:, :, None], float("-inf"))

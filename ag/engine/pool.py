@@ -18,7 +18,24 @@ LOOSE_SHARE = 32  # a pool that grows is loose when more than one page for each 
 
 
 class PoolFullError(UserError):
-    """A pool of fixed size has fewer free pages than are asked for; nothing was written, and nothing is lost."""
+    """A pool of fixed size has fewer free pages than are asked for; nothing was written, and nothing is lost.
+
+    Attributes:
+        pages: that were asked for; 0 where it is not known.
+    """
+
+    pages: int = 0
+
+    @classmethod
+    def of(cls, what: str, pages: int, pool: Pool) -> PoolFullError:
+        """Return the error that says what needs so many pages of a pool."""
+        error = cls(
+            f"The pool is full: {what} {pages * pool.page_nbytes()} bytes ({pages} pages of {PAGE} tokens), and "
+            f"{pool.free * pool.page_nbytes()} of {pool.nbytes} are free; release sequences, reset a cache, keep less, "
+            "or make a larger pool."
+        )
+        error.pages = pages
+        return error
 
 
 class Holder(Protocol):
@@ -34,8 +51,7 @@ class Holder(Protocol):
 class Pool:
     """Pages of 16 tokens each, one tensor for each column of a token; a free page may go to any row.
 
-    A pool of fixed size is for all layers of any number of caches, one that grows (:meth:`growing`) for one layer. The
-    layers of a cache do not take their memory from pools yet.
+    A pool of fixed size is for all layers of any number of caches, one that grows (:meth:`growing`) for one layer.
 
     Args:
         model: causal language model, whose keys and values it holds; all layers have one geometry, and lie on one
@@ -52,8 +68,9 @@ class Pool:
 
     def __init__(self, model: nn.Module, nbytes: int) -> None:
         decoder = decoder_of(model)
-        geometry = fingerprint(decoder.config)
-        token = torch.empty(0, geometry["head_dim"], dtype=decoder.dtype, device=device_of(decoder))
+        #: Of the model whose keys and values it holds; None: it grows, for one layer.
+        self.geometry: dict[str, Any] | None = fingerprint(decoder.config)
+        token = torch.empty(0, self.geometry["head_dim"], dtype=decoder.dtype, device=device_of(decoder))
         self._make(token, token)
         pages = nbytes // self.page_nbytes()
         if pages < 1:
@@ -68,6 +85,7 @@ class Pool:
     def growing(cls, key: Tensor, value: Tensor) -> Pool:
         """Return a pool that grows, for keys and values like these ``[..., D]`` and ``[..., Dv]``."""
         pool: Pool = object.__new__(cls)
+        pool.geometry = None
         pool._make(key, value)
         return pool
 
@@ -93,6 +111,43 @@ class Pool:
         pool.gates = {kind: x[pages.to(x.device)] for kind, x in self.gates.items()}
         pool._references = torch.zeros(len(pages), dtype=torch.int32)
         return pool
+
+    def check(self, decoder: Any) -> None:
+        """Refuse a model whose keys and values it was not made for.
+
+        Args:
+            decoder: the model's stack of layers.
+
+        Raises:
+            UserError: when geometry, type or device differ.
+        """
+        here: dict[str, Any] = fingerprint(decoder.config) | {"dtype": decoder.dtype}
+        mine = (self.geometry or {}) | {"dtype": self.keys.dtype}
+        devices = {device_of(layer) for layer in decoder.layers}
+        for name, value in here.items():
+            if mine.get(name) != value:
+                raise UserError(
+                    f"Pool: it was made for a model with {name}={mine.get(name)}, and this one has {value}; make one "
+                    "with ag.Pool(model, nbytes)."
+                )
+        if devices != {self.keys.device}:
+            raise UserError(
+                f"Pool: it is on {self.keys.device}, and layers of the model on "
+                f"{', '.join(sorted(map(str, devices)))}: expected one device; make one with ag.Pool(model, nbytes) "
+                "where the model is, or leave pool out."
+            )
+
+    def check_tokens(self, key: Tensor, value: Tensor) -> None:
+        """Refuse keys and values of another type, as autocast makes them.
+
+        Raises:
+            UserError: when types differ.
+        """
+        if (key.dtype, value.dtype) != (self.keys.dtype, self.values.dtype):
+            raise UserError(
+                f"Pool: it holds {self.keys.dtype}, and the model computed keys of {key.dtype} and values of "
+                f"{value.dtype}; use the cache without torch.autocast, or without pool."
+            )
 
     # ---- its size
 
@@ -154,11 +209,7 @@ class Pool:
     def require(self, count: int) -> None:
         """Refuse where so many free pages cannot be had."""
         if self.fixed and count > self.free:
-            raise PoolFullError(
-                f"The pool is full: {count * self.page_nbytes()} bytes ({count} pages of {PAGE} tokens) are needed, "
-                f"and {self.free * self.page_nbytes()} of {self.nbytes} are free; release sequences, reset a cache, "
-                "keep less, or make a larger pool."
-            )
+            raise PoolFullError.of("tokens of a layer need", count, self)
 
     def share(self, pages: Tensor) -> None:
         """Take note of one more holder of each of these pages ``[n]``."""
@@ -195,6 +246,10 @@ class Pool:
         self._free = []
         for holder in self._holders:
             holder.renumber(numbers)
+
+    def renew(self) -> None:
+        """Copy everything, so that what autograd has saved of it does not change when something is written."""
+        self._replace(Tensor.clone)
 
     def _resize(self, size: int) -> None:
         """Make more pages."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.passes import Pass, Tokens
-from ag.engine.storage import RaggedStore, Rows
+from ag.engine.store import PagedStore, Rows
 from ag.model.hooks import AttentionCall, rotate
 from ag.model.support import check_slots
 
@@ -27,7 +27,7 @@ class Original:
     #: Whether stored keys can be attended to where they lie.
     in_place: ClassVar[bool] = True
 
-    def positions(self, tokens: Tokens, seen: int, stores: Sequence[RaggedStore]) -> Tensor | None:
+    def positions(self, tokens: Tokens, seen: int, stores: Sequence[PagedStore]) -> Tensor | None:
         """Return the positions ``[B, w]`` that the model is to rotate new tokens by; None: the usual ones.
 
         Args:
@@ -71,7 +71,7 @@ class Slots(Original):
         """Refuse models whose keys cannot be rotated anew."""
         check_slots(self.decoder)
 
-    def positions(self, tokens: Tokens, seen: int, stores: Sequence[RaggedStore]) -> Tensor | None:
+    def positions(self, tokens: Tokens, seen: int, stores: Sequence[PagedStore]) -> Tensor | None:
         """Return positions near the number of tokens held: any would do, as layers turn back and rotate again."""
         first = torch.where(tokens.real, tokens.ranks, seen).amin(1, keepdim=True)
         places = tokens.ranks - first

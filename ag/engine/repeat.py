@@ -13,7 +13,7 @@ from ag.engine.history import History
 from ag.engine.passes import Pass
 from ag.engine.positions import Original
 from ag.engine.stopwatch import Stopwatch
-from ag.engine.storage import RaggedStore
+from ag.engine.store import PagedStore
 from ag.errors import UserError
 from ag.kernels.column_max import column_max
 from ag.model.hooks import AttentionCall
@@ -38,7 +38,7 @@ class Reader(Protocol):
 class Layer(Protocol):
     """A layer of the cache; see :class:`ag.engine.layer.EvictionLayer`."""
 
-    store: RaggedStore | None
+    store: PagedStore | None
     rotation: Original
     memory: dict[str, Tensor]
     scoring_seconds: float

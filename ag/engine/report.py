@@ -16,6 +16,7 @@ class Report:
         nbytes: by layer, bytes allocated for keys and values.
         seconds: by layer, time spent on scores and decisions.
         over_budget: sequences that hold more than the budget, because more is protected than it allows.
+        plain_nbytes: bytes of keys and values that transformers' own cache would hold for the same columns.
     """
 
     policy: str
@@ -24,6 +25,7 @@ class Report:
     nbytes: list[int]
     seconds: list[float]
     over_budget: int = 0
+    plain_nbytes: int = 0
 
     @property
     def kept_share(self) -> float:
@@ -44,6 +46,9 @@ class Report:
         mean = self.tokens * self.kept_share
         total = f"{'all':>5} {'':>9} {mean:>11,.1f} {'':>9} {self.kept_share:>7.1%} {sum(self.nbytes):>15,}"
         lines.append(f"{total} {sum(self.seconds):>10.4f}")
+        if self.plain_nbytes:
+            share = sum(self.nbytes) / self.plain_nbytes
+            lines.append(f"{share:.1%} of the {self.plain_nbytes:,} bytes of transformers' own cache for the same text")
         if self.over_budget:
             lines.append(
                 f"over budget in {self.over_budget} {'sequence' if self.over_budget == 1 else 'sequences'}: more is "

@@ -23,7 +23,7 @@ from ag.gates.gate import AttentionGates
 from ag.model.geometry import fingerprint
 from ag.versions import versions
 
-SCHEMA = 1
+SCHEMA = 2
 FORMAT = "ag.EvictionCache"
 
 C = TypeVar("C", bound=Stateful)

@@ -143,6 +143,11 @@ class Schedule:
         if before < history.seen and bool(due.any()):  # the rest of that forward pass brings one about too
             self._note(seen, due, before, history.seen)
 
+    def join(self, other: Schedule) -> None:
+        """Append the sequences of another one of the same policy; no decision before is taken back."""
+        mine = self._decided[:, -1:]
+        self._decided, self._decisions = torch.cat([mine, other._decided[:, -1:].to(mine.device)]), ()
+
     def select_sequences(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
         self._decided = self._decided[indices.to(self._decided.device)] if len(self._decided) else self._decided

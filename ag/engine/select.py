@@ -8,26 +8,35 @@ from torch import Tensor
 from ag.kernels.row_worst.reference import Worst
 
 
-def select(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -> Tensor:
+def select(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor, order: Tensor | None = None) -> Tensor:
     """Keep what is protected and the best of the rest, up to a capacity.
 
     Args:
-        score: ``[B, Hkv, N]``; of equal scores the lower index is kept first.
+        score: ``[B, Hkv, N]``.
         protected: ``[B, Hkv, N]`` bool, kept whatever the score.
         valid: ``[B, Hkv, N]`` bool, the slots that hold a token.
         capacity: ``[B, Hkv]`` long, tokens to keep, not fewer than are protected; heads that hold fewer keep all.
+        order: ``[B, Hkv, N]`` long, slots in the order in which those with equal scores are kept; None: as they lie.
 
     Returns:
         ``[B, Hkv, N]`` bool.
     """
-    return best(standings(score, valid & ~protected), protected, valid, capacity)
+    return best(standings(score, valid & ~protected, order), protected, valid, capacity)
 
 
-def standings(score: Tensor, rivals: Tensor) -> Tensor:
+def standings(score: Tensor, rivals: Tensor, order: Tensor | None = None) -> Tensor:
     """Return the place of each of the ``rivals`` in its head, 0 for the best, ``[B, Hkv, N]`` long; any elsewhere."""
-    order = score.masked_fill(~rivals, float("-inf")).argsort(dim=-1, descending=True, stable=True)
-    index = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, index)
+    score = score.masked_fill(~rivals, float("-inf"))
+    slots = sorted_slots(score, order, descending=True)
+    index = torch.arange(slots.shape[-1], device=slots.device).expand_as(slots)
+    return torch.empty_like(slots).scatter_(-1, slots, index)
+
+
+def sorted_slots(values: Tensor, order: Tensor | None, *, descending: bool = False) -> Tensor:
+    """Return slots ``[B, Hkv, N]`` sorted by values, equal ones in an order of slots; None: as they lie."""
+    if order is None:
+        return values.argsort(dim=-1, descending=descending, stable=True)
+    return order.gather(-1, values.gather(-1, order).argsort(dim=-1, descending=descending, stable=True))
 
 
 def best(standing: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -> Tensor:
@@ -59,7 +68,13 @@ def at_least(capacity: Tensor, floor: float, protected: Tensor) -> Tensor:
 
 
 def select_over_heads(
-    score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor, floor: float, total: Tensor | None = None
+    score: Tensor,
+    protected: Tensor,
+    valid: Tensor,
+    capacity: Tensor,
+    floor: float,
+    total: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> Tensor:
     """Share the capacity of a layer among its heads by one top-k over all of them (Feng et al. 2024, "Ada-KV").
 
@@ -70,14 +85,18 @@ def select_over_heads(
         capacity: ``[B]`` long, tokens per KV head on average.
         floor: share of the capacity that every head keeps at least.
         total: ``[B]`` long, tokens of all heads; None: ``Hkv * capacity``.
+        order: as for :func:`select`, head by head.
 
     Returns:
         ``[B, Hkv, N]`` bool, ``total`` of them True where so many are held.
     """
     total = capacity * score.shape[1] if total is None else total
-    sure = select(score, protected, valid, at_least(capacity, floor, protected & valid))
+    sure = select(score, protected, valid, at_least(capacity, floor, protected & valid), order)
+    if order is not None:
+        heads, slots = score.shape[1:]
+        order = (order + torch.arange(heads, device=order.device)[:, None] * slots).flatten(1)[:, None]
     score, sure, every = (x.flatten(1)[:, None] for x in (score, sure, valid))
-    return select(score, sure, every, total[:, None]).view_as(valid)
+    return select(score, sure, every, total[:, None], order).view_as(valid)
 
 
 def closing_order(keep: Tensor) -> Tensor:

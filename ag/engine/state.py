@@ -1,8 +1,8 @@
 """The state of a cache, as a file can have it: plain values, and tensors by name.
 
 Taken is what later passes depend on, part by part: a part's attributes are numbers, tensors, and tuples and dicts of
-these. Of the stores it is the held tokens alone; free slots are made anew where they were, so that a restored cache
-computes what the original would, bit by bit. Policy and layers are made anew by :class:`ag.engine.cache.EvictionCache`.
+these. Of the stores it is the held tokens, slot by slot, so that a restored cache computes what the original would, bit
+by bit. Policy and layers are made anew by :class:`ag.engine.cache.EvictionCache`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from torch import Tensor
 from ag.engine.decide import Decision
 from ag.engine.history import History
 from ag.engine.layer import EvictionLayer
-from ag.engine.layout import Layout
 from ag.engine.policy import Policy
+from ag.engine.pool import Pool
 from ag.engine.repeat import Repetition
-from ag.engine.ring import RingStore
 from ag.engine.schedule import Schedule
-from ag.engine.storage import RaggedStore
+from ag.engine.store import PagedStore
 from ag.engine.undo import Undo
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
@@ -39,11 +38,9 @@ SCHEDULE = {"_number": int, "_decided": Tensor, "_decisions": tuple}
 UNDO = {"_settled": int, "_taken": Tensor | None}
 SHARES = {"settled": dict, "over_budget": Tensor | None}
 LAYER = {"seen": int, "_number": int, "evicted_at": int, "scoring_seconds": float, "memory": dict,
-         "_lookback": tuple | None}  # fmt: skip
+         "_lookback": tuple | None, "window": int | None, "_settled": bool, "_open": int}  # fmt: skip
 GATE_MEMORY = {"stored": tuple | None, "new": tuple | None, "_seen": int, "_even": bool}
-STORE = {"batch": int, "kv_heads": int}
-RING = {"recent": int, "window": int | None, "before": Tensor | None, "settled": bool, "_flagged": int, "open": bool}
-LAYOUT = {"starts": Tensor, "lengths": Tensor, "limits": Tensor}
+STORE = {"lengths": Tensor, "ordered": bool}
 COLUMNS = {"keys": Tensor, "values": Tensor, "ranks": Tensor, "gate": Tensor | None}
 
 
@@ -91,12 +88,11 @@ def state_of(cache: Stateful, tensors: dict[str, Tensor]) -> dict[str, Any]:
         state = taken(name, layer, LAYER) | {"gate": taken(f"{name}.gate", layer.gate_memory, GATE_MEMORY)}
         state["store"] = None
         if store is not None:
-            store.trim(spare=True)  # a ring whose tokens leave a sliding window shortens rows in a buffer that stays
-            slots = store.layout.tokens()
-            held = {key: None if x is None else x.detach()[slots] for key in COLUMNS for x in [getattr(store, key)]}
+            store.trim()  # the one that is loaded has no page to spare either
+            columns = [x.detach() for x in store.tokens()]
+            held = dict(zip(COLUMNS, [*columns, None], strict=False))
             state["store"] = {key: _packed(f"{name}.{key}", x, tensors) for key, x in held.items()}
-            state["store"] |= taken(name, store, STORE | (RING if isinstance(store, RingStore) else {}))
-            state["store"] |= taken(name, store.layout, LAYOUT) | {"even": store.layout.step is not None}
+            state["store"] |= taken(name, store, STORE)
         layers.append(state)
     return {
         "history": taken("history", history, HISTORY),
@@ -137,44 +133,24 @@ def restore(cache: Stateful, state: Mapping[str, Any], read: Callable[[str], Ten
         vars(layer.gate_memory).update(_unpacked(part.pop("gate"), GATE_MEMORY, read, near))
         for name, value in _unpacked(part, LAYER, read, near).items():
             setattr(layer, name, value)  # one of them is a property
+        if layer.window is not None and layer.window < 1:
+            raise ValueError("window")
         layer.store = None if store is None else _store(cache, index, store, read)
 
 
-def _store(cache: Stateful, index: int, state: dict[str, Any], read: Callable[[str], Tensor]) -> RaggedStore:
-    """Make the store of a layer as it was, free slots included.
-
-    Kernels read and write where it says, so that all they rely on is checked first.
-    """
+def _store(cache: Stateful, index: int, state: dict[str, Any], read: Callable[[str], Tensor]) -> PagedStore:
+    """Make the store of a layer as it was; all that it relies on is checked first."""
     layer, device, cpu = cache.evicting_layers[index], device_of(cache.decoder.layers[index]), torch.device("cpu")
-    ring, even = layer.store_type is RingStore, state.pop("even")
-    parts = {key: {name: state.pop(name) for name in kinds} for key, kinds in (("columns", COLUMNS), ("at", LAYOUT))}
-    columns, at = _unpacked(parts["columns"], COLUMNS, read, device), _unpacked(parts["at"], LAYOUT, read, cpu)
-    store: RaggedStore = object.__new__(layer.store_type)
-    vars(store).update(_unpacked(state, STORE | (RING if ring else {}), read, cpu))
-    geometry, valid = fingerprint(cache.decoder.config), cache.history.valid
-    if (store.batch, store.kv_heads) != (len(valid), geometry["num_kv_heads"]):
-        raise ValueError("rows")
-    said = torch.bool if ring else torch.float32 if layer.gates is not None else None
-    _check_columns(columns, said, cache.decoder.dtype, geometry["head_dim"])
-    rows, held = store.batch * store.kv_heads, len(columns["ranks"])
-    _check_places(**at, rows=rows, held=held)
-    if isinstance(store, RingStore):
-        assert layer.gates is not None
-        own = valid.sum(1).cpu().repeat_interleave(store.kv_heads)
-        if not 1 <= store.recent <= layer.gates.config.recent_tokens or (store.window or store.recent) < store.recent:
-            raise ValueError("ring")
-        if not (at["lengths"] >= own.clamp_max(store.recent)).all():
-            raise ValueError("rows are shorter than the ring")
-        if store.before is not None and (store.before.dtype != torch.long or store.before.shape != (rows,)):
-            raise ValueError("before")
-    store.layout = Layout(rows, device)
-    store.layout.settle(at["starts"], at["lengths"], at["limits"])
-    if not even:
-        store.layout.step = None
-    slots = store.layout.tokens()
-    for name, x in columns.items():
-        buffer = None if x is None else x.new_zeros(int(at["limits"][-1]), *x.shape[1:])
-        setattr(store, name, buffer if buffer is None else buffer.index_copy_(0, slots, x))
+    found = _unpacked({name: state.pop(name) for name in COLUMNS}, COLUMNS, read, device)
+    geometry, own = fingerprint(cache.decoder.config), cache.history.valid.sum(1).cpu()
+    _check_columns(found, layer.gate_type, cache.decoder.dtype, geometry["head_dim"])
+    kept = _unpacked(state, STORE, read, cpu)
+    kv_heads, lengths = geometry["num_kv_heads"], kept["lengths"]
+    _check_rows(found["ranks"].cpu(), lengths, own.repeat_interleave(kv_heads), ordered=kept["ordered"])
+    columns = [x for x in found.values() if x is not None]
+    pool = Pool.growing(*columns[:2])
+    store = PagedStore(len(own), kv_heads, pool, layer.gate_type, in_order=not layer.rotation.in_place)
+    store.fill(columns, lengths, ordered=kept["ordered"])
     return store
 
 
@@ -201,20 +177,25 @@ def _check_columns(
             raise ValueError(name)
 
 
-def _check_places(*, starts: Tensor, lengths: Tensor, limits: Tensor, rows: int, held: int) -> None:
-    """Refuse rows that overlap, hold other than ``held`` tokens, or lie further apart than any layout has them."""
-    for name, x in (("starts", starts), ("lengths", lengths), ("limits", limits)):
-        if x.dtype != torch.long or x.shape != (rows,):
-            raise ValueError(name)
-    ends = torch.cat([starts.new_zeros(1), limits[:-1]])
-    if not ((starts >= ends) & (limits >= starts) & (lengths >= 0)).all():
-        raise ValueError("rows overlap")
-    if not (lengths <= limits - starts).all():  # a sum of the two could wrap
-        raise ValueError("rows overlap")
-    if int(lengths.sum()) != held:
+def _check_rows(ranks: Tensor, lengths: Tensor, own: Tensor, *, ordered: bool) -> None:
+    """Refuse rows that do not hold tokens of their sequences, each once.
+
+    Args:
+        ranks: ``[n]`` int32, of the tokens held, row after row.
+        lengths: tokens of each row.
+        own: ``[R]`` long, tokens that the sequence of each row has.
+        ordered: whether the ranks of each row are said to ascend.
+    """
+    if lengths.dtype != torch.long or lengths.shape != own.shape:
         raise ValueError("lengths")
-    if int(limits[-1]) > 2 * held + 64 * rows:
-        raise ValueError("rows are too far apart")
+    if not ((lengths >= 0) & (lengths <= len(ranks))).all() or int(lengths.sum()) != len(ranks):
+        raise ValueError("lengths")
+    rows = torch.repeat_interleave(lengths)
+    if not ((ranks >= 0) & (ranks < own[rows])).all():
+        raise ValueError("ranks")
+    places = rows * (int(own.max()) + 1) + ranks
+    if len(places.unique()) != len(places) or (ordered and not bool((places.diff() > 0).all())):
+        raise ValueError("ranks")
 
 
 # ---- values

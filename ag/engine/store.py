@@ -1,7 +1,5 @@
 """What one layer holds: a row of tokens for each (sequence, KV head), in the pages of a pool.
 
-The layers of a cache still hold their tokens in :mod:`ag.engine.storage`, whose place this is to take.
-
 Row ``b * Hkv + h`` is KV head h of sequence b. A row fills its pages in the order of the text at first. Later a token
 that goes leaves a slot which the row's last token takes, or the one that comes in the same step: slots have no order
 then, ranks say it. Sequences that are selected several times share their pages; one that is shared is copied when
@@ -11,6 +9,7 @@ something is written into it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +36,14 @@ class Rows(NamedTuple):
     ranks: Tensor  # [R, N], rank of each token among its sequence's own tokens
     valid: Tensor | None  # [R, N] bool; None when every row has N tokens
     gate: Tensor | None = None  # [R, N], what the gate said of each token; None: nothing
+
+
+class Ledger(NamedTuple):
+    """What is known of the tokens that a store holds, beside their keys and values; see :class:`Rows`."""
+
+    ranks: Tensor
+    valid: Tensor | None
+    gate: Tensor | None
 
 
 @dataclass
@@ -76,8 +83,11 @@ class PagedStore:
         self._held = _Held(pool, torch.zeros(rows, 0, dtype=torch.int32), torch.zeros(rows, dtype=torch.long))
         self._table = self._held.pages.to(device)
         self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._known: Tensor | None = torch.zeros(rows, dtype=torch.long)  # the same on the host; None: only there
         #: Whether slots are in the order of ranks.
         self.ordered = True
+        self._ahead = False  # whether it made room ahead since tokens were last laid out
+        self._runs: dict[int, tuple[int, int] | None] = {}  # what _even_run found, by pages
         self._room = 0  # free slots that each row has at least, as far as the host knows
         self._shared = False  # whether somebody else may hold some page
         #: The tokens of a prompt that is not written yet.
@@ -92,7 +102,7 @@ class PagedStore:
         self.pool.share(self.pages())
         new._held.pages, new._held.counts = self._held.pages.clone(), self._held.counts.clone()
         new._table, new._lengths = self._table.clone(), self._lengths.clone()
-        new.ordered, new._room, new._shared = self.ordered, self._room, True
+        new.ordered, new._known, new._room, new._shared = self.ordered, self._known, self._room, True
         self._shared = True
         return new
 
@@ -115,13 +125,15 @@ class PagedStore:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each row, ``[R]`` long on the CPU; the host waits for them."""
+        """Tokens of each row, ``[R]`` long on the CPU; the host waits for them where some went on the device alone."""
         if self._prompt is not None:
             rows = self._prompt
             if rows.valid is None:
                 return torch.full((len(rows.ranks),), rows.ranks.shape[1])
             return rows.valid.sum(1).cpu()
-        return self._lengths.long().cpu()
+        if self._known is None:
+            self._known = self._lengths.long().cpu()
+        return self._known
 
     @property
     def slots(self) -> int:
@@ -148,8 +160,13 @@ class PagedStore:
 
     def _sent(self) -> None:
         """Give the device the table that the host knows."""
-        device = self._lengths.device
+        device, self._runs = self._lengths.device, {}
         self._table = self._held.pages if device.type == "cpu" else self._held.pages.to(device, non_blocking=True)
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether it holds the tokens of a prompt as they came, in no page."""
+        return self._prompt is not None
 
     def padded(self) -> Rows:
         """Return everything stored, slot by slot.
@@ -159,24 +176,33 @@ class PagedStore:
         """
         if self._prompt is not None:
             return self._prompt
-        lengths = self.lengths
-        longest, even = int(lengths.max()), bool((lengths == lengths[0]).all())
+        parts, valid = self._gathered(self.rows.columns)
+        keys, values, ranks, *gate = parts
+        return Rows(keys, values, ranks, valid, *gate)
+
+    def ledger(self) -> Ledger:
+        """Return what :meth:`padded` does, without keys and values."""
+        if self._prompt is not None:
+            return Ledger(*self._prompt[2:])
+        (ranks, *gate), valid = self._gathered(self.rows.columns[2:])
+        return Ledger(ranks, valid, gate[0] if gate else None)
+
+    def _gathered(self, columns: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        """Return columns of the pool by slot, ``[R, N, ...]``, and which slots hold a token; None: all."""
+        lengths = self.lengths.tolist()
+        longest, even = max(lengths), len(set(lengths)) == 1
         first = self._even_run(longest) if even else None
-        columns = self.rows.columns
         if first is not None:
             start, step = first
-            parts = [
+            shape = len(lengths), longest
+            return [
                 x.flatten(0, 1).as_strided(
-                    (len(lengths), longest, *x.shape[2:]), (step * x.stride(1), *x.stride()[1:]), start * x.stride(1)
+                    (*shape, *x.shape[2:]), (step * x.stride(1), *x.stride()[1:]), start * x.stride(1)
                 )
                 for x in columns
-            ]
-            valid = None
-        else:
-            index, valid = self._index(longest)
-            parts = [x.flatten(0, 1)[index] for x in columns]
-        keys, values, ranks, *gate = parts
-        return Rows(keys, values, ranks, None if even else valid, *gate)
+            ], None
+        index, valid = self._index(longest)
+        return [x.flatten(0, 1)[index] for x in columns], None if even else valid
 
     def in_order(self) -> Rows:
         """Return everything stored in the order of ranks."""
@@ -191,13 +217,18 @@ class PagedStore:
 
     def kept(self) -> list[Tensor]:
         """Return the ranks of what each row holds, ascending."""
-        rows = self.padded()
-        there = torch.ones_like(rows.ranks, dtype=torch.bool) if rows.valid is None else rows.valid
-        return [ranks[held].sort().values for ranks, held in zip(rows.ranks, there, strict=True)]
+        ranks, valid, _ = self.ledger()
+        there = torch.ones_like(ranks, dtype=torch.bool) if valid is None else valid
+        return [row[held].sort().values for row, held in zip(ranks, there, strict=True)]
 
     def _even_run(self, longest: int) -> tuple[int, int] | None:
         """Return where the first row starts and how far rows are apart, in tokens, if one step says it; else None."""
         used = -(-longest // PAGE)
+        if used not in self._runs:  # pages stay for many steps
+            self._runs[used] = self._find_run(used)
+        return self._runs[used]
+
+    def _find_run(self, used: int) -> tuple[int, int] | None:
         if not used:
             return None
         pages = self._held.pages[:, :used].long()
@@ -256,9 +287,12 @@ class PagedStore:
         else:
             gate = None
         if shape[2] == 1 and (keep is None or keep.shape[1] == 1):
+            known = None if self._known is None or keep is not None or victims is not None else self._known + 1
             self._push(k, v, ranks if keep is None else ranks.masked_fill(~keep[:, 0], -1), gate, victims, records)
+            self._known = known
             return
         assert victims is None
+        self._apart(k, v)
         new = Rows(
             keys=k.flatten(0, 1),
             values=v.flatten(0, 1),
@@ -283,9 +317,10 @@ class PagedStore:
     ) -> None:
         """Add one new token of each sequence, none where its rank is below 0."""
         self.write()
-        self.make_room(1, everywhere=victims is not None)
+        self._apart(k, v)
+        self.make_room(1, everywhere=victims is not None, ahead=0 if victims is None else PAGE - 1)
         new = New(k[:, :, 0], v[:, :, 0], ranks[:, 0], None if gate is None else gate[:, :, 0])
-        pool_append(self.rows, new, victims, [] if victims is None else self._noted(records, self.slots))
+        pool_append(self.rows, new, victims, [] if victims is None else self._noted(records))
         self._room -= 1
         self.ordered = self.ordered and victims is None
 
@@ -293,17 +328,31 @@ class PagedStore:
         """Tell whether a token can be moved with what a scorer recorded of it, by :func:`pool_append`."""
         return all(x.dtype == torch.float32 and x.is_contiguous() for x in records.values())
 
-    def _noted(self, records: Records | None, slots: int) -> list[Tensor]:
-        """Return records ``[R, C, S]`` with room for so many slots."""
-        for name, x in (records or {}).items():
-            if x.shape[-1] < slots:
-                assert records is not None
-                records[name] = F.pad(x, (0, slots - x.shape[-1]))
-        return [x.view(len(self._held.counts), -1, x.shape[-1]) for x in (records or {}).values()]
+    def _noted(self, records: Records | None) -> list[Tensor]:
+        """Return records ``[R, C, S]`` with room for all slots, which replace those in the dictionary."""
+        if not records:
+            return []
+        width = max(self.slots, *(x.shape[-1] for x in records.values()))
+        for name, x in records.items():
+            if x.shape[-1] < width:
+                records[name] = F.pad(x, (0, width - x.shape[-1]))
+        return [x.view(len(self._held.counts), -1, width) for x in records.values()]
 
-    def fill(self, rows: Rows, *, ordered: bool) -> None:
-        """Take in the tokens of another store as they lie there; this one is empty."""
-        self._add(rows)
+    def tokens(self) -> list[Tensor]:
+        """Return what is stored of each token, ``[n, ...]`` each, row after row as :attr:`lengths` says."""
+        self.write()
+        index, valid = self._index(int(self.lengths.max()))
+        return [x.flatten(0, 1)[index[valid]] for x in self.rows.columns]
+
+    def fill(self, tokens: Sequence[Tensor], lengths: Tensor, *, ordered: bool) -> None:
+        """Take in the :meth:`tokens` of another store, whose rows have lengths ``[R]``; this one is empty."""
+        self._take_pages(torch.zeros_like(lengths), lengths)
+        self._lengths.copy_(lengths)
+        self._known = lengths.cpu()
+        index, valid = self._index(int(lengths.max()))
+        for column, x in zip(self.rows.columns, tokens, strict=True):
+            column.view(-1, *column.shape[2:]).index_copy_(0, index[valid], x)
+        self._room = int((self._held.counts * PAGE - lengths).min())
         self.ordered = ordered
 
     def write(self) -> None:
@@ -311,6 +360,7 @@ class PagedStore:
         if self._prompt is not None:
             new, self._prompt = self._prompt, None
             try:
+                self._apart(new.keys, new.values)
                 self._add(new)
             except BaseException:
                 self._prompt = new
@@ -335,7 +385,14 @@ class PagedStore:
             else:
                 flat.index_copy_(0, tokens[new.valid], x[new.valid])
         self._lengths += more.to(device)
-        self._room = int((self._held.counts * PAGE - before - more).min())
+        self._known = before + more
+        self._room, self._ahead = int((self._held.counts * PAGE - before - more).min()), False
+
+    def _apart(self, *new: Tensor) -> None:
+        """Where gradients go through tokens, write them to a pool of its own, of which nothing was saved for them."""
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*new, self.pool.keys, self.pool.values)):
+            self.leave_pool()
+            self.pool.renew()
 
     def leave_pool(self) -> None:
         """Move what is held into a pool of its own, so that gradients through it concern no other store."""
@@ -353,21 +410,49 @@ class PagedStore:
         old.give(pages)
         self._shared = len(order) < len(pages)
 
-    def make_room(self, tokens: int, *, everywhere: bool = False) -> None:
+    def make_room(self, tokens: int, *, everywhere: bool = False, ahead: int = 0) -> None:
         """Give every row pages for so many more tokens, and copies of its own of shared pages that are written then.
 
         Args:
             tokens: that come to each row.
             everywhere: whether something may be written in any slot.
+            ahead: tokens that a pool which grows has pages for where it has to look, so that the host does so rarely.
 
         Raises:
             PoolFullError: when the pool has too few pages; nothing has changed then.
         """
-        if self._room >= tokens and not self._shared:
+        if self._room >= tokens and not self._shared and (self._ahead or not ahead):
             return
-        lengths = self.lengths
+        self._ahead = ahead > 0
+        lengths, tokens = self.lengths, tokens if self.pool.fixed else max(tokens, ahead)
         self._take_pages(lengths, torch.full_like(lengths, tokens), everywhere=everywhere)
+        if not self._shared:
+            self._give_spare((lengths + tokens + PAGE - 1) // PAGE)
         self._room = int((self._held.counts * PAGE - lengths).min())
+
+    def _give_spare(self, needed: Tensor) -> None:
+        """Give pages back that rows have beyond those ``needed`` ``[R]``; nobody shares any."""
+        counts = self._held.counts
+        if bool((counts > needed).any()):
+            places = torch.arange(self._held.pages.shape[1])
+            spare = (places >= needed[:, None]) & (places < counts[:, None])
+            self.pool.give(self._held.pages[spare].long())
+            self._held.pages = self._held.pages.masked_fill(spare, 0)
+            self._held.counts = counts.minimum(needed)
+            self._sent()
+
+    def demand(self, tokens: int, *, evicting: bool) -> int:
+        """Return the most pages that a pass of so many tokens of each row may take.
+
+        Args:
+            tokens: that come.
+            evicting: whether tokens may go then, so that every page that is shared may be written anew.
+        """
+        if self._room >= tokens and not self._shared:
+            return 0
+        lengths = self.lengths
+        wanted, copied = self._wanted(lengths, torch.full_like(lengths, tokens), everywhere=False)
+        return int(wanted.sum()) + (2 * len(self.pages()) if evicting and self._shared else len(copied))
 
     def _wanted(self, lengths: Tensor, more: Tensor, everywhere: bool) -> tuple[Tensor, Tensor]:
         """Return how many pages each row wants ``[R]``, and which (row, place) of its pages it wants copies of.
@@ -455,31 +540,37 @@ class PagedStore:
             self.write()
             return True
         there = torch.arange(keep.shape[1], device=keep.device) < self._lengths[:, None]
-        goes = there & ~keep
-        counts = goes.sum(1).cpu()
-        most = int(counts.max())
+        goes = there > keep  # held, and not kept
+        counts = goes.sum(1).tolist()
+        most = max(counts)
         if not most:
             return False
-        few = not (in_order or self._in_order) and most <= FEW and int(counts.sum()) * PAGE <= int(self.lengths.sum())
+        self._apart()
+        lengths = self.lengths
+        few = not (in_order or self._in_order) and most <= FEW and sum(counts) * PAGE <= int(lengths.sum())
         if few and self.movable(records):
             self._fill(goes, most, records)
-            self._room += int(counts.min())
+            self._known = lengths - torch.tensor(counts)
+            self._room += min(counts)
         else:
             self._close(keep & there, records)
         return True
 
     def _fill(self, goes: Tensor, most: int, records: Records) -> None:
         """Let the last tokens of rows take the slots of the few that go, ``[R, N]``, at most so many of a row."""
-        slots = torch.arange(goes.shape[1], device=goes.device, dtype=torch.int32)
-        victims = torch.where(goes, slots, -1)
-        victims = victims.amax(1, keepdim=True) if most == 1 else victims.topk(most, 1).values
+        if most == 1:
+            goes, victims = goes.max(1, keepdim=True)
+            victims = victims.int().masked_fill_(~goes, -1)
+        else:
+            slots = torch.arange(goes.shape[1], device=goes.device, dtype=torch.int32)
+            victims = torch.where(goes, slots, -1).topk(most, 1).values
         self.evict(victims, records)
 
     def evict(self, victims: Tensor, records: Records | None = None) -> None:
         """Free the tokens in slots ``[R, V]`` int32, -1 for none; the last tokens of their rows take these slots."""
         self.make_room(0, everywhere=True)
-        pool_append(self.rows, None, victims, self._noted(records, 0))
-        self.ordered = False
+        pool_append(self.rows, None, victims, self._noted(records))
+        self.ordered, self._known = False, None
 
     def _close(self, keep: Tensor, records: Records) -> None:
         """Write what stays, ``[R, N]``, anew, in the order of ranks."""
@@ -493,7 +584,9 @@ class PagedStore:
         chosen = index[keep]
         moved = [x.flatten(0, 1)[chosen] for x in self.rows.columns]
         lengths = keep.sum(1)
-        self._shrink(lengths.cpu())
+        known = lengths.cpu()
+        self._shrink(known)
+        self._known = known
         tokens = self._places(keep.cumsum(1) - 1)
         for column, x in zip(self.rows.columns, moved, strict=True):
             column.view(-1, *column.shape[2:]).index_copy_(0, tokens[keep], x)
@@ -511,6 +604,7 @@ class PagedStore:
         if order is not None:
             closing = order.unflatten(0, (self.batch, self.kv_heads)).gather(-1, closing)
         for name, x in records.items():
+            x = F.pad(x, (0, keep.shape[1] - x.shape[-1]))  # tokens that came since have 0
             slots, there = (y.repeat_interleave(x.shape[1] // self.kv_heads, 1) for y in (closing, held))
             while slots.ndim < x.ndim:
                 slots, there = slots.unsqueeze(2), there.unsqueeze(2)
@@ -528,34 +622,36 @@ class PagedStore:
             self._held.pages = torch.zeros_like(self._held.pages)
             self._held.pages[places < needed[:, None]] = fresh.int()
         else:
-            spare = (places >= needed[:, None]) & (places < self._held.counts[:, None])
-            self.pool.give(self._held.pages[spare].long())
-            self._held.pages = self._held.pages.masked_fill(spare, 0)
+            self._give_spare(needed)
         self._held.counts, self._shared = needed, False
-        self._room = int((needed * PAGE - lengths).min())
+        self._room, self._ahead = int((needed * PAGE - lengths).min()), False
         self._sent()
 
     def settle(self, first: Tensor, recent: int | None, window: int | None, records: Records | None = None) -> None:
         """Free what no query sees from ranks ``first`` ``[B]`` on; see :meth:`expired`."""
-        rows = self.padded()
-        next_rank = first.to(rows.ranks.device).repeat_interleave(self.kv_heads)[:, None]
-        keep = torch.ones_like(rows.ranks, dtype=torch.bool)
+        ranks, _, gate = self.ledger()
+        next_rank = first.to(ranks.device).repeat_interleave(self.kv_heads)[:, None]
+        keep = torch.ones_like(ranks, dtype=torch.bool)
         if recent is not None:
-            assert rows.gate is not None
-            keep = rows.gate.bool() | (rows.ranks > next_rank - recent)
+            assert gate is not None
+            keep = gate.bool() | (ranks > next_rank - recent)
         if window is not None:
-            keep = keep & (rows.ranks > next_rank - window)
+            keep = keep & (ranks > next_rank - window)
         self.retain(keep, records)
 
-    def crop(self, ranks: Tensor) -> None:
-        """Drop the tokens whose rank is not below ``ranks[b]`` ``[B]``."""
-        rows = self.padded()
-        limit = ranks.to(rows.ranks.device).repeat_interleave(self.kv_heads)[:, None]
-        self.retain(rows.ranks < limit)
+    def crop(self, ranks: Tensor, records: Records | None = None) -> None:
+        """Drop the tokens whose rank is not below ``ranks[b]`` ``[B]``; ``records`` as for :meth:`retain`."""
+        held = self.ledger().ranks
+        limit = ranks.to(held.device).repeat_interleave(self.kv_heads)[:, None]
+        self.retain(held < limit, records)
 
     def trim(self) -> None:
-        """Give memory back where there is much that nobody needs."""
+        """Give pages back that no row needs, and memory where there is much of it that nobody needs."""
         self.write()
+        if not self._shared:
+            lengths = self.lengths
+            self._give_spare((lengths + PAGE - 1) // PAGE)
+            self._room = int((self._held.counts * PAGE - lengths).min())
         self.pool.trim()
 
     # ---- sequences
@@ -569,6 +665,7 @@ class PagedStore:
         self.pool.share(self.pages())
         self.pool.give(old)
         self._lengths = self._lengths[rows.to(self._lengths.device)]
+        self._known = None if self._known is None else self._known[rows]
         self._sent()
         self._shared = self._shared or len(rows.unique()) < len(rows)
 
@@ -583,6 +680,7 @@ class PagedStore:
         self.pool.share(other.pages())
         self._held.pages = torch.cat([self._held.pages, theirs])
         self._held.counts = torch.cat([self._held.counts, other._held.counts])
+        self._known = torch.cat([self.lengths, other.lengths])
         self._lengths = torch.cat([self._lengths, other._lengths])
         self.batch += other.batch
         self.ordered, self._room = self.ordered and other.ordered, min(self._room, other._room)

@@ -10,7 +10,6 @@ from ag.engine.history import History
 from ag.engine.layer import EvictionLayer
 from ag.engine.passes import Pass
 from ag.engine.policy import Policy
-from ag.engine.ring import RingStore
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 
@@ -63,12 +62,11 @@ class Undo:
             UserError: when what was evicted since, or what the scorer recorded, cannot be restored.
         """
         scorer, left = self.policy.scorer, history.seen - remove
-        if scorer is not None:
-            if left < history.prompt_columns:
-                raise UserError(f"crop({-remove}): only tokens after the prompt can go; prefill a shorter prompt.")
-            self._check_recent(remove, history)
-            if self.policy.budget is not None:
-                self._check_evicted(remove, left)
+        if scorer is not None and left < history.prompt_columns:
+            raise UserError(f"crop({-remove}): only tokens after the prompt can go; prefill a shorter prompt.")
+        self._check_recent(remove, history)
+        if self.policy.budget is not None:
+            self._check_evicted(remove, left)
         self._taken, self._settled = self._settled_tokens(history), min(self._settled, left)
 
     def _check_evicted(self, remove: int, left: int) -> None:
@@ -102,23 +100,26 @@ class Undo:
                 )
 
     def _recents(self, history: History) -> Iterator[tuple[str, int, Tensor | None]]:
-        """Yield the numbers of newest tokens that are held whatever gates say, and below which rank others went."""
+        """Yield the numbers of newest tokens that are held for later queries, and below which rank others went."""
+        for window in {layer.window for layer in self.layers} - {None}:
+            yield "the model's sliding window", int(window or 0), None
         if self.gates is None:
             return
         config, later = self.gates.config, self.policy.asks_later(self.gates)
         if self.policy.budget is None:
-            prompt = None if later else history.valid[:, : history.prompt_columns].sum(1)
+            prompt = None if later else history.prompt_lengths
             yield "gate.recent_tokens", config.recent_tokens, prompt
         if config.window and later:
             yield "gate.window", config.window, None
-        windows = {x.store.window for x in self.layers if isinstance(x.store, RingStore)} - {None}
-        for window in windows:
-            yield "the model's sliding window", int(window or 0), None
 
     def _settled_tokens(self, history: History) -> Tensor:
         """Return ``[B]``, the most own tokens of each sequence that something was evicted for."""
         settled = history.valid[:, : self._settled].sum(1)
         return settled if self._taken is None else settled.maximum(self._taken.to(settled.device))
+
+    def join(self, history: History) -> None:
+        """Take note that sequences were appended: nothing that came before is taken back."""
+        self._settled, self._taken = history.seen, None
 
     def select_sequences(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""

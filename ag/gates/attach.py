@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import nn
 
 from ag.errors import UserError
@@ -61,3 +62,13 @@ def move_to_layers(model: nn.Module, gates: AttentionGates) -> None:
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach` and everything else this library did to the model; does nothing to an untouched one."""
     restore(model)
+
+
+def alike(one: AttentionGates | None, other: AttentionGates | None) -> bool:
+    """Tell whether two gates decide the same: one object, or equal configurations and weights."""
+    if one is other:
+        return True
+    if one is None or other is None or one.config != other.config:
+        return False
+    mine, theirs = one.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in mine.items())

@@ -115,6 +115,19 @@ class GateMemory:
                 part[1].masked_fill_(part[1] >= counts.to(part[1].device)[:, None], -1)
         self._seen = int(counts.max())
 
+    def join(self, other: GateMemory) -> None:
+        """Append the sequences of another one of the same gate."""
+        self.settle()
+        other.settle()
+        self._even = self._even and other._even and self._seen == other._seen
+        self._seen = max(self._seen, other._seen)
+        if self.stored is None or other.stored is None:
+            return
+        parts = self.stored, other.stored
+        size = max(ranks.shape[1] for _, ranks in parts)  # where it is below the window a token's slot is its rank
+        both = torch.cat([F.pad(x, (0, 0, 0, size - x.shape[1])) for x, _ in parts])
+        self.stored = both, torch.cat([F.pad(ranks, (0, size - ranks.shape[1]), value=-1) for _, ranks in parts])
+
     def select_sequences(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -37,9 +38,9 @@ def pool_append(pages: Pages, new: New | None, victims: Tensor | None, records: 
     going = None if victims is None else victims.to(torch.int32, copy=True)  # it is sorted there
     KERNEL(
         len(pools),
-        _pointers(pools),
-        _pointers(fresh),
-        _numbers(x.element_size() * (x.shape[2] if x.ndim > 2 else 1) for x in pools),
+        _pointers(*(x.data_ptr() for x in pools)),
+        _fresh_pointers(*(x.data_ptr() for x in fresh)),
+        _numbers(*(x.element_size() * (x.shape[2] if x.ndim > 2 else 1) for x in pools)),
         ranks.data_ptr(),
         table.data_ptr(),
         lengths.data_ptr(),
@@ -47,8 +48,8 @@ def pool_append(pages: Pages, new: New | None, victims: Tensor | None, records: 
         None if going is None else going.data_ptr(),
         0 if going is None else going.shape[1],
         len(records),
-        _pointers(records),
-        _numbers(x.shape[1] for x in records),
+        _fresh_pointers(*(x.data_ptr() for x in records)),
+        _numbers(*(x.shape[1] for x in records)),
         records[0].shape[2] if records else 0,
         rows,
         1 if of_sequence is None else rows // len(of_sequence),
@@ -58,13 +59,19 @@ def pool_append(pages: Pages, new: New | None, victims: Tensor | None, records: 
     increment_version([*pools, ranks, lengths, *records])  # autograd does not see the call
 
 
-def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+def _fresh_pointers(*places: int) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(places))(*places)
 
 
-def _numbers(values: Iterable[int]) -> ctypes.Array[ctypes.c_int64]:
-    given = list(values)
-    return (ctypes.c_int64 * len(given))(*given)
+@functools.lru_cache
+def _pointers(*places: int) -> ctypes.Array[ctypes.c_void_p]:
+    """Return what :func:`_fresh_pointers` does, of tensors that stay where they are for many calls."""
+    return _fresh_pointers(*places)
+
+
+@functools.cache
+def _numbers(*values: int) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)
 
 
 def unavailable(*buffers: Tensor) -> str | None:

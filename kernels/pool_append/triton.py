@@ -109,7 +109,11 @@ def triton_pool_append(pages: Pages, new: New | None, victims: Tensor | None, re
     with torch.cuda.device_of(keys):
         _append[(rows,)](
             *(keys, values, ranks, flags, table, lengths),
-            *((None, None, None) if new is None else (new.keys.contiguous(), new.values.contiguous(), new.ranks)),
+            *(
+                (None, None, None)
+                if new is None
+                else (new.keys.contiguous(), new.values.contiguous(), new.ranks.contiguous())
+            ),
             *(said, None if victims is None else victims.int().contiguous(), moves, table.shape[1]),
             *(1 if new is None else rows // len(new.ranks), dim, triton.next_power_of_2(dim)),
             *(width, triton.next_power_of_2(width), page, most, triton.next_power_of_2(max(most, 1))),

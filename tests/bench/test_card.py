@@ -238,7 +238,7 @@ def test_small_cases_and_the_sanitizer_come_first():
     assert first[0].name == "smallest" and {line.name for line in first[1:]} == {f"sanitizer_{k}" for k in kernels}
     for line in first[1:]:
         assert line.prefix[0] == "compute-sanitizer" and line.environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    assert [line.name for line in rest][:4] == ["gated_attention", "ragged_decode", "ring_append", "engine"]
+    assert [line.name for line in rest][:4] == ["gated_attention", "paged_decode", "engine", "gated_prefill"]
     files = {file.stem.removeprefix("test_") for file in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert {line.name for line in rest} == files - {"smallest"}
     assert sum(line.seconds for line in [*first, *rest[:4]]) <= 540 - run.RESERVE  # one call
@@ -255,7 +255,7 @@ def test_each_kernel_has_a_smallest_case():
 def test_lines_that_read_recipes_need_omegaconf_and_kernels_do_not():
     needs = {line.name: line.modules for part in PARTS for line in table.lines(part)}
     assert needs["decode_uneven"] == needs["redpajama_cpt"] == needs["evaluate"] == ("omegaconf",)
-    assert needs["kernels"] == needs["smallest"] == needs["sanitizer_ring_append"] == needs["engine"] == ()
+    assert needs["kernels"] == needs["smallest"] == needs["sanitizer_pool_append"] == needs["engine"] == ()
 
 
 @pytest.mark.parametrize("memory", [24.0, 80.0, 140.0])
@@ -315,8 +315,8 @@ def test_goals_read_the_right_numbers():
 
 def test_goals_of_kernels_read_the_right_numbers():
     rows = [
-        {"kernel": "ragged_decode", "of bound": 0.7},
-        {"kernel": "ragged_decode", "of bound": 0.5},
+        {"kernel": "paged_decode", "of bound": 0.7},
+        {"kernel": "paged_decode", "of bound": 0.5},
         {"kernel": "gated_attention forward", "of bound": 0.45},
         {"kernel": "gated_attention forward + backward", "of bound": 0.3},
         {"kernel": "gated_prefill", "of bound": 0.41, "ms": 4.0, "flash ms": 9.0, "cudnn ms": "no such kernel"},
@@ -330,7 +330,7 @@ def test_goals_of_kernels_read_the_right_numbers():
         "gated_prefill": (0.41, True),
         "column_sums": (None, False),
         "column_max": (None, False),
-        "ragged_decode": (0.5, False),
+        "paged_decode": (0.5, False),
         "fastest dense attention over gated_prefill": (2.25, True),
     }
 
@@ -452,7 +452,7 @@ def test_a_kernels_row_says_why_a_rival_has_no_time(monkeypatch):
     config = told([*words, "device=cpu", "batch=[1]"], kernels.KernelConfig)
     rows = {row["kernel"]: row for row in kernels.measure(config)["rows"]}
     assert set(rows) == set(table.REACHED)
-    assert rows["gated_prefill"]["flash ms"] == rows["ragged_decode"]["flash ms"] == "No available kernel."
+    assert rows["gated_prefill"]["flash ms"] == rows["paged_decode"]["flash ms"] == "No available kernel."
     assert {row["timed by"] for row in rows.values()} == {"launches"}
 
 

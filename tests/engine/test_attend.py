@@ -6,7 +6,7 @@ from bounds import bounded, hold
 from torch._subclasses import FakeTensorMode
 
 from ag.engine import attend
-from ag.engine.storage import Rows
+from ag.engine.store import Rows
 from ag.model.hooks import AttentionCall
 from ag.training.memory_plan import _Live
 

@@ -57,7 +57,7 @@ def test_each_sequence_of_a_batch_by_itself(model):
     cache = ag.EvictionCache(model, "snapkv", 0.4)
     with pytest.warns(BudgetWarning), torch.no_grad():
         model(**padded(61, 100, 25), past_key_values=cache)
-    counts = cache.evicting_layers[0].store.counts().view(3, 2).tolist()
+    counts = cache.evicting_layers[0].store.lengths.view(3, 2).tolist()
     assert counts == [[32] * 2, [40] * 2, [25] * 2]
     assert cache.over_budget.tolist() == [True, False, True]
     copied = copy.deepcopy(cache)

@@ -1,15 +1,21 @@
 """Pools of fixed size: what fits, and that nothing happens where it does not."""
 
+import contextlib
 import copy
 import gc
 
 import pytest
 import torch
+from bounds import hold, of_logits
+from gates_for import gates_for
+from held import contents
 from refused import refuses
 
+import ag
 from ag.engine.pool import PAGE, Pool, PoolFullError
 from ag.engine.store import PagedStore
 from ag.errors import UserError
+from ag.gates.attach import attached_gates
 
 TOKEN = 16 * 2 * 4 + 4  # bytes of a token of tiny_llama: key, value, rank
 
@@ -107,3 +113,291 @@ def test_gradients_concern_no_other_store(tiny_llama):
     (gradient,) = torch.autograd.grad(one.padded().keys.square().sum(), k)
     assert torch.equal(gradient, 2 * k.detach())
     assert not pool.keys.requires_grad
+
+
+# ---- caches that share a pool
+
+
+def ids(batch, length, seed=0):
+    return torch.randint(3, 128, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def held(cache):
+    return [contents(layer.store) for layer in cache.evicting_layers if layer.store is not None]
+
+
+def pool_of(model, pages):
+    return Pool(model, pages * PAGE * TOKEN)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "policy", [("full",), ("h2o@heads", 20, "every"), ("snapkv", 12), ("gates",)], ids=lambda x: x[0]
+)
+def test_caches_in_one_pool_are_as_those_alone(tiny_llama, policy):
+    model = tiny_llama()
+    ag.attach(model, gates_for(model, covers="all", window=6, recent_tokens=5))
+    options = {"window": 4} if policy[0] == "snapkv" else {}
+    pool = pool_of(model, 600)
+    alone = [ag.EvictionCache(model, *policy, **options) for _ in range(2)]
+    mine = [ag.EvictionCache(model, *policy, pool=pool, **options) for _ in range(2)]
+    texts = ids(2, 60), ids(1, 47, 1)
+    for step in range(30):
+        for one, other, text in zip(alone, mine, texts, strict=True):
+            start = text.shape[1] - 29 + step
+            part = text[:, : text.shape[1] - 29] if step == 0 else text[:, start - 1 : start]
+            assert torch.equal(model(part, past_key_values=one).logits, model(part, past_key_values=other).logits)
+    assert [held(cache) for cache in mine] == [held(cache) for cache in alone]
+    stores = [layer.store for cache in mine for layer in cache.evicting_layers]
+    assert pool.size - pool.free == sum(len(store.pages()) for store in stores)
+    del stores
+    mine[0].reset()
+    pages = [len(layer.store.pages()) for layer in mine[1].evicting_layers]
+    assert pool.size - pool.free == sum(pages)
+    mine[1].reset()
+    assert pool.free == pool.size
+
+
+@torch.no_grad()
+def test_a_prompt_that_does_not_fit_leaves_an_empty_cache(tiny_llama):
+    model = tiny_llama()
+    pool = pool_of(model, 20)  # 40 tokens take 3 pages in 6 rows
+    first = ag.EvictionCache(model, "full", pool=pool)
+    model(ids(1, 40), past_key_values=first)
+    assert pool.free == 2
+    for policy in (("full",), ("snapkv", 16), ("gates",)):
+        if policy == ("gates",):
+            ag.attach(model, gates_for(model))
+        other = ag.EvictionCache(model, *policy, pool=pool, **({"window": 4} if policy[0] == "snapkv" else {}))
+        wanted = {"full": 18, "snapkv": 6}.get(policy[0], 2 + 1)
+        with pytest.raises(PoolFullError) as error:
+            model(ids(1, 40), past_key_values=other)
+        assert error.value.pages >= wanted
+        if policy[0] in ("full", "snapkv"):
+            assert error.value.pages == wanted
+            assert f"{wanted * PAGE * TOKEN} bytes" in str(error.value)
+        assert (pool.free, other.seen_tokens, other.nbytes, held(other)) == (2, 0, 0, [])
+        ag.detach(model)
+    before = held(first)
+    del first
+    assert pool.free == 20 and before
+    other = ag.EvictionCache(model, "full", pool=pool)
+    model(ids(1, 40), past_key_values=other)
+    assert held(other) == before
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", [("full",), ("tova", 40, "every")], ids=lambda x: x[0])
+def test_a_token_that_does_not_fit_changes_nothing(tiny_llama, policy):
+    """The pool is full when each row begins another page; after a release the same token goes on as alone."""
+    model = tiny_llama()
+    pool = pool_of(model, 2 * 6 * 3 + 3)
+    alone, cache, other = (ag.EvictionCache(model, *policy, pool=x) for x in (None, pool, pool))
+    text = ids(1, 52)
+    for each in (alone, cache, other):
+        model(text[:, :40], past_key_values=each)
+    with pytest.raises(PoolFullError):
+        model(text[:, 40:50], past_key_values=cache)
+    for t in range(40, 48):
+        for each in (alone, cache):
+            model(text[:, t : t + 1], past_key_values=each)
+    if policy == ("full",):
+        before, seen = held(cache), cache.seen_tokens
+        for _ in range(2):
+            with refuses(PoolFullError, "1 tokens", str(6 * PAGE * TOKEN), str(3 * PAGE * TOKEN)):
+                model(text[:, 48:49], past_key_values=cache)
+        assert (held(cache), cache.seen_tokens) == (before, seen)
+    other.release([0])
+    assert (other.seen_tokens, other.nbytes) == (0, 0)
+    for t in range(48, 52):
+        one, found = (model(text[:, t : t + 1], past_key_values=each).logits for each in (alone, cache))
+        assert torch.equal(one, found)
+    assert held(cache) == held(alone)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fixed", [False, True])
+def test_released_sequences_give_their_pages_back(tiny_llama, fixed):
+    model = tiny_llama()
+    pool = pool_of(model, 200) if fixed else None
+    cache, alone = ag.EvictionCache(model, "h2o", 24, "every", pool=pool), ag.EvictionCache(model, "h2o", 24, "every")
+    text = ids(3, 60)
+    model(text[:, :40], past_key_values=cache)
+    model(text[[0, 2], :40], past_key_values=alone)
+    nbytes = cache.nbytes
+    cache.release([1])
+    assert cache.nbytes == nbytes * 2 // 3
+    for t in range(40, 60):
+        one, other = (model(text[[0, 2], t : t + 1], past_key_values=each).logits for each in (cache, alone))
+        torch.testing.assert_close(one, other)
+    assert held(cache) == held(alone)
+    for strange in ([2], [-1], [0, 7]):
+        with refuses(UserError, f"release({strange})", "0 to 1"):
+            cache.release(strange)
+    cache.release([0, 1])
+    assert (cache.seen_tokens, cache.nbytes) == (0, 0) and (pool is None or pool.free == pool.size)
+
+
+@torch.no_grad()
+def test_beams_of_eight_hold_little_more_than_one(tiny_llama):
+    """On 2,048 tokens; 20 generated ones lie in pages of each beam's own."""
+    model = tiny_llama(max_position_embeddings=4096)
+    cache = ag.EvictionCache(model, "full")
+    model(ids(1, 2048), past_key_values=cache, logits_to_keep=1)
+    alone = cache.nbytes
+    cache.batch_repeat_interleave(8)
+    assert cache.nbytes == alone
+    for _ in range(20):
+        model(torch.arange(8)[:, None] + 5, past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 1, 0, 3, 2, 7, 6, 6]))
+    assert cache.nbytes <= 1.1 * alone + 8 * 20 * 3 * 2 * TOKEN
+    questions = [copy.deepcopy(cache) for _ in range(3)]
+    pool = cache.evicting_layers[0].store.pool
+    assert all(each.evicting_layers[0].store.pool is pool for each in questions)
+    assert sum(layer.store.pool.nbytes for layer in cache.evicting_layers) <= 1.3 * alone
+
+
+def test_a_pool_of_another_model_or_type_is_refused(tiny_llama):
+    pool = pool_of(tiny_llama(), 10)
+    with refuses(UserError, "head_dim=16", "32", "ag.Pool"):
+        ag.EvictionCache(tiny_llama(head_dim=32), "full", pool=pool)
+    with refuses(UserError, "num_layers=3", "2"):
+        ag.EvictionCache(tiny_llama(num_hidden_layers=2), "full", pool=pool)
+    with refuses(UserError, "dtype=torch.float32", "torch.bfloat16"):
+        ag.EvictionCache(tiny_llama().bfloat16(), "full", pool=pool)
+    elsewhere = pool_of(tiny_llama(), 10)
+    elsewhere.keys = elsewhere.keys.to("meta")
+    with refuses(UserError, "cpu", "meta"):
+        ag.EvictionCache(tiny_llama(), "full", pool=elsewhere)
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "full", pool=pool)
+    with refuses(UserError, "autocast"), torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(ids(1, 8), past_key_values=cache)
+    assert cache.nbytes == 0
+
+
+JOINED = {
+    "full": (("full",), {}, {}),
+    "h2o": (("h2o@heads", 20, "every"), {}, {}),
+    "h2o-window": (("h2o", 18, "steps:3"), {"window": 5}, {}),
+    "scissorhands": (("scissorhands", 18, "every"), {"window": 9, "recent": 3}, {}),
+    "snapkv": (("snapkv", 14, "steps:2"), {"window": 4}, {}),
+    "cake": (("cake@preference", 18, "every"), {"window": 4}, {}),
+    "kvzip": (("kvzip", 16), {"chunk": 16, "ask": "7 8"}, {}),
+    "expected": (("expected_attention", 16, "every"), {"window": 8, "future": 8}, {}),
+    "flags": (("gates",), {}, {"recent_tokens": 4}),
+    "flags-window": (("gates",), {}, {"covers": "all", "window": 6, "recent_tokens": 5}),
+    "flags-all": (("gates",), {}, {"covers": "all", "recent_tokens": 5}),
+    "ranked": (("gates@global", 16, "every"), {}, {"covers": "all", "window": 6}),
+}
+
+
+def served(model, name, **options):
+    given, more, gates = JOINED[name]
+    if gates and attached_gates(model) is None:
+        ag.attach(model, gates_for(model, **gates))
+    return ag.EvictionCache(model, *given, **more, **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", JOINED)
+def test_a_joined_batch_goes_on_as_each_text_alone(tiny_llama, tmp_path, name):
+    """Texts of different lengths; one ends, another comes; the batch is saved and read on the way."""
+    model = tiny_llama()
+    pool, lengths = pool_of(model, 800), (31, 52, 40)
+    texts = [ids(1, 90, seed) for seed in range(3)]
+    mine = [served(model, name, pool=pool) for _ in texts]
+    alone = [served(model, name) for _ in texts]
+    at = list(lengths)
+
+    def step(size):
+        """Feed the next tokens to the batch, and to each text alone; all must see the same."""
+        parts = [text[:, a : a + size] for text, a in zip(texts, at, strict=True)]
+        together = model(torch.cat([parts[b] for b in batch]), past_key_values=mine[0]).logits
+        for place, b in enumerate(batch):
+            found = model(parts[b], past_key_values=alone[b]).logits[0]
+            hold(together[place], found.double(), of_logits(model))
+            at[b] += size
+        for layer in range(3):
+            whole = contents(mine[0].evicting_layers[layer].store)
+            assert whole == [contents(alone[b].evicting_layers[layer].store)[0] for b in batch]
+
+    for text, cache, single, length in zip(texts, mine, alone, lengths, strict=True):
+        for each in (cache, single):
+            model(text[:, :length], past_key_values=each)
+    batch = [0]
+    for size in (1, 1, 3):
+        step(size)
+    free = pool.free
+    mine[0].join(mine[1])
+    assert (pool.free, mine[1].seen_tokens, mine[1].nbytes) == (free, 0, 0)
+    batch = [0, 1]
+    for size in (1, 1, 4, 1):
+        step(size)
+    share = mine[0].kept_share(prompt=True)
+    assert share == pytest.approx(
+        sum(c.kept_share(prompt=True) * n for c, n in zip(alone, lengths[:2], strict=False)) / 83
+    )
+    mine[0].save(tmp_path / "c")
+    loaded, token = ag.EvictionCache.load(tmp_path / "c", model), torch.tensor([[5], [6]])
+    copied = copy.deepcopy(mine[0])
+    assert torch.equal(*(model(token, past_key_values=each).logits for each in (loaded, copied)))
+    del loaded, copied
+    mine[0].join(mine[2])
+    batch = [0, 1, 2]
+    for size in (1, 2, 1):
+        step(size)
+    mine[0].release([0])
+    batch = [1, 2]
+    for size in (1, 1):
+        step(size)
+    with refuses(UserError, "crop(-20)") if name != "full" else contextlib.nullcontext():
+        mine[0].crop(20)
+    for cache in mine:
+        cache.reset()
+    assert pool.free == pool.size
+
+
+@torch.no_grad()
+def test_what_cannot_join(tiny_llama):
+    model, text = tiny_llama(), ids(1, 30)
+    pool = pool_of(model, 400)
+    ag.attach(model, gates_for(model))
+
+    def cache(*policy, pool=pool, read=30):
+        made = ag.EvictionCache(model, *(policy or ("h2o", 12)), pool=pool)
+        if read:
+            model(text[:, :read], past_key_values=made)
+        return made
+
+    mine = cache()
+    before = held(mine)
+    flags = cache("gates")
+    ag.detach(model)
+    ag.attach(model, gates_for(model, seed=1))
+    for one, other, word in (
+        (mine, cache("h2o", 13), "policy"),
+        (mine, cache("tova", 12), "policy"),
+        (flags, cache("gates"), "gates"),
+        (mine, cache(pool=None), "pool"),
+        (mine, cache(pool=pool_of(model, 100)), "pool"),
+        (cache(pool=None), cache(pool=None), "pool"),
+        (mine, mine, "another"),
+        (mine, cache(read=0), "prompt"),
+    ):
+        with refuses(UserError, "join", word):
+            one.join(other)
+    begun = cache(read=0)
+    begun.expect(torch.ones(1, 30, dtype=torch.bool))
+    model(text[:, :8], past_key_values=begun)
+    with refuses(UserError, "join", "8 of 30"):
+        mine.join(begun)
+    other = tiny_llama(seed=1)
+    stranger = ag.EvictionCache(other, "h2o", 12)
+    with refuses(UserError, "join", "model"):
+        mine.join(stranger)
+    assert held(mine) == before
+    empty = cache(read=0)
+    empty.join(mine)
+    assert held(empty) == before and mine.seen_tokens == 0
+    model(text[:, :1], past_key_values=empty)

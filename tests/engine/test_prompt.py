@@ -81,7 +81,7 @@ def test_memory_goes_with_the_cache(tiny_llama, spec):
         ((cache, _),) = read_prompt(model, [policy], torch.randint(3, 128, (1, 60)))
         with torch.no_grad():
             model(torch.tensor([[5]]), past_key_values=cache)
-        held = [weakref.ref(layer.store.keys) for layer in cache.evicting_layers]
+        held = [weakref.ref(layer.store.pool.keys) for layer in cache.evicting_layers]
         del cache
         assert all(keys() is None for keys in held)
     finally:
@@ -89,7 +89,7 @@ def test_memory_goes_with_the_cache(tiny_llama, spec):
 
 
 def test_copies_go_their_own_ways(tiny_llama):
-    """A copied cache shares the model, and nothing else."""
+    """A copied cache shares the model, and pages until one writes into them."""
     model = tiny_llama().eval()
     ids = torch.randint(3, 128, (1, 30), generator=torch.Generator().manual_seed(0))
     ((cache, _),) = read_prompt(model, [ag.policy("snapkv@preference", 12, "every", window=4)], ids)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ag.engine.pool import PAGE, Pool, PoolFullError
-from ag.engine.store import PagedStore, Rows
+from ag.engine.store import PagedStore
 
 DIM, HEADS, ROOM = 3, 2, 40
 
@@ -203,12 +203,9 @@ class Stores(RuleBasedStateMachine):
     def save_and_load(self, number):
         number %= len(self.stores)
         store, lists = self.stores[number]
-        rows, lengths = store.padded(), store.lengths
-        there = torch.arange(rows.ranks.shape[1]) < lengths[:, None]
-        held = Rows(*(x.clone() for x in rows[:3]), valid=there, gate=rows.gate.clone())
         new = PagedStore(store.batch, HEADS, self.pool, torch.float32)
         try:
-            new.fill(held, ordered=store.ordered)
+            new.fill([x.clone() for x in store.tokens()], store.lengths, ordered=store.ordered)
         except PoolFullError:
             return
         self.stores[number] = new, lists

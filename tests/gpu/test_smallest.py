@@ -5,7 +5,6 @@ Lengths are odd, so that every mask is used, and each result is held to its refe
 
 import pytest
 import torch
-from rows_by_hand import check_weights
 
 from ag.kernels.column_max import column_max
 from ag.kernels.column_max.reference import reference_column_max
@@ -24,10 +23,6 @@ from ag.kernels.pool_append import pool_append
 from ag.kernels.pool_append.reference import reference_pool_append
 from ag.kernels.pool_expired import pool_expired
 from ag.kernels.pool_expired.reference import reference_pool_expired
-from ag.kernels.ragged_decode import ragged_decode, ragged_decode_weights
-from ag.kernels.ragged_decode.reference import reference_ragged_decode
-from ag.kernels.ring_append import ring_append
-from ag.kernels.ring_append.reference import reference_ring_append
 from ag.kernels.row_worst import row_worst
 from ag.kernels.row_worst.reference import reference_row_worst
 from gpu.cases import DEVICE, arguments, draw, exact, near, run
@@ -65,42 +60,6 @@ def test_column_max():
     options |= {"queries": options["key_valid"]}
     want = reference_column_max(q.double(), k.double(), **options)
     near(column_max(q, k, **options), want, 1e-4, "maxima")
-
-
-def test_ragged_decode():
-    torch.manual_seed(0)
-    q, keys, values = draw(2, 2, 20), draw(70, 20), draw(70, 20)
-    starts, lengths = torch.tensor([3, 40], device=DEVICE), torch.tensor([37, 19], device=DEVICE)
-    want = reference_ragged_decode(q.double(), keys.double(), values.double(), starts, lengths, 0.3)
-    near(ragged_decode(q, keys, values, starts, lengths, 0.3), want, 1e-4, "out")
-    out, weights = ragged_decode_weights(q, keys, values, starts, lengths, 0.3, 37)
-    check_weights(weights, out, q, keys, values, starts, lengths, 0.3)
-
-
-def test_ring_append():
-    """Two tokens for a sequence and six for the other; one head keeps what leaves the ring, one nothing."""
-    torch.manual_seed(0)
-    room, ring, window = 7, 3, 4
-    starts = torch.arange(4, device=DEVICE) * (room + 2) + 1
-    size = 4 * (room + 2) + 1
-
-    def empty():
-        held = {"keys": torch.zeros(size, 20), "values": torch.zeros(size, 12), "ranks": torch.zeros(size).int()}
-        held |= {"flags": torch.zeros(size).bool(), "lengths": torch.zeros(4).long()}
-        return {name: x.to(DEVICE) for name, x in held.items()}
-
-    mine, theirs = empty(), empty()
-    for rank in range(6):
-        new = {"new_keys": draw(2, 2, 20), "new_values": draw(2, 2, 12)}
-        new["new_flags"] = torch.tensor([[True, False]] * 2, device=DEVICE)
-        new["new_ranks"] = torch.tensor([rank if rank < 2 else -1, rank], device=DEVICE)
-        for append, held in ((ring_append, mine), (reference_ring_append, theirs)):
-            append(**held, **new, starts=starts, ring=ring, window=window)
-    assert mine["lengths"].tolist() == theirs["lengths"].tolist() == [2, 2, 4, 3]
-    rows = [slice(a, a + n) for a, n in zip(starts.tolist(), mine["lengths"].tolist(), strict=True)]
-    assert [sorted(mine["ranks"][row].tolist()) for row in rows] == [[0, 1], [0, 1], [2, 3, 4, 5], [3, 4, 5]]
-    for name in ("keys", "values", "ranks", "flags"):
-        assert all(torch.equal(mine[name][row], theirs[name][row]) for row in rows), name
 
 
 def rows_in_pages():

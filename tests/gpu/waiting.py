@@ -89,7 +89,7 @@ def no_waiting(model: nn.Module, cache: EvictionCache, *inputs: Tensor) -> Itera
     for layer in cache.evicting_layers:
         store = layer.store
         assert store is not None
-        store.layout.rows = store.rows[0].clone(), store.rows[1].clone()  # on a CPU they are those of the host
-        tensors += [*store.columns, *store.rows]
+        store._table = store._table.clone()  # on a CPU it is that of the host
+        tensors += [*store.rows.columns, store._table, store._lengths]
     with pretended(tensors):
         yield

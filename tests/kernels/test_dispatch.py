@@ -16,7 +16,10 @@ from ag.kernels.gated_attention.reference import reference_gated_attention
 def unset(monkeypatch):
     monkeypatch.delenv("AG_KERNELS", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    dispatch.interpreting.cache_clear()
     dispatch._tell.cache_clear()
+    yield
+    dispatch.interpreting.cache_clear()
 
 
 def test_the_first_that_can_run_is_chosen_and_told_once(caplog):
@@ -42,7 +45,7 @@ def test_an_operation_without_the_forced_version_keeps_its_own(monkeypatch):
 
 def test_an_unknown_version_is_named(monkeypatch):
     monkeypatch.setenv("AG_KERNELS", "cuda")
-    with pytest.raises(UserError, match="AG_KERNELS=cuda: .*triton, flash, cpp, chunked, reference"):
+    with pytest.raises(UserError, match="AG_KERNELS=cuda: .*triton, cpp, chunked, reference"):
         gated_attention(*[torch.zeros(1, 1, 4, 8)] * 3)
 
 
@@ -61,6 +64,7 @@ def test_a_forced_version_that_cannot_run_says_why(monkeypatch, installed):
 def test_what_triton_cannot_take(monkeypatch):
     monkeypatch.setattr(dispatch, "INSTALLED", True)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    dispatch.interpreting.cache_clear()
     assert dispatch.no_triton(torch.zeros(2, 256)) is None
     assert dispatch.no_triton(torch.zeros(2, 8), torch.zeros(2, 257)) == "the head size 257 is above 256"
     assert "interpreter" in dispatch.no_triton(torch.zeros(2, 8).bfloat16())

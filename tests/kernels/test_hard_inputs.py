@@ -19,9 +19,8 @@ from ag.kernels.paged_attend import cpu as attend_cpu
 from ag.kernels.paged_attend.reference import reference_paged_attend
 from ag.kernels.paged_decode import cpu as paged_cpu
 from ag.kernels.paged_decode import reference_paged_decode
-from ag.kernels.ragged_decode import chunked_ragged_decode, cpu
 
-needs_compiler = needs(cpu.KERNEL)
+needs_compiler = needs(paged_cpu.KERNEL)
 
 
 @pytest.mark.parametrize("name", HARD)
@@ -46,19 +45,6 @@ def test_gated_prefill(name):
     options = {"key_valid": None, "scaling": SCALING, "recent": 4, "sinks": 1}
     want = reference_gated_prefill(*map(bounded, (q, k, v)), keep.bool(), **options)
     hold(chunked_gated_prefill(q, k, v, keep.bool(), **options), want)
-
-
-@pytest.mark.parametrize(
-    "decode", [pytest.param(cpu.ragged_decode, id="cpp", marks=needs_compiler), chunked_ragged_decode]
-)
-@pytest.mark.parametrize("name", HARD)
-def test_ragged_decode(name, decode):
-    q, k, v, *_ = hard(name, 300)
-    rows = [x[0].flatten(0, 1) for x in (k, v)]
-    starts, lengths = torch.arange(2) * 300, torch.full((2,), 300)
-    got = decode(q[:, :, -1], *rows, starts, lengths, SCALING)
-    s = (bounded(q[0, :, -1]).unflatten(0, (2, -1)) @ bounded(k[0]).mT) * SCALING
-    hold(got, (s.softmax(-1) @ bounded(v[0])).flatten(0, 1)[None])
 
 
 @pytest.mark.parametrize(

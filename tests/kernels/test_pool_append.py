@@ -63,7 +63,7 @@ def check(append, case, seed=0, steps=40):
                 victims[r, (place + r) % c["victims"]] = at  # in any order
         ranks = torch.tensor([n if here else -1 for n, here in zip(seen, present, strict=True)])
         flags = None if gate is None else torch.tensor(said).view(batch, heads).to(gate)
-        append(pages, New(keys, values, ranks, flags), victims, records)
+        append(pages, New(*(None if x is None else apart(x) for x in (keys, values, ranks, flags))), victims, records)
         seen = [n + here for n, here in zip(seen, present, strict=True)]
         assert pages.lengths.tolist() == [len(row) for row in rows]
         at = 0
@@ -85,6 +85,11 @@ def check(append, case, seed=0, steps=40):
                         numbers[at + w] += rank + w
                         record[r, w, slot] += rank + w
             at += width
+
+
+def apart(x):
+    """The same numbers, with others between them."""
+    return x.repeat_interleave(2, 0)[::2]
 
 
 @pytest.mark.parametrize("append", VERSIONS)

@@ -30,8 +30,6 @@ from ag.kernels.paged_decode import triton as paged  # noqa: E402
 from ag.kernels.pages import New, Pages  # noqa: E402
 from ag.kernels.pool_append.triton import triton_pool_append  # noqa: E402
 from ag.kernels.pool_expired.triton import triton_pool_expired  # noqa: E402
-from ag.kernels.ragged_decode import triton as decode  # noqa: E402
-from ag.kernels.ring_append.triton import triton_ring_append  # noqa: E402
 from ag.kernels.row_worst.triton import triton_row_worst  # noqa: E402
 from ag.kernels.tuned import Tuned  # noqa: E402
 
@@ -99,7 +97,7 @@ def compiled(request, monkeypatch, tmp_path):
 
     monkeypatch.setattr("ag.kernels.tuned.of_card", lambda device: arch)
     monkeypatch.setattr(Tuned, "__call__", compile_all)
-    monkeypatch.setattr(type(decode._combine), "__getitem__", lambda function, grid: partial(compile_only, function))
+    monkeypatch.setattr(type(paged._combine), "__getitem__", lambda function, grid: partial(compile_only, function))
     driver.set_active(Card(arch))
     yield seen
     driver._active = None
@@ -171,39 +169,6 @@ def test_gated_prefill_compiles(compiled, dim, dtype):
     valid = torch.ones(2, 300, dtype=torch.bool)
     triton_gated_prefill(q, k, v, torch.rand(2, 2, 300) > 0.5, valid, 0.1, 3, 3, 100)
     assert set(compiled) == {"_prefill"}
-
-
-@pytest.mark.slow
-@EVERY
-def test_ragged_decode_compiles(compiled, dim, dtype):
-    q, keys, values = (torch.randn(*shape, dim).to(dtype) for shape in ((2, 4), (500,), (500,)))
-    starts, lengths = torch.tensor([0, 100, 250, 300]), torch.tensor([90, 7, 0, 200])
-    for weights in (None, torch.empty(2, 4, 200)):
-        compiled.clear()
-        decode.triton_ragged_decode(q, keys, values, starts, lengths, 0.1, weights)
-        assert set(compiled) == {"_split", "_combine"}
-
-
-@pytest.mark.slow
-@cases(("dim", "dtype", "window"), (89, 60, HALF, 200), (90, 256, WHOLE, None))
-def test_ring_append_compiles(compiled, dim, dtype, window):
-    keys, values = torch.randn(500, dim).to(dtype), torch.randn(500, dim).to(dtype)
-    new = {"keys": torch.randn(2, 2, dim).to(dtype), "values": torch.randn(2, 2, dim).to(dtype)}
-    triton_ring_append(
-        keys=keys,
-        values=values,
-        ranks=torch.zeros(500, dtype=torch.int32),
-        flags=torch.zeros(500, dtype=torch.bool),
-        starts=torch.tensor([0, 100, 250, 300]),
-        lengths=torch.tensor([90, 7, 0, 200]),
-        new_keys=new["keys"],
-        new_values=new["values"],
-        new_flags=torch.zeros(2, 2, dtype=torch.bool),
-        new_ranks=torch.tensor([7, -1]),
-        ring=128,
-        window=window,
-    )
-    assert set(compiled) == {"_append"}
 
 
 def in_pages(dim, dtype):

@@ -23,8 +23,7 @@ from ag.kernels.gated_prefill import triton as prefill
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
 from ag.kernels.gated_prefill.triton import triton_gated_prefill
 from ag.kernels.paged_attend.triton import ATTEND
-from ag.kernels.ragged_decode import triton as decode
-from ag.kernels.ragged_decode.reference import reference_ragged_decode
+from ag.kernels.paged_decode import triton as paged
 from ag.kernels.tuned import FARTHEST, TALLEST, Tuned, readable
 
 
@@ -79,15 +78,6 @@ def test_column_sums_of_transposed_masks(transposed):
     queries = turned(torch.rand(*valid.shape) > 0.4)
     want = reference_column_sums(*known(q, k), 0.25, queries, valid)
     hold(triton_column_sums(q, k, 0.25, queries, valid), want)
-
-
-def test_ragged_decode_of_rows_with_strides():
-    keys, values = torch.randn(16, 60).T, torch.randn(60, 2, 16)[:, 1]
-    rows = torch.tensor([[0, 20], [30, 25]])  # starts and lengths side by side
-    starts, lengths = rows[:, 0], rows[:, 1]
-    q = torch.randn(2, 16, 1).mT.expand(2, 1, 16)
-    want = reference_ragged_decode(*known(q, keys, values, starts, lengths), 0.3)
-    hold(decode.triton_ragged_decode(q, keys, values, starts, lengths, 0.3), want)
 
 
 def test_a_window_or_a_recent_past_longer_than_the_text_is_all_of_it():
@@ -227,7 +217,7 @@ def test_tiles_by_the_shared_memory_of_a_card(monkeypatch, capability, card):
 
 def test_the_table_is_complete():
     """Each tuned kernel has an entry for each type and card, and its tiles of keys are whole blocks."""
-    kernels = [attention.FORWARD, attention.QUERIES, attention.KEYS, prefill.PREFILL, decode.SPLIT]
+    kernels = [attention.FORWARD, attention.QUERIES, attention.KEYS, prefill.PREFILL, paged.SPLIT]
     kernels += [columns.ROW_SUMS, columns.COLUMNS, ATTEND]
     assert {kernel.kernel.__name__ for kernel in kernels} == set(CONFIGURATIONS)
     for name, table in CONFIGURATIONS.items():

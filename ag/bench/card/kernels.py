@@ -18,12 +18,13 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from ag.bench.card.told import told
 from ag.bench.measure import call_seconds
 from ag.bench.sdpa import pinned
+from ag.engine.pool import PAGE
 from ag.errors import UserError
 from ag.kernels.column_max import column_max
 from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
-from ag.kernels.ragged_decode import ragged_decode
+from ag.kernels.paged_decode import paged_decode
 
 Row = dict[str, Any]
 
@@ -235,15 +236,19 @@ def _decoding(batch: int) -> Callable[[KernelConfig, torch.device, torch.dtype],
         rows = batch * config.kv_heads
         share = (0.7 * torch.randn(rows, generator=torch.Generator().manual_seed(rows))).exp()
         lengths = (share / share.mean() * config.keep * config.decode).clamp(1, config.decode).long().to(device)
-        starts = lengths.cumsum(0) - lengths
-        total = int(lengths.sum())
-        keys, values = (torch.randn(total, config.dim, device=device).to(dtype) for _ in range(2))
-        q = torch.randn(batch, config.heads, config.dim, device=device).to(dtype)
+        total, counts = int(lengths.sum()), (lengths + PAGE - 1) // PAGE
+        pages = int(counts.sum())
+        keys, values = (torch.randn(pages, PAGE, config.dim, device=device).to(dtype) for _ in range(2))
+        places = torch.arange(int(counts.max()), device=device)
+        table = ((counts.cumsum(0) - counts)[:, None] + places).int()  # behind a row's last page anything
+        q = torch.randn(batch, config.heads, 1, config.dim, device=device).to(dtype)
         even = [torch.randn(batch, config.kv_heads, total // rows, config.dim, device=device).to(dtype) for _ in "kv"]
         flops = 4.0 * total * config.dim * config.heads // config.kv_heads
         size = f"{batch} x {config.decode:,} tokens, {config.keep:.0%} kept, uneven"
-        run = lambda: ragged_decode(q, keys, values, starts, lengths, config.dim**-0.5)  # noqa: E731
-        return [Case("ragged_decode", size, run, flops, keys.nbytes + values.nbytes, _dense(q[:, :, None], *even))]
+        held = lengths.int()
+        run = lambda: paged_decode(q, keys, values, table, held, config.dim**-0.5)  # noqa: E731
+        once = 2 * total * config.dim * keys.element_size()
+        return [Case("paged_decode", size, run, flops, once, _dense(q, *even))]
 
     return make
 

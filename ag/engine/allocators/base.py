@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
@@ -34,6 +35,7 @@ class Ballot:
         second: ``[B, Hkv, N]`` float32, a score that decides over the rest of a head's share; None: there is one score.
         first_share: share of a head's tokens that ``score`` decides over, where there are two.
         everyone: whether the host knows that all sequences are due.
+        ranks: ``[B, Hkv, N]`` long, in whose order tokens with equal scores are kept; None: they lie in that order.
     """
 
     score: Tensor
@@ -47,11 +49,17 @@ class Ballot:
     second: Tensor | None = None
     first_share: float = 1.0
     everyone: bool = False
+    ranks: Tensor | None = None
 
     @cached_property
     def worst(self) -> Worst:
         """The token that would go first from each head, and how many there are."""
-        return row_worst(self.score, self.protected, self.valid)
+        return row_worst(self.score, self.protected, self.valid, self.ranks)
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """Slots ``[B, Hkv, N]`` long in the order of ranks, free ones anywhere; None: they lie in that order."""
+        return None if self.ranks is None else self.ranks.argsort(-1)
 
     @cached_property
     def fixed(self) -> Tensor:
@@ -76,7 +84,7 @@ class Ballot:
     @cached_property
     def standing(self) -> Tensor:
         """Where each rival stands in its head, 0 for the best."""
-        return standings(self.score, self.valid & ~self.protected)
+        return standings(self.score, self.valid & ~self.protected, self.order)
 
     def exempting(self, keep: Tensor) -> Tensor:
         """Return a mask ``[B, Hkv, N]`` that keeps all of the sequences that are not due."""
@@ -99,14 +107,14 @@ class Ballot:
                     return self.exempting(keep)
             return self.exempting(best(self.standing, self.protected, self.valid, share))
         sure = best(self.standing, self.protected, self.valid, (share * self.first_share + 1e-6).long())
-        return self.exempting(select(self.second, sure, self.valid, share))
+        return self.exempting(select(self.second, sure, self.valid, share, self.order))
 
     def as_many(self, keep: Tensor) -> Tensor:
         """Return as many tokens of each head as ``keep`` ``[B, Hkv, N]`` has, which one score chose, by both scores."""
         return keep if self.second is None else self.keep_heads(keep.sum(-1))
 
     def after(self, keep: Tensor) -> Ballot:
-        """Return this ballot restricted to ``keep``, closed up as the store closes up."""
+        """Return this ballot restricted to ``keep``, closed up as the store closes a prompt up."""
         order = closing_order(keep)
         parts = {name: x.gather(-1, order) for name, x in vars(self).items() if name in BY_TOKEN and x is not None}
         standing = parts.pop("standing", None)
@@ -144,6 +152,14 @@ class Shares:
         fitted = ballot.prompt <= ballot.capacity
         share = share.where(~fitted, ballot.capacity if mean is None else mean)
         self.settled[layer] = share.where(ballot.due, self.settled.get(layer, share))
+
+    def join(self, other: Shares, sequences: tuple[int, int]) -> None:
+        """Append what the sequences of another batch got; ``sequences`` are those of this one and of the other."""
+        self.settled = {layer: torch.cat([x, other.settled[layer]]) for layer, x in self.settled.items()}
+        known = self.over_budget, other.over_budget
+        if any(x is not None for x in known):
+            parts = zip(known, sequences, strict=True)
+            self.over_budget = torch.cat([torch.zeros(n, dtype=torch.bool) if x is None else x for x, n in parts])
 
     def select_sequences(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""

@@ -60,7 +60,7 @@ class Global(Allocator):
         """Return what stays of the layer: how its total is shared among heads is decided anew each time."""
         total = ballot.grown(shares.settled[layer])
         keep = select_over_heads(
-            ballot.score, ballot.protected, ballot.valid, ballot.capacity, floor=self.floor, total=total
+            ballot.score, ballot.protected, ballot.valid, ballot.capacity, self.floor, total, ballot.order
         )
         return ballot.as_many(ballot.exempting(keep))
 

@@ -34,5 +34,7 @@ class Heads(Allocator):
 
     def keep_later(self, layer: int, ballot: Ballot, shares: Shares) -> Tensor:
         """Return what stays of the layer: how its budget is shared among heads is decided anew each time."""
-        keep = select_over_heads(ballot.score, ballot.protected, ballot.valid, ballot.capacity, self.floor)
+        keep = select_over_heads(
+            ballot.score, ballot.protected, ballot.valid, ballot.capacity, self.floor, order=ballot.order
+        )
         return ballot.as_many(ballot.exempting(keep))

@@ -91,6 +91,7 @@ class Preference(Allocator):
                 shares.settle(other, mine, share)
             if not whole[index]:
                 masks[other] = mine.keep(share)
+            if other in masks:  # what leaves a sliding window goes from this layer in any case
                 shares.open[other] = mine.after(masks[other])
         if last:
             shares.open.clear()
@@ -136,7 +137,7 @@ def entropy_and_variance(seen: Observation, observers: int) -> tuple[Tensor, Ten
     count, and the rest is not normalised anew.
     """
     rows = seen.rows(observers)
-    before = (seen.key_valid & (seen.age >= observers)).repeat_interleave(seen.group, 1)
+    before = (seen.held & (seen.age >= observers)).repeat_interleave(seen.group, 1)
     a = rows.a * (rows.counted[:, None, :, None] & before[:, :, None])
     entropy = -(a + 1e-10).log_().mul_(a).sum((1, 2, 3))
     return entropy, (rows.moments()[1] * before).sum((1, 2))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self, cast
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -174,14 +175,18 @@ def grouped(values: Tensor, seen: Observation, how: Group) -> Tensor:
     return values.amax(2) if how == "max" else values.sum(2) if how == "sum" else values.mean(2)
 
 
-def pooled(values: Tensor, inside: Tensor, kernel: int, kind: str) -> Tensor:
+def pooled(values: Tensor, inside: Tensor, kernel: int, kind: str, order: Tensor | None = None) -> Tensor:
     """Pool ``[B, C, N]`` along the last dimension, only what is ``inside`` ``[B, Hkv, N]``; the rest counts as 0.
 
     Both kinds have stride 1 and padding ``kernel // 2``; ``avg`` divides by ``kernel`` at the edges too, as torch
-    does by default and the papers' codes therefore do.
+    does by default and the papers' codes therefore do. Neighbours are those of the ``order`` of slots ``[B, Hkv, N]``;
+    None: as they lie.
     """
+    if order is not None:
+        order = order.repeat_interleave(values.shape[1] // order.shape[1], 1)
     inside = inside.repeat_interleave(values.shape[1] // inside.shape[1], 1)
     values = values.masked_fill(~inside, 0.0)
-    if kind == "avg":
-        return F.avg_pool1d(values, kernel, stride=1, padding=kernel // 2)
-    return F.max_pool1d(values, kernel, stride=1, padding=kernel // 2)
+    values = values if order is None else values.gather(-1, order)
+    pool = F.avg_pool1d if kind == "avg" else F.max_pool1d
+    found = pool(values, kernel, stride=1, padding=kernel // 2)
+    return found if order is None else torch.empty_like(found).scatter_(-1, order, found)

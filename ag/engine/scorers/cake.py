@@ -13,6 +13,7 @@ from torch import Tensor
 from ag.engine.observe import Observation
 from ag.engine.scorers.base import pooled
 from ag.engine.scorers.snapkv import SnapKV
+from ag.engine.select import sorted_slots
 from ag.errors import require
 
 
@@ -54,11 +55,11 @@ class Cake(SnapKV):
             return super().pool(seen, score, before_window)
         before = seen.memory.get("place", torch.zeros_like(score))  # tokens that came since have 0
         place = before if seen.decoding else torch.zeros_like(score)
-        order = place.masked_fill(~seen.key_valid, float("inf")).argsort(dim=-1, stable=True)
+        place = place.masked_fill(~seen.key_valid, float("inf"))
+        order = sorted_slots(place, seen.order)
         inside = seen.key_valid & (seen.age >= self.window)
-        mixed = pooled(score.gather(-1, order), inside.gather(-1, order), self.kernel, self.pooling)
-        result = torch.zeros_like(mixed).scatter_(-1, order, mixed)
-        ranking = result.masked_fill(~inside, float("-inf")).argsort(dim=-1, descending=True, stable=True)
+        result = pooled(score, inside, self.kernel, self.pooling, order)
+        ranking = sorted_slots(result.masked_fill(~inside, float("-inf")), seen.order, descending=True)
         after = ranking.argsort(dim=-1).float() - ranking.shape[-1]
-        seen.memory["place"] = torch.where(seen.evicts[:, None, None], after, before)
+        seen.memory["place"] = torch.where(seen.evicts[..., None], after, before)
         return result

@@ -55,7 +55,7 @@ class SnapKV(RowScorer):
     def pool(self, seen: Observation, score: Tensor, before_window: bool = True) -> Tensor:
         """Pool along the tokens before the window, or along all of them."""
         inside = seen.key_valid & (seen.age >= self.window) if before_window else seen.key_valid
-        return pooled(score, inside, self.kernel, self.pooling)
+        return pooled(score, inside, self.kernel, self.pooling, seen.order)
 
     def finish(self, seen: Observation, heads: Tensor, reduce: Reduction) -> Tensor:
         """Reduce over groups and pool, in either order."""

@@ -52,7 +52,7 @@ class Caote(Wrapper):
 
         if self.greedy and seen.capacity is not None:
             protected = self.protected(seen, seen.capacity)
-            return one_by_one(score_of, seen.key_valid, protected, seen.capacity)
+            return one_by_one(score_of, seen.key_valid, protected, seen.capacity, seen.order)
         return score_of(seen.key_valid)
 
     def change(self, weights: Tensor, seen: Observation, held: Tensor) -> Tensor:
@@ -73,7 +73,13 @@ class FastCaote(Caote):
         return grouped((odds(weights) * distance).square(), seen, "sum").sqrt()
 
 
-def one_by_one(score_of: Callable[[Tensor], Tensor], valid: Tensor, protected: Tensor, capacity: Tensor) -> Tensor:
+def one_by_one(
+    score_of: Callable[[Tensor], Tensor],
+    valid: Tensor,
+    protected: Tensor,
+    capacity: Tensor,
+    places: Tensor | None = None,
+) -> Tensor:
     """Evict tokens one by one down to a capacity; returns scores ``[B, Hkv, N]``, below 0 and in that order.
 
     Args:
@@ -81,13 +87,18 @@ def one_by_one(score_of: Callable[[Tensor], Tensor], valid: Tensor, protected: T
         valid: ``[B, Hkv, N]`` bool, the tokens held at first.
         protected: ``[B, Hkv, N]`` bool, those that stay.
         capacity: ``[B]`` long.
+        places: ``[B, Hkv, N]`` long, slots in the order in which those with equal scores go; None: as they lie.
     """
     held, order = valid.clone(), torch.zeros_like(valid, dtype=torch.long)
     surplus = (valid.sum(-1) - capacity[:, None]).clamp_min(0)
     rounds = int(surplus.max())
     for number in range(rounds):
         rivals = held & ~protected
-        worst = score_of(held).masked_fill(~rivals, float("inf")).argmin(-1, keepdim=True)
+        scores = score_of(held).masked_fill(~rivals, float("inf"))
+        if places is None:
+            worst = scores.argmin(-1, keepdim=True)
+        else:
+            worst = places.gather(-1, scores.gather(-1, places).argmin(-1, keepdim=True))
         goes = (number < surplus)[..., None] & rivals.gather(-1, worst)
         order.scatter_(-1, worst, torch.where(goes, number - rounds, order.gather(-1, worst)))
         held.scatter_(-1, worst, held.gather(-1, worst) & ~goes)

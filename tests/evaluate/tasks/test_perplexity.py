@@ -32,7 +32,7 @@ def test_continuation_after_a_full_cache(tiny_llama, tiny_tokenizer, write, plai
     for outcome, text in zip(outcomes, (TEXTS[0], TEXTS[2], TEXTS[4]), strict=True):
         ids = tiny_tokenizer(text)["input_ids"]
         hold(outcome.score, -plain(model, ids[:40], ids[40:60]).mean(), of_nats(model))
-        assert (outcome.tokens, outcome.kept, outcome.kv_bytes) == (40, 1.0, SLOT * 3 * 2 * 40)
+        assert (outcome.tokens, outcome.kept, outcome.kv_bytes) == (40, 1.0, 3 * 2 * 3 * 16 * (SLOT + 4))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,140 @@
+"""Sliding windows: what no later query sees leaves memory under every policy, and counts for nothing before."""
+
+import copy
+
+import pytest
+import torch
+from bounds import hold, of_logits
+from gates_for import gates_for
+from held import contents, feed
+from refused import refuses
+from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
+
+import ag
+from ag.errors import UserError
+
+WINDOW, PROMPT, NEW = 24, 70, 20
+POLICIES = [
+    ("full",),
+    ("h2o", 16, "every"),
+    ("h2o@heads", 16, "blocks:16+steps:3"),
+    ("tova", 40, "every"),
+    ("snapkv", 12, "prefill"),
+    ("keydiff", 20, "prefill"),
+    ("streaming_llm", 16, "every"),
+]
+
+
+@pytest.fixture
+def alternating():
+    torch.manual_seed(0)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=WINDOW, layer_types=types, initializer_range=0.15,
+        query_pre_attn_scalar=16, eos_token_id=2, bos_token_id=1, pad_token_id=0, attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    )  # fmt: skip
+    return Gemma3ForCausalLM(config).eval()
+
+
+def text(length=PROMPT + NEW, seed=0):
+    return torch.randint(3, 128, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def decode(model, cache, ids, prompt=PROMPT):
+    """Logits of a prompt and of tokens one by one."""
+    parts = ids.split([prompt, *[1] * (ids.shape[1] - prompt)], 1)
+    return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
+
+
+@pytest.mark.parametrize("family", ["tiny_mistral", "alternating"])
+@pytest.mark.filterwarnings("ignore::ag.errors.BudgetWarning")
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda x: "-".join(map(str, x)))
+def test_windowed_layers_hold_what_the_newest_query_saw(request, family, policy):
+    model = request.getfixturevalue(family)
+    model = model if family == "alternating" else model(sliding_window=WINDOW)
+    ids, cache, plain = text(), ag.EvictionCache(model, *policy), DynamicCache(config=model.config)
+    decode(model, cache, ids)
+    decode(model, plain, ids)
+    newest, windowed = PROMPT + NEW - 1, [0, 1, 2] if family == "tiny_mistral" else [0, 2]
+    for layer in windowed:
+        for head in cache.kept_positions(layer)[0]:
+            seen = set(range(newest - WINDOW + 1, newest + 1))
+            assert set(head.tolist()) <= seen
+            if policy == ("full",) or family == "alternating":
+                assert set(head.tolist()) == seen
+    plain_bytes = sum(x.nbytes for layer in plain.layers for x in (layer.keys, layer.values))
+    assert cache.report().plain_nbytes == plain_bytes
+    assert f"\n{cache.nbytes / plain_bytes:.1%} of the {plain_bytes:,} bytes of transformers" in str(cache.report())
+    pages = sum(2 * (-(-layer.keys.shape[2] // 16) + 1) for layer in plain.layers)  # one a head aside
+    assert cache.nbytes <= pages * 16 * (2 * 16 * 4 + 4)
+
+
+@pytest.mark.parametrize("family", ["tiny_mistral", "alternating"])
+@pytest.mark.parametrize("sizes", [[70, *[1] * 9, 7, 1, 1, 30, 1], [10, 33, 40, 1, 1], [1, 1, 60, 2, 1]])
+def test_full_equals_the_plain_model(request, family, sizes):
+    """Turns of any length, some longer than the window."""
+    model = request.getfixturevalue(family)
+    model = model if family == "alternating" else model(sliding_window=WINDOW)
+    ids, cache = text(sum(sizes)), ag.EvictionCache(model, "full")
+    with torch.no_grad():
+        found = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(sizes, 1)], 1)
+        hold(found, model(ids, use_cache=False).logits, of_logits(model))
+    at = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
+    for head in cache.kept_positions(0)[0]:
+        assert head.tolist() == list(range(max(0, at[-2] - WINDOW + 1), at[-1]))  # what the last pass saw
+
+
+@pytest.mark.parametrize(("name", "options"), [("keydiff", {}), ("expected_attention", {"future": 8}), ("h2o", {})])
+def test_what_stays_is_seen_by_the_next_query(tiny_mistral, name, options):
+    """All 12 kept entries of each head, where the prompt is three windows long."""
+    model = tiny_mistral(sliding_window=WINDOW)
+    cache = ag.EvictionCache(model, name, 12, **options)
+    with torch.no_grad():
+        model(text(PROMPT), past_key_values=cache)
+    for layer in range(3):
+        for head in cache.kept_positions(layer)[0]:
+            assert len(head) == 12 and int(head.min()) > PROMPT - WINDOW
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::ag.errors.BudgetWarning")
+@pytest.mark.parametrize("spec", ["full", "snapkv", "gates"])
+def test_crop_within_a_pass_and_beyond(tiny_mistral, spec):
+    model = tiny_mistral(sliding_window=WINDOW)
+    ag.attach(model, gates_for(model, recent_tokens=4))
+    ids, wrong = text(), text(seed=1)
+    given = (spec, 20) if spec == "snapkv" else (spec,)
+    cache, straight = ag.EvictionCache(model, *given), ag.EvictionCache(model, *given)
+    for each in (cache, straight):
+        model(ids[:, :PROMPT], past_key_values=each)
+        model(ids[:, PROMPT : PROMPT + 1], past_key_values=each)
+    model(torch.cat([ids[:, PROMPT + 1 : PROMPT + 3], wrong[:, :6]], 1), past_key_values=cache)  # a draft
+    model(ids[:, PROMPT + 1 : PROMPT + 3], past_key_values=straight)
+    cache.crop(6)
+    states = [[contents(layer.store) for layer in each.evicting_layers] for each in (cache, straight)]
+    assert states[0] == states[1]
+    with refuses(UserError, "crop(-3)"):
+        copy.deepcopy(cache).crop(3)  # a token that the draft's first query no longer saw is wanted back
+    for t in range(PROMPT + 3, PROMPT + NEW):
+        one, other = (model(ids[:, t : t + 1], past_key_values=each).logits for each in (cache, straight))
+        hold(one, other.double(), of_logits(model))
+
+
+def test_sequences_of_different_lengths_forget_by_their_own(tiny_mistral):
+    """In a padded batch, also where a later turn has tokens for one of them alone."""
+    model, rows = tiny_mistral(sliding_window=WINDOW), [text(60)[0], text(48, 3)[0]]
+    for policy in (("full",), ("h2o", 16, "every")):
+        passes = [(40, 28), (1, 1), (1, 0), (5, 2), (0, 1), (1, 1), (12, 15)]
+        for side in ("left", "right"):
+            batch = feed(ag.EvictionCache(model, *policy), model, rows, passes, side)
+            for b, row in enumerate(rows):
+                mine = [[n[b]] for n in passes if n[b]]
+                alone = feed(ag.EvictionCache(model, *policy), model, [row], mine)
+                together = [held for held, n in zip(batch.held, passes, strict=True) if n[b]]
+                assert [[layer[b] for layer in held] for held in together] == [
+                    [layer[0] for layer in held] for held in alone.held
+                ]
+                hold(batch.logits[b], alone.logits[0].double(), of_logits(model))
