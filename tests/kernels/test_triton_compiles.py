@@ -97,7 +97,7 @@ def compiled(request, monkeypatch, tmp_path):
 
     monkeypatch.setattr("ag.kernels.tuned.of_card", lambda device: arch)
     monkeypatch.setattr(Tuned, "__call__", compile_all)
-    monkeypatch.setattr(type(paged._combine), "__getitem__", lambda function, grid: partial(compile_only, function))
+    monkeypatch.setattr(type(paged.combine), "__getitem__", lambda function, grid: partial(compile_only, function))
     driver.set_active(Card(arch))
     yield seen
     driver._active = None
