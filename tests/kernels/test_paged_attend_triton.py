@@ -6,7 +6,7 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
+    pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
 import test_paged_attend
 
