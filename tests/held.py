@@ -68,7 +68,7 @@ def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
     arrivals: list[list[Arrival]] = [[] for _ in cache.layers]
     append, retain = PagedStore.append, PagedStore.retain
 
-    def retaining(store: PagedStore, keep: Tensor, records: Any = None, *, in_order: bool = False) -> bool:
+    def retaining(store: PagedStore, keep: Any, records: Any = None, *, in_order: bool = False) -> bool:
         gone = retain(store, keep, records, in_order=in_order)
         layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
         last = arrivals[layer][-1]

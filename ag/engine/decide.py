@@ -10,6 +10,7 @@ from torch import Tensor
 from ag.engine.allocators.base import Ballot, Shares
 from ag.engine.observe import Observation
 from ag.engine.policy import Policy
+from ag.engine.select import Leaving
 from ag.errors import BudgetWarning, UserError
 
 
@@ -29,8 +30,10 @@ class Decision:
         self.policy, self.shares = policy, Shares(layers)
         self._of: Tensor | None = None  # tokens that the capacity was last asked for
 
-    def decide(self, seen: Observation, due: Tensor | None = None) -> dict[int, Tensor]:
+    def decide(self, seen: Observation, due: Tensor | None = None) -> dict[int, Tensor | Leaving]:
         """Take in a layer and return masks ``[B, Hkv, N]`` of what stays, of it and of the layers where something goes.
+
+        While decoding it may be one token of each head that goes, in place of a mask.
 
         Args:
             seen: the layer.
@@ -46,8 +49,12 @@ class Decision:
         ballot = self._ballot(seen, due)
         ballot.everyone = everyone
         if seen.decoding:
-            return {seen.layer: allocator.keep_later(seen.layer, ballot, self.shares)}
-        return allocator.keep(seen.layer, ballot, self.shares)
+            found = allocator.keep_later(seen.layer, ballot, self.shares)
+            # attention takes a mask, and of a layer with a window goes what no later query sees, too
+            if isinstance(found, Leaving) and (self.policy.evict_before_attend or seen.sliding_window is not None):
+                found = found.mask(ballot.valid)
+            return {seen.layer: found}
+        return {**allocator.keep(seen.layer, ballot, self.shares)}
 
     def _ballot(self, seen: Observation, due: Tensor) -> Ballot:
         scorer, allocator = self.policy.scorer, self.policy.allocator

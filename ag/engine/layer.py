@@ -23,6 +23,7 @@ from ag.engine.passes import Pass
 from ag.engine.policy import Policy
 from ag.engine.pool import Pool
 from ag.engine.positions import Original
+from ag.engine.select import Leaving
 from ag.engine.stopwatch import Stopwatch
 from ag.engine.store import PagedStore, Rows
 from ag.errors import UserError
@@ -47,7 +48,7 @@ class Step:
         flags: what the gate decided of the new tokens, ``[B, Hkv, T]``; None: nothing.
         held: what is held, keys as queries meet them; None until a stage asks.
         seen: what the scorer is shown; None: nothing.
-        masks: what stays ``[B, Hkv, N]``, by layer.
+        masks: what stays ``[B, Hkv, N]``, or goes, by layer.
         out: attention output ``[B, H, T, D]``.
         weights: attention weights ``[B, H, N]`` of one query per sequence; None: they are not at hand.
     """
@@ -62,7 +63,7 @@ class Step:
     flags: Tensor | None = None
     held: Rows | None = None
     seen: Observation | None = None
-    masks: dict[int, Tensor] = field(default_factory=dict)
+    masks: dict[int, Tensor | Leaving] = field(default_factory=dict)
     out: Tensor | None = None
     weights: Tensor | None = None
 
@@ -317,7 +318,7 @@ class EvictionLayer(CacheLayerMixin):
     def _attend(self, step: Step) -> None:
         """Attend to what is held, or to what stays of it where that is decided."""
         call, now, keep = step.unrotated, step.now, step.masks.get(step.call.layer)
-        assert self.store is not None
+        assert self.store is not None and not isinstance(keep, Leaving)
         if step.fresh and keep is None:
             step.out = self._dense(step)
         elif self._one_by_one(step) and keep is None:
@@ -410,7 +411,7 @@ class EvictionLayer(CacheLayerMixin):
         assert ranks is not None
         slots = ranks.long()
         filled = torch.ones_like(slots, dtype=torch.bool) if valid is None else valid
-        self.memory = {name: F.pad(x, (0, slots.shape[-1] - x.shape[-1])) for name, x in self.memory.items()}
+        self.memory = {name: _by_slot(x, slots.shape[-1]) for name, x in self.memory.items()}
         # what a prompt brings is at hand, and others that read it may look at what comes of it later
         held = self._held(step) if now.reading or not self.rotation.in_place else step.held
         q = queries.q if held is None else self.rotation.queries(queries.q, held, queries.ranks)
@@ -469,10 +470,11 @@ class EvictionLayer(CacheLayerMixin):
 
     # ---- what goes
 
-    def retain(self, keep: Tensor, now: Pass) -> None:
-        """Free what is not in ``keep`` ``[B, Hkv, N]``, here and in what the scorer recorded."""
+    def retain(self, keep: Tensor | Leaving, now: Pass) -> None:
+        """Free what is not in ``keep`` ``[B, Hkv, N]``, or what leaves, here and in what the scorer recorded."""
         assert self.store is not None
-        if self.store.retain(keep.flatten(0, 1), self.memory, in_order=now.reading):
+        by_row = keep if isinstance(keep, Leaving) else keep.flatten(0, 1)
+        if self.store.retain(by_row, self.memory, in_order=now.reading):
             self.evicted_at = min(now.seen, now.prompt_columns) if now.reading else now.seen
 
     def join(self, other: EvictionLayer, seen: int) -> None:
@@ -513,6 +515,11 @@ class EvictionLayer(CacheLayerMixin):
             self._open = 0
         if self.gate_memory:
             self.gate_memory.crop(counts)
+
+
+def _by_slot(x: Tensor, slots: int) -> Tensor:
+    """Return numbers of each token by slot, of so many slots; tokens that came since have 0."""
+    return x[..., :slots] if x.shape[-1] >= slots else F.pad(x, (0, slots - x.shape[-1]))
 
 
 def joined(mine: Tensor | None, others: Tensor | None, batch: int, more: int) -> Tensor:

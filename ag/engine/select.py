@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -46,19 +48,29 @@ def best(standing: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -
     return protected | (valid & (standing < room[..., None]))
 
 
-def without_worst(worst: Worst, valid: Tensor, capacity: Tensor) -> Tensor | None:
-    """Do what :func:`select` does where at most one token of each head goes, without an order; None: more have to.
+class Leaving(NamedTuple):
+    """What goes of a layer, one token of each head at most, in place of a mask of what stays."""
+
+    slots: Tensor  # [B, Hkv] int32, -1: none goes
+    everywhere: bool  # whether the host knows that one goes of each head
+
+    def mask(self, valid: Tensor) -> Tensor:
+        """Return what stays of the slots ``[B, Hkv, N]`` that hold a token."""
+        return valid & (torch.arange(valid.shape[-1], device=valid.device) != self.slots[..., None])
+
+
+def leaving(worst: Worst, capacity: Tensor) -> Leaving | None:
+    """Do what :func:`select` does where one token of some heads goes, without an order; None: more go, or none.
 
     Args:
         worst: of the heads.
-        valid: as for :func:`select`.
         capacity: as for :func:`select`.
     """
     surplus = worst.held - capacity.maximum(worst.fixed)
     least, most = torch.stack(surplus.aminmax()).tolist()
-    if most > 1:
+    if most != 1:
         return None
-    return worst.rest if least == 1 else worst.rest | (valid & (surplus < 1)[..., None])
+    return Leaving(worst.slot, True) if least == 1 else Leaving(worst.slot.masked_fill(surplus < 1, -1), False)
 
 
 def at_least(capacity: Tensor, floor: float, protected: Tensor) -> Tensor:

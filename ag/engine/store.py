@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ag.engine.pool import PAGE, Pool
-from ag.engine.select import closing_order
+from ag.engine.select import Leaving, closing_order
 from ag.kernels.pages import New, Pages
 from ag.kernels.pool_append import pool_append
 from ag.kernels.pool_expired import pool_expired
@@ -88,6 +88,7 @@ class PagedStore:
         self.ordered = True
         self._ahead = False  # whether it made room ahead since tokens were last laid out
         self._runs: dict[int, tuple[int, int] | None] = {}  # what _even_run found, by pages
+        self._indexed: Tensor | None = None  # what _index returned last
         self._room = 0  # free slots that each row has at least, as far as the host knows
         self._shared = False  # whether somebody else may hold some page
         #: The tokens of a prompt that is not written yet.
@@ -160,7 +161,7 @@ class PagedStore:
 
     def _sent(self) -> None:
         """Give the device the table that the host knows."""
-        device, self._runs = self._lengths.device, {}
+        device, self._runs, self._indexed = self._lengths.device, {}, None
         self._table = self._held.pages if device.type == "cpu" else self._held.pages.to(device, non_blocking=True)
 
     @property
@@ -201,8 +202,8 @@ class PagedStore:
                 )
                 for x in columns
             ], None
-        index, valid = self._index(longest)
-        return [x.flatten(0, 1)[index] for x in columns], None if even else valid
+        index = self._index(longest)
+        return [x.flatten(0, 1)[index] for x in columns], None if even else self._taken(longest)
 
     def in_order(self) -> Rows:
         """Return everything stored in the order of ranks."""
@@ -239,11 +240,16 @@ class PagedStore:
         step = int(steps[0]) if len(steps) else used
         return (int(starts[0]) * PAGE, step * PAGE) if step >= 0 else None
 
-    def _index(self, longest: int) -> tuple[Tensor, Tensor]:
-        """Return where in the pool the tokens of the first slots are, ``[R, N]``, and which slots hold one."""
-        offset = torch.arange(longest, device=self._table.device)
-        index = self._table.long()[:, offset // PAGE] * PAGE + offset % PAGE
-        return index, offset < self._lengths[:, None]
+    def _index(self, longest: int) -> Tensor:
+        """Return where in the pool the first slots are, ``[R, N]``."""
+        if self._indexed is None or self._indexed.shape[1] != longest:  # pages stay for many steps
+            offset = torch.arange(longest, device=self._table.device)
+            self._indexed = self._table.long()[:, offset // PAGE] * PAGE + offset % PAGE
+        return self._indexed
+
+    def _taken(self, longest: int) -> Tensor:
+        """Return which of the first slots hold a token, ``[R, N]`` bool."""
+        return torch.arange(longest, device=self._table.device) < self._lengths[:, None]
 
     def _places(self, slots: Tensor) -> Tensor:
         """Return where in the pool slots ``[R, n]`` lie; anywhere for those that a row does not have."""
@@ -326,7 +332,7 @@ class PagedStore:
 
     def movable(self, records: Records) -> bool:
         """Tell whether a token can be moved with what a scorer recorded of it, by :func:`pool_append`."""
-        return all(x.dtype == torch.float32 and x.is_contiguous() for x in records.values())
+        return all(x.dtype == torch.float32 for x in records.values())
 
     def _noted(self, records: Records | None) -> list[Tensor]:
         """Return records ``[R, C, S]`` with room for all slots, which replace those in the dictionary."""
@@ -334,14 +340,14 @@ class PagedStore:
             return []
         width = max(self.slots, *(x.shape[-1] for x in records.values()))
         for name, x in records.items():
-            if x.shape[-1] < width:
-                records[name] = F.pad(x, (0, width - x.shape[-1]))
+            records[name] = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x.contiguous()
         return [x.view(len(self._held.counts), -1, width) for x in records.values()]
 
     def tokens(self) -> list[Tensor]:
         """Return what is stored of each token, ``[n, ...]`` each, row after row as :attr:`lengths` says."""
         self.write()
-        index, valid = self._index(int(self.lengths.max()))
+        longest = int(self.lengths.max())
+        index, valid = self._index(longest), self._taken(longest)
         return [x.flatten(0, 1)[index[valid]] for x in self.rows.columns]
 
     def fill(self, tokens: Sequence[Tensor], lengths: Tensor, *, ordered: bool) -> None:
@@ -349,7 +355,8 @@ class PagedStore:
         self._take_pages(torch.zeros_like(lengths), lengths)
         self._lengths.copy_(lengths)
         self._known = lengths.cpu()
-        index, valid = self._index(int(lengths.max()))
+        longest = int(lengths.max())
+        index, valid = self._index(longest), self._taken(longest)
         for column, x in zip(self.rows.columns, tokens, strict=True):
             column.view(-1, *column.shape[2:]).index_copy_(0, index[valid], x)
         self._room = int((self._held.counts * PAGE - lengths).min())
@@ -518,11 +525,12 @@ class PagedStore:
         self.write()
         return pool_expired(self.rows, ranks[:, 0], recent, window)
 
-    def retain(self, keep: Tensor, records: Records | None = None, *, in_order: bool = False) -> bool:
+    def retain(self, keep: Tensor | Leaving, records: Records | None = None, *, in_order: bool = False) -> bool:
         """Keep some tokens and free the others.
 
         Args:
-            keep: ``[R, N]`` bool, laid out as :meth:`padded`, True for what stays; free slots are whatever they are.
+            keep: ``[R, N]`` bool, laid out as :meth:`padded`, True for what stays; free slots are whatever they are. Or
+                what goes.
             records: numbers of each token by slot, ``[B, H, ..., N]``, which go with it; the dictionary is changed.
             in_order: leave slots in the order of ranks, however few go.
 
@@ -530,6 +538,9 @@ class PagedStore:
             Whether there were others.
         """
         records = {} if records is None else records
+        if isinstance(keep, Leaving):
+            self._leave(keep, records)
+            return True
         if self._prompt is not None:
             there = self._prompt.valid
             keep = keep if there is None else keep & there
@@ -566,6 +577,20 @@ class PagedStore:
             victims = torch.where(goes, slots, -1).topk(most, 1).values
         self.evict(victims, records)
 
+    def _leave(self, leaving: Leaving, records: Records) -> None:
+        """Free the token in one slot of some rows."""
+        self.write()
+        slots = leaving.slots.view(-1, 1)
+        if self._in_order or not self.movable(records):
+            self.retain(torch.arange(int(self.lengths.max()), device=slots.device) != slots, records)
+            return
+        self._apart()
+        known = self._known
+        self.evict(slots, records)
+        if leaving.everywhere and known is not None:
+            self._known = known - 1
+            self._room += 1
+
     def evict(self, victims: Tensor, records: Records | None = None) -> None:
         """Free the tokens in slots ``[R, V]`` int32, -1 for none; the last tokens of their rows take these slots."""
         self.make_room(0, everywhere=True)
@@ -574,7 +599,7 @@ class PagedStore:
 
     def _close(self, keep: Tensor, records: Records) -> None:
         """Write what stays, ``[R, N]``, anew, in the order of ranks."""
-        index, there = self._index(keep.shape[1])
+        index, there = self._index(keep.shape[1]), self._taken(keep.shape[1])
         order = None
         if not self.ordered:
             ranks = self.pool.ranks.flatten()[index].masked_fill(~there, torch.iinfo(torch.int32).max)

@@ -7,15 +7,14 @@
 
 // score, guarded (those that are protected), valid and ranks, or null, [rows, width]; counts [2, rows]: tokens,
 // protected tokens; finite [rows]: whether all scores that compete are; slots [rows]: of the lowest score, of equal ones
-// that of the highest rank, without ranks the last; -1 for none; rest [rows, width]: the tokens without that one.
+// that of the highest rank, without ranks the last; -1 for none.
 extern "C" void row_worst(const float* score, const bool* guarded, const bool* valid, const int32_t* ranks,
-                          int64_t rows, int64_t width, int64_t* counts, bool* finite, int32_t* slots, bool* rest) {
-  for (int64_t row = 0; row < rows; ++row, score += width, guarded += width, valid += width, rest += width) {
+                          int64_t rows, int64_t width, int64_t* counts, bool* finite, int32_t* slots) {
+  for (int64_t row = 0; row < rows; ++row, score += width, guarded += width, valid += width) {
     int64_t held = 0, fixed = 0, place = -1, newest = -1;
     float lowest = std::numeric_limits<float>::infinity();
     bool all = true;
     for (int64_t t = 0; t < width; ++t) {
-      rest[t] = valid[t];
       if (!valid[t]) continue;
       ++held;
       if (guarded[t]) {
@@ -31,7 +30,6 @@ extern "C" void row_worst(const float* score, const bool* guarded, const bool* v
         place = t;
       }
     }
-    if (place >= 0) rest[place] = false;
     counts[row] = held;
     counts[rows + row] = fixed;
     finite[row] = all;

@@ -12,7 +12,7 @@ from ag.kernels import native
 from ag.kernels.row_worst.reference import Worst
 
 KERNEL = native.Kernel(
-    Path(__file__).with_name("cpu.cpp"), (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 4)
+    Path(__file__).with_name("cpu.cpp"), (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3)
 )
 
 
@@ -21,19 +21,12 @@ def row_worst(score: Tensor, protected: Tensor, valid: Tensor, ranks: Tensor | N
     rows = [x.contiguous() for x in (score, protected, valid)]  # named, so that they outlive the call
     order = None if ranks is None else ranks.int().contiguous()
     number = score.shape[:-1]
-    counts, finite, slot, rest = (
-        torch.empty(shape, dtype=kind)
-        for shape, kind in (
-            ((2, *number), torch.long),
-            (number, torch.bool),
-            (number, torch.int32),
-            (score.shape, torch.bool),
-        )
-    )
+    counts = torch.empty(2, *number, dtype=torch.long)
+    finite, slot = torch.empty(number, dtype=torch.bool), torch.empty(number, dtype=torch.int32)
     given = (*(x.data_ptr() for x in rows), None if order is None else order.data_ptr())
-    KERNEL(*given, finite.numel(), score.shape[-1], *(x.data_ptr() for x in (counts, finite, slot, rest)))
+    KERNEL(*given, finite.numel(), score.shape[-1], *(x.data_ptr() for x in (counts, finite, slot)))
     held, fixed = counts
-    return Worst(held, fixed, finite, slot, rest)
+    return Worst(held, fixed, finite, slot)
 
 
 def unavailable(score: Tensor) -> str | None:

@@ -16,7 +16,6 @@ class Worst(NamedTuple):
     fixed: Tensor  # [B, Hkv] long, those of them that are protected
     finite: Tensor  # [B, Hkv] bool, whether all scores that compete are finite
     slot: Tensor  # [B, Hkv] int32, of the token that goes; -1 where none competes
-    rest: Tensor  # [B, Hkv, N] bool, the tokens without the one that goes; all of them where none competes
 
 
 def reference_row_worst(score: Tensor, protected: Tensor, valid: Tensor, ranks: Tensor | None = None) -> Worst:
@@ -30,4 +29,4 @@ def reference_row_worst(score: Tensor, protected: Tensor, valid: Tensor, ranks: 
     newest = F.pad((slots if ranks is None else ranks).expand_as(score), (0, 1)).masked_fill(~worst, -1).max(-1)
     slot = torch.where(newest.values < 0, -1, newest.indices)
     finite = (torch.isfinite(score) | ~rivals).all(-1)
-    return Worst(held, held - rivals.sum(-1), finite, slot.int(), valid & (slots != slot[..., None]))
+    return Worst(held, held - rivals.sum(-1), finite, slot.int())

@@ -13,7 +13,7 @@ SEARCHED = 4096  # slots that a program looks at together
 
 
 @triton.jit(do_not_specialize=["width"])
-def _worst(score, guarded, valid, ranks, counts, finite, slots, rest, rows, width, COUNT: tl.constexpr):
+def _worst(score, guarded, valid, ranks, counts, finite, slots, rows, width, COUNT: tl.constexpr):
     """Do one row."""
     row = tl.cast(tl.program_id(0), tl.int64)
     first = row * width
@@ -42,10 +42,6 @@ def _worst(score, guarded, valid, ranks, counts, finite, slots, rest, rows, widt
     tl.store(counts + rows + row, tl.cast(fixed, tl.int64))
     tl.store(finite + row, (wrong == 0).to(tl.uint8))
     tl.store(slots + row, place)
-    for n in range(0, width, COUNT):
-        at = n + tl.arange(0, COUNT)
-        there = tl.load(valid + first + at, mask=at < width, other=0) != 0
-        tl.store(rest + first + at, (there & (at != place)).to(tl.uint8), mask=at < width)
 
 
 @torch.compiler.disable
@@ -55,14 +51,13 @@ def triton_row_worst(score: Tensor, protected: Tensor, valid: Tensor, ranks: Ten
     counts = torch.empty(2, *number, dtype=torch.long, device=device)
     finite = torch.empty(number, dtype=torch.bool, device=device)
     slot = torch.empty(number, dtype=torch.int32, device=device)
-    rest = torch.empty(score.shape, dtype=torch.bool, device=device)
     rows = finite.numel()
     with torch.cuda.device_of(score):
         _worst[(rows,)](
             *(score.contiguous(), *(x.contiguous().view(torch.uint8) for x in (protected, valid))),
             *(None if ranks is None else ranks.contiguous(), counts, finite.view(torch.uint8), slot),
-            *(rest.view(torch.uint8), rows, width, min(SEARCHED, triton.next_power_of_2(max(width, 1)))),
+            *(rows, width, min(SEARCHED, triton.next_power_of_2(max(width, 1)))),
             num_warps=4,
         )
     held, fixed = counts
-    return Worst(held, fixed, finite, slot, rest)
+    return Worst(held, fixed, finite, slot)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ag.engine.pool import PAGE, Pool, PoolFullError
+from ag.engine.select import Leaving
 from ag.engine.store import PagedStore
 
 DIM, HEADS, ROOM = 3, 2, 40
@@ -126,6 +127,24 @@ class Stores(RuleBasedStateMachine):
                 if at < len(row):
                     row[at] = last
 
+    @rule(number=st.integers(0, 9), seed=st.integers(0, 2**16), everywhere=st.booleans())
+    def leave(self, number, seed, everywhere):
+        """One token of each row, or of some, by its slot."""
+        store, lists = self.stores[number % len(self.stores)]
+        draw = torch.Generator().manual_seed(seed)
+        everywhere = everywhere and all(lists.rows)
+        slots = [
+            int(torch.randint(0 if everywhere else -1, len(row), (), generator=draw)) if row else -1
+            for row in lists.rows
+        ]
+        gone = torch.tensor(slots, dtype=torch.int32)[:, None]
+        try:
+            assert store.retain(Leaving(gone.view(-1, HEADS), everywhere))
+        except PoolFullError:  # what is shared would have been copied
+            assert self.pool.fixed
+            return
+        self.fill(lists, gone)
+
     @rule(number=st.integers(0, 9), share=st.floats(0, 1), seed=st.integers(0, 2**16))
     def retain(self, number, share, seed):
         """Many go: what stays is closed up in the order of ranks; few: the last ones take their slots."""
@@ -153,7 +172,7 @@ class Stores(RuleBasedStateMachine):
             assert not noted[:, len(row) :].any() or not any(gone)
 
     def index(self, store):
-        index, _ = store._index(int(store.lengths.max()))
+        index = store._index(int(store.lengths.max()))
         return [places[:length] for places, length in zip(index, store.lengths.tolist(), strict=True)]
 
     @rule(number=st.integers(0, 9), back=st.integers(0, 30))

@@ -38,7 +38,6 @@ def check(version, seed, width, finite, ranked, dtype=torch.int32):
                 rank = list(range(width)) if ranks is None else ranks[b, h].tolist()
                 gone = min(rivals, key=lambda t: (float(score[b, h, t]), -rank[t]), default=-1)
                 assert int(found.slot[b, h]) == gone and found.slot.dtype == torch.int32
-                assert found.rest[b, h].nonzero().flatten().tolist() == [t for t in held if t != gone]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

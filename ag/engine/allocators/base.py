@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.select import best, closing_order, select, standings, without_worst
+from ag.engine.select import Leaving, best, closing_order, leaving, select, standings
 from ag.kernels.row_worst import row_worst
 from ag.kernels.row_worst.reference import Worst
 
@@ -101,13 +101,18 @@ class Ballot:
     def keep_heads(self, share: Tensor) -> Tensor:
         """Return the mask of ``share`` ``[B, Hkv]`` tokens, and of all where nothing is due."""
         if self.second is None:
-            if "standing" not in vars(self):
-                keep = without_worst(self.worst, self.valid, share)
-                if keep is not None:
-                    return self.exempting(keep)
             return self.exempting(best(self.standing, self.protected, self.valid, share))
         sure = best(self.standing, self.protected, self.valid, (share * self.first_share + 1e-6).long())
         return self.exempting(select(self.second, sure, self.valid, share, self.order))
+
+    def leaving(self, share: Tensor) -> Leaving | None:
+        """Return what :meth:`keep` of ``share`` ``[B]`` leaves out, where that is one token of a head; else None."""
+        if self.second is not None:
+            return None
+        gone = leaving(self.worst, share[:, None])
+        if gone is None or self.everyone:
+            return gone
+        return Leaving(gone.slots.masked_fill(~self.due[:, None], -1), everywhere=False)
 
     def as_many(self, keep: Tensor) -> Tensor:
         """Return as many tokens of each head as ``keep`` ``[B, Hkv, N]`` has, which one score chose, by both scores."""
@@ -200,9 +205,10 @@ class Allocator(ABC):
             shares: what the layers got so far; this one's share is noted there.
         """
 
-    def keep_later(self, layer: int, ballot: Ballot, shares: Shares) -> Tensor:
-        """Return the mask ``[B, Hkv, N]`` of what stays of a layer while decoding."""
-        return ballot.keep(ballot.grown(shares.settled[layer]))
+    def keep_later(self, layer: int, ballot: Ballot, shares: Shares) -> Tensor | Leaving:
+        """Return the mask ``[B, Hkv, N]`` of what stays of a layer while decoding, or what goes."""
+        share = ballot.grown(shares.settled[layer])
+        return ballot.leaving(share) or ballot.keep(share)
 
 
 @dataclass(frozen=True, kw_only=True)
