@@ -38,6 +38,11 @@ class PoolFullError(UserError):
         return error
 
 
+def numbers(pages: Tensor, counts: Tensor) -> Tensor:
+    """Return the first ``counts`` ``[R]`` of each row of ``pages`` ``[R, most]``, row after row, ``[n]`` long."""
+    return pages[torch.arange(pages.shape[1]) < counts[:, None]].long()
+
+
 class Holder(Protocol):
     """What holds pages of a pool; see :class:`ag.engine.store.PagedStore`."""
 
@@ -98,6 +103,7 @@ class Pool:
         self.gates: dict[torch.dtype, Tensor] = {}
         self._references = torch.zeros(0, dtype=torch.int32)  # of each page, on the host
         self._free: list[int] = []  # a stack
+        self._dropped: list[tuple[Tensor, Tensor]] = []  # pages of stores that are gone
         self._holders: WeakSet[Holder] = WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pool:
@@ -164,6 +170,7 @@ class Pool:
     @property
     def free(self) -> int:
         """Pages that nobody holds."""
+        self._collect()
         return len(self._free)
 
     @property
@@ -215,6 +222,19 @@ class Pool:
         """Take note of one more holder of each of these pages ``[n]``."""
         self._references.index_add_(0, pages, torch.ones(len(pages), dtype=torch.int32))
 
+    def drop(self, pages: Tensor, counts: Tensor) -> None:
+        """Take note of the pages of a store that is gone, ``[R, most]`` and how many each row has.
+
+        The garbage collector calls it in the midst of anything, a ``with torch.device("meta")`` among that: nothing is
+        computed here.
+        """
+        self._dropped.append((pages, counts))
+
+    def _collect(self) -> None:
+        """Take back what stores held that are gone."""
+        while self._dropped:
+            self.give(numbers(*self._dropped.pop()))
+
     def give(self, pages: Tensor) -> None:
         """Take pages ``[n]`` back from a holder; those that nobody else holds are free."""
         self._references.index_add_(0, pages, torch.full((len(pages),), -1, dtype=torch.int32))
@@ -223,6 +243,7 @@ class Pool:
 
     def references(self, pages: Tensor) -> Tensor:
         """Return how many rows hold each of these pages, ``[n]`` int32 on the CPU."""
+        self._collect()
         return self._references[pages]
 
     def copy(self, source: Tensor, target: Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.engine.pool import PAGE, Pool
+from ag.engine.pool import PAGE, Pool, numbers
 from ag.engine.select import Leaving, closing_order
 from ag.kernels.pages import New, Pages
 from ag.kernels.pool_append import pool_append
@@ -56,11 +56,11 @@ class _Held:
 
     def numbers(self) -> Tensor:
         """Return all of them, row after row, ``[n]`` long."""
-        return self.pages[torch.arange(self.pages.shape[1]) < self.counts[:, None]].long()
+        return numbers(self.pages, self.counts)
 
 
 def _give_back(held: _Held) -> None:
-    held.pool.give(held.numbers())
+    held.pool.drop(held.pages, held.counts)
 
 
 class PagedStore:
@@ -324,7 +324,7 @@ class PagedStore:
         """Add one new token of each sequence, none where its rank is below 0."""
         self.write()
         self._apart(k, v)
-        self.make_room(1, everywhere=victims is not None, ahead=0 if victims is None else PAGE - 1)
+        self.make_room(1, everywhere=victims is not None, ahead=0 if victims is None else PAGE)
         new = New(k[:, :, 0], v[:, :, 0], ranks[:, 0], None if gate is None else gate[:, :, 0])
         pool_append(self.rows, new, victims, [] if victims is None else self._noted(records))
         self._room -= 1

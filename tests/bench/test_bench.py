@@ -17,6 +17,7 @@ from ag.bench.contestants import Arena, Contestant
 from ag.bench.decode import FIRST
 from ag.bench.run import bench
 from ag.engine import EvictionCache
+from ag.engine.pool import PAGE
 
 SMALL = {"model": "random:tiny", "context": [192], "rounds": 1, "warmup": 0, "steps": 3, "keep": [0.25]}
 COLUMNS = {
@@ -304,7 +305,8 @@ def test_a_stream_holds_its_size_beside_a_full_cache_that_is_cropped_to_it():
     for row in rows:
         assert {"context", "batch", "contestant", "quartile 1", "quartile 3"} | COLUMNS["stream"] == set(row)
         assert row["held"] == 192
-        assert row["KV bytes"] == row["KV bytes at the end"] > 0
+        pages = row["KV bytes"] * PAGE / row["held"]  # a page of each row; one more may be taken ahead
+        assert abs(row["KV bytes at the end"] - row["KV bytes"]) <= 2 * pages
     assert rows[0]["over full"] == rows[0]["last/first over full"] == 1
 
 

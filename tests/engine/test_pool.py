@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from bounds import hold, of_logits
 from gates_for import gates_for
 from held import contents
 from refused import refuses
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ag
 from ag.engine.pool import PAGE, Pool, PoolFullError
@@ -96,6 +98,19 @@ def test_a_copy_shares_pages_until_one_of_both_writes(tiny_llama):
     assert store.lengths.tolist() == [40, 40] and copied.lengths.tolist() == [41, 41]
     del copied
     assert store.pool.free == 20 - 6
+
+
+@pytest.mark.parametrize("midst", [partial(torch.device, "meta"), FakeTensorMode], ids=["device", "fake"])
+def test_a_store_may_go_in_the_midst_of_anything(tiny_llama, midst):
+    pool = Pool(tiny_llama(), 20 * PAGE * TOKEN)
+    store = PagedStore(1, 2, pool)
+    store.append(*tokens(40), None)
+    store.write()
+    assert pool.free == 20 - 6
+    with midst():
+        del store
+        gc.collect()
+    assert pool.free == 20
 
 
 def test_gradients_concern_no_other_store(tiny_llama):

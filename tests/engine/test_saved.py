@@ -340,7 +340,7 @@ FIXED = {
               "recent", "pool"},
     "gate": {"window"},
     "store": {"batch", "kv_heads", "gate_type", "_in_order", "_held", "_table", "_room", "_shared", "_prompt", "_runs",
-              "_known", "_ahead"},
+              "_indexed", "_known", "_ahead"},
 }  # fmt: skip
 
 

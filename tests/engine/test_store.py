@@ -256,6 +256,7 @@ class Stores(RuleBasedStateMachine):
     def pages_are_counted(self):
         """None is lost, none is free and held, and the number of holders is that of rows that name it."""
         held = torch.cat([store.pages() for store, _ in self.stores])
+        assert self.pool.free == len(self.pool._free)
         assert self.pool._references.tolist() == held.bincount(minlength=self.pool.size).tolist()
         free = self.pool._free
         assert len(set(free)) == len(free) and not set(free) & set(held.tolist())
