@@ -16,6 +16,7 @@ from ag.errors import UserError
 VARIABLE = "AG_KERNELS"
 VERSIONS = ("triton", "cpp", "chunked", "reference")
 INSTALLED = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which must be set before Triton is imported
 log = logging.getLogger(__name__)
 
 
@@ -74,10 +75,9 @@ def recorded(*buffers: Tensor) -> str | None:
     return None
 
 
-@functools.cache  # a step asks several times in each layer
 def interpreting() -> bool:
-    """Whether Triton's interpreter runs the kernels, on any device; the variable must be set before Triton's import."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    """Whether Triton's interpreter runs the kernels, on any device."""
+    return INTERPRETED
 
 
 @functools.cache

@@ -15,11 +15,8 @@ from ag.kernels.gated_attention.reference import reference_gated_attention
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
     monkeypatch.delenv("AG_KERNELS", raising=False)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    dispatch.interpreting.cache_clear()
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
     dispatch._tell.cache_clear()
-    yield
-    dispatch.interpreting.cache_clear()
 
 
 def test_the_first_that_can_run_is_chosen_and_told_once(caplog):
@@ -63,8 +60,7 @@ def test_a_forced_version_that_cannot_run_says_why(monkeypatch, installed):
 
 def test_what_triton_cannot_take(monkeypatch):
     monkeypatch.setattr(dispatch, "INSTALLED", True)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    dispatch.interpreting.cache_clear()
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
     assert dispatch.no_triton(torch.zeros(2, 256)) is None
     assert dispatch.no_triton(torch.zeros(2, 8), torch.zeros(2, 257)) == "the head size 257 is above 256"
     assert "interpreter" in dispatch.no_triton(torch.zeros(2, 8).bfloat16())
