@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from ag.engine import EvictionCache as EvictionCache
     from ag.engine import Policy as Policy
     from ag.engine import policy as policy
+    from ag.engine.pool import Pool as Pool
+    from ag.engine.pool import PoolFullError as PoolFullError
     from ag.gates.attach import attach as attach
     from ag.gates.attach import detach as detach
     from ag.gates.gate import AttentionGates as AttentionGates

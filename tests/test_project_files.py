@@ -187,6 +187,15 @@ def test_reference_names_all_that_is_public():
     )
 
 
+def test_what_is_public_is_imported_for_tools_that_do_not_run_it():
+    """Type checkers and the site's reference read the imports under TYPE_CHECKING; Python reads the table."""
+    (checked,) = [
+        node for node in ast.parse((ROOT / "ag" / "__init__.py").read_text()).body if isinstance(node, ast.If)
+    ]
+    imports = [node for node in checked.body if isinstance(node, ast.ImportFrom)]
+    assert {name.asname: node.module for node in imports for name in node.names} == ag._PUBLIC
+
+
 def test_lost_links_of_a_built_site_are_named(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "index.html").write_text(
