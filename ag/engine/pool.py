@@ -38,7 +38,12 @@ class PoolFullError(UserError):
         return error
 
 
-def numbers(pages: Tensor, counts: Tensor) -> Tensor:
+def pages_for(tokens: Tensor) -> Tensor:
+    """Return the pages that rows of so many tokens need."""
+    return (tokens + PAGE - 1) // PAGE
+
+
+def listed(pages: Tensor, counts: Tensor) -> Tensor:
     """Return the first ``counts`` ``[R]`` of each row of ``pages`` ``[R, most]``, row after row, ``[n]`` long."""
     return pages[torch.arange(pages.shape[1]) < counts[:, None]].long()
 
@@ -233,7 +238,7 @@ class Pool:
     def _collect(self) -> None:
         """Take back what stores held that are gone."""
         while self._dropped:
-            self.give(numbers(*self._dropped.pop()))
+            self.give(listed(*self._dropped.pop()))
 
     def give(self, pages: Tensor) -> None:
         """Take pages ``[n]`` back from a holder; those that nobody else holds are free."""

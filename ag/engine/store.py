@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.engine.pool import PAGE, Pool, numbers
+from ag.engine.pool import PAGE, Pool, listed, pages_for
 from ag.engine.select import Leaving, closing_order
 from ag.kernels.pages import New, Pages
 from ag.kernels.pool_append import pool_append
@@ -56,7 +56,7 @@ class _Held:
 
     def numbers(self) -> Tensor:
         """Return all of them, row after row, ``[n]`` long."""
-        return numbers(self.pages, self.counts)
+        return listed(self.pages, self.counts)
 
 
 def _give_back(held: _Held) -> None:
@@ -99,16 +99,14 @@ class PagedStore:
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedStore:
         """Return a store of the same tokens, which shares the pages."""
         self.write()
-        new = memo[id(self)] = self._like(self.batch)
+        new = type(self)(self.batch, self.kv_heads, self.pool, self.gate_type, in_order=self._in_order)
+        memo[id(self)] = new
         self.pool.share(self.pages())
         new._held.pages, new._held.counts = self._held.pages.clone(), self._held.counts.clone()
         new._table, new._lengths = self._table.clone(), self._lengths.clone()
         new.ordered, new._known, new._room, new._shared = self.ordered, self._known, self._room, True
         self._shared = True
         return new
-
-    def _like(self, batch: int) -> PagedStore:
-        return type(self)(batch, self.kv_heads, self.pool, self.gate_type, in_order=self._in_order)
 
     # ---- what it holds
 
@@ -211,10 +209,7 @@ class PagedStore:
         if self.ordered or self._prompt is not None:
             return rows
         last = torch.iinfo(torch.int32).max
-        order = (rows.ranks if rows.valid is None else rows.ranks.masked_fill(~rows.valid, last)).argsort(1)
-        keys, values = (x.gather(1, order[:, :, None].expand_as(x)) for x in (rows.keys, rows.values))
-        gate = None if rows.gate is None else rows.gate.gather(1, order)
-        return Rows(keys, values, rows.ranks.gather(1, order), rows.valid, gate)
+        return _sorted(rows, rows.ranks if rows.valid is None else rows.ranks.masked_fill(~rows.valid, last))
 
     def kept(self) -> list[Tensor]:
         """Return the ranks of what each row holds, ascending."""
@@ -359,7 +354,7 @@ class PagedStore:
         index, valid = self._index(longest), self._taken(longest)
         for column, x in zip(self.rows.columns, tokens, strict=True):
             column.view(-1, *column.shape[2:]).index_copy_(0, index[valid], x)
-        self._room = int((self._held.counts * PAGE - lengths).min())
+        self._measure(lengths)
         self.ordered = ordered
 
     def write(self) -> None:
@@ -393,7 +388,8 @@ class PagedStore:
                 flat.index_copy_(0, tokens[new.valid], x[new.valid])
         self._lengths += more.to(device)
         self._known = before + more
-        self._room, self._ahead = int((self._held.counts * PAGE - before - more).min()), False
+        self._measure(self._known)
+        self._ahead = False
 
     def _apart(self, *new: Tensor) -> None:
         """Where gradients go through tokens, write them to a pool of its own, of which nothing was saved for them."""
@@ -434,7 +430,11 @@ class PagedStore:
         lengths, tokens = self.lengths, tokens if self.pool.fixed else max(tokens, ahead)
         self._take_pages(lengths, torch.full_like(lengths, tokens), everywhere=everywhere)
         if not self._shared:
-            self._give_spare((lengths + tokens + PAGE - 1) // PAGE)
+            self._give_spare(pages_for(lengths + tokens))
+        self._measure(lengths)
+
+    def _measure(self, lengths: Tensor) -> None:
+        """Take note of the room of rows that hold so many tokens ``[R]``."""
         self._room = int((self._held.counts * PAGE - lengths).min())
 
     def _give_spare(self, needed: Tensor) -> None:
@@ -469,7 +469,7 @@ class PagedStore:
             more: ``[R]``, tokens that come.
             everywhere: whether something may be written in any slot.
         """
-        needed = (lengths + more + PAGE - 1) // PAGE
+        needed = pages_for(lengths + more)
         wanted = (needed - self._held.counts).clamp_min(0)
         if not self._shared:
             return wanted, torch.zeros(0, 2, dtype=torch.long)
@@ -550,7 +550,7 @@ class PagedStore:
             self._prompt = self._prompt._replace(valid=keep)
             self.write()
             return True
-        there = torch.arange(keep.shape[1], device=keep.device) < self._lengths[:, None]
+        there = self._taken(keep.shape[1])
         goes = there > keep  # held, and not kept
         counts = goes.sum(1).tolist()
         most = max(counts)
@@ -637,7 +637,7 @@ class PagedStore:
 
     def _shrink(self, lengths: Tensor) -> None:
         """Give pages back that rows of these lengths do not need, and take others for those that are shared."""
-        needed = (lengths + PAGE - 1) // PAGE
+        needed = pages_for(lengths)
         places = torch.arange(self._held.pages.shape[1])
         if self._shared:
             old, count = self.pages(), int(needed.sum())
@@ -649,7 +649,8 @@ class PagedStore:
         else:
             self._give_spare(needed)
         self._held.counts, self._shared = needed, False
-        self._room, self._ahead = int((needed * PAGE - lengths).min()), False
+        self._measure(lengths)
+        self._ahead = False
         self._sent()
 
     def settle(self, first: Tensor, recent: int | None, window: int | None, records: Records | None = None) -> None:
@@ -675,8 +676,8 @@ class PagedStore:
         self.write()
         if not self._shared:
             lengths = self.lengths
-            self._give_spare((lengths + PAGE - 1) // PAGE)
-            self._room = int((self._held.counts * PAGE - lengths).min())
+            self._give_spare(pages_for(lengths))
+            self._measure(lengths)
         self.pool.trim()
 
     # ---- sequences
@@ -717,7 +718,12 @@ def _to_front(rows: Rows) -> Rows:
     """Return rows whose free slots come last, as they do in pages: those of padding on the left come first."""
     if rows.valid is None or not bool((rows.valid[:, 1:] & ~rows.valid[:, :-1]).any()):
         return rows
-    order = (~rows.valid).int().argsort(dim=1, stable=True)
+    return _sorted(rows, (~rows.valid).int())
+
+
+def _sorted(rows: Rows, places: Tensor) -> Rows:
+    """Return rows whose slots are in the order of ``places`` ``[R, N]``, equal ones as they lie."""
+    order = places.argsort(dim=1, stable=True)
     keys, values = (x.gather(1, order[:, :, None].expand_as(x)) for x in (rows.keys, rows.values))
-    gate = None if rows.gate is None else rows.gate.gather(1, order)
-    return Rows(keys, values, rows.ranks.gather(1, order), rows.valid.gather(1, order), gate)
+    valid, gate = (None if x is None else x.gather(1, order) for x in (rows.valid, rows.gate))
+    return Rows(keys, values, rows.ranks.gather(1, order), valid, gate)

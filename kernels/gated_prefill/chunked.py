@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.kernels.gated_attention.masks import pair_masks, sink_mask
+from ag.kernels.gated_attention.masks import sink_mask
+from ag.kernels.gated_prefill.reference import visible_pairs
 
 SHORT = 256  # tokens of a prompt that PyTorch's attention takes under one mask in less time than blocks
 BLOCK = 128  # queries handled at once
@@ -60,10 +61,7 @@ def _masked(
     """Attend with PyTorch's own attention, the query heads of a KV head as the heads of a sequence."""
     batch, heads, length, _ = q.shape
     rows, group = keep.shape[0] * keep.shape[1], heads // k.shape[1]
-    index = torch.arange(length, device=q.device)
-    sink = sink_mask(key_valid, sinks, batch, length, q.device)
-    visible, protected = pair_masks(index, index, key_valid, sink, recent, window, None)
-    hidden = ~(visible & (protected | keep[:, :, None])).reshape(rows, 1, length, length)
+    hidden = ~visible_pairs(keep, key_valid, recent, sinks, window).reshape(rows, 1, length, length)
     bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
     q, k, v = (x.reshape(rows, -1, length, x.shape[-1]).expand(-1, group, -1, -1) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, bias, scale=scaling)

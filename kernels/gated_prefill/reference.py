@@ -20,12 +20,17 @@ def reference_gated_prefill(
     window: int | None = None,
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_prefill.gated_prefill` with a mask over whole matrices."""
-    batch, heads, length, _ = q.shape
-    group = heads // k.shape[1]
-    index = torch.arange(length, device=q.device)
-    sink = sink_mask(key_valid, sinks, batch, length, q.device)
-    visible, protected = pair_masks(index, index, key_valid, sink, recent, window, None)
-    visible = (visible & (protected | keep[:, :, None, :])).repeat_interleave(group, 1)
+    group = q.shape[1] // k.shape[1]
+    visible = visible_pairs(keep, key_valid, recent, sinks, window).repeat_interleave(group, 1)
     s = (q @ k.repeat_interleave(group, 1).mT) * scaling
     weights = s.masked_fill(~visible, float("-inf")).softmax(-1).masked_fill(~visible, 0.0)
     return weights @ v.repeat_interleave(group, 1)
+
+
+def visible_pairs(keep: Tensor, key_valid: Tensor | None, recent: int, sinks: int, window: int | None) -> Tensor:
+    """Return which keys each query sees, ``[B, Hkv, T, T]`` bool, of flags ``[B, Hkv, T]`` of what stays."""
+    batch, _, length = keep.shape
+    index = torch.arange(length, device=keep.device)
+    sink = sink_mask(key_valid, sinks, batch, length, keep.device)
+    visible, protected = pair_masks(index, index, key_valid, sink, recent, window, None)
+    return visible & (protected | keep[:, :, None, :])
