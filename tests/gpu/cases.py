@@ -142,3 +142,19 @@ def near(got: Tensor, want: Tensor, bound: float, what: str) -> None:
     size = float(want.double().norm())
     limit = bound * (size if size > 1e-6 * want.numel() ** 0.5 else want.numel() ** 0.5)
     assert float((got.double() - want).norm()) <= limit, what
+
+
+def scattered(lengths: list[int], dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values, table and lengths of rows whose pages lie scattered in a pool; free slots hold no numbers."""
+    counts = torch.tensor([here(length) for length in lengths])
+    needed = counts // 16 + 1
+    table = torch.full((len(counts), int(needed.max())), -1, dtype=torch.int32)
+    there = torch.arange(table.shape[1]) < needed[:, None]
+    table[there] = torch.randperm(int(needed.sum())).int()
+    keys, values = (draw(int(needed.sum()), 16, dim, dtype=dtype) for _ in "kv")
+    slots = torch.arange(table.shape[1] * 16)
+    free = (slots >= counts[:, None]) & there[:, slots // 16]
+    at = (table[:, slots // 16].long() * 16 + slots % 16)[free].to(DEVICE)
+    for x in (keys, values):
+        x.view(-1, dim)[at] = torch.nan
+    return keys, values, table.to(DEVICE), counts.int().to(DEVICE)

@@ -8,7 +8,7 @@ import torch
 from ag.kernels.paged_attend import paged_attend
 from ag.kernels.paged_attend.reference import reference_paged_attend
 from ag.kernels.pages import Pages
-from gpu.cases import DEVICE, DIMS, DTYPES, PRECISIONS, REHEARSAL, draw, here, name, near
+from gpu.cases import DEVICE, DIMS, DTYPES, PRECISIONS, REHEARSAL, draw, here, name, near, scattered
 
 pytestmark = pytest.mark.gpu
 
@@ -22,23 +22,13 @@ CASES = {  # lengths of the rows of two sequences, queries, heads of a row, wind
 
 
 def rows(lengths, count, group, dim, dtype):
-    """Rows whose pages lie scattered in a pool, and whose tokens are in no order; free slots hold no numbers."""
-    counts = torch.tensor([here(length) for length in lengths])
-    needed = counts // 16 + 1
-    table = torch.full((len(counts), int(needed.max())), -1, dtype=torch.int32)
-    there = torch.arange(table.shape[1]) < needed[:, None]
-    table[there] = torch.randperm(int(needed.sum())).int()
-    keys, values = (draw(int(needed.sum()), 16, dim, dtype=dtype) for _ in "kv")
-    slots = torch.arange(table.shape[1] * 16)
-    free = (slots >= counts[:, None]) & there[:, slots // 16]
-    at = (table[:, slots // 16].long() * 16 + slots % 16)[free].to(DEVICE)
-    for x in (keys, values):
-        x.view(-1, dim)[at] = torch.nan
-    last, queries = int(counts.max()), here(count)
+    """Queries and their ranks beside rows in scattered pages, whose tokens are in no order."""
+    keys, values, table, held = scattered(lengths, dim, dtype)
+    last, queries = int(held.max()), here(count)
     ranks = torch.randint(last, keys.shape[:2], dtype=torch.int32, device=DEVICE)
     gate = torch.rand(keys.shape[:2], device=DEVICE) < 0.3
-    pages = Pages(keys, values, ranks, gate, table.to(DEVICE), counts.int().to(DEVICE))
-    q = draw(2, len(counts) // 2 * group, queries, dim, dtype=dtype)
+    pages = Pages(keys, values, ranks, gate, table, held)
+    q = draw(2, len(lengths) // 2 * group, queries, dim, dtype=dtype)
     return q, pages, (torch.arange(queries, device=DEVICE) + last - queries).expand(2, -1)
 
 

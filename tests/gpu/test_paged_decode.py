@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ag.kernels.paged_decode import paged_decode, paged_decode_weights
-from gpu.cases import DEVICE, DIMS, DTYPES, PRECISIONS, REHEARSAL, draw, here, name, near
+from gpu.cases import DEVICE, DIMS, DTYPES, PRECISIONS, REHEARSAL, draw, name, near, scattered
 
 pytestmark = pytest.mark.gpu
 
@@ -19,20 +19,9 @@ ROWS = {  # of two sequences
 
 
 def rows(lengths, group, dim, dtype):
-    """Rows whose pages lie scattered in a pool; free slots hold no numbers."""
-    counts = torch.tensor([here(count) for count in lengths])
-    needed = counts // 16 + 1
-    table = torch.full((len(counts), int(needed.max())), -1, dtype=torch.int32)
-    there = torch.arange(table.shape[1]) < needed[:, None]
-    table[there] = torch.randperm(int(needed.sum())).int()
-    keys, values = (draw(int(needed.sum()), 16, dim, dtype=dtype) for _ in "kv")
-    slots = torch.arange(table.shape[1] * 16)
-    free = (slots >= counts[:, None]) & there[:, slots // 16]
-    at = (table[:, slots // 16].long() * 16 + slots % 16)[free].to(DEVICE)
-    for x in (keys, values):
-        x.view(-1, dim)[at] = torch.nan
-    q = draw(2, len(counts) // 2 * group, 1, dim, dtype=dtype)
-    return q, keys, values, table.to(DEVICE), counts.int().to(DEVICE)
+    """Queries beside rows in scattered pages."""
+    held = scattered(lengths, dim, dtype)
+    return draw(2, len(lengths) // 2 * group, 1, dim, dtype=dtype), *held
 
 
 def by_row(q, keys, values, table, lengths, scaling):
