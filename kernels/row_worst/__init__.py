@@ -6,7 +6,9 @@ from torch import Tensor
 
 from ag.kernels.dispatch import no_triton, pick
 from ag.kernels.row_worst import cpu
-from ag.kernels.row_worst.reference import Worst, reference_row_worst
+from ag.kernels.row_worst.reference import NOT_FINITE as NOT_FINITE
+from ag.kernels.row_worst.reference import OVER as OVER
+from ag.kernels.row_worst.reference import Going, Worst, reference_row_going, reference_row_worst
 
 
 def row_worst(score: Tensor, protected: Tensor, valid: Tensor, ranks: Tensor | None = None) -> Worst:
@@ -22,11 +24,38 @@ def row_worst(score: Tensor, protected: Tensor, valid: Tensor, ranks: Tensor | N
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
-    version = pick(
-        "row_worst",
-        {"triton": no_triton(score, largest=score.shape[-1]), "cpp": cpu.unavailable(score), "reference": None},
-    )
+    version = _version(score)
     find = {"cpp": cpu.row_worst}.get(version, reference_row_worst)
     if version == "triton":
         from ag.kernels.row_worst.triton import triton_row_worst as find
     return find(score, protected, valid, ranks)
+
+
+def row_going(
+    score: Tensor, protected: Tensor, valid: Tensor, ranks: Tensor | None, capacity: Tensor, going: Going
+) -> None:
+    """Write down which token goes from each row that holds more than it may; the host learns nothing of it.
+
+    Args:
+        score: as for :func:`row_worst`, like the next three.
+        protected: as there.
+        valid: as there.
+        ranks: as there.
+        capacity: ``[B]`` long, tokens that a row may hold; it holds what is protected in any case.
+        going: where it is written to, contiguous: the slots anew, what was found beside what was found before.
+
+    Raises:
+        UserError: when AG_KERNELS names a version that cannot run here.
+    """
+    version = _version(score)
+    find = {"cpp": cpu.row_going}.get(version, reference_row_going)
+    if version == "triton":
+        from ag.kernels.row_worst.triton import triton_row_going as find
+    find(score, protected, valid, ranks, capacity, going)
+
+
+def _version(score: Tensor) -> str:
+    return pick(
+        "row_worst",
+        {"triton": no_triton(score, largest=score.shape[-1]), "cpp": cpu.unavailable(score), "reference": None},
+    )

@@ -18,6 +18,16 @@ class Worst(NamedTuple):
     slot: Tensor  # [B, Hkv] int32, of the token that goes; -1 where none competes
 
 
+class Going(NamedTuple):
+    """What a step leaves of a decision: the memory is the same at each step."""
+
+    slots: Tensor  # [B, Hkv, 1] int32, of the tokens that go; -1: none does
+    found: Tensor  # [B, Hkv] uint8, since it was last 0: NOT_FINITE for a score that competed, OVER
+
+
+NOT_FINITE, OVER = 1, 2  # OVER: more was protected than the capacity
+
+
 def reference_row_worst(score: Tensor, protected: Tensor, valid: Tensor, ranks: Tensor | None = None) -> Worst:
     """Do what :func:`ag.kernels.row_worst.row_worst` does."""
     rivals = valid & ~protected
@@ -30,3 +40,14 @@ def reference_row_worst(score: Tensor, protected: Tensor, valid: Tensor, ranks: 
     slot = torch.where(newest.values < 0, -1, newest.indices)
     finite = (torch.isfinite(score) | ~rivals).all(-1)
     return Worst(held, held - rivals.sum(-1), finite, slot.int())
+
+
+def reference_row_going(
+    score: Tensor, protected: Tensor, valid: Tensor, ranks: Tensor | None, capacity: Tensor, going: Going
+) -> None:
+    """Do what :func:`ag.kernels.row_worst.row_going` does."""
+    worst = reference_row_worst(score, protected, valid, ranks)
+    room = capacity[:, None]
+    stays = worst.held <= worst.fixed.maximum(room)
+    going.slots.copy_(worst.slot.masked_fill(stays, -1)[..., None])
+    going.found.bitwise_or_((~worst.finite * NOT_FINITE + (worst.fixed > room) * OVER).to(torch.uint8))

@@ -7,14 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ag.kernels.row_worst.reference import Worst
+from ag.kernels.row_worst.reference import Going, Worst
 
 SEARCHED = 4096  # slots that a program looks at together
 
 
 @triton.jit(do_not_specialize=["width"])
-def _worst(score, guarded, valid, ranks, counts, finite, slots, rows, width, COUNT: tl.constexpr):
-    """Do one row."""
+def _worst(score, guarded, valid, ranks, counts, finite, slots, capacity, seen, rows, width, heads,
+           COUNT: tl.constexpr):  # fmt: skip
+    """Do one row; with a ``capacity`` what goes of it, beside what was ``seen`` so far, in place of what it holds."""
     row = tl.cast(tl.program_id(0), tl.int64)
     first = row * width
     held, fixed, wrong = width * 0, width * 0, width * 0
@@ -38,26 +39,46 @@ def _worst(score, guarded, valid, ranks, counts, finite, slots, rows, width, COU
         place = tl.where(better, tl.max(tl.where((order == latest) & (order >= 0), at, -1), 0), place)
         newest = tl.where(better, latest, newest)
         lowest = tl.where(better, least, lowest)
-    tl.store(counts + row, tl.cast(held, tl.int64))
-    tl.store(counts + rows + row, tl.cast(fixed, tl.int64))
-    tl.store(finite + row, (wrong == 0).to(tl.uint8))
+    if capacity is not None:
+        room = tl.load(capacity + row // heads)
+        place = tl.where(held > tl.maximum(room, tl.cast(fixed, tl.int64)), place, -1)
+        found = tl.where(wrong > 0, 1, 0) + tl.where(fixed > room, 2, 0)
+        tl.store(seen + row, tl.load(seen + row) | found.to(tl.uint8))
+    else:
+        tl.store(counts + row, tl.cast(held, tl.int64))
+        tl.store(counts + rows + row, tl.cast(fixed, tl.int64))
+        tl.store(finite + row, (wrong == 0).to(tl.uint8))
     tl.store(slots + row, place)
 
 
 @torch.compiler.disable
 def triton_row_worst(score: Tensor, protected: Tensor, valid: Tensor, ranks: Tensor | None = None) -> Worst:
     """Do what :func:`ag.kernels.row_worst.row_worst` does on the card, which is never waited for."""
-    number, width, device = score.shape[:-1], score.shape[-1], score.device
+    number, device = score.shape[:-1], score.device
     counts = torch.empty(2, *number, dtype=torch.long, device=device)
     finite = torch.empty(number, dtype=torch.bool, device=device)
     slot = torch.empty(number, dtype=torch.int32, device=device)
-    rows = finite.numel()
+    _search(score, protected, valid, ranks, counts, finite.view(torch.uint8), slot, None, None)
+    held, fixed = counts
+    return Worst(held, fixed, finite, slot)
+
+
+@torch.compiler.disable
+def triton_row_going(
+    score: Tensor, protected: Tensor, valid: Tensor, ranks: Tensor | None, capacity: Tensor, going: Going
+) -> None:
+    """Do what :func:`ag.kernels.row_worst.row_going` does on the card, which is never waited for."""
+    _search(score, protected, valid, ranks, None, None, going.slots, capacity.contiguous(), going.found)
+
+
+def _search(
+    score: Tensor, protected: Tensor, valid: Tensor, ranks: Tensor | None, counts: Tensor | None, *others: Tensor | None
+) -> None:
+    rows, width = score.shape[:-1].numel(), score.shape[-1]
     with torch.cuda.device_of(score):
         _worst[(rows,)](
             *(score.contiguous(), *(x.contiguous().view(torch.uint8) for x in (protected, valid))),
-            *(None if ranks is None else ranks.contiguous(), counts, finite.view(torch.uint8), slot),
-            *(rows, width, min(SEARCHED, triton.next_power_of_2(max(width, 1)))),
+            *(None if ranks is None else ranks.contiguous(), counts, *others),
+            *(rows, width, score.shape[1], min(SEARCHED, triton.next_power_of_2(max(width, 1)))),
             num_warps=4,
         )
-    held, fixed = counts
-    return Worst(held, fixed, finite, slot)

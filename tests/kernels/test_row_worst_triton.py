@@ -11,7 +11,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import test_row_worst
 
 from ag.kernels.row_worst import row_worst
-from ag.kernels.row_worst.triton import triton_row_worst
+from ag.kernels.row_worst.triton import triton_row_going, triton_row_worst
 
 
 @pytest.mark.parametrize("ranked", [False, True])
@@ -21,6 +21,14 @@ def test_rows_equal_lists(monkeypatch, width, finite, ranked):
     monkeypatch.setattr("ag.kernels.row_worst.triton.SEARCHED", 8)
     for seed in range(4):
         test_row_worst.check(triton_row_worst, seed, width, finite, ranked, [torch.int32, torch.long][seed % 2])
+
+
+@pytest.mark.parametrize("finite", [False, True])
+@pytest.mark.parametrize("width", [0, 1, 7, 8, 9, 30])
+def test_what_goes_equals_lists(monkeypatch, width, finite):
+    monkeypatch.setattr("ag.kernels.row_worst.triton.SEARCHED", 8)
+    for seed in range(8):
+        test_row_worst.check_going(triton_row_going, seed, width, finite)
 
 
 def test_ranks_and_layouts():

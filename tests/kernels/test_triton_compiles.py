@@ -30,7 +30,8 @@ from ag.kernels.paged_decode import triton as paged  # noqa: E402
 from ag.kernels.pages import New, Pages  # noqa: E402
 from ag.kernels.pool_append.triton import triton_pool_append  # noqa: E402
 from ag.kernels.pool_expired.triton import triton_pool_expired  # noqa: E402
-from ag.kernels.row_worst.triton import triton_row_worst  # noqa: E402
+from ag.kernels.row_worst.reference import Going  # noqa: E402
+from ag.kernels.row_worst.triton import triton_row_going, triton_row_worst  # noqa: E402
 from ag.kernels.tuned import Tuned  # noqa: E402
 
 COMPILER = "3.9"  # of the table: another Triton allots registers in another way
@@ -221,5 +222,7 @@ def test_pool_expired_compiles(compiled, dim, dtype):
 def test_row_worst_compiles(compiled, ranks):
     masks = torch.rand(2, 2, 2, 3000) > 0.5
     order = torch.arange(3000).expand(2, 2, -1) if ranks else None
+    going = Going(torch.zeros(2, 2, 1, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.uint8))
     triton_row_worst(torch.rand(2, 2, 3000), *masks, order)
+    triton_row_going(torch.rand(2, 2, 3000), *masks, order, torch.tensor([9, 8]), going)
     assert set(compiled) == {"_worst"}
