@@ -33,15 +33,15 @@ def attend_one_weights(call: AttentionCall, store: PagedStore) -> tuple[Tensor, 
 
     Args:
         call: the query's; its token is stored.
-        store: what the layer holds, N tokens in its longest row.
+        store: what the layer holds, N slots wide.
 
     Returns:
         ``[B, H, 1, D]``, and the weights ``[B, H, N]`` in float32.
     """
-    rows, longest = store.rows, int(store.lengths.max())
-    table = rows.table[:, : -(-longest // PAGE)]
+    rows, width = store.rows, store.width
+    table = rows.table[:, : -(-width // PAGE)]
     out, weights = paged_decode_weights(call.q, rows.keys, rows.values, table, rows.lengths, call.scaling)
-    return out, weights[..., :longest]
+    return out, weights[..., :width]
 
 
 def attend_many(call: AttentionCall, store: PagedStore, ranks: Tensor, recent: int | None) -> Tensor:

@@ -36,6 +36,8 @@ from ag.model.hooks import AttentionCall, Interceptor, decoder_of, device_of, in
 from ag.model.projection import output_projection
 from ag.model.support import check_attention, check_rotations
 
+LOOK = 16  # steps after which the host looks at what their decisions found, such as scores that are not finite
+
 
 class EvictionCache(Cache, Interceptor):
     """A key-value cache that forgets: evicted keys and values are dropped from memory, per sequence and KV head.
@@ -219,6 +221,8 @@ class EvictionCache(Cache, Interceptor):
 
         False where nothing had to go so far.
         """
+        if self.decision is not None:
+            self.decision.look()
         known = None if self.decision is None else self.decision.shares.over_budget
         return torch.zeros(len(self.valid), dtype=torch.bool) if known is None else known
 
@@ -421,6 +425,8 @@ class EvictionCache(Cache, Interceptor):
         if self.repetition is not None and not self.repetition.active and not self.repetition.done:
             with self._whole_prompt():
                 self._repeat(self.repetition)
+        if self.decision is not None:
+            self.decision.look(LOOK)
         if self._pass.completes_prompt:
             for layer in self.evicting_layers:
                 if layer.store is not None:
@@ -474,6 +480,7 @@ class EvictionCache(Cache, Interceptor):
         for layer in self.evicting_layers:
             layer.select_sequences(indices)
         if self.decision is not None:
+            self.decision.settle()
             self.decision.shares.select_sequences(indices)
 
     def release(self, sequences: Sequence[int]) -> None:
@@ -522,6 +529,8 @@ class EvictionCache(Cache, Interceptor):
         for mine, theirs in zip(self.evicting_layers, other.evicting_layers, strict=True):
             mine.join(theirs, self.history.seen)
         if self.decision is not None and other.decision is not None:
+            self.decision.settle()
+            other.decision.settle()
             self.decision.shares.join(other.decision.shares, sequences)
         self.now = None
         other.reset()

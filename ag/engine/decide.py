@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from torch import Tensor
 from ag.engine.allocators.base import Ballot, Shares
 from ag.engine.observe import Observation
 from ag.engine.policy import Policy
-from ag.engine.select import Leaving
 from ag.errors import BudgetWarning, UserError
+from ag.kernels.row_worst import NOT_FINITE, OVER
+from ag.kernels.row_worst.reference import Going
 
 
 class NonFiniteScoreError(UserError, FloatingPointError):
@@ -28,12 +30,13 @@ class Decision:
 
     def __init__(self, policy: Policy, layers: list[int]) -> None:
         self.policy, self.shares = policy, Shares(layers)
-        self._of: Tensor | None = None  # tokens that the capacity was last asked for
+        self._of: tuple[Tensor, int] | None = None  # tokens that the capacity was last asked for
+        #: By layer, what decisions of steps found since the last look, ``[B, Hkv]`` uint8.
+        self._found: dict[int, Tensor] = {}
+        self._looked = 0
 
-    def decide(self, seen: Observation, due: Tensor | None = None) -> dict[int, Tensor | Leaving]:
+    def decide(self, seen: Observation, due: Tensor | None = None) -> dict[int, Tensor]:
         """Take in a layer and return masks ``[B, Hkv, N]`` of what stays, of it and of the layers where something goes.
-
-        While decoding it may be one token of each head that goes, in place of a mask.
 
         Args:
             seen: the layer.
@@ -48,13 +51,79 @@ class Decision:
         due = torch.ones(len(seen.q), dtype=torch.bool, device=seen.q.device) if due is None else due
         ballot = self._ballot(seen, due)
         ballot.everyone = everyone
+        self._let_through(ballot, seen.layer)
         if seen.decoding:
-            found = allocator.keep_later(seen.layer, ballot, self.shares)
-            # attention takes a mask, and of a layer with a window goes what no later query sees, too
-            if isinstance(found, Leaving) and (self.policy.evict_before_attend or seen.sliding_window is not None):
-                found = found.mask(ballot.valid)
-            return {seen.layer: found}
+            return {seen.layer: allocator.keep_later(seen.layer, ballot, self.shares)}
         return {**allocator.keep(seen.layer, ballot, self.shares)}
+
+    def step(self, seen: Observation, due: Tensor, slots: Tensor) -> bool:
+        """Write down what goes of a layer where one token came to each sequence since the last decision.
+
+        The host does not wait: what is rare is found by :meth:`look`.
+
+        Args:
+            seen: the layer.
+            due: ``[B]`` bool, all True.
+            slots: gets the slots ``[B, Hkv, V]`` int32, -1 for none; V being :meth:`most`.
+
+        Returns:
+            Whether the host knows that the same slots go from all heads.
+        """
+        ballot = self._ballot(seen, due)
+        ballot.everyone = True
+        found = self._found.get(seen.layer)
+        if found is None:
+            found = self._found[seen.layer] = torch.zeros(slots.shape[:2], dtype=torch.uint8, device=slots.device)
+        self.policy.allocator.step(seen.layer, ballot, self.shares, Going(slots, found))
+        return all(x.stride(1) == 0 for x in (ballot.score, ballot.protected))  # one for all heads
+
+    def room(self, seen: Observation, held: Tensor) -> int:
+        """Return how many tokens may come to each sequence of a layer before one goes; below 0: one goes now.
+
+        The host waits.
+
+        Args:
+            seen: the layer.
+            held: ``[B, Hkv]`` long on the CPU, tokens of each row.
+        """
+        if self.policy.budget_of == "seen":  # what is allowed grows
+            return -1
+        heads, compete = held.shape[1], self.policy.allocator.compares_heads
+        share = self.shares.settled.get(seen.layer)
+        if share is None:  # heads compete for what all of them are allowed
+            share = self._capacity(seen.prompt_lengths) * heads
+        held = held.sum(1) if compete else held.amax(1)
+        return int((share.cpu() - held).min()) // (heads if compete else 1)
+
+    def settle(self) -> None:
+        """Look for the last time before sequences change their places."""
+        self.look()
+        self._found.clear()
+
+    def most(self, heads: int) -> int:
+        """Return how many tokens may go from a head when one came to each of so many."""
+        return heads if self.policy.allocator.compares_heads else 1
+
+    def look(self, steps: int = 1) -> None:
+        """Look at what decisions of steps found, at each call or at one of so many; the host waits for it.
+
+        Raises:
+            NonFiniteScoreError: when a score was not finite since the last look.
+        """
+        self._looked = (self._looked + 1) % steps
+        if self._looked or not self._found:
+            return
+        layers = list(self._found)
+        device = self._found[layers[0]].device
+        found = torch.stack([x.to(device) for x in self._found.values()]).cpu()
+        if not found.any():
+            return
+        for x in self._found.values():
+            x.zero_()
+        wrong = (found & NOT_FINITE).any(-1).any(-1)
+        if wrong.any():
+            self._refuse_scores(layers[int(wrong.long().argmax())])
+        self._note_over((found & OVER).any(-1).any(0), "more tokens per KV head (sinks, recent, window)")
 
     def _ballot(self, seen: Observation, due: Tensor) -> Ballot:
         scorer, allocator = self.policy.scorer, self.policy.allocator
@@ -86,20 +155,27 @@ class Decision:
         )
         if grows:
             ballot.prompt_capacity = self.policy.capacity(seen.prompt_lengths)
+        return ballot
+
+    def _let_through(self, ballot: Ballot, layer: int) -> None:
+        """Refuse scores that are not finite, and let what is protected exceed the budget."""
         finite = ballot.worst.finite.all(1)
         if bool((ballot.over | ~finite).any()):  # the host waits once for what is rare
-            if not bool((finite | ~due).all()):
-                raise NonFiniteScoreError(
-                    f"{type(scorer).__name__}.score of {self.policy!r} gave NaN or infinity in layer {seen.layer}: "
-                    "expected finite numbers for all tokens that compete; look at the scorer and at the weights."
-                )
+            if not bool((finite | ~ballot.due).all()):
+                self._refuse_scores(layer)
             self._give_way(ballot)
-        return ballot
+
+    def _refuse_scores(self, layer: int) -> NoReturn:
+        raise NonFiniteScoreError(
+            f"{type(self.policy.scorer).__name__}.score of {self.policy!r} gave NaN or infinity in layer {layer}: "
+            "expected finite numbers for all tokens that compete; look at the scorer and at the weights."
+        )
 
     def _capacity(self, tokens: Tensor) -> Tensor:
         """Return the policy's capacity of so many tokens ``[B]``, which are the same for many layers and passes."""
-        if self._of is not tokens:
-            self._of, self._allowed = tokens, self.policy.capacity(tokens)
+        key = tokens, tokens._version  # the number of tokens may grow in place
+        if self._of is None or self._of[0] is not tokens or self._of[1] != tokens._version:
+            self._of, self._allowed = key, self.policy.capacity(tokens)
         return self._allowed
 
     def _give_way(self, ballot: Ballot) -> None:
@@ -114,14 +190,17 @@ class Decision:
                 f"{int(ballot.fixed[row])} that it protects (sinks, recent, window); give a larger budget, protect "
                 "less, or leave strict=True out, so that they stay."
             )
-        if self.shares.over_budget is None:
+        self._note_over(tight.cpu(), f"{int(ballot.fixed[row])} tokens per KV head (sinks, recent, window), more")
+        ballot.capacity = ballot.fixed.where(tight, ballot.capacity)
+
+    def _note_over(self, over: Tensor, much: str) -> None:
+        """Take note of sequences ``[B]`` that protect more than the budget, and warn of the first ones."""
+        known = self.shares.over_budget
+        if known is None:
             warnings.warn(  # the same text for every prompt, so that Python shows it once
-                f"{self.policy!r} protects {int(ballot.fixed[row])} tokens per KV head (sinks, recent, window), more "
-                "than its budget allows here, and keeps them all; give a larger budget, protect less, or strict=True, "
-                "which makes it an error.",
+                f"{self.policy!r} protects {much} than its budget allows here, and keeps them all; give a larger "
+                "budget, protect less, or strict=True, which makes it an error.",
                 BudgetWarning,
                 stacklevel=2,
             )
-        known = self.shares.over_budget
-        self.shares.over_budget = tight.cpu() if known is None else known | tight.cpu()
-        ballot.capacity = ballot.fixed.where(tight, ballot.capacity)
+        self.shares.over_budget = over if known is None else known | over

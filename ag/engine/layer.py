@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from ag.engine.passes import Pass
 from ag.engine.policy import Policy
 from ag.engine.pool import Pool
 from ag.engine.positions import Original
-from ag.engine.select import Leaving
 from ag.engine.stopwatch import Stopwatch
 from ag.engine.store import PagedStore, Rows
 from ag.errors import UserError
@@ -48,7 +48,7 @@ class Step:
         flags: what the gate decided of the new tokens, ``[B, Hkv, T]``; None: nothing.
         held: what is held, keys as queries meet them; None until a stage asks.
         seen: what the scorer is shown; None: nothing.
-        masks: what stays ``[B, Hkv, N]``, or goes, by layer.
+        masks: what stays ``[B, Hkv, N]``, by layer.
         out: attention output ``[B, H, T, D]``.
         weights: attention weights ``[B, H, N]`` of one query per sequence; None: they are not at hand.
     """
@@ -63,7 +63,7 @@ class Step:
     flags: Tensor | None = None
     held: Rows | None = None
     seen: Observation | None = None
-    masks: dict[int, Tensor | Leaving] = field(default_factory=dict)
+    masks: dict[int, Tensor] = field(default_factory=dict)
     out: Tensor | None = None
     weights: Tensor | None = None
 
@@ -105,6 +105,8 @@ class EvictionLayer(CacheLayerMixin):
         self.seen = 0
         self._number = 0  # of the pass that this layer was last shown
         self._ran = 0  # of the pass that it last attended in
+        self._room: int | None = None  # tokens that may come to each row before one goes; None: the host has not asked
+        self._alike = True  # whether the host knows that all heads of a sequence hold the same tokens in the same slots
         #: Columns that were seen when the policy last evicted something; 0: it never did.
         self.evicted_at = 0
         self._scoring = Stopwatch()
@@ -318,11 +320,12 @@ class EvictionLayer(CacheLayerMixin):
     def _attend(self, step: Step) -> None:
         """Attend to what is held, or to what stays of it where that is decided."""
         call, now, keep = step.unrotated, step.now, step.masks.get(step.call.layer)
-        assert self.store is not None and not isinstance(keep, Leaving)
+        assert self.store is not None
         if step.fresh and keep is None:
             step.out = self._dense(step)
         elif self._one_by_one(step) and keep is None:
             if self._weighs(step):
+                self._know_lengths(step)
                 step.out, step.weights = attend_one_weights(call, self.store)
                 if now.padded:
                     step.weights.masked_fill_(~now.real[:, :, None], 0.0)
@@ -348,11 +351,50 @@ class EvictionLayer(CacheLayerMixin):
         if step.seen is None or step.decision is None:
             return
         with self._scoring.running(step.call.q.device):
+            if step.now.due is not None and self._steps(step):
+                self._evict_one(step, step.seen, step.decision)
+                return
+            self._room = None
             if step.now.due is not None:
                 step.masks = step.decision.decide(step.seen, None if step.now.every_due else step.now.due)
             else:
                 assert self.policy.scorer is not None
                 self.policy.scorer.score(step.seen)
+
+    def _evict_one(self, step: Step, seen: Observation, decision: Decision) -> None:
+        """Let go what exceeds the budget by the token that came to each row; the host does not learn which."""
+        store, due = self.store, step.now.due
+        assert store is not None and due is not None and self.policy.scorer is not None
+        if self._room is None:
+            self._room = decision.room(seen, store.lengths.view(store.batch, -1)) + 1
+        self._room -= 1
+        if self._room >= 0:
+            if self.policy.scorer.follows:
+                self.policy.scorer.score(seen)
+            return
+        slots = store.going(decision.most(store.kv_heads))
+        self._alike = decision.step(seen, due, slots) and self._alike
+        store.leave(slots, self.memory)
+        self.evicted_at = step.now.seen
+
+    def _steps(self, step: Step) -> bool:
+        """Tell whether one token of each head came since the last decision, so that the host has not to know what goes.
+
+        No more of them goes then than came. A layer with a sliding window frees what left it too, what is attended to
+        after the decision is asked for at once, and so is what ``strict`` refuses.
+        """
+        policy, now = self.policy, step.now
+        each = policy.steps == 1 and now.every_due and not now.padded and self.window is None
+        moves = self.rotation.in_place and self.store is not None and self.store.movable(self.memory)
+        return each and moves and self._one_by_one(step) and not (policy.evict_before_attend or policy.strict)
+
+    def _know_lengths(self, step: Step) -> None:
+        """Ask the device for lengths, so that slots end with the longest row, where it is no step's decision alone.
+
+        A step shows free slots too; what is recorded of these goes when the next token comes.
+        """
+        if self.store is not None and not (step.now.due is not None and self._steps(step)):
+            _ = self.store.lengths
 
     def _retain(self, step: Step) -> None:
         """Free what does not stay, here and in earlier layers that give way."""
@@ -406,20 +448,22 @@ class EvictionLayer(CacheLayerMixin):
         """Return queries against what is held."""
         call, now, store = step.call, step.now, self.store
         assert store is not None
+        self._know_lengths(step)
         shape = (call.k.shape[0], call.k.shape[1])
         ranks, valid, gate = (None if x is None else x.unflatten(0, shape) for x in store.ledger())
         assert ranks is not None
-        slots = ranks.long()
-        filled = torch.ones_like(slots, dtype=torch.bool) if valid is None else valid
-        self.memory = {name: _by_slot(x, slots.shape[-1]) for name, x in self.memory.items()}
+        filled = torch.ones_like(ranks, dtype=torch.bool) if valid is None else valid
+        for name, x in self.memory.items():
+            if x.shape[-1] != ranks.shape[-1]:
+                self.memory[name] = _by_slot(x, ranks.shape[-1])
         # what a prompt brings is at hand, and others that read it may look at what comes of it later
         held = self._held(step) if now.reading or not self.rotation.in_place else step.held
         q = queries.q if held is None else self.rotation.queries(queries.q, held, queries.ranks)
         everything = step.fresh or self.window is None or now.seen < self.window
-        known: dict[str, Any] = {"ranks": slots, "valid": filled, "full": valid is None, "ordered": store.ordered}
-        known["whole"] = everything and not self.evicted_at
+        known: dict[str, Any] = {"ranks": ranks, "valid": filled, "full": valid is None, "ordered": store.ordered}
+        known |= {"whole": everything and not self.evicted_at, "alike": self._alike}
         if held is None:
-            keys: Keys = StoredKeys(store.padded, **known)
+            keys: Keys = StoredKeys(partial(store.padded, ranks.shape[-1]), **known)
         else:
             keys = Keys(k=held.keys.unflatten(0, shape), v=held.values.unflatten(0, shape), **known)
         return Observation(
@@ -470,11 +514,11 @@ class EvictionLayer(CacheLayerMixin):
 
     # ---- what goes
 
-    def retain(self, keep: Tensor | Leaving, now: Pass) -> None:
-        """Free what is not in ``keep`` ``[B, Hkv, N]``, or what leaves, here and in what the scorer recorded."""
+    def retain(self, keep: Tensor, now: Pass) -> None:
+        """Free what is not in ``keep`` ``[B, Hkv, N]``, here and in what the scorer recorded."""
         assert self.store is not None
-        by_row = keep if isinstance(keep, Leaving) else keep.flatten(0, 1)
-        if self.store.retain(by_row, self.memory, in_order=now.reading):
+        self._alike = self._alike and bool((keep == keep[:, :1]).all())
+        if self.store.retain(keep.flatten(0, 1), self.memory, in_order=now.reading):
             self.evicted_at = min(now.seen, now.prompt_columns) if now.reading else now.seen
 
     def join(self, other: EvictionLayer, seen: int) -> None:
@@ -492,12 +536,14 @@ class EvictionLayer(CacheLayerMixin):
             )
             self._lookback = q, ranks, valid
         self.store.join(other.store)
+        self._alike, self._room = self._alike and other._alike, None
         self.gate_memory.join(other.gate_memory)
         self._settled, self._open = self._settled and other._settled, min(self._open, other._open)
         self.seen = self.evicted_at = seen
 
     def select_sequences(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
+        self._room = None
         if self.store is not None:
             self.store.select_sequences(indices)
         self.memory = {name: x[indices.to(x.device)] for name, x in self.memory.items()}
@@ -508,7 +554,7 @@ class EvictionLayer(CacheLayerMixin):
 
     def crop_to(self, valid: Tensor) -> None:
         """Forget the tokens after those in ``valid`` ``[B, seen]``."""
-        self.seen = valid.shape[1]
+        self.seen, self._room = valid.shape[1], None
         counts = valid.sum(1)
         if self.store is not None:
             self.store.crop(counts, self.memory)

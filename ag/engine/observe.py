@@ -42,11 +42,12 @@ class Keys:
     Attributes:
         k: keys ``[B, Hkv, N, D]``, those of the queries' own tokens among them.
         v: values ``[B, Hkv, N, D]``.
-        ranks: ``[B, Hkv, N]`` long, the place of each among its sequence's own tokens.
+        ranks: ``[B, Hkv, N]`` int32 or long, the place of each among its sequence's own tokens.
         valid: ``[B, Hkv, N]`` bool, False on free slots, which come last.
         full: whether the host knows that no slot is free.
         whole: whether the host knows that each row holds all tokens of its sequence.
         ordered: whether the host knows that the ranks of each row ascend.
+        alike: whether the host knows that all heads of a sequence hold the same tokens in the same slots.
     """
 
     k: Tensor
@@ -56,6 +57,7 @@ class Keys:
     full: bool = False
     whole: bool = False
     ordered: bool = True
+    alike: bool = False
 
     @cached_property
     def single(self) -> Tensor:
@@ -203,17 +205,21 @@ class Observation:
         self.scaling, self.sliding_window = context.scaling, context.sliding_window
         self._prompt_lengths, self._lengths = context.prompt_lengths, context.lengths
         self.q, self.query_ranks, self.query_valid = queries.q, queries.ranks, queries.valid
-        self.key_ranks = keys.ranks
         self.new = queries.q.shape[2] if queries.new is None else queries.new
         #: Tokens per KV head ``[B]`` that the budget allows, where something may go.
         self.capacity: Tensor | None = None
         #: Sequences ``[B]`` of which something may go now; None: all.
         self.due: Tensor | None = None
 
+    @cached_property
+    def key_ranks(self) -> Tensor:
+        """``[B, Hkv, N]`` long, the place of each key among its sequence's own tokens."""
+        return self._keys.ranks.long()
+
     @property
     def group(self) -> int:
         """Query heads a KV head, G."""
-        return self.q.shape[1] // self.key_ranks.shape[1]
+        return self.q.shape[1] // self._keys.ranks.shape[1]
 
     @property
     def k(self) -> Tensor:
@@ -230,7 +236,7 @@ class Observation:
         """``[B, Hkv, N]`` bool, the slots that hold a token which some later query sees."""
         if self.sliding_window is None:
             return self._keys.valid
-        return self._keys.valid & (self.key_ranks > (self.lengths - self.sliding_window)[:, None, None])
+        return self._keys.valid & (self._keys.ranks > (self.lengths - self.sliding_window)[:, None, None])
 
     @property
     def order(self) -> Tensor | None:
@@ -240,7 +246,7 @@ class Observation:
     @property
     def unordered_ranks(self) -> Tensor | None:
         """The ranks of the keys; None: they ascend."""
-        return None if self._keys.ordered else self.key_ranks
+        return None if self._keys.ordered else self._keys.ranks
 
     @property
     def values(self) -> Values:
@@ -286,10 +292,13 @@ class Observation:
 
     def ends(self, sinks: int | Tensor, recent: int | Tensor) -> Tensor:
         """Return ``[B, Hkv, N]`` bool: so many first and newest tokens of each sequence, a number or ``[B]`` each."""
-        newest = self.key_ranks >= (self.lengths - recent)[:, None, None]
-        if isinstance(sinks, int):
-            return newest | (self.key_ranks < sinks) if sinks else newest
-        return newest | (self.key_ranks < sinks[:, None, None])
+        ranks = self._keys.ranks[:, :1] if self._keys.alike else self._keys.ranks
+        ends = ranks >= (self.lengths - recent)[:, None, None]
+        if isinstance(sinks, Tensor):
+            ends |= ranks < sinks[:, None, None]
+        elif sinks:
+            ends |= ranks < sinks
+        return ends.expand_as(self._keys.ranks)
 
     @cached_property
     def output(self) -> Tensor:
@@ -313,10 +322,11 @@ class Observation:
 
         Heads may hold different tokens; one that no longer holds a token contributes 0 for it.
         """
-        kv_heads, tokens = self.key_ranks.shape[1], int(self.lengths.max())
+        kv_heads = self._keys.ranks.shape[1]
+        if self._keys.alike:  # nothing to look up
+            return values.mean(1, keepdim=True).expand(-1, kv_heads, -1)
+        tokens = int(self.lengths.max())
         values = values.unflatten(1, (kv_heads, -1)).sum(2).masked_fill(~self._keys.valid, 0.0)
-        if self._keys.full and bool((self.key_ranks == self.key_ranks[:, :1]).all()):  # nothing to look up
-            return values.sum(1, keepdim=True).div_(self.q.shape[1]).expand_as(values)
         places = self.key_ranks.clamp(0, tokens - 1)
         by_token = values.new_zeros(len(values), tokens)
         by_token.scatter_add_(1, places.flatten(1), values.flatten(1))

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
-
-from ag.kernels.row_worst.reference import Worst
 
 
 def select(score: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor, order: Tensor | None = None) -> Tensor:
@@ -46,31 +42,6 @@ def best(standing: Tensor, protected: Tensor, valid: Tensor, capacity: Tensor) -
     protected = protected & valid
     room = capacity - protected.sum(-1)
     return protected | (valid & (standing < room[..., None]))
-
-
-class Leaving(NamedTuple):
-    """What goes of a layer, one token of each head at most, in place of a mask of what stays."""
-
-    slots: Tensor  # [B, Hkv] int32, -1: none goes
-    everywhere: bool  # whether the host knows that one goes of each head
-
-    def mask(self, valid: Tensor) -> Tensor:
-        """Return what stays of the slots ``[B, Hkv, N]`` that hold a token."""
-        return valid & (torch.arange(valid.shape[-1], device=valid.device) != self.slots[..., None])
-
-
-def leaving(worst: Worst, capacity: Tensor) -> Leaving | None:
-    """Do what :func:`select` does where one token of some heads goes, without an order; None: more go, or none.
-
-    Args:
-        worst: of the heads.
-        capacity: as for :func:`select`.
-    """
-    surplus = worst.held - capacity.maximum(worst.fixed)
-    least, most = torch.stack(surplus.aminmax()).tolist()
-    if most != 1:
-        return None
-    return Leaving(worst.slot, True) if least == 1 else Leaving(worst.slot.masked_fill(surplus < 1, -1), False)
 
 
 def at_least(capacity: Tensor, floor: float, protected: Tensor) -> Tensor:

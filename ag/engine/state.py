@@ -38,7 +38,7 @@ SCHEDULE = {"_number": int, "_decided": Tensor, "_decisions": tuple}
 UNDO = {"_settled": int, "_taken": Tensor | None}
 SHARES = {"settled": dict, "over_budget": Tensor | None}
 LAYER = {"seen": int, "_number": int, "evicted_at": int, "scoring_seconds": float, "memory": dict,
-         "_lookback": tuple | None, "window": int | None, "_settled": bool, "_open": int}  # fmt: skip
+         "_lookback": tuple | None, "window": int | None, "_settled": bool, "_open": int, "_alike": bool}  # fmt: skip
 GATE_MEMORY = {"stored": tuple | None, "new": tuple | None, "_seen": int, "_even": bool}
 STORE = {"lengths": Tensor, "ordered": bool}
 COLUMNS = {"keys": Tensor, "values": Tensor, "ranks": Tensor, "gate": Tensor | None}
@@ -71,6 +71,8 @@ def state_of(cache: Stateful, tensors: dict[str, Tensor]) -> dict[str, Any]:
             f"{type(cache).__name__}.save: {history.seen} of {history.prompt_columns} columns of the prompt were read "
             "so far: expected all; save the cache after them."
         )
+    if cache.decision is not None:
+        cache.decision.settle()
     if shares is not None and (shares.open or shares.votes):
         raise UserError(f"{type(cache).__name__}.save: {cache.policy.allocator!r} has not decided yet; save it later.")
     if cache.repetition is not None and type(cache.repetition) is not Repetition:

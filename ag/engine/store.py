@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ag.engine.pool import PAGE, Pool, listed, pages_for
-from ag.engine.select import Leaving, closing_order
+from ag.engine.select import closing_order
 from ag.kernels.pages import New, Pages
 from ag.kernels.pool_append import pool_append
 from ag.kernels.pool_expired import pool_expired
@@ -83,16 +83,23 @@ class PagedStore:
         self._held = _Held(pool, torch.zeros(rows, 0, dtype=torch.int32), torch.zeros(rows, dtype=torch.long))
         self._table = self._held.pages.to(device)
         self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._known: Tensor | None = torch.zeros(rows, dtype=torch.long)  # the same on the host; None: only there
+        self._counted: Tensor | None = torch.zeros(rows, dtype=torch.long)  # the same on the host; None: only there
+        self._since = 0  # tokens that came to each row since they were counted
+        #: Slots of the longest row as far as the host knows: no row holds more tokens.
+        self.slots = 0
         #: Whether slots are in the order of ranks.
         self.ordered = True
         self._ahead = False  # whether it made room ahead since tokens were last laid out
         self._runs: dict[int, tuple[int, int] | None] = {}  # what _even_run found, by pages
         self._indexed: Tensor | None = None  # what _index returned last
+        self._numbers = torch.empty(0, device=device)  # what _taken compared with last
         self._room = 0  # free slots that each row has at least, as far as the host knows
         self._shared = False  # whether somebody else may hold some page
         #: The tokens of a prompt that is not written yet.
         self._prompt: Rows | None = None
+        #: Slots [R, V] int32 of tokens that go when the next one comes, and the records that go with them.
+        self._going: tuple[Tensor, Records] | None = None
+        self._slots_going: Tensor | None = None  # the memory of those slots, the same at each step
         pool.enlist(self)
         weakref.finalize(self, _give_back, self._held).atexit = False
 
@@ -103,7 +110,7 @@ class PagedStore:
         memo[id(self)] = new
         self.pool.share(self.pages())
         new._held.pages, new._held.counts = self._held.pages.clone(), self._held.counts.clone()
-        new._table, new._lengths = self._table.clone(), self._lengths.clone()
+        new._table, new._lengths, new.slots = self._table.clone(), self._lengths.clone(), self.slots
         new.ordered, new._known, new._room, new._shared = self.ordered, self._known, self._room, True
         self._shared = True
         return new
@@ -130,14 +137,26 @@ class PagedStore:
             if rows.valid is None:
                 return torch.full((len(rows.ranks),), rows.ranks.shape[1])
             return rows.valid.sum(1).cpu()
-        if self._known is None:
-            self._known = self._lengths.long().cpu()
-        return self._known
+        self._go()
+        return self._count()
 
     @property
-    def slots(self) -> int:
-        """Slots of the longest row as far as the host knows: no row holds more tokens."""
-        return int(self._held.counts.max()) * PAGE
+    def _known(self) -> Tensor | None:
+        """Tokens of each row, ``[R]`` long on the CPU; None: the device alone knows."""
+        if self._since and self._counted is not None:
+            self._counted, self._since = self._counted + self._since, 0
+        return self._counted
+
+    @_known.setter
+    def _known(self, lengths: Tensor | None) -> None:
+        self._counted, self._since = lengths, 0
+
+    @property
+    def width(self) -> int:
+        """Slots that :meth:`padded` gives: of the longest row, or of as many as the host knows it to have at most."""
+        if self._prompt is not None:
+            return self._prompt.ranks.shape[1]
+        return self.slots if self._known is None else int(self._known.max())
 
     @property
     def nbytes(self) -> int:
@@ -160,6 +179,7 @@ class PagedStore:
     def _sent(self) -> None:
         """Give the device the table that the host knows."""
         device, self._runs, self._indexed = self._lengths.device, {}, None
+        self.slots = int(self._held.counts.max()) * PAGE
         self._table = self._held.pages if device.type == "cpu" else self._held.pages.to(device, non_blocking=True)
 
     @property
@@ -167,15 +187,15 @@ class PagedStore:
         """Whether it holds the tokens of a prompt as they came, in no page."""
         return self._prompt is not None
 
-    def padded(self) -> Rows:
-        """Return everything stored, slot by slot.
+    def padded(self, width: int | None = None) -> Rows:
+        """Return everything stored, slot by slot, so many slots wide (None: as :attr:`width` says).
 
         Rows that are equally long and lie in evenly spaced runs of pages are a view of the pool; others are gathered,
         so that the memory of one layer is needed for a moment.
         """
         if self._prompt is not None:
             return self._prompt
-        parts, valid = self._gathered(self.rows.columns)
+        parts, valid = self._gathered(self.rows.columns, width)
         keys, values, ranks, *gate = parts
         return Rows(keys, values, ranks, valid, *gate)
 
@@ -186,14 +206,15 @@ class PagedStore:
         (ranks, *gate), valid = self._gathered(self.rows.columns[2:])
         return Ledger(ranks, valid, gate[0] if gate else None)
 
-    def _gathered(self, columns: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+    def _gathered(self, columns: list[Tensor], width: int | None = None) -> tuple[list[Tensor], Tensor | None]:
         """Return columns of the pool by slot, ``[R, N, ...]``, and which slots hold a token; None: all."""
-        lengths = self.lengths.tolist()
-        longest, even = max(lengths), len(set(lengths)) == 1
+        self._go()
+        longest, known = self.width if width is None else width, self._known
+        even = known is not None and bool((known == longest).all())
         first = self._even_run(longest) if even else None
         if first is not None:
             start, step = first
-            shape = len(lengths), longest
+            shape = self.batch * self.kv_heads, longest
             return [
                 x.flatten(0, 1).as_strided(
                     (*shape, *x.shape[2:]), (step * x.stride(1), *x.stride()[1:]), start * x.stride(1)
@@ -244,7 +265,9 @@ class PagedStore:
 
     def _taken(self, longest: int) -> Tensor:
         """Return which of the first slots hold a token, ``[R, N]`` bool."""
-        return torch.arange(longest, device=self._table.device) < self._lengths[:, None]
+        if len(self._numbers) != longest:  # for many steps
+            self._numbers = torch.arange(longest, dtype=torch.int32, device=self._table.device)
+        return self._numbers < self._lengths[:, None]
 
     def _places(self, slots: Tensor) -> Tensor:
         """Return where in the pool slots ``[R, n]`` lie; anywhere for those that a row does not have."""
@@ -288,9 +311,9 @@ class PagedStore:
         else:
             gate = None
         if shape[2] == 1 and (keep is None or keep.shape[1] == 1):
-            known = None if self._known is None or keep is not None or victims is not None else self._known + 1
             self._push(k, v, ranks if keep is None else ranks.masked_fill(~keep[:, 0], -1), gate, victims, records)
-            self._known = known
+            if keep is not None:
+                self._known = None
             return
         assert victims is None
         self._apart(k, v)
@@ -317,13 +340,21 @@ class PagedStore:
         records: Records | None,
     ) -> None:
         """Add one new token of each sequence, none where its rank is below 0."""
-        self.write()
+        if self._prompt is not None:
+            self.write()
         self._apart(k, v)
-        self.make_room(1, everywhere=victims is not None, ahead=0 if victims is None else PAGE)
+        evicting = victims is not None or self._going is not None
+        ahead = victims is not None or (evicting and k.device.type != "cpu")  # what goes is known to the device alone
+        self.make_room(1, everywhere=evicting, ahead=PAGE if ahead else 0)
+        if self._going is not None:
+            (victims, records), self._going = self._going, None
         new = New(k[:, :, 0], v[:, :, 0], ranks[:, 0], None if gate is None else gate[:, :, 0])
         pool_append(self.rows, new, victims, [] if victims is None else self._noted(records))
         self._room -= 1
-        self.ordered = self.ordered and victims is None
+        if victims is None:
+            self._since += 1
+        else:
+            self.ordered, self._known = False, None
 
     def movable(self, records: Records) -> bool:
         """Tell whether a token can be moved with what a scorer recorded of it, by :func:`pool_append`."""
@@ -337,6 +368,12 @@ class PagedStore:
         for name, x in records.items():
             records[name] = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x.contiguous()
         return [x.view(len(self._held.counts), -1, width) for x in records.values()]
+
+    def _count(self) -> Tensor:
+        """Return what :attr:`lengths` does, those that wait to go among them."""
+        if self._known is None:
+            self._known = self._lengths.long().cpu()
+        return self._known
 
     def tokens(self) -> list[Tensor]:
         """Return what is stored of each token, ``[n, ...]`` each, row after row as :attr:`lengths` says."""
@@ -357,8 +394,15 @@ class PagedStore:
         self._measure(lengths)
         self.ordered = ordered
 
+    def _go(self) -> None:
+        """Let the tokens go that wait for the next one to come."""
+        if self._going is not None:
+            (slots, records), self._going = self._going, None
+            self.evict(slots, records)
+
     def write(self) -> None:
-        """Write the tokens of a prompt into pages."""
+        """Write the tokens of a prompt into pages, and free those of tokens that are to go."""
+        self._go()
         if self._prompt is not None:
             new, self._prompt = self._prompt, None
             try:
@@ -427,7 +471,7 @@ class PagedStore:
         if self._room >= tokens and not self._shared and (self._ahead or not ahead):
             return
         self._ahead = ahead > 0
-        lengths, tokens = self.lengths, tokens if self.pool.fixed else max(tokens, ahead)
+        lengths, tokens = self._count(), tokens if self.pool.fixed else max(tokens, ahead)
         self._take_pages(lengths, torch.full_like(lengths, tokens), everywhere=everywhere)
         if not self._shared:
             self._give_spare(pages_for(lengths + tokens))
@@ -457,7 +501,7 @@ class PagedStore:
         """
         if self._room >= tokens and not self._shared:
             return 0
-        lengths = self.lengths
+        lengths = self._count()
         wanted, copied = self._wanted(lengths, torch.full_like(lengths, tokens), everywhere=False)
         return int(wanted.sum()) + (2 * len(self.pages()) if evicting and self._shared else len(copied))
 
@@ -525,12 +569,11 @@ class PagedStore:
         self.write()
         return pool_expired(self.rows, ranks[:, 0], recent, window)
 
-    def retain(self, keep: Tensor | Leaving, records: Records | None = None, *, in_order: bool = False) -> bool:
+    def retain(self, keep: Tensor, records: Records | None = None, *, in_order: bool = False) -> bool:
         """Keep some tokens and free the others.
 
         Args:
-            keep: ``[R, N]`` bool, laid out as :meth:`padded`, True for what stays; free slots are whatever they are. Or
-                what goes.
+            keep: ``[R, N]`` bool, laid out as :meth:`padded`, True for what stays; free slots are whatever they are.
             records: numbers of each token by slot, ``[B, H, ..., N]``, which go with it; the dictionary is changed.
             in_order: leave slots in the order of ranks, however few go.
 
@@ -538,9 +581,7 @@ class PagedStore:
             Whether there were others.
         """
         records = {} if records is None else records
-        if isinstance(keep, Leaving):
-            self._leave(keep, records)
-            return True
+        self._go()
         if self._prompt is not None:
             there = self._prompt.valid
             keep = keep if there is None else keep & there
@@ -577,22 +618,27 @@ class PagedStore:
             victims = torch.where(goes, slots, -1).topk(most, 1).values
         self.evict(victims, records)
 
-    def _leave(self, leaving: Leaving, records: Records) -> None:
-        """Free the token in one slot of some rows."""
-        self.write()
-        slots = leaving.slots.view(-1, 1)
-        if self._in_order or not self.movable(records):
-            self.retain(torch.arange(int(self.lengths.max()), device=slots.device) != slots, records)
-            return
-        self._apart()
-        known = self._known
-        self.evict(slots, records)
-        if leaving.everywhere and known is not None:
-            self._known = known - 1
-            self._room += 1
+    def going(self, most: int) -> Tensor:
+        """Return where to write which slots ``[B, Hkv, most]`` :meth:`leave` frees; the same memory at each step."""
+        if self._slots_going is None or self._slots_going.shape != (self.batch, self.kv_heads, most):
+            self._slots_going = self._lengths.new_empty(self.batch, self.kv_heads, most)
+        return self._slots_going
+
+    def leave(self, slots: Tensor, records: Records) -> None:
+        """Free the tokens in slots ``[B, Hkv, V]`` int32, -1 for none, when the next token comes or somebody looks.
+
+        So a new token takes the place of one that goes, and nothing moves.
+
+        Raises:
+            PoolFullError: when copies of shared pages find no room; nothing has changed then.
+        """
+        self.make_room(0, everywhere=True)
+        self._going = slots.flatten(0, 1), records
+        self.ordered, self._known = False, None
 
     def evict(self, victims: Tensor, records: Records | None = None) -> None:
         """Free the tokens in slots ``[R, V]`` int32, -1 for none; the last tokens of their rows take these slots."""
+        self._apart()
         self.make_room(0, everywhere=True)
         pool_append(self.rows, None, victims, self._noted(records))
         self.ordered, self._known = False, None

@@ -4,8 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.engine.select import closing_order, leaving, select, select_over_heads
-from ag.kernels.row_worst import row_worst
+from ag.engine.select import closing_order, select, select_over_heads
+from ag.kernels.row_worst import OVER, row_going
+from ag.kernels.row_worst.reference import Going
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -89,18 +90,17 @@ def test_ties_over_heads_keep_the_lower_head_then_the_lower_index():
 
 
 @settings(max_examples=200)
-@given(cases(), st.integers(0, 2**31))
-def test_one_goes_without_an_order(case, seed):
-    """Where heads give up one token at most it is as the sort says, ties included; where more go, or none, none."""
-    score, protected, valid, capacity = case
-    held = valid.sum(-1)
-    near = held - torch.randint(0, 2, held.shape, generator=torch.Generator().manual_seed(seed))
-    for each in (capacity, near.maximum((protected & valid).sum(-1))):
-        found, want = leaving(row_worst(score, protected, valid), each), select(score, protected, valid, each)
-        gone = (valid & ~want).sum(-1)
-        assert (found is None) == (int(gone.max()) != 1)
-        if found is not None:
-            assert torch.equal(found.mask(valid), want) and found.everywhere == bool((gone == 1).all())
+@given(cases(), st.integers(0, 1))
+def test_what_goes_of_a_step_is_what_the_order_says(case, surplus):
+    """Where heads give up one token at most it is as the sort says, ties included."""
+    score, protected, valid, _ = case
+    held, fixed = valid.sum(-1), (protected & valid).sum(-1)
+    capacity = (held.amax(1) - surplus).clamp_min(0)
+    going = Going(torch.empty(*held.shape, 1, dtype=torch.int32), torch.zeros(held.shape, dtype=torch.uint8))
+    row_going(score, protected, valid, None, capacity, going)
+    stays = select(score, protected, valid, capacity[:, None].maximum(fixed))
+    assert torch.equal(valid & (torch.arange(valid.shape[-1]) != going.slots), stays)
+    assert torch.equal(going.found, (fixed > capacity[:, None]) * torch.tensor(OVER, dtype=torch.uint8))
 
 
 @settings(max_examples=100)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ag.engine.pool import PAGE, Pool, PoolFullError
-from ag.engine.select import Leaving
 from ag.engine.store import PagedStore
 
 DIM, HEADS, ROOM = 3, 2, 40
@@ -127,22 +126,23 @@ class Stores(RuleBasedStateMachine):
                 if at < len(row):
                     row[at] = last
 
-    @rule(number=st.integers(0, 9), seed=st.integers(0, 2**16), everywhere=st.booleans())
-    def leave(self, number, seed, everywhere):
-        """One token of each row, or of some, by its slot."""
+    @rule(number=st.integers(0, 9), seed=st.integers(0, 2**16), most=st.integers(1, 2), comes=st.booleans())
+    def leave(self, number, seed, most, comes):
+        """Some tokens go when the next one comes, or when somebody looks."""
         store, lists = self.stores[number % len(self.stores)]
         draw = torch.Generator().manual_seed(seed)
-        everywhere = everywhere and all(lists.rows)
-        slots = [
-            int(torch.randint(0 if everywhere else -1, len(row), (), generator=draw)) if row else -1
-            for row in lists.rows
-        ]
-        gone = torch.tensor(slots, dtype=torch.int32)[:, None]
+        gone = torch.full((len(lists.rows), most), -1, dtype=torch.int32)
+        for r, row in enumerate(lists.rows):
+            chosen = torch.randperm(len(row), generator=draw)[: int(torch.randint(0, most + 1, (), generator=draw))]
+            gone[r, : len(chosen)] = chosen.int()
         try:
-            assert store.retain(Leaving(gone.view(-1, HEADS), everywhere))
+            store.leave(gone.clone().view(-1, HEADS, most), {})
         except PoolFullError:  # what is shared would have been copied
             assert self.pool.fixed
             return
+        if comes:
+            arguments, new, counts = self.new_tokens(lists, 1, draw, absent=seed % 2 == 0)
+            self.add(number, lambda: store.append(*arguments), new, counts)
         self.fill(lists, gone)
 
     @rule(number=st.integers(0, 9), share=st.floats(0, 1), seed=st.integers(0, 2**16))

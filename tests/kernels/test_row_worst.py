@@ -72,7 +72,9 @@ def check_going(version, seed, width, finite):
             if len(held) <= max(room, fixed):
                 assert int(going.slots[b, h]) == -1
             elif whole:
-                assert int(going.slots[b, h]) == min(rivals, key=lambda t: (float(score[b, h, t]), -int(ranks[b, h, t])))
+                assert int(going.slots[b, h]) == min(
+                    rivals, key=lambda t: (float(score[b, h, t]), -int(ranks[b, h, t]))
+                )
 
 
 @pytest.mark.parametrize("version", GOING)

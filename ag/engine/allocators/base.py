@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ag.engine.observe import Observation
-from ag.engine.select import Leaving, best, closing_order, leaving, select, standings
-from ag.kernels.row_worst import row_worst
-from ag.kernels.row_worst.reference import Worst
+from ag.engine.select import best, closing_order, select, standings
+from ag.kernels.row_worst import NOT_FINITE, OVER, row_going, row_worst
+from ag.kernels.row_worst.reference import Going, Worst
 
 BY_TOKEN = ("score", "protected", "second", "standing")  # what a ballot has of each token
 
@@ -105,14 +106,11 @@ class Ballot:
         sure = best(self.standing, self.protected, self.valid, (share * self.first_share + 1e-6).long())
         return self.exempting(select(self.second, sure, self.valid, share, self.order))
 
-    def leaving(self, share: Tensor) -> Leaving | None:
-        """Return what :meth:`keep` of ``share`` ``[B]`` leaves out, where that is one token of a head; else None."""
-        if self.second is not None:
-            return None
-        gone = leaving(self.worst, share[:, None])
-        if gone is None or self.everyone:
-            return gone
-        return Leaving(gone.slots.masked_fill(~self.due[:, None], -1), everywhere=False)
+    def going(self, keep: Tensor, most: int) -> Tensor:
+        """Return the slots ``[B, Hkv, most]`` int32 of what ``keep`` leaves out, which is no more; -1 for none."""
+        slots = torch.arange(keep.shape[-1], dtype=torch.int32, device=keep.device)
+        gone = torch.where(self.valid & ~keep, slots, -1)
+        return F.pad(gone, (0, max(0, most - keep.shape[-1])), value=-1).topk(most, -1, sorted=False).values
 
     def as_many(self, keep: Tensor) -> Tensor:
         """Return as many tokens of each head as ``keep`` ``[B, Hkv, N]`` has, which one score chose, by both scores."""
@@ -178,6 +176,8 @@ class Allocator(ABC):
 
     #: Whether a layer's share depends on the other layers'.
     compares_layers: ClassVar[bool] = False
+    #: Whether a head's share depends on the other heads' of its layer, also while decoding.
+    compares_heads: ClassVar[bool] = False
     #: Options beside the fields, which :meth:`completed` turns into fields.
     shorthands: ClassVar[tuple[str, ...]] = ()
 
@@ -205,10 +205,30 @@ class Allocator(ABC):
             shares: what the layers got so far; this one's share is noted there.
         """
 
-    def keep_later(self, layer: int, ballot: Ballot, shares: Shares) -> Tensor | Leaving:
-        """Return the mask ``[B, Hkv, N]`` of what stays of a layer while decoding, or what goes."""
-        share = ballot.grown(shares.settled[layer])
-        return ballot.leaving(share) or ballot.keep(share)
+    def keep_later(self, layer: int, ballot: Ballot, shares: Shares) -> Tensor:
+        """Return the mask ``[B, Hkv, N]`` of what stays of a layer while decoding."""
+        return ballot.keep(ballot.grown(shares.settled[layer]))
+
+    def step(self, layer: int, ballot: Ballot, shares: Shares, going: Going) -> None:
+        """Write down what goes of a layer where one token came to each head since the last decision.
+
+        The same operations at each step, for which the host does not wait.
+
+        Args:
+            layer: index of the layer.
+            ballot: what it brings; all sequences are due.
+            shares: what the layers got.
+            going: gets the slots ``[B, Hkv, V]``, V being 1, or Hkv where heads compete; and what was found.
+        """
+        if not self.compares_heads and ballot.second is None:
+            share = ballot.grown(shares.settled[layer])
+            row_going(ballot.score, ballot.protected, ballot.valid, ballot.ranks, share, going)
+            return
+        worst, fixed = ballot.worst, ballot.fixed
+        found = ~worst.finite * NOT_FINITE + (fixed > ballot.capacity)[:, None] * OVER
+        going.found.bitwise_or_(found.to(torch.uint8))
+        ballot.capacity = ballot.capacity.maximum(fixed)
+        going.slots.copy_(ballot.going(self.keep_later(layer, ballot, shares), going.slots.shape[-1]))
 
 
 @dataclass(frozen=True, kw_only=True)

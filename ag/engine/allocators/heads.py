@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -23,6 +24,7 @@ class Heads(Allocator):
     """
 
     floor: float = 0.2
+    compares_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
