@@ -338,9 +338,9 @@ class EvictionLayer(CacheLayerMixin):
             return
         assert policy.scorer is not None
         with self._scoring.running(step.call.q.device):
-            lookback = policy.lookback if now.reading else policy.scorer.lookback
+            lookback = policy.lookback if now.reading else policy.scorer.needs.lookback
             queries = self._with_lookback(step, lookback)
-            if now.due is not None or policy.scorer.follows:
+            if now.due is not None or policy.scorer.needs.every_query:
                 step.seen = self._seen(step, queries)
 
     def _decide(self, step: Step) -> None:
@@ -374,9 +374,9 @@ class EvictionLayer(CacheLayerMixin):
     def _weighs(self, step: Step) -> bool:
         """Tell whether the scorer is to be shown the attention of one query to all that is held."""
         scorer = self.policy.scorer
-        if step.decision is None or scorer is None or scorer.rowless:
+        if step.decision is None or scorer is None or not scorer.needs.rows:
             return False
-        return step.now.due is not None or scorer.follows
+        return step.now.due is not None or scorer.needs.every_query
 
     def _differentiated(self, step: Step) -> bool:
         """Tell whether gradients go through the new tokens or what is held; kernels for one token have none."""
@@ -432,7 +432,7 @@ class EvictionLayer(CacheLayerMixin):
                 gate=None if gate is None else gate.masked_fill(~filled, 0.0),
                 prompt_lengths=now.prompt_lengths,
                 decoding=not now.reading,
-                precise=self.policy.scorer is not None and self.policy.scorer.precise,
+                precise=self.policy.scorer is not None and self.policy.scorer.needs.precise,
                 memory=self.memory,
                 turn=self.rotation.turn,
                 output=lambda: output_weight(call.module, call.q.shape[1]),

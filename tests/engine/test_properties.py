@@ -24,7 +24,8 @@ BODIES = [*SCORERS] + [
     f"{scorer}+{wrapper}"
     for scorer in SCORERS
     for wrapper in WRAPPERS
-    if scorer not in ALONE and not (scorer in ROWLESS and WRAPPERS[wrapper].needs_rows)
+    if scorer not in ALONE
+    and not (scorer in ROWLESS and WRAPPERS[wrapper].__dataclass_fields__["inner"].type == "RowScorer")
 ]
 
 

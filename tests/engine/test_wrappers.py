@@ -468,7 +468,7 @@ COMBINATIONS = [
     pytest.param(WRAPPERS[wrapper](inner=inner), id=f"{base}+{wrapper}")
     for wrapper in WRAPPERS
     for base, inner in (ROW_BASES | {"knorm": KNorm(), "gates": Gates(recent=2)}).items()
-    if not WRAPPERS[wrapper].needs_rows or base in ROW_BASES
+    if WRAPPERS[wrapper].__dataclass_fields__["inner"].type != "RowScorer" or base in ROW_BASES
 ]
 
 
@@ -511,8 +511,8 @@ def test_wrappers_keep_the_protection_of_their_base(scorer):
 
 @pytest.mark.parametrize("scorer", COMBINATIONS)
 def test_wrappers_see_the_queries_that_their_base_needs(scorer):
-    assert scorer.follows == scorer.inner.follows
-    assert scorer.lookback == scorer.inner.lookback
+    assert scorer.needs.every_query == scorer.inner.needs.every_query
+    assert scorer.needs.lookback == scorer.inner.needs.lookback
 
 
 def test_tova_in_layer_scope_under_vatp_is_the_layer_mean_times_the_norm():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -35,12 +34,16 @@ class Cake(SnapKV):
     gamma: float = 200.0
     official_order: bool = False
     default_allocator: ClassVar[str] = "preference"
-    unwrapped: ClassVar[Mapping[str, str]] = MappingProxyType({"official_order": "the order of cake's own scores"})
 
     def __post_init__(self) -> None:
         """Refuse values out of range, and ``official_order`` where each query head would have its own order."""
         super().__post_init__()
         require(self, "official_order", not (self.official_order and self.pool_then_reduce), "no pool_then_reduce")
+
+    @classmethod
+    def wrapped(cls, by_head: bool) -> Mapping[str, tuple[Any, str]]:
+        """Return that its own order of tokens is none under a wrapper."""
+        return {"official_order": (False, "official_order is that of cake's own scores, not of {wrapper}'s")}
 
     def raw(self, seen: Observation) -> Tensor:
         """Return the indicator; while decoding, the attention of the newest query alone, as officially."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
 from ag.engine.rows import Statistic, attention
-from ag.engine.scorers.base import RowScorer
+from ag.engine.scorers.base import Needs, RowScorer
 from ag.errors import require
 
 
@@ -30,7 +30,8 @@ class H2O(RowScorer):
     recent: int | float = 0.5  # type: ignore[assignment]
     window: int | None = None
     normalize: Literal["none", "count"] = "none"
-    follows: ClassVar[bool] = True
+
+    needs = Needs(rows=True, every_query=True)
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from ag.engine.observe import Observation
 from ag.engine.rows import AttentionRows, Statistic, attention
-from ag.engine.scorers.base import RowScorer
+from ag.engine.scorers.base import Needs, RowScorer
 from ag.errors import require
 
 
@@ -33,7 +32,7 @@ class Scissorhands(RowScorer):
     recent: int = 10
     vatp_code: bool = False
 
-    follows: ClassVar[bool] = True
+    needs = Needs(rows=True, every_query=True)
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.scorers.base import grouped
+from ag.engine.scorers.base import Needs, grouped
 from ag.engine.wrappers.base import Wrapper
 from ag.errors import require
 from ag.model.projection import projected_norms
@@ -33,12 +34,16 @@ class CriticalKV(Wrapper):
 
     first: float = 0.5
     scores_heads: ClassVar[bool] = False
-    projects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
         super().__post_init__()
         require(self, "first", 0 <= self.first <= 1, "a share from 0 to 1")
+
+    @cached_property
+    def needs(self) -> Needs:
+        """What the base needs, and the output projection."""
+        return replace(self.inner.needs, output_projection=True)
 
     def score(self, seen: Observation) -> Tensor:
         """Return the base score, by which heads and layers compete."""
