@@ -10,6 +10,7 @@ from torch import Tensor
 from ag.engine.allocators.base import Ballot, Shares
 from ag.engine.observe import Observation
 from ag.engine.policy import Policy
+from ag.engine.records import Records
 from ag.engine.select import Leaving
 from ag.errors import BudgetWarning, UserError
 
@@ -30,7 +31,9 @@ class Decision:
         self.policy, self.shares = policy, Shares(layers)
         self._of: Tensor | None = None  # tokens that the capacity was last asked for
 
-    def decide(self, seen: Observation, due: Tensor | None = None) -> dict[int, Tensor | Leaving]:
+    def decide(
+        self, seen: Observation, due: Tensor | None = None, records: Records | None = None
+    ) -> dict[int, Tensor | Leaving]:
         """Take in a layer and return masks ``[B, Hkv, N]`` of what stays, of it and of the layers where something goes.
 
         While decoding it may be one token of each head that goes, in place of a mask.
@@ -38,6 +41,7 @@ class Decision:
         Args:
             seen: the layer.
             due: ``[B]`` bool, sequences of which something may go; the others keep all. None: every one.
+            records: those of the layer, in which the scorer takes note of it first; None: nobody keeps any.
 
         Raises:
             UserError: under ``strict=True``, when the budget is smaller than what the policy protects, and something
@@ -46,7 +50,7 @@ class Decision:
         """
         everyone, allocator = due is None, self.policy.allocator
         due = torch.ones(len(seen.q), dtype=torch.bool, device=seen.q.device) if due is None else due
-        ballot = self._ballot(seen, due)
+        ballot = self._ballot(seen, due, records)
         ballot.everyone = everyone
         if seen.decoding:
             found = allocator.keep_later(seen.layer, ballot, self.shares)
@@ -56,12 +60,14 @@ class Decision:
             return {seen.layer: found}
         return {**allocator.keep(seen.layer, ballot, self.shares)}
 
-    def _ballot(self, seen: Observation, due: Tensor) -> Ballot:
+    def _ballot(self, seen: Observation, due: Tensor, records: Records | None) -> Ballot:
         scorer, allocator = self.policy.scorer, self.policy.allocator
         assert scorer is not None
         grows = self.policy.budget_of == "seen"
-        seen.due, seen.capacity = due, self._capacity(seen.lengths if grows else seen.prompt_lengths)
-        capacity = seen.capacity
+        capacity = self._capacity(seen.lengths if grows else seen.prompt_lengths)
+        seen = seen.deciding(due, capacity)
+        if records is not None:
+            scorer.note(seen, records)
         wish = None if seen.decoding else allocator.wish(seen)
         score, protected, valid = scorer.score(seen), scorer.protected(seen, capacity), seen.key_valid
         for what, found in (("score", score), ("protected", protected)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -349,10 +350,11 @@ class EvictionLayer(CacheLayerMixin):
             return
         with self._scoring.running(step.call.q.device):
             if step.now.due is not None:
-                step.masks = step.decision.decide(step.seen, None if step.now.every_due else step.now.due)
+                due = None if step.now.every_due else step.now.due
+                step.masks = step.decision.decide(step.seen, due, self.memory)
             else:
                 assert self.policy.scorer is not None
-                self.policy.scorer.score(step.seen)
+                self.policy.scorer.note(step.seen, self.memory)
 
     def _retain(self, step: Step) -> None:
         """Free what does not stay, here and in earlier layers that give way."""
@@ -433,7 +435,7 @@ class EvictionLayer(CacheLayerMixin):
                 prompt_lengths=now.prompt_lengths,
                 decoding=not now.reading,
                 precise=self.policy.scorer is not None and self.policy.scorer.needs.precise,
-                memory=self.memory,
+                recorded=MappingProxyType(self.memory),
                 turn=self.rotation.turn,
                 output=lambda: output_weight(call.module, call.q.shape[1]),
                 memo=call.memo,

@@ -69,8 +69,8 @@ def test_every_policy(tiny_llama, case):
     cache, scores = ag.EvictionCache(model, policy), []
     ballot = Decision._ballot
 
-    def judged(self, seen, due):
-        found = ballot(self, seen, due)
+    def judged(self, seen, due, records):
+        found = ballot(self, seen, due, records)
         scores.append(bool(found.score[found.valid & ~found.protected & due[:, None, None]].isfinite().all()))
         return found
 

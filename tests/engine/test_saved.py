@@ -577,8 +577,10 @@ class Remembers(Scorer):
 
     needs = Needs(every_query=True)
 
+    def note(self, seen, records):
+        records["words"] = Words(seen.key_ranks.shape) if seen.decoding else seen.key_ranks.float()
+
     def score(self, seen):
-        seen.memory["words"] = Words(seen.key_ranks.shape) if seen.decoding else seen.key_ranks.float()
         return seen.key_ranks.float()
 
 

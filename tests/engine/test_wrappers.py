@@ -1,6 +1,7 @@
 """Wrappers against what they stand for: removing a token, shrinking a pair, autograd; in float64."""
 
 import math
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -550,11 +551,12 @@ def test_a_prompt_is_scored_in_one_pass_as_in_several(tiny_llama, spec, monkeypa
 
     def score(self, seen):
         """Score what the layer holds by each version: what is compared must not depend on the layers before."""
+        unrecorded = copy(seen)
+        unrecorded.recorded = None
         for version, found in scores.items():
             monkeypatch.setenv("AG_KERNELS", version)
             seen._memo.clear()
-            seen.memory.clear()
-            found.append(plain(self, seen))
+            found.append(plain(self, unrecorded))
         bounds.append(conditioned(of_operands(self, seen), seen.q, seen.k, seen._keys.v))
         monkeypatch.delenv("AG_KERNELS")
         return found[-1]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ag.engine.observe import Observation
+from ag.engine.records import Records
 from ag.engine.repeat import Repetition
 from ag.engine.rows import Statistic, attention
 from ag.errors import require
@@ -114,6 +115,23 @@ class Scorer(ABC):
         """Return what lets the model read a prompt a second time, for one cache; None: it is read once."""
         return None
 
+    def note(self, seen: Observation, records: Records) -> None:
+        """Record what is seen, before it is scored and where it is not; scores read it in :meth:`recorded`."""
+        return
+
+    def recorded(self, seen: Observation, *how: Any) -> Mapping[str, Tensor]:
+        """Return what was noted of a layer; where nobody keeps records, what is noted of this observation alone.
+
+        Args:
+            seen: the layer.
+            how: what else :meth:`note` takes.
+        """
+        if seen.recorded is not None:
+            return seen.recorded
+        records: Records = {}
+        self.note(seen, records, *how)
+        return records
+
     @abstractmethod
     def score(self, seen: Observation) -> Tensor:
         """Return ``[B, Hkv, N]`` float32, higher is kept; finite on every slot that competes."""
@@ -155,6 +173,10 @@ class RowScorer(Scorer):
     def needs(self) -> Needs:
         """Attention rows."""
         return Needs(rows=True)
+
+    def note(self, seen: Observation, records: Records, statistic: Statistic = attention) -> None:
+        """Record the statistic; :meth:`sums` of it reads that."""
+        return
 
     @abstractmethod
     def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:

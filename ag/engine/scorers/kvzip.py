@@ -92,7 +92,7 @@ class KVzip(Scorer):
 
     def score(self, seen: Observation) -> Tensor:
         """Return the largest weight; 0 for what was not repeated."""
-        found = seen.memory.get("repeated")
+        found = self.recorded(seen).get("repeated")
         return torch.zeros_like(seen.key_ranks, dtype=torch.float32) if found is None else found
 
     def inputs(self, context: list[int]) -> list[tuple[range, list[int]]]:

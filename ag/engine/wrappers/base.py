@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
 from torch import Tensor
 
 from ag.engine.observe import Observation
+from ag.engine.records import Records
 from ag.engine.repeat import Repetition
 from ag.engine.scorers.base import Needs, RowScorer, Scorer
 from ag.errors import UserError
@@ -56,6 +57,10 @@ class Wrapper(Scorer):
     def needs(self) -> Needs:
         """What the inner scorer needs; what a wrapper needs itself it adds by :func:`dataclasses.replace`."""
         return self.inner.needs
+
+    def note(self, seen: Observation, records: Records) -> None:
+        """Record what the inner scorer does."""
+        self.inner.note(seen, records)
 
     def repetition(self) -> Repetition | None:
         """Return what lets the model read a prompt again for the inner scorer."""

@@ -10,6 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from ag.engine.observe import Observation
+from ag.engine.records import Records
 from ag.engine.rows import FUSED, AttentionRows, Statistic
 from ag.engine.scorers.base import Needs, RowScorer, grouped
 from ag.engine.wrappers.base import Wrapper
@@ -89,9 +90,18 @@ class OBCache(Wrapper):
     def error(rows: AttentionRows) -> Tensor:
         """Return the error ``[B, H, w, N]`` that each query would see without each key."""
 
+    @property
+    def statistic(self) -> Statistic:
+        """The error as a statistic of attention rows."""
+        return OfMean(self.error) if self.group == "pre" else self.error
+
+    def note(self, seen: Observation, records: Records) -> None:
+        """Record the error where the base records attention."""
+        self.host.note(seen, records, self.statistic)
+
     def score(self, seen: Observation) -> Tensor:
         """Return the error of the group's output."""
-        sums = self.host.sums(seen, OfMean(self.error) if self.group == "pre" else self.error)
+        sums = self.host.sums(seen, self.statistic)
 
         def reduce(seen: Observation, heads: Tensor) -> Tensor:
             return grouped(heads, seen, "sum" if self.group == "pre" else self.group)
