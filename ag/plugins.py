@@ -91,7 +91,7 @@ def _check_methods(name: str, kind: Any, base: Any) -> None:
             above = next((vars(other)[method] for other in kind.__mro__[place + 1 :] if method in vars(other)), None)
             if method.startswith("__") or above is None or not inspect.isfunction(own):
                 continue
-            if isinstance(above, property):
+            if isinstance(above, property | functools.cached_property):
                 raise UserError(f"{owner.__name__}.{method} ({name!r}) is a method: expected a @property.")
             if inspect.isfunction(above) and not _replaces(own, above):
                 raise UserError(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import ag
 from ag.config import Config, DataConfig
 from ag.data import build, templates
 from ag.engine.allocators import ALLOCATORS
-from ag.engine.scorers import SCORERS
+from ag.engine.records import accumulate
+from ag.engine.scorers import SCORERS, Needs, Scorer
+from ag.engine.scorers.base import grouped
 from ag.engine.wrappers import WRAPPERS
 from ag.evaluate.tasks import TASKS, make
 from ag.gates.gate import KINDS
@@ -67,6 +70,24 @@ def test_scorer_page(example, tiny_llama):
         assert cache.kept_positions(0)[0][head].tolist() == best.tolist()
     under_wrapper, _ = held(model, ag.policy("value_norm+caote@heads", budget=10))
     assert sum(len(head) for head in under_wrapper.kept_positions(0)[0]) == 20
+
+
+def test_what_the_scorer_page_records(tiny_llama, monkeypatch):
+    """Its sum of attention keeps what h2o keeps without recents, through many evictions."""
+    (block,) = re.findall(r"```text\n(.*?)```", (FOLDER / "scorer.md").read_text(), re.DOTALL)
+    body = {}
+    exec(block, {"Needs": Needs, "accumulate": accumulate, "grouped": grouped}, body)
+    monkeypatch.setitem(SCORERS, "heavy", dataclass(frozen=True, kw_only=True)(type("Heavy", (Scorer,), body)))
+    model = tiny_llama()
+    ids = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(0))
+    kept = []
+    for name, options in (("heavy", {}), ("h2o", {"recent": 0})):
+        cache = ag.EvictionCache(model, ag.policy(name, 10, "steps:3", **options))
+        with torch.no_grad():
+            for part in (ids[:, :24], *ids[:, 24:].split(1, 1)):
+                model(part, past_key_values=cache)
+        kept.append([head.tolist() for layer in range(3) for row in cache.kept_positions(layer) for head in row])
+    assert kept[0] == kept[1]
 
 
 def test_wrapper_page(example, tiny_llama):

@@ -118,7 +118,7 @@ class Narrow(Scorer):
 
 class Method(Scorer):
     def score(self, seen): ...
-    def lookback(self): ...
+    def needs(self): ...
 
 class Renamed(RowScorer):
     def sums(self, seen, what): ...
@@ -151,7 +151,7 @@ TASKS |= {"run": (Run, {})}
     [
         ("narrow", ["Narrow.protected(self, seen)", "'narrow'", "seen: 'Observation', capacity: 'Tensor'"]),
         ("narrow+vatp@heads", ["Narrow.protected(self, seen)"]),
-        ("method", ["Method.lookback", "'method'", "@property"]),
+        ("method", ["Method.needs", "'method'", "@property"]),
         ("renamed", ["Renamed.sums(self, seen, what)", "statistic"]),
         ("h2o+more", ["More.score(self, seen, more)", "'more'", "score(self, seen: 'Observation')"]),
         ("h2o@half", ["Half", "'half'", "keep", "Allocator"]),

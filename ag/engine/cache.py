@@ -121,9 +121,9 @@ class EvictionCache(Cache, Interceptor):
 
     def _check_needs(self, scorer: Scorer) -> None:
         """Refuse a model that does not show what a scorer asks for."""
-        if scorer.turns:
+        if scorer.needs.rotations:
             check_rotations(self.decoder, repr(self.policy), "Use another policy.")
-        for layer in self.decoder.layers if scorer.projects else ():
+        for layer in self.decoder.layers if scorer.needs.output_projection else ():
             output_projection(layer.self_attn)
 
     def _layer(self, index: int) -> EvictionLayer:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ag.engine.allocators.base import Ballot, Shares
 from ag.engine.observe import Observation
 from ag.engine.policy import Policy
+from ag.engine.records import Records
 from ag.errors import BudgetWarning, UserError
 from ag.kernels.row_worst import NOT_FINITE, OVER
 from ag.kernels.row_worst.reference import Going
@@ -30,17 +31,18 @@ class Decision:
 
     def __init__(self, policy: Policy, layers: list[int]) -> None:
         self.policy, self.shares = policy, Shares(layers)
-        self._of: tuple[Tensor, int] | None = None  # tokens that the capacity was last asked for
+        self._of: Tensor | None = None  # prompts that the capacity was last asked for
         #: By layer, what decisions of steps found since the last look, ``[B, Hkv]`` uint8.
         self._found: dict[int, Tensor] = {}
         self._looked = 0
 
-    def decide(self, seen: Observation, due: Tensor | None = None) -> dict[int, Tensor]:
+    def decide(self, seen: Observation, due: Tensor | None = None, records: Records | None = None) -> dict[int, Tensor]:
         """Take in a layer and return masks ``[B, Hkv, N]`` of what stays, of it and of the layers where something goes.
 
         Args:
             seen: the layer.
             due: ``[B]`` bool, sequences of which something may go; the others keep all. None: every one.
+            records: those of the layer, in which the scorer takes note of it first; None: nobody keeps any.
 
         Raises:
             UserError: under ``strict=True``, when the budget is smaller than what the policy protects, and something
@@ -49,14 +51,14 @@ class Decision:
         """
         everyone, allocator = due is None, self.policy.allocator
         due = torch.ones(len(seen.q), dtype=torch.bool, device=seen.q.device) if due is None else due
-        ballot = self._ballot(seen, due)
+        ballot = self._ballot(seen, due, records)
         ballot.everyone = everyone
         self._let_through(ballot, seen.layer)
         if seen.decoding:
             return {seen.layer: allocator.keep_later(seen.layer, ballot, self.shares)}
         return {**allocator.keep(seen.layer, ballot, self.shares)}
 
-    def step(self, seen: Observation, due: Tensor, slots: Tensor) -> bool:
+    def step(self, seen: Observation, due: Tensor, slots: Tensor, records: Records) -> bool:
         """Write down what goes of a layer where one token came to each sequence since the last decision.
 
         The host does not wait: what is rare is found by :meth:`look`.
@@ -65,11 +67,12 @@ class Decision:
             seen: the layer.
             due: ``[B]`` bool, all True.
             slots: gets the slots ``[B, Hkv, V]`` int32, -1 for none; V being :meth:`most`.
+            records: of the layer.
 
         Returns:
             Whether the host knows that the same slots go from all heads.
         """
-        ballot = self._ballot(seen, due)
+        ballot = self._ballot(seen, due, records)
         ballot.everyone = True
         found = self._found.get(seen.layer)
         if found is None:
@@ -125,12 +128,14 @@ class Decision:
             self._refuse_scores(layers[int(wrong.long().argmax())])
         self._note_over((found & OVER).any(-1).any(0), "more tokens per KV head (sinks, recent, window)")
 
-    def _ballot(self, seen: Observation, due: Tensor) -> Ballot:
+    def _ballot(self, seen: Observation, due: Tensor, records: Records | None) -> Ballot:
         scorer, allocator = self.policy.scorer, self.policy.allocator
         assert scorer is not None
         grows = self.policy.budget_of == "seen"
-        seen.due, seen.capacity = due, self._capacity(seen.lengths if grows else seen.prompt_lengths)
-        capacity = seen.capacity
+        capacity = self.policy.capacity(seen.lengths) if grows else self._capacity(seen.prompt_lengths)
+        seen = seen.deciding(due, capacity)
+        if records is not None:
+            scorer.note(seen, records)
         wish = None if seen.decoding else allocator.wish(seen)
         score, protected, valid = scorer.score(seen), scorer.protected(seen, capacity), seen.key_valid
         for what, found in (("score", score), ("protected", protected)):
@@ -172,10 +177,9 @@ class Decision:
         )
 
     def _capacity(self, tokens: Tensor) -> Tensor:
-        """Return the policy's capacity of so many tokens ``[B]``, which are the same for many layers and passes."""
-        key = tokens, tokens._version  # the number of tokens may grow in place
-        if self._of is None or self._of[0] is not tokens or self._of[1] != tokens._version:
-            self._of, self._allowed = key, self.policy.capacity(tokens)
+        """Return the policy's capacity of prompts ``[B]``, which are the same for many layers and passes."""
+        if self._of is not tokens:
+            self._of, self._allowed = tokens, self.policy.capacity(tokens)
         return self._allowed
 
     def _give_way(self, ballot: Ballot) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -341,9 +342,9 @@ class EvictionLayer(CacheLayerMixin):
             return
         assert policy.scorer is not None
         with self._scoring.running(step.call.q.device):
-            lookback = policy.lookback if now.reading else policy.scorer.lookback
+            lookback = policy.lookback if now.reading else policy.scorer.needs.lookback
             queries = self._with_lookback(step, lookback)
-            if now.due is not None or policy.scorer.follows:
+            if now.due is not None or policy.scorer.needs.every_query:
                 step.seen = self._seen(step, queries)
 
     def _decide(self, step: Step) -> None:
@@ -356,10 +357,11 @@ class EvictionLayer(CacheLayerMixin):
                 return
             self._room = None
             if step.now.due is not None:
-                step.masks = step.decision.decide(step.seen, None if step.now.every_due else step.now.due)
+                due = None if step.now.every_due else step.now.due
+                step.masks = step.decision.decide(step.seen, due, self.memory)
             else:
                 assert self.policy.scorer is not None
-                self.policy.scorer.score(step.seen)
+                self.policy.scorer.note(step.seen, self.memory)
 
     def _evict_one(self, step: Step, seen: Observation, decision: Decision) -> None:
         """Let go what exceeds the budget by the token that came to each row; the host does not learn which."""
@@ -369,11 +371,11 @@ class EvictionLayer(CacheLayerMixin):
             self._room = decision.room(seen, store.lengths.view(store.batch, -1)) + 1
         self._room -= 1
         if self._room >= 0:
-            if self.policy.scorer.follows:
-                self.policy.scorer.score(seen)
+            if self.policy.scorer.needs.every_query:
+                self.policy.scorer.note(seen, self.memory)
             return
         slots = store.going(decision.most(store.kv_heads))
-        self._alike = decision.step(seen, due, slots) and self._alike
+        self._alike = decision.step(seen, due, slots, self.memory) and self._alike
         store.leave(slots, self.memory)
         self.evicted_at = step.now.seen
 
@@ -416,9 +418,9 @@ class EvictionLayer(CacheLayerMixin):
     def _weighs(self, step: Step) -> bool:
         """Tell whether the scorer is to be shown the attention of one query to all that is held."""
         scorer = self.policy.scorer
-        if step.decision is None or scorer is None or scorer.rowless:
+        if step.decision is None or scorer is None or not scorer.needs.rows:
             return False
-        return step.now.due is not None or scorer.follows
+        return step.now.due is not None or scorer.needs.every_query
 
     def _differentiated(self, step: Step) -> bool:
         """Tell whether gradients go through the new tokens or what is held; kernels for one token have none."""
@@ -476,8 +478,8 @@ class EvictionLayer(CacheLayerMixin):
                 gate=None if gate is None else gate.masked_fill(~filled, 0.0),
                 prompt_lengths=now.prompt_lengths,
                 decoding=not now.reading,
-                precise=self.policy.scorer is not None and self.policy.scorer.precise,
-                memory=self.memory,
+                precise=self.policy.scorer is not None and self.policy.scorer.needs.precise,
+                recorded=MappingProxyType(self.memory),
                 turn=self.rotation.turn,
                 output=lambda: output_weight(call.module, call.q.shape[1]),
                 memo=call.memo,

@@ -6,7 +6,8 @@ or by a kernel that sums as it goes, and whole rows exist only for a window of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -163,8 +164,8 @@ class Context:
         prompt_lengths: ``[B]`` long, own tokens of each prompt as far as they are known; None: all tokens seen.
         decoding: whether the prompt is over.
         precise: whether the logits of a prompt's last queries, and of a short prompt, are products in float64.
-        memory: what scorers recorded at earlier observations, tensors ``[..., N]`` whose last dimension is that of
-            the keys (new tokens have 0); what they record now goes there too.
+        recorded: what the scorer noted, tensors ``[..., N]`` whose last dimension is that of the keys (tokens that came
+            since have 0); None: nobody keeps records.
         turn: rotates queries or keys ``[B, H, n, D]`` further by places ``[B, 1, n or 1]``, by the mean rotation of so
             many places from there on; None: the model's rotations are not known.
         output: gives the output projection by query head, ``[H, D, M]`` float32; None: it is not known.
@@ -179,7 +180,7 @@ class Context:
     prompt_lengths: Tensor | None = None
     decoding: bool = False
     precise: bool = False
-    memory: dict[str, Tensor] = field(default_factory=dict)
+    recorded: Mapping[str, Tensor] | None = None
     turn: Callable[[Tensor, Tensor, int], Tensor] | None = None
     output: Callable[[], Tensor] | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict)
@@ -197,8 +198,8 @@ class Observation:
 
     def __init__(self, *, keys: Keys, queries: Queries, context: Context) -> None:
         self._keys, self._queries, self._memo = keys, queries, context.memo
-        self.layer, self.gate, self.decoding, self.memory = (
-            context.layer, context.gate, context.decoding, context.memory
+        self.layer, self.gate, self.decoding, self.recorded = (
+            context.layer, context.gate, context.decoding, context.recorded
         )  # fmt: skip
         self._turn, self._output = context.turn, context.output
         self._precise = context.precise and not context.decoding
@@ -215,6 +216,17 @@ class Observation:
     def key_ranks(self) -> Tensor:
         """``[B, Hkv, N]`` long, the place of each key among its sequence's own tokens."""
         return self._keys.ranks.long()
+
+    def deciding(self, due: Tensor, capacity: Tensor) -> Observation:
+        """Return the same for a decision.
+
+        Args:
+            due: ``[B]`` bool, sequences of which something may go now.
+            capacity: ``[B]`` long, tokens per KV head that the budget allows, on average over layers.
+        """
+        seen = copy(self)
+        seen.due, seen.capacity = due, capacity
+        return seen
 
     @property
     def group(self) -> int:
@@ -356,33 +368,6 @@ class Observation:
             self._memo[key, self._precise] = make()
         made: Made = self._memo[key, self._precise]
         return made
-
-    def accumulated(self, name: str, new: Tensor) -> Tensor:
-        """Add ``[..., N]`` to what was recorded under a name; returns and records the sum."""
-        if name in self.memory:
-            new = new + self.memory[name]
-        self.memory[name] = new
-        return new
-
-    def latest(self, name: str, new: Tensor, counted: Tensor, last: int) -> Tensor:
-        """Record rows ``[B, H, w, N]`` after those recorded before; returns and keeps the last ones.
-
-        Args:
-            name: what they are recorded under.
-            new: rows, 0 where nothing counts.
-            counted: ``[B, w]`` bool, the rows that exist, which are a sequence's last ones.
-            last: rows to keep of each sequence.
-        """
-        if name in self.memory:
-            before = self.memory[name].shape[2]
-            new = torch.cat([self.memory[name], new], 2)
-            # a sequence with fewer new rows than others keeps more of the earlier ones, right before the new ones
-            missing = (~counted).sum(1, keepdim=True)
-            columns = torch.arange(new.shape[2], device=new.device)
-            order = torch.where(columns < before + missing, (columns - missing) % (before + missing), columns)
-            new = new.gather(2, order[:, None, :, None].expand_as(new))
-        self.memory[name] = new[:, :, -last:]
-        return self.memory[name]
 
     def _last_rows(self, last: int, only_new: bool) -> AttentionRows:
         chosen = self.query_valid & (self.query_ranks >= (self.lengths - last)[:, None])

@@ -67,7 +67,7 @@ class Policy:
     @property
     def by_gates(self) -> bool:
         """Whether gates take part."""
-        return self.scorer is not None and self.scorer.reads_gates
+        return self.scorer is not None and self.spec.reads_gates
 
     @cached_property
     def block(self) -> int | None:
@@ -83,7 +83,7 @@ class Policy:
     @property
     def rereads(self) -> bool:
         """Whether a prompt is scored by a second reading, and evicted after that."""
-        return self.scorer is not None and self.scorer.rereads
+        return self.scorer is not None and self.scorer.needs.reread
 
     def asks_later(self, gates: AttentionGates | None) -> bool:
         """Whether gates are asked about the tokens that follow the prompt."""
@@ -105,7 +105,7 @@ class Policy:
     @property
     def lookback(self) -> int:
         """Earlier queries of the prompt that a decision has to be shown beside the new ones."""
-        needed = max(self.allocator.lookback, 0 if self.scorer is None else self.scorer.lookback)
+        needed = max(self.allocator.lookback, 0 if self.scorer is None else self.scorer.needs.lookback)
         return needed + self.rereads  # after a second reading nothing is new
 
     def capacity(self, lengths: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def policy(
         made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
         own = {name for part in made for name in option_names(part)} - {"inner"} | set(_options(type(allocator)))
         check_known(next(iter(rest)), sorted(own | set(ENGINE if made else ENGINE[:1])), "option", str(spec))
-    if scorer is not None and scorer.rereads:
+    if scorer is not None and scorer.needs.reread:
         _check_reread(spec, schedule, engine)
     whole = Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
     return whole if gates is None else whole.trained_with(gates)
@@ -248,22 +248,8 @@ def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
     base = SCORERS[spec.scorer]
     if spec.wrapper is None:
         return _make(base, options)
-    wrapper, name = WRAPPERS[spec.wrapper], spec.wrapper
-    if reason := base.alone or (wrapper.needs_rows and base.rowless):
-        raise UserError(f"Policy '{spec}': {name} cannot act on {spec.scorer}, because {reason}.")
-    for option, value in base.by_head.items() if wrapper.scores_heads else ():
-        if options.setdefault(option, value) != value:
-            raise UserError(
-                f"Policy '{spec}': {option}={options[option]} has no meaning, because {name} scores each head; leave "
-                "it out."
-            )
-    if base.weighs and options.setdefault(base.weighs, False):
-        raise UserError(
-            f"Policy '{spec}': {base.weighs}=True has no meaning, because {name} weighs values; leave it out."
-        )
-    for option, reason in base.unwrapped.items():
-        if options.get(option):
-            raise UserError(f"Policy '{spec}': {option} is {reason}; leave {name} out.")
+    wrapper = WRAPPERS[spec.wrapper]
+    wrapper.accepts(base, options, spec)
     bases = [part for part in wrapper.__mro__ if issubclass(part, Wrapper) and part is not Wrapper]
     own = {name for part in bases for name in vars(part).get("__annotations__", {})} & {*option_names(wrapper)}
     mine = {name: options.pop(name) for name in list(options) if name in own - {"inner"}}
@@ -275,7 +261,7 @@ def _allocator(
 ) -> Allocator:
     kind = ALLOCATORS[str(spec.allocator)]
     mine = {name: options.pop(name) for name in _options(kind) if name in options}
-    return _make(kind, kind.completed(mine, budget, None if scorer is None else scorer.observers))
+    return _make(kind, kind.completed(mine, budget, None if scorer is None else scorer.needs.observers))
 
 
 def _moved(

@@ -78,7 +78,7 @@ def _words(cache: Stateful) -> dict[str, Any]:
     """Return what :func:`ag.policy` makes the policy of again."""
     mine, options = cache.policy, dict(cache.policy.options)
     inner = getattr(mine.scorer, "inner", mine.scorer)
-    for name in () if inner is None else inner.from_tokenizer:
+    for name in () if inner is None else inner.needs.from_tokenizer:
         options |= {} if (text := getattr(inner, name)) is None else {name: text}
     again = policy(str(mine.spec), mine.budget, mine.schedule, **options)
     again = again if cache.gates is None else again.trained_with(cache.gates)

@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ag.engine.pool import PAGE, Pool, listed, pages_for
+from ag.engine.records import Records
 from ag.engine.select import closing_order
 from ag.kernels.pages import New, Pages
 from ag.kernels.pool_append import pool_append
 from ag.kernels.pool_expired import pool_expired
 
 FEW = 4  # tokens of a row that go at once by filling their slots; more are closed up in order
-
-Records = dict[str, Tensor]
 
 
 class Rows(NamedTuple):

@@ -73,7 +73,7 @@ class Undo:
         """Refuse to go back to a state of which something was evicted under a budget since."""
         scorer = self.policy.scorer
         assert scorer is not None
-        if self.policy.steps is not None and (scorer.follows or scorer.lookback):
+        if self.policy.steps is not None and (scorer.needs.every_query or scorer.needs.lookback):
             raise UserError(
                 f"crop({-remove}): {self.policy!r} has recorded the queries of the tokens that would go; use the "
                 "schedule prefill, or make a new cache."

@@ -156,7 +156,7 @@ class Scripted(Decision):
         super().__init__(ag.policy(f"knorm@{allocator}", budget=1, **options), list(range(len(ballots))))
         self.script = ballots
 
-    def _ballot(self, seen, due):
+    def _ballot(self, seen, due, records):
         return self.script[seen.layer]
 
     def show(self, layer):

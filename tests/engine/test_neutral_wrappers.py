@@ -14,7 +14,7 @@ from pairs import covering
 
 import ag
 from ag.engine.allocators import ALLOCATORS
-from ag.engine.scorers import SCORERS
+from ag.engine.scorers import SCORERS, RowScorer
 from ag.engine.wrappers import WRAPPERS
 
 FEW = settings(
@@ -23,7 +23,7 @@ FEW = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 ANY = sorted(name for name, scorer in SCORERS.items() if not scorer.alone)
-ROWS = sorted(name for name in ANY if not SCORERS[name].rowless) + ["drawn_row"]
+ROWS = sorted(name for name in ANY if issubclass(SCORERS[name], RowScorer)) + ["drawn_row"]
 SIGNED = ["keydiff", "knorm", "drawn"]
 SCHEDULES = ["prefill", "every", "steps:2", "blocks:4", "blocks:1+every", "blocks:5+every"]
 COMPETING = ("heads", "global")  # allocators under which heads compete
@@ -112,7 +112,7 @@ def cases(draw, neutral):
     base = draw(st.sampled_from(neutral.bases))
     allocator = draw(st.sampled_from([*sorted(ALLOCATORS), *COMPETING]))
     budget = draw(st.one_of(st.just(1), st.integers(1, 9), st.sampled_from([0.3, 0.9])))
-    schedule = "prefill" if SCORERS[base].rereads else draw(st.sampled_from(SCHEDULES))
+    schedule = "prefill" if SCORERS[base]().needs.reread else draw(st.sampled_from(SCHEDULES))
     options: dict[str, Any] = {"sinks": draw(st.sampled_from([0, 0, 1]))}
     options["recent"] = draw(st.integers(0, 1)) or int(neutral.newest)
     if base in ("snapkv", "cake", "h2o", "scissorhands"):

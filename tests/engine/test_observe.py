@@ -180,6 +180,14 @@ def test_a_row_of_a_batch_is_what_it_is_alone():
     hold(alone.rows(3).a, whole.rows(3).a[1:, ..., :5], bound[1:, ..., :5])
 
 
+def test_a_decision_changes_nothing_of_what_others_see():
+    """Sequence 0 is not due, 1 holds more than the capacity, 2 does not."""
+    seen = Scene(lengths=(9, 9, 4)).seen
+    view = seen.deciding(torch.tensor([False, True, True]), torch.tensor([4, 4, 4]))
+    assert view.evicts.tolist() == [[False, False], [True, True], [False, False]]
+    assert seen.due is seen.capacity is None and seen.evicts.all()
+
+
 class Largest(TorchDispatchMode):
     """Remembers the size of the largest tensor that any operation made."""
 

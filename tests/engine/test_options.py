@@ -207,7 +207,7 @@ def test_the_order_of_the_code_is_of_cake_alone():
 def test_wrappers_take_the_options_they_inherit(spec):
     made = ag.policy(f"snapkv+{spec}", 64, group="pre", obc_window=16, window=8).scorer
     assert (made.group, made.obc_window, made.inner) == ("pre", 16, SnapKV(window=8))
-    assert made.lookback == 15
+    assert made.needs.lookback == 15
     fast = ag.policy("h2o+fastcaote", 64, greedy=True, pool_stage="final").scorer
     assert fast == FastCaote(inner=H2O(), greedy=True, pool_stage="final")
 

@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from ag.engine.allocators.pyramid import Pyramid
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.decide import Decision
 from ag.engine.scorers import SCORERS
-from ag.engine.scorers.base import Scorer
+from ag.engine.scorers.base import Needs, RowScorer, Scorer
 from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.controls import KNorm, Random
 from ag.engine.scorers.expected_attention import ExpectedAttention
@@ -34,7 +35,7 @@ from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
 from ag.engine.scorers.tova import Tova
 from ag.engine.spec import ALIASES, FLAGS, PolicySpec, named
-from ag.engine.wrappers import WRAPPERS
+from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.engine.wrappers.caote import Caote, FastCaote
 from ag.engine.wrappers.criticalkv import CriticalKV
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue
@@ -681,6 +682,39 @@ def test_a_scorer_of_ones_own_is_checked_like_the_others(monkeypatch):
         ag.policy("middle+vatp", budget=4)
     with pytest.raises(UserError, match="Middle: pull='x': .*float"):
         ag.policy("middle", budget=4, pull="x")
+
+
+def test_a_wrapper_of_ones_own_says_what_it_accepts(monkeypatch):
+    @dataclass(frozen=True, kw_only=True)
+    class Picky(Wrapper):
+        """Acts on rows of a short window, which it needs precisely."""
+
+        inner: RowScorer
+
+        @classmethod
+        def accepts(cls, inner, options, spec):
+            super().accepts(inner, options, spec)
+            if options.setdefault("window", 4) > 8:
+                raise UserError(f"Policy '{spec}': window={options['window']}: {spec.wrapper} takes 8 or less.")
+
+        @cached_property
+        def needs(self):
+            return replace(self.inner.needs, precise=True)
+
+        def score(self, seen):
+            return self.inner.score(seen)
+
+    monkeypatch.setitem(WRAPPERS, "picky", Picky)
+    scorer = ag.policy("snapkv+picky", budget=16).scorer
+    assert scorer.inner.window == 4
+    assert scorer.needs == Needs(rows=True, lookback=3, observers=4, precise=True)
+    for spec, options, words in (
+        ("snapkv+picky", {"window": 9}, ["window=9", "picky"]),
+        ("knorm+picky", {}, ["picky", "knorm", "no attention rows"]),
+        ("random+picky", {}, ["picky", "random", "its scores are random"]),
+    ):
+        with refuses(UserError, *words):
+            ag.policy(spec, 16, **options)
 
 
 def test_an_allocator_of_ones_own_is_one_class_and_one_line(monkeypatch):

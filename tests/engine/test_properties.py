@@ -24,7 +24,8 @@ BODIES = [*SCORERS] + [
     f"{scorer}+{wrapper}"
     for scorer in SCORERS
     for wrapper in WRAPPERS
-    if scorer not in ALONE and not (scorer in ROWLESS and WRAPPERS[wrapper].needs_rows)
+    if scorer not in ALONE
+    and not (scorer in ROWLESS and WRAPPERS[wrapper].__dataclass_fields__["inner"].type == "RowScorer")
 ]
 
 
@@ -68,8 +69,8 @@ def test_every_policy(tiny_llama, case):
     cache, scores = ag.EvictionCache(model, policy), []
     ballot = Decision._ballot
 
-    def judged(self, seen, due):
-        found = ballot(self, seen, due)
+    def judged(self, seen, due, records):
+        found = ballot(self, seen, due, records)
         scores.append(bool(found.score[found.valid & ~found.protected & due[:, None, None]].isfinite().all()))
         return found
 

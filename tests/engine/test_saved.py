@@ -4,7 +4,6 @@ import copy
 import json
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import safetensors.torch
@@ -18,7 +17,7 @@ from ag.engine import state
 from ag.engine.repeat import Repetition
 from ag.engine.saved import FORMAT, SCHEMA
 from ag.engine.scorers import SCORERS
-from ag.engine.scorers.base import Scorer
+from ag.engine.scorers.base import Needs, Scorer
 from ag.errors import UserError
 
 RING = {"covers": "all", "window": 6, "recent_tokens": 7}
@@ -576,10 +575,12 @@ def test_what_is_in_the_way(saved, tmp_path):
 class Remembers(Scorer):
     """Records what no file can have."""
 
-    follows: ClassVar[bool] = True
+    needs = Needs(every_query=True)
+
+    def note(self, seen, records):
+        records["words"] = Words(seen.key_ranks.shape) if seen.decoding else seen.key_ranks.float()
 
     def score(self, seen):
-        seen.memory["words"] = Words(seen.key_ranks.shape) if seen.decoding else seen.key_ranks.float()
         return seen.key_ranks.float()
 
 

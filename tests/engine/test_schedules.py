@@ -4,7 +4,6 @@ import copy
 import gc
 import re
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ import ag
 from ag.config import ModelConfig
 from ag.engine.cache import EvictionCache
 from ag.engine.decide import NonFiniteScoreError
-from ag.engine.observe import Observation
+from ag.engine.records import accumulate, latest
 from ag.engine.store import PagedStore
 from ag.engine.wrappers import WRAPPERS
 from ag.errors import UserError
@@ -362,6 +361,15 @@ def test_what_is_recorded_moves_with_its_token(llama, name, schedule, monkeypatc
                 assert not sums[b, head, len(held) :].any()
 
 
+def test_a_sum_keeps_its_memory_and_leaves_what_it_is_made_of():
+    first, second, records = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0]), {}
+    accumulate(records, "sums", first)
+    place = records["sums"].data_ptr()
+    accumulate(records, "sums", second)
+    assert records["sums"].tolist() == [11.0, 22.0] and records["sums"].data_ptr() == place
+    assert (first.tolist(), second.tolist()) == ([1.0, 2.0], [10.0, 20.0])
+
+
 def test_the_latest_rows_of_each_sequence():
     """A row may be all zero, when what it paid is gone; it counts as one all the same."""
     make, memory = torch.Generator().manual_seed(0), {}
@@ -373,7 +381,8 @@ def test_the_latest_rows_of_each_sequence():
         rows = rows * counted[:, None, :, None]
         for b, n in enumerate(number):
             wanted[b] = (wanted[b] + list(rows[b, 0, width - n :]))[-4:]
-        got = Observation.latest(SimpleNamespace(memory=memory), "rows", rows, counted, 4)
+        latest(memory, "rows", rows, counted, 4)
+        got = memory["rows"]
         for b in range(2):
             assert torch.equal(got[b, 0], torch.stack(wanted[b])[-got.shape[2] :])
 

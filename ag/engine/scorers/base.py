@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self, cast
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ag.engine.observe import Observation
+from ag.engine.records import Records
 from ag.engine.repeat import Repetition
 from ag.engine.rows import Statistic, attention
 from ag.errors import require
@@ -30,6 +32,34 @@ def option_names(part: type | object) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a scorer has to be shown or given.
+
+    Attributes:
+        lookback: earlier queries that a decision needs beside the new ones.
+        observers: width of the observation window, in which an allocator may measure too; None: there is none.
+        every_query: whether it has to see every query, also when nothing is evicted.
+        rows: whether it reads attention weights, which a single query's attention then keeps.
+        precise: whether its score is made of differences, which the rounding of float32 logits shows in.
+        rotations: whether it turns queries to other places, which takes a model whose rotations are known for all.
+        output_projection: whether it asks for the attention's output projection, which not every model shows.
+        reread: whether it scores a prompt by a second reading, after which it is evicted once; see
+            :meth:`Scorer.repetition`.
+        from_tokenizer: options that :meth:`Scorer.with_tokenizer` fills in.
+    """
+
+    lookback: int = 0
+    observers: int | None = None
+    every_query: bool = False
+    rows: bool = False
+    precise: bool = False
+    rotations: bool = False
+    output_projection: bool = False
+    reread: bool = False
+    from_tokenizer: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scorer(ABC):
     """Scores every held token; its fields are its hyper-parameters.
 
@@ -43,47 +73,30 @@ class Scorer(ABC):
 
     #: Why no wrapper may act on this scorer; empty when any may.
     alone: ClassVar[str] = ""
-    #: Why the wrappers that need attention rows may not; empty when they may.
-    rowless: ClassVar[str] = "it has no attention rows to act on"
-    #: Values that options must have under a wrapper that scores each head by itself, by name.
-    by_head: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    #: Options that have no effect under a wrapper, and what they are.
-    unwrapped: ClassVar[Mapping[str, str]] = MappingProxyType({})
-
     #: The allocator that goes with this scorer where none is named.
     default_allocator: ClassVar[str] = "uniform"
     #: Whether it scores by gates: those of a folder that the policy names, or those attached to the model. Without a
     #: budget, wrapper and allocator their flags decide.
     reads_gates: ClassVar[bool] = False
-    #: Whether it has to see every query, also when nothing is evicted.
-    follows: ClassVar[bool] = False
-    #: Whether it scores a prompt by a second reading, after which it is evicted once; see :meth:`repetition`.
-    rereads: ClassVar[bool] = False
-    #: Whether it turns queries to other places, which takes a model whose rotations are known for every place.
-    turns: ClassVar[bool] = False
-    #: Whether it asks for the output projection of the attention (``seen.output``), which not every model shows.
-    projects: ClassVar[bool] = False
-    #: Option that multiplies its score by the size of the values, which wrappers do themselves; empty: there is none.
-    weighs: ClassVar[str] = ""
-    #: Options that :meth:`with_tokenizer` fills in.
-    from_tokenizer: ClassVar[tuple[str, ...]] = ()
-    #: Whether its score is made of differences, which the rounding of float32 logits shows in.
-    precise: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
         require(self, "sinks", self.sinks >= 0, "0 or more")
         require(self, "recent", self.recent >= 0, "0 or more")
 
-    @property
-    def lookback(self) -> int:
-        """Number of earlier queries that a decision needs beside the new ones."""
-        return 0
+    @cached_property
+    def needs(self) -> Needs:
+        """What it has to be shown or given."""
+        return Needs()
 
-    @property
-    def observers(self) -> int | None:
-        """Width of the observation window, in which an allocator may measure too; None: there is none."""
-        return None
+    @classmethod
+    def wrapped(cls, by_head: bool) -> Mapping[str, tuple[Any, str]]:
+        """Return the values that options have under a wrapper, and why, where ``{wrapper}`` stands for its name.
+
+        Args:
+            by_head: whether the wrapper scores each head by itself.
+        """
+        return {}
 
     def trained_with(self, sinks: int, recent: int) -> Self:
         """Return the scorer that protects what the training of its gates did, where it says nothing itself.
@@ -101,6 +114,23 @@ class Scorer(ABC):
     def repetition(self) -> Repetition | None:
         """Return what lets the model read a prompt a second time, for one cache; None: it is read once."""
         return None
+
+    def note(self, seen: Observation, records: Records) -> None:
+        """Record what is seen, before it is scored and where it is not; scores read it in :meth:`recorded`."""
+        return
+
+    def recorded(self, seen: Observation, *how: Any) -> Mapping[str, Tensor]:
+        """Return what was noted of a layer; where nobody keeps records, what is noted of this observation alone.
+
+        Args:
+            seen: the layer.
+            how: what else :meth:`note` takes.
+        """
+        if seen.recorded is not None:
+            return seen.recorded
+        records: Records = {}
+        self.note(seen, records, *how)
+        return records
 
     @abstractmethod
     def score(self, seen: Observation) -> Tensor:
@@ -138,7 +168,15 @@ class RowScorer(Scorer):
     """
 
     group: Group = "mean"
-    rowless: ClassVar[str] = ""
+
+    @cached_property
+    def needs(self) -> Needs:
+        """Attention rows."""
+        return Needs(rows=True)
+
+    def note(self, seen: Observation, records: Records, statistic: Statistic = attention) -> None:
+        """Record the statistic; :meth:`sums` of it reads that."""
+        return
 
     @abstractmethod
     def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:

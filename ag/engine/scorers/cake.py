@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
+from ag.engine.records import Records
+from ag.engine.rows import Statistic, attention
 from ag.engine.scorers.base import pooled
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.select import sorted_slots
@@ -35,12 +36,16 @@ class Cake(SnapKV):
     gamma: float = 200.0
     official_order: bool = False
     default_allocator: ClassVar[str] = "preference"
-    unwrapped: ClassVar[Mapping[str, str]] = MappingProxyType({"official_order": "the order of cake's own scores"})
 
     def __post_init__(self) -> None:
         """Refuse values out of range, and ``official_order`` where each query head would have its own order."""
         super().__post_init__()
         require(self, "official_order", not (self.official_order and self.pool_then_reduce), "no pool_then_reduce")
+
+    @classmethod
+    def wrapped(cls, by_head: bool) -> Mapping[str, tuple[Any, str]]:
+        """Return that its own order of tokens is none under a wrapper."""
+        return {"official_order": (False, "official_order is that of cake's own scores, not of {wrapper}'s")}
 
     def raw(self, seen: Observation) -> Tensor:
         """Return the indicator; while decoding, the attention of the newest query alone, as officially."""
@@ -49,17 +54,20 @@ class Cake(SnapKV):
         mean, variance = seen.rows(self.window).moments()
         return mean + self.gamma * variance
 
-    def pool(self, seen: Observation, score: Tensor, before_window: bool = True) -> Tensor:
-        """Pool along the tokens before the window, in the order of the text or of the last eviction's scores."""
+    def note(self, seen: Observation, records: Records, statistic: Statistic = attention) -> None:
+        """Under ``official_order`` keep the score, and where each token then lies in the published code's cache."""
         if not self.official_order:
-            return super().pool(seen, score, before_window)
-        before = seen.memory.get("place", torch.zeros_like(score))  # tokens that came since have 0
+            return
+        score = self.reduce(seen, self.raw(seen))
+        before = records.get("place", torch.zeros_like(score))  # tokens that came since have 0
         place = before if seen.decoding else torch.zeros_like(score)
         place = place.masked_fill(~seen.key_valid, float("inf"))
-        order = sorted_slots(place, seen.order)
         inside = seen.key_valid & (seen.age >= self.window)
-        result = pooled(score, inside, self.kernel, self.pooling, order)
-        ranking = sorted_slots(result.masked_fill(~inside, float("-inf")), seen.order, descending=True)
+        score = pooled(score, inside, self.kernel, self.pooling, sorted_slots(place, seen.order))
+        ranking = sorted_slots(score.masked_fill(~inside, float("-inf")), seen.order, descending=True)
         after = ranking.argsort(dim=-1).float() - ranking.shape[-1]
-        seen.memory["place"] = torch.where(seen.evicts[..., None], after, before)
-        return result
+        records["score"], records["place"] = score, torch.where(seen.evicts[..., None], after, before)
+
+    def score(self, seen: Observation) -> Tensor:
+        """Return the indicator, pooled along the tokens before the window in the order of the text or of the code."""
+        return self.recorded(seen)["score"] if self.official_order else super().score(seen)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.scorers.base import Scorer, grouped
+from ag.engine.scorers.base import Needs, Scorer, grouped
 from ag.errors import require
 
 TILE = 2**24  # elements of rotated covariances at once
@@ -46,9 +48,6 @@ class ExpectedAttention(Scorer):
     eps: float = 0.0
     window: int = 512
 
-    turns: ClassVar[bool] = True
-    weighs: ClassVar[str] = "values"
-
     def __post_init__(self) -> None:
         """Refuse values out of range."""
         super().__post_init__()
@@ -57,10 +56,15 @@ class ExpectedAttention(Scorer):
         require(self, "eps", self.eps >= 0, "0 or more")
         require(self, "mixture", self.covariance or not self.mixture, "no covariance=False")
 
-    @property
-    def lookback(self) -> int:
-        """Earlier queries of the statistics."""
-        return self.window
+    @cached_property
+    def needs(self) -> Needs:
+        """Earlier queries of the statistics, and what turns them."""
+        return Needs(lookback=self.window, rotations=True)
+
+    @classmethod
+    def wrapped(cls, by_head: bool) -> Mapping[str, tuple[Any, str]]:
+        """Return that values are weighed once."""
+        return {"values": (False, "{wrapper} weighs values")}
 
     def score(self, seen: Observation) -> Tensor:
         """Return the expected weight times the value's norm, computed once for all budgets."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
+from ag.engine.records import Records, accumulate, latest
 from ag.engine.rows import Statistic, attention
-from ag.engine.scorers.base import RowScorer
+from ag.engine.scorers.base import Needs, RowScorer
 from ag.errors import require
 
 
@@ -30,7 +31,8 @@ class H2O(RowScorer):
     recent: int | float = 0.5  # type: ignore[assignment]
     window: int | None = None
     normalize: Literal["none", "count"] = "none"
-    follows: ClassVar[bool] = True
+
+    needs = Needs(rows=True, every_query=True)
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
@@ -38,15 +40,22 @@ class H2O(RowScorer):
         require(self, "recent", isinstance(self.recent, int) or self.recent <= 1, "tokens, or a share up to 1.0")
         require(self, "window", self.window is None or self.window >= 1, "1 or more, or None")
 
-    def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
-        """Return the sums over all queries, or over the prompt's window and decoding; past weights do not change."""
+    def note(self, seen: Observation, records: Records, statistic: Statistic = attention) -> None:
+        """Add the sums over the new queries, or keep the rows of the prompt's window."""
         if self.window is None or seen.decoding:
-            sums = seen.accumulated("sums", seen.total(statistic))
-            sums = sums if self.window is None else sums + seen.memory["window"].sum(2)
+            accumulate(records, "sums", seen.total(statistic))
         else:
             rows = seen.rows(self.window, only_new=True)
-            counted = rows.counted[:, None, :, None] * statistic(rows)
-            sums = seen.latest("window", counted, rows.counted, self.window).sum(2)
+            latest(records, "window", rows.counted[:, None, :, None] * statistic(rows), rows.counted, self.window)
+
+    def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
+        """Return the sums over all queries, or over the prompt's window and decoding; past weights do not change."""
+        recorded = self.recorded(seen, statistic)
+        if self.window is None:
+            sums = recorded["sums"]
+        else:
+            sums = recorded["window"].sum(2)
+            sums = sums + recorded["sums"] if seen.decoding else sums
         return sums if self.normalize == "none" else sums / self._queries(seen)
 
     def _queries(self, seen: Observation) -> Tensor:

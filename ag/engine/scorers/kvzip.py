@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from ag.engine.observe import Observation
 from ag.engine.repeat import Repetition
-from ag.engine.scorers.base import Scorer
+from ag.engine.scorers.base import Needs, Scorer
 from ag.errors import UserError, require
 
 ASK = "\n\nRepeat the context above exactly, word for word."
@@ -53,28 +55,30 @@ class KVzip(Scorer):
     answer: str | None = None
 
     default_allocator: ClassVar[str] = "global"
-    rereads: ClassVar[bool] = True
-    weighs: ClassVar[str] = "normalize"
-    from_tokenizer: ClassVar[tuple[str, ...]] = ("ask", "ask_part", "answer")
 
-    @property
-    def projects(self) -> bool:  # type: ignore[override]
-        """Whether it asks for the output projection: KVzip+ does."""
-        return self.normalize
+    @cached_property
+    def needs(self) -> Needs:
+        """A second reading, instructions, and under KVzip+ the output projection."""
+        return Needs(reread=True, output_projection=self.normalize, from_tokenizer=("ask", "ask_part", "answer"))
+
+    @classmethod
+    def wrapped(cls, by_head: bool) -> Mapping[str, tuple[Any, str]]:
+        """Return that values are weighed once."""
+        return {"normalize": (False, "{wrapper} weighs values")}
 
     def __post_init__(self) -> None:
         """Refuse values out of range, and token ids that are none."""
         super().__post_init__()
         require(self, "chunk", self.chunk >= 1, "1 or more")
         require(self, "overlap", self.overlap >= 0, "0 or more")
-        for name in self.from_tokenizer:
+        for name in self.needs.from_tokenizer:
             text = getattr(self, name)
             if text is not None and not all(part.isdecimal() for part in text.split()):
                 raise UserError(f"KVzip: {name}={text!r:.60}: expected token ids separated by blanks, such as 17 4 9.")
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """Return the scorer with the instructions that it was not given, in the tokens of a tokenizer."""
-        made = zip(self.from_tokenizer, (ASK, ASK_PART, answer_of(tokenizer)), strict=True)
+        made = zip(self.needs.from_tokenizer, (ASK, ASK_PART, answer_of(tokenizer)), strict=True)
         ids: dict[str, Any] = {
             name: " ".join(map(str, tokenizer(text, add_special_tokens=False)["input_ids"]))
             for name, text in made
@@ -88,7 +92,7 @@ class KVzip(Scorer):
 
     def score(self, seen: Observation) -> Tensor:
         """Return the largest weight; 0 for what was not repeated."""
-        found = seen.memory.get("repeated")
+        found = self.recorded(seen).get("repeated")
         return torch.zeros_like(seen.key_ranks, dtype=torch.float32) if found is None else found
 
     def inputs(self, context: list[int]) -> list[tuple[range, list[int]]]:

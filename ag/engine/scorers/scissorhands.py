@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from ag.engine.observe import Observation
+from ag.engine.records import Records, accumulate, latest
 from ag.engine.rows import AttentionRows, Statistic, attention
-from ag.engine.scorers.base import RowScorer
+from ag.engine.scorers.base import Needs, RowScorer
 from ag.errors import require
 
 
@@ -33,22 +33,29 @@ class Scissorhands(RowScorer):
     recent: int = 10
     vatp_code: bool = False
 
-    follows: ClassVar[bool] = True
+    needs = Needs(rows=True, every_query=True)
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
         super().__post_init__()
         require(self, "window", self.window >= 1, "1 or more")
 
-    def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
-        """Return the sums over the window; past weights do not change."""
+    def note(self, seen: Observation, records: Records, statistic: Statistic = attention) -> None:
+        """Keep the rows of the window; VATP's code adds up those of later queries."""
         statistic = _above_uniform if self.count and statistic is attention else statistic
         if self.vatp_code and seen.decoding:
-            return seen.memory["rows"].sum(2) / self.window + seen.accumulated("sums", seen.total(statistic))
-        rows = seen.rows(self.window, only_new=True)
-        values = rows.counted[:, None, :, None] * statistic(rows)
-        sums = seen.latest("rows", values, rows.counted, self.window).sum(2)
-        return sums / self.window if self.vatp_code else sums
+            accumulate(records, "sums", seen.total(statistic))
+        else:
+            rows = seen.rows(self.window, only_new=True)
+            latest(records, "rows", rows.counted[:, None, :, None] * statistic(rows), rows.counted, self.window)
+
+    def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
+        """Return the sums over the window; past weights do not change."""
+        recorded = self.recorded(seen, statistic)
+        sums = recorded["rows"].sum(2)
+        if not self.vatp_code:
+            return sums
+        return sums / self.window + recorded["sums"] if seen.decoding else sums / self.window
 
 
 def _above_uniform(rows: AttentionRows) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
 
 from ag.engine.observe import Observation
 from ag.engine.rows import Statistic, attention
-from ag.engine.scorers.base import Reduction, RowScorer, pooled
+from ag.engine.scorers.base import Needs, Reduction, RowScorer, pooled
 from ag.errors import require
 
 
@@ -38,15 +39,10 @@ class SnapKV(RowScorer):
         require(self, "window", self.window >= 1, "1 or more")
         require(self, "kernel", self.kernel >= 1 and self.kernel % 2 == 1, "an odd number")
 
-    @property
-    def lookback(self) -> int:
-        """Earlier queries of the window."""
-        return self.window - 1
-
-    @property
-    def observers(self) -> int:
-        """The window."""
-        return self.window
+    @cached_property
+    def needs(self) -> Needs:
+        """The queries of the window."""
+        return Needs(rows=True, lookback=self.window - 1, observers=self.window)
 
     def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
         """Return the sums over the window."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -30,12 +29,16 @@ class Tova(RowScorer):
 
     scope: Literal["layer", "kv_head"] = "layer"
     recent: int = 1
-    by_head: ClassVar[Mapping[str, str]] = MappingProxyType({"scope": "kv_head"})
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
         super().__post_init__()
         require(self, "group", self.group == "mean" or self.scope == "kv_head", "mean, or scope=kv_head")
+
+    @classmethod
+    def wrapped(cls, by_head: bool) -> Mapping[str, tuple[Any, str]]:
+        """Return that each head has its own score, where the wrapper needs that."""
+        return {"scope": ("kv_head", "{wrapper} scores each head")} if by_head else {}
 
     def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
         """Return the statistic of the newest query."""

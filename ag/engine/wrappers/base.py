@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
 
 from torch import Tensor
 
 from ag.engine.observe import Observation
+from ag.engine.records import Records
 from ag.engine.repeat import Repetition
-from ag.engine.scorers.base import Scorer
+from ag.engine.scorers.base import Needs, RowScorer, Scorer
+from ag.errors import UserError
+
+if TYPE_CHECKING:
+    from ag.engine.spec import PolicySpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,45 +28,39 @@ class Wrapper(Scorer):
 
     inner: Scorer
 
-    #: Whether it replaces or multiplies sums of attention rows, and so needs an inner scorer that has them.
-    needs_rows: ClassVar[bool] = False
     #: Whether it scores each head by itself, so that the inner scorer must too.
     scores_heads: ClassVar[bool] = True
 
-    @property
-    def reads_gates(self) -> bool:  # type: ignore[override]
-        """Whether the inner scorer scores by gates."""
-        return self.inner.reads_gates
+    @classmethod
+    def accepts(cls, inner: type[Scorer], options: dict[str, Any], spec: PolicySpec) -> None:
+        """Say whether it acts on a scorer, and fix the options of that as it needs them.
 
-    @property
-    def turns(self) -> bool:  # type: ignore[override]
-        """Whether the inner scorer turns queries."""
-        return self.inner.turns
+        Args:
+            inner: the scorer's class; the type of the field ``inner`` says which it has to derive from.
+            options: those that were given, to which fixed ones are added.
+            spec: of the policy.
 
-    @property
-    def projects(self) -> bool:  # type: ignore[override]
-        """Whether the inner scorer asks for the output projection."""
-        return self.inner.projects
+        Raises:
+            UserError: when it cannot act on such a scorer, or not with these options.
+        """
+        rows = issubclass(get_type_hints(cls)["inner"], RowScorer) and not issubclass(inner, RowScorer)
+        if reason := inner.alone or ("it has no attention rows to act on" if rows else ""):
+            raise UserError(f"Policy '{spec}': {spec.wrapper} cannot act on {spec.scorer}, because {reason}.")
+        for name, (value, why) in inner.wrapped(cls.scores_heads).items():
+            if options.setdefault(name, value) != value:
+                because = why.format(wrapper=spec.wrapper)
+                raise UserError(
+                    f"Policy '{spec}': {name}={options[name]} has no meaning, because {because}; leave it out."
+                )
 
-    @property
-    def follows(self) -> bool:  # type: ignore[override]
-        """Whether the inner scorer has to see every query."""
-        return self.inner.follows
+    @cached_property
+    def needs(self) -> Needs:
+        """What the inner scorer needs; what a wrapper needs itself it adds by :func:`dataclasses.replace`."""
+        return self.inner.needs
 
-    @property
-    def lookback(self) -> int:
-        """Earlier queries that the inner scorer needs."""
-        return self.inner.lookback
-
-    @property
-    def observers(self) -> int | None:
-        """Queries of the inner scorer's observation window."""
-        return self.inner.observers
-
-    @property
-    def rereads(self) -> bool:  # type: ignore[override]
-        """Whether the inner scorer reads a prompt twice."""
-        return self.inner.rereads
+    def note(self, seen: Observation, records: Records) -> None:
+        """Record what the inner scorer does."""
+        self.inner.note(seen, records)
 
     def repetition(self) -> Repetition | None:
         """Return what lets the model read a prompt again for the inner scorer."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.scorers.base import RowScorer, grouped
+from ag.engine.scorers.base import Needs, RowScorer, grouped
 from ag.engine.wrappers.base import Wrapper
 
 SMALLEST = 1e-12  # weight of all other tokens below which a token counts as the only one
@@ -32,10 +33,13 @@ class Caote(Wrapper):
             grows with the number of evicted tokens.
     """
 
-    precise: ClassVar[bool] = True
-
     pool_stage: Literal["base", "final"] = "base"
     greedy: bool = False
+
+    @cached_property
+    def needs(self) -> Needs:
+        """What the base needs, precisely."""
+        return replace(self.inner.needs, precise=True)
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return what the base protects, and the newest token."""

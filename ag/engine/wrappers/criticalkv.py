@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.scorers.base import grouped
+from ag.engine.records import Records
+from ag.engine.scorers.base import Needs, grouped
 from ag.engine.wrappers.base import Wrapper
 from ag.errors import require
 from ag.model.projection import projected_norms
@@ -33,12 +35,29 @@ class CriticalKV(Wrapper):
 
     first: float = 0.5
     scores_heads: ClassVar[bool] = False
-    projects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
         super().__post_init__()
         require(self, "first", 0 <= self.first <= 1, "a share from 0 to 1")
+
+    @cached_property
+    def needs(self) -> Needs:
+        """What the base needs, and the output projection."""
+        return replace(self.inner.needs, output_projection=True)
+
+    def note(self, seen: Observation, records: Records) -> None:
+        """Record ``mean_g ||W_O v||_1`` too, ``[B, Hkv, N]``, computed once for each token."""
+        super().note(seen, records)
+        known = records.get("size", torch.zeros_like(seen.v[..., 0]))  # tokens that came since have 0
+        missing = seen.key_valid & (known == 0)
+        width = int(missing.sum(-1).max())
+        if width:
+            order = missing.long().argsort(dim=-1, descending=True, stable=True)[..., :width]
+            values = seen.v.gather(2, order[..., None].expand(-1, -1, -1, seen.v.shape[-1]))
+            sizes = grouped(projected_norms(values, seen.output, 1), seen, "mean")
+            known = known.scatter(-1, order, sizes)
+        records["size"] = known
 
     def score(self, seen: Observation) -> Tensor:
         """Return the base score, by which heads and layers compete."""
@@ -47,17 +66,4 @@ class CriticalKV(Wrapper):
     def second(self, seen: Observation, score: Tensor) -> tuple[Tensor, float]:
         """Return the product, by which the tokens of one head compete, and the share that the first score fills."""
         lowest = score.masked_fill(~seen.key_valid, float("inf")).amin(-1, keepdim=True)
-        return (score - lowest.clamp_max(0.0) + SMALL) * self._sizes(seen), self.first
-
-    def _sizes(self, seen: Observation) -> Tensor:
-        """Return ``mean_g ||W_O v||_1``, ``[B, Hkv, N]``, computed once for each token."""
-        known = seen.memory.get("size", torch.zeros_like(seen.v[..., 0]))  # tokens that came since have 0
-        missing = seen.key_valid & (known == 0)
-        width = int(missing.sum(-1).max())
-        if width:
-            order = missing.long().argsort(dim=-1, descending=True, stable=True)[..., :width]
-            values = seen.v.gather(2, order[..., None].expand(-1, -1, -1, seen.v.shape[-1]))
-            sizes = grouped(projected_norms(values, seen.output, 1), seen, "mean")
-            known = known.scatter(-1, order, sizes)
-        seen.memory["size"] = known
-        return known
+        return (score - lowest.clamp_max(0.0) + SMALL) * self.recorded(seen)["size"], self.first

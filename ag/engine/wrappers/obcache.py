@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from functools import cached_property
+from typing import Literal
 
 from torch import Tensor
 
 from ag.engine.observe import Observation
+from ag.engine.records import Records
 from ag.engine.rows import FUSED, AttentionRows, Statistic
-from ag.engine.scorers.base import RowScorer, grouped
+from ag.engine.scorers.base import Needs, RowScorer, grouped
 from ag.engine.wrappers.base import Wrapper
 from ag.errors import UserError, require
 
@@ -59,12 +61,9 @@ class OBCache(Wrapper):
         obc_window: sum over so many of the last queries instead of the base's (the paper's needle setting: 16).
     """
 
-    precise: ClassVar[bool] = True
-
     inner: RowScorer
     group: Literal["sum", "mean", "max", "pre"] = "sum"
     obc_window: int | None = None
-    needs_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse values out of range, and a window where the base has none."""
@@ -80,19 +79,29 @@ class OBCache(Wrapper):
         """The base with the window of this wrapper."""
         return self.inner if self.obc_window is None else replace(self.inner, window=self.obc_window)  # type: ignore[call-arg]
 
-    @property
-    def lookback(self) -> int:
-        """Earlier queries that the base or this wrapper needs."""
-        return max(self.inner.lookback, self.host.lookback)
+    @cached_property
+    def needs(self) -> Needs:
+        """What the base or its other window needs, precisely; errors take more than attention weights."""
+        lookback = max(self.inner.needs.lookback, self.host.needs.lookback)
+        return replace(self.inner.needs, lookback=lookback, precise=True, rows=False)
 
     @staticmethod
     @abstractmethod
     def error(rows: AttentionRows) -> Tensor:
         """Return the error ``[B, H, w, N]`` that each query would see without each key."""
 
+    @property
+    def statistic(self) -> Statistic:
+        """The error as a statistic of attention rows."""
+        return OfMean(self.error) if self.group == "pre" else self.error
+
+    def note(self, seen: Observation, records: Records) -> None:
+        """Record the error where the base records attention."""
+        self.host.note(seen, records, self.statistic)
+
     def score(self, seen: Observation) -> Tensor:
         """Return the error of the group's output."""
-        sums = self.host.sums(seen, OfMean(self.error) if self.group == "pre" else self.error)
+        sums = self.host.sums(seen, self.statistic)
 
         def reduce(seen: Observation, heads: Tensor) -> Tensor:
             return grouped(heads, seen, "sum" if self.group == "pre" else self.group)

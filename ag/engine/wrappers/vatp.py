@@ -30,7 +30,6 @@ class Vatp(Wrapper):
     norm: Literal[1, 2, "inf"] = 1
     sinks: int = 20
     stage: Literal["before", "after"] = "before"
-    needs_rows: ClassVar[bool] = True
     scores_heads: ClassVar[bool] = False
 
     def score(self, seen: Observation) -> Tensor:
