@@ -10,9 +10,12 @@ from compiled import needs
 from gates_for import gates_for
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 
 import ag
 from ag.kernels.gemv import cpu
+from ag.model import products
 
 pytestmark = needs(cpu.KERNEL)
 IDS = torch.arange(3, 23)[None]
@@ -154,3 +157,37 @@ def test_copies_and_files_of_a_model_keep_them(tiny_llama, calls, tmp_path):
         step(other, ag.EvictionCache(other, "full"))
         own = {layer.weight for layer in linear(other)}
         assert {*calls} == own
+
+
+def test_norms_of_one_token_are_one_operation_each(tiny_llama, monkeypatch):
+    """Bit by bit what the model computes; in 16 bits on a CPU, and of a formula of their own, they are left alone."""
+    model, calls = tiny_llama(), []
+    for norm in model.modules():
+        if type(norm).__name__ == "LlamaRMSNorm":
+            torch.nn.init.normal_(norm.weight)
+    cache, plain = ag.EvictionCache(model, "full"), ag.EvictionCache(model, "full")
+    one, two = IDS.repeat(2, 1), IDS[:, :1].repeat(2, 1)
+    step(model, cache, one)
+    step(model, plain, one)
+    with monkeypatch.context() as patch:
+        patch.setattr(products, "_is_rms_norm", lambda kind: False)
+        want = step(model, plain, two)
+    ag.detach(model)
+    cache = ag.EvictionCache(model, "full")
+    step(model, cache, one)
+    own = torch.nn.functional.rms_norm
+
+    def counted(*args):
+        calls.append(1)
+        return own(*args)
+
+    monkeypatch.setattr("torch.nn.functional.rms_norm", counted)
+    assert torch.equal(step(model, cache, two), want)
+    assert len(calls) == 2 * 3 + 1
+    calls.clear()
+    half = tiny_llama().bfloat16()
+    cache = ag.EvictionCache(half, "full")
+    step(half, cache, IDS)
+    step(half, cache)
+    assert not calls
+    assert products._is_rms_norm(MistralRMSNorm) and not products._is_rms_norm(Gemma3RMSNorm)
