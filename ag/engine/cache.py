@@ -151,7 +151,7 @@ class EvictionCache(Forward, Cache):
         remove = abs(tokens_to_remove)
         if remove == 0:
             return
-        self.require(0)
+        self._require(0)
         counts = self.text.take_back(remove)
         for part in self.parts.values():
             part.crop(counts)

@@ -90,11 +90,11 @@ class Forward(Holdings, Interceptor):
             )
         if decoder is not self.decoder:
             raise UserError("This cache was made for another model; make one with EvictionCache(model, ...).")
-        self.require(length)
+        self._require(length)
         device = device_of(decoder) if attention_mask is None else attention_mask.device
         self.text.extend(attention_mask, batch, length, device)
 
-    def require(self, tokens: int) -> None:
+    def _require(self, tokens: int) -> None:
         """Refuse a pass of so many tokens of each sequence before it begins, where the pool may have no room for it."""
         if self.pool is None:
             return

@@ -110,7 +110,7 @@ def _restore(cache: Forward, state: Mapping[str, Any], read: Callable[[str], Ten
     if cache.repetition is not None:
         cache.repetition.done = True
     own = cache.valid.sum(1).cpu()
-    if len(cache.over_budget) != len(own):
+    if cache.over_budget.shape != own.shape:
         raise ValueError("over_budget")
     for layer in cache.evicting_layers:
         if layer.store is None:

@@ -494,6 +494,13 @@ FORGED = {
     "a text for a number": lambda head, tensors: head["state"]["layers.0"].update(columns_seen="3"),
     "an attribute more": lambda head, tensors: head["state"]["layers.0"].update(run=3),
     "a tensor that is not there": lambda head, tensors: tensors.pop("layers.0.store.values"),
+    "a share of a layer that has none": lambda head, tensors: head["state"]["shares"]["settled"]["items"].append(
+        [7, 3]
+    ),
+    "marks of other sequences": lambda head, tensors: head["state"]["shares"].update(
+        over_budget={"tensor": "text.valid"}
+    ),
+    "a part more": lambda head, tensors: head["state"].update(more={}),
     "shares of other layers": lambda head, tensors: head["state"]["shares"].update(layers=[0, 1]),
 }
 

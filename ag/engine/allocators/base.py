@@ -189,6 +189,8 @@ class Shares(Attributes):
         self.layers = list(self.layers)
         if self.layers != layers:
             raise ValueError("layers")
+        if not all(layer in layers and isinstance(share, Tensor) for layer, share in self.settled.items()):
+            raise ValueError("settled")
         if self.over_budget is not None:
             self.over_budget = self.over_budget.cpu()
             if self.over_budget.dtype != torch.bool:
