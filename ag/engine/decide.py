@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,6 +32,11 @@ class Decision:
 
     def __init__(self, policy: Policy, layers: list[int]) -> None:
         self.policy, self.shares = policy, Shares(layers)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.shares.reset()
         self._of: Tensor | None = None  # prompts that the capacity was last asked for
         #: By layer, what decisions of steps found since the last look, ``[B, Hkv]`` uint8.
         self._found: dict[int, Tensor] = {}
@@ -98,11 +104,6 @@ class Decision:
         held = held.sum(1) if compete else held.amax(1)
         return int((share.cpu() - held).min()) // (heads if compete else 1)
 
-    def settle(self) -> None:
-        """Look for the last time before sequences change their places."""
-        self.look()
-        self._found.clear()
-
     def most(self, heads: int) -> int:
         """Return how many tokens may go from a head when one came to each of so many."""
         return heads if self.policy.allocator.compares_heads else 1
@@ -128,10 +129,44 @@ class Decision:
             self._refuse_scores(layers[int(wrong.long().argmax())])
         self._note_over((found & OVER).any(-1).any(0), "more tokens per KV head (sinks, recent, window)")
 
+    # ---- a part of a cache, see ag.stateful.Stateful
+
+    def crop(self, counts: Tensor) -> None:
+        """Do nothing: what was decided of the prompt holds on."""
+
+    def select(self, indices: Tensor) -> None:
+        """Make the sequences those at ``indices``."""
+        self._settle()
+        self.shares.select(indices)
+
+    def join(self, other: Decision) -> None:
+        """Append what the sequences of another batch got."""
+        self._settle()
+        other._settle()
+        self.shares.join(other.shares)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what each layer got."""
+        self._settle()
+        return self.shares.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what each layer got."""
+        self.shares.load_state_dict(state)
+
+    def _settle(self) -> None:
+        """Look for the last time before sequences change their places."""
+        self.look()
+        self._found.clear()
+
+    # ---- how it decides
+
     def _ballot(self, seen: Observation, due: Tensor, records: Records | None) -> Ballot:
         scorer, allocator = self.policy.scorer, self.policy.allocator
         assert scorer is not None
         grows = self.policy.budget_of == "seen"
+        if self.shares.over_budget is None:
+            self.shares.over_budget = torch.zeros(len(seen.q), dtype=torch.bool)
         capacity = self.policy.capacity(seen.lengths) if grows else self._capacity(seen.prompt_lengths)
         seen = seen.deciding(due, capacity)
         if records is not None:
@@ -200,11 +235,12 @@ class Decision:
     def _note_over(self, over: Tensor, much: str) -> None:
         """Take note of sequences ``[B]`` that protect more than the budget, and warn of the first ones."""
         known = self.shares.over_budget
-        if known is None:
+        assert known is not None
+        if not known.any():
             warnings.warn(  # the same text for every prompt, so that Python shows it once
                 f"{self.policy!r} protects {much} than its budget allows here, and keeps them all; give a larger "
                 "budget, protect less, or strict=True, which makes it an error.",
                 BudgetWarning,
                 stacklevel=2,
             )
-        self.shares.over_budget = over if known is None else known | over
+        self.shares.over_budget = known | over

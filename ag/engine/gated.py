@@ -57,9 +57,9 @@ class GatedLayer(EvictionLayer):
         if step.logits is None:
             return None
         flags = self.gates.flags(step.logits)
-        return (
-            flags if step.now.at_least >= config.sink_tokens else flags | (step.now.ranks < config.sink_tokens)[:, None]
-        )
+        if step.now.lowest_rank >= config.sink_tokens:
+            return flags
+        return flags | (step.now.ranks < config.sink_tokens)[:, None]
 
     def _dense_prompt(self, step: Step) -> bool:
         return step.now.reading and self.gates.config.prefill == "dense"

@@ -7,11 +7,11 @@ flags of a gate decide, :class:`ag.engine.gated.GatedLayer` stores, attends and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -30,8 +30,10 @@ from ag.engine.store import PagedStore, Rows
 from ag.errors import UserError
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
+from ag.model.geometry import fingerprint
 from ag.model.hooks import AttentionCall, UnsupportedModelError
 from ag.model.projection import output_weight
+from ag.stateful import Attributes
 
 
 @dataclass
@@ -41,7 +43,7 @@ class Step:
     Attributes:
         call: the model's call.
         now: the pass.
-        decision: decides for this layer in this pass; None: nobody does.
+        decision: decides for this layer in this pass; None: no budget decision here.
         layers: all layers of the cache; a decision may concern earlier ones.
         fresh: whether nothing was held before.
         unrotated: the call with keys as they are stored.
@@ -69,8 +71,8 @@ class Step:
     weights: Tensor | None = None
 
 
-class EvictionLayer(CacheLayerMixin):
-    """One layer of the cache.
+class EvictionLayer(CacheLayerMixin, Attributes):
+    """One layer of the cache; see :class:`ag.stateful.Stateful` for what all parts of it do.
 
     Args:
         policy: of the cache.
@@ -82,6 +84,11 @@ class EvictionLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
     supports_early_init = False
+    STATE: ClassVar[Mapping[str, Any]] = {
+        **dict.fromkeys(("columns_seen", "_number", "evicted_at", "_open"), int),
+        **{"scoring_seconds": float, "window": int | None, "_settled": bool},
+        **{"memory": dict, "_lookback": tuple | None},
+    }
 
     def __init__(self, policy: Policy, rotation: Original, gates: AttentionGates | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,7 +110,8 @@ class EvictionLayer(CacheLayerMixin):
         self.window: int | None = None
         self._settled = False  # whether all that is held was seen by the last query of each sequence
         self._open = 0  # newest tokens of each sequence that the host knows to be seen until they leave the window
-        self.seen = 0
+        #: Columns of the input that this layer was shown.
+        self.columns_seen = 0
         self._number = 0  # of the pass that this layer was last shown
         self._ran = 0  # of the pass that it last attended in
         self._room: int | None = None  # tokens that may come to each row before one goes; None: the host has not asked
@@ -114,8 +122,7 @@ class EvictionLayer(CacheLayerMixin):
         #: What the scorer recorded, ``[..., N]`` by slot of the store.
         self.memory: dict[str, Tensor] = {}
         self._lookback: tuple[Tensor, Tensor, Tensor] | None = None  # last queries, their ranks and validity
-        self.gate_memory.clear()
-        self._logits: Tensor | None = None  # of the gate, for the tokens that come next
+        self.gate_memory.reset()
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +134,8 @@ class EvictionLayer(CacheLayerMixin):
         """Bytes that transformers' own cache would hold for the same columns: in a window, all but the next token's."""
         if self.store is None:
             return 0
-        pool, columns = self.store.pool, self.seen if self.window is None else min(self.seen, self.window - 1)
+        pool, seen = self.store.pool, self.columns_seen
+        columns = seen if self.window is None else min(seen, self.window - 1)
         token = sum(x.shape[2] * x.element_size() for x in (pool.keys, pool.values))
         return self.store.batch * self.store.kv_heads * columns * token
 
@@ -154,16 +162,16 @@ class EvictionLayer(CacheLayerMixin):
                 "This cache was made for another model, or ag.detach(model) was called since; make one with "
                 "EvictionCache(model, ...)."
             )
-        self._number, self.seen = now.number, now.seen
+        self._number, self.columns_seen = now.number, now.seen
         return key_states, value_states
 
     def get_seq_length(self) -> int:
         """Return the columns seen, which drive positions."""
-        return self.seen
+        return self.columns_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the sizes of a mask over everything seen."""
-        return self.seen + query_length, 0
+        return self.columns_seen + query_length, 0
 
     def get_max_length(self) -> int:
         """Return -1: there is no limit."""
@@ -173,8 +181,8 @@ class EvictionLayer(CacheLayerMixin):
 
     # ---- a pass
 
-    def judge(self, gate: AttentionGate, hidden: Tensor, now: Pass) -> None:
-        """Ask the layer's gate about the tokens of a pass, before :meth:`run`.
+    def judge(self, gate: AttentionGate, hidden: Tensor, now: Pass) -> Tensor:
+        """Ask the layer's gate about the tokens of a pass, before :meth:`run`; returns its logits ``[B, Hkv, T]``.
 
         Args:
             gate: of the layer.
@@ -183,13 +191,14 @@ class EvictionLayer(CacheLayerMixin):
         """
         real = now.real if now.padded else None
         if now.remember or self.gate_memory:
-            self._logits = gate.step(hidden, now.ranks, real, self.gate_memory)
+            logits = gate.step(hidden, now.ranks, real, self.gate_memory)
         else:
-            self._logits = gate(hidden, real, now.left_padded)
+            logits = cast("Tensor", gate(hidden, real, now.left_padded))
         if now.reading:  # no token of a prompt is taken back
             self.gate_memory.settle()
         if not now.remember:
-            self.gate_memory.clear()
+            self.gate_memory.reset()
+        return logits
 
     def run(self, call: AttentionCall, now: Pass, decision: Decision | None, layers: Sequence[EvictionLayer]) -> Tensor:
         """Take a pass through all stages; returns the attention output ``[B, H, T, D]``, 0 on padding.
@@ -210,8 +219,8 @@ class EvictionLayer(CacheLayerMixin):
             )
         self._ran = now.number
         fresh = self.store is None or (now.reading and not bool(self.store.lengths.any()))
-        logits = None if self._logits is None else self._logits.to(call.q.device)
-        self._logits = None
+        logits = now.logits.pop(call.layer, None)
+        logits = None if logits is None else logits.to(call.q.device)
         step = Step(call, now, decision, layers, fresh, self.rotation.unrotated(call, now), logits)
         if self.policy.evict_before_attend and decision is not None and now.due is not None:
             stages = self._store, self._observe, self._decide, self._attend, self._retain
@@ -269,11 +278,9 @@ class EvictionLayer(CacheLayerMixin):
         """
         call, now = step.unrotated, step.now
         if self.store is None:
-            kind, pool = self.gate_type, self.pool or Pool.growing(call.k, call.v)
+            pool = self.pool or Pool.growing(call.k, call.v)
             pool.check_tokens(call.k, call.v)
-            batch, kv_heads = call.k.shape[:2]
-            self.store = PagedStore(batch, kv_heads, pool, kind, in_order=not self.rotation.in_place)
-            self.window = call.window
+            self.store, self.window = self._new_store(len(call.k), call.k.shape[1], pool), call.window
         keep, width = now.real[:, None] if now.padded else None, now.ranks.shape[1]
         stays = self.window is None and self.recent is not None and self._open >= self.recent
         if keep is None:
@@ -287,6 +294,9 @@ class EvictionLayer(CacheLayerMixin):
             self.store.settle(first, self._near, self.window, self.memory)
         self.store.append(call.k, call.v, now.ranks, keep, gate)
         self._settled = width == 1
+
+    def _new_store(self, batch: int, kv_heads: int, pool: Pool) -> PagedStore:
+        return PagedStore(batch, kv_heads, pool, self.gate_type, in_order=not self.rotation.in_place)
 
     @property
     def _forgets(self) -> bool:
@@ -523,8 +533,10 @@ class EvictionLayer(CacheLayerMixin):
         if self.store.retain(keep.flatten(0, 1), self.memory, in_order=now.reading):
             self.evicted_at = min(now.seen, now.prompt_columns) if now.reading else now.seen
 
-    def join(self, other: EvictionLayer, seen: int) -> None:
-        """Append the sequences of the same layer of another cache, in the same pool; ``seen`` are the columns then."""
+    # ---- other sequences, going back, saving
+
+    def join(self, other: EvictionLayer) -> None:
+        """Append the sequences of the same layer of another cache, in the same pool; no column is taken back then."""
         assert self.store is not None and other.store is not None
         self.memory = {
             name: joined(self.memory.get(name), other.memory.get(name), self.store.batch, other.store.batch)
@@ -541,28 +553,54 @@ class EvictionLayer(CacheLayerMixin):
         self._alike, self._room = self._alike and other._alike, None
         self.gate_memory.join(other.gate_memory)
         self._settled, self._open = self._settled and other._settled, min(self._open, other._open)
-        self.seen = self.evicted_at = seen
+        self.columns_seen = self.evicted_at = max(self.columns_seen, other.columns_seen)
 
-    def select_sequences(self, indices: Tensor) -> None:
+    def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
         self._room = None
         if self.store is not None:
-            self.store.select_sequences(indices)
+            self.store.select(indices)
         self.memory = {name: x[indices.to(x.device)] for name, x in self.memory.items()}
         if self._lookback is not None:
             q, ranks, valid = (x[indices.to(x.device)] for x in self._lookback)
             self._lookback = q, ranks, valid
-        self.gate_memory.select_sequences(indices)
+        self.gate_memory.select(indices)
 
-    def crop_to(self, valid: Tensor) -> None:
-        """Forget the tokens after those in ``valid`` ``[B, seen]``."""
-        self.seen, self._room = valid.shape[1], None
-        counts = valid.sum(1)
+    def crop(self, counts: Tensor) -> None:
+        """Forget the newest tokens; ``counts`` ``[B]`` of each sequence stay."""
+        self._room = None
         if self.store is not None:
             self.store.crop(counts, self.memory)
             self._open = 0
         if self.gate_memory:
             self.gate_memory.crop(counts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later passes depend on, with what is held and what the gate looks back at."""
+        store = None if self.store is None else self.store.state_dict()
+        return {**super().state_dict(), "gate": self.gate_memory.state_dict(), "store": store}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state over; keys and values are to be the model's."""
+        own = dict(state)
+        self.gate_memory.load_state_dict(own.pop("gate"))
+        held = own.pop("store")
+        super().load_state_dict(own)
+        if self.window is not None and self.window < 1:
+            raise ValueError("window")
+        if held is None:
+            return
+        decoder = self.rotation.decoder
+        geometry, device = fingerprint(decoder.config), held["keys"].device.type
+        types = {decoder.dtype} | ({torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set())
+        for name in ("keys", "values"):
+            if held[name].dtype not in types or held[name].shape[1:] != (geometry["head_dim"],):
+                raise ValueError(name)
+        batch, rest = divmod(len(held["lengths"]), geometry["num_kv_heads"])
+        if rest:
+            raise ValueError("lengths")
+        self.store = self._new_store(batch, geometry["num_kv_heads"], Pool.growing(held["keys"], held["values"]))
+        self.store.load_state_dict(held)
 
 
 def _by_slot(x: Tensor, slots: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -71,9 +71,10 @@ class Pass(Tokens):
         due: ``[B]`` bool, sequences of which something may go after these tokens; None: of none.
         every_due: whether those are all sequences.
         positions: ``[B, w]`` long, positions that the model rotates the tokens by, where slots decide; else None.
-        at_least: a rank that each of these tokens has at least, as far as the host knows.
+        lowest_rank: no new token ranks lower; a bound on the host.
         judged: whether gates are asked about these tokens.
         remember: whether they will be asked about later ones.
+        logits: of gates, ``[B, Hkv, w]`` by layer, from the hook before a layer until its attention.
     """
 
     number: int
@@ -88,9 +89,10 @@ class Pass(Tokens):
     due: Tensor | None = None
     every_due: bool = False
     positions: Tensor | None = None
-    at_least: int = 0
+    lowest_rank: int = 0
     judged: bool = False
     remember: bool = False
+    logits: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def completes_prompt(self) -> bool:
@@ -101,7 +103,7 @@ class Pass(Tokens):
         """Return the same on another device."""
         return self._each(lambda x: x.to(device))
 
-    def select_sequences(self, indices: Tensor) -> Self:
+    def select(self, indices: Tensor) -> Self:
         """Return the same for the sequences at ``indices``."""
         return self._each(lambda x: x[indices.to(x.device)])
 

@@ -97,7 +97,7 @@ class _Together(Interceptor):
             cache.enter_layer(layer, hidden)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        now = self.caches[0].now
+        now = self.caches[0].text.now
         assert now is not None
         output = call.dense(now.real if now.padded else None, now.left_padded)
         for cache in self.caches:

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ag.engine.history import History
 from ag.engine.passes import Pass
 from ag.engine.positions import Original
 from ag.engine.stopwatch import Stopwatch
@@ -52,8 +51,7 @@ class Reread(Protocol):
 
     decoder: Any
     policy: Any
-    history: History
-    now: Pass | None
+    text: Any
     decision: Any
 
     @property
@@ -110,11 +108,11 @@ class Repetition:
             raise UserError("kvzip repeats the prompt by its token ids: give input_ids, not inputs_embeds.")
         self._tokens.append(tokens)
 
-    def follow(self, now: Pass, history: History, positions: Tensor | None) -> None:
+    def follow(self, now: Pass, positions: Tensor | None) -> None:
         """Take note of the positions ``[B or 1, w]`` that the tokens of a pass are rotated by; None: their columns."""
         if self.active or self.done:
             return
-        columns = torch.arange(history.before, history.seen, device=now.real.device)
+        columns = torch.arange(now.seen - now.real.shape[1], now.seen, device=now.real.device)
         used = columns if positions is None else positions.to(now.real.device)
         following = torch.where(now.real, used, -1).amax(1) + 1
         if self._following is not None:  # a later part of the prompt may hold nothing but padding of a sequence
@@ -136,13 +134,13 @@ class Repetition:
     def _measure(self, cache: Reread) -> Measured:
         """Let the model repeat the prompt, chunk by chunk."""
         ids, watch = torch.cat(self._tokens, 1), Stopwatch()
-        seen, prompt = cache.history.seen, cache.history.prompt_columns
+        seen, prompt = cache.text.seen, cache.text.prompt_columns
         if ids.shape[1] != seen or seen > prompt:
             raise UserError(
                 f"{cache.policy!r} repeats a prompt before anything follows it, and {seen} tokens came with a prompt "
                 f"of {prompt}; generate without an assistant model and prompt lookup."
             )
-        own = [row[valid].tolist() for row, valid in zip(ids.cpu(), cache.history.valid.cpu(), strict=True)]
+        own = [row[valid].tolist() for row, valid in zip(ids.cpu(), cache.text.valid.cpu(), strict=True)]
         inputs = [self.scorer.inputs(row) for row in own]
         self.active = True
         with watch.running(ids.device):
@@ -158,12 +156,12 @@ class Repetition:
     def _repeat(self, cache: Reread, rows: Sequence[list[int]]) -> None:
         """Read rows of tokens, padded on their left, and forget them."""
         assert self._following is not None
-        width, device = max(map(len, rows)), cache.history.valid.device
+        width, device = max(map(len, rows)), cache.text.valid.device
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
         real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
         cache.decoder(
             input_ids=ids,
-            attention_mask=torch.cat([cache.history.valid.long(), real], 1),
+            attention_mask=torch.cat([cache.text.valid.long(), real], 1),
             position_ids=(self._following.to(device)[:, None] + real.cumsum(1) - 1).clamp_min(0),
             past_key_values=cache,
             use_cache=True,
@@ -233,8 +231,8 @@ class Repetition:
 
     def _evict(self, cache: Reread, measured: Measured) -> None:
         """Decide and evict, layer by layer."""
-        assert cache.now is not None and cache.decision is not None
-        now = replace(cache.now, reading=True, due=torch.ones(len(cache.history.valid), dtype=torch.bool))
+        assert cache.text.now is not None and cache.decision is not None
+        now = replace(cache.text.now, reading=True, due=torch.ones(len(cache.text.valid), dtype=torch.bool))
         for index, scores in measured.scores.items():
             layer, call = cache.evicting_layers[index], measured.calls[index]
             layer.memory["repeated"] = scores

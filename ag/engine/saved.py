@@ -1,4 +1,8 @@
-"""Caches in files: one safetensors file, whose header says what its tensors are. Nothing is pickled."""
+"""Caches in files: one safetensors file, whose header says what its tensors are. Nothing is pickled.
+
+Written is the ``state_dict`` of each part of a cache; policy and layers are made anew. A cache that is read again
+computes what the saved one would, bit by bit.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +16,32 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ag.engine.forward import Forward
 from ag.engine.policy import Policy, policy
-from ag.engine.state import Stateful, restore, state_of
+from ag.engine.repeat import Repetition
 from ag.errors import UserError
 from ag.files import fsync
 from ag.gates.gate import AttentionGates
 from ag.model.geometry import fingerprint
+from ag.model.hooks import device_of
 from ag.versions import versions
 
-SCHEMA = 2
+SCHEMA = 3
 FORMAT = "ag.EvictionCache"
 
-C = TypeVar("C", bound=Stateful)
+C = TypeVar("C", bound=Forward)
 
 
-def save(cache: Stateful, path: str | os.PathLike[str]) -> None:
+def save(cache: Forward, path: str | os.PathLike[str]) -> None:
     """Write a cache; see :meth:`ag.engine.cache.EvictionCache.save`."""
     target, tensors = Path(path), dict[str, Tensor]()
     _check_replaceable(target)
-    state = state_of(cache, tensors)
+    _check_ready(cache)
+    state = {name: _packed(name, part.state_dict(), tensors) for name, part in cache.parts.items()}
     head = {
         "versions": versions("ag", "torch", "transformers"),
         "base_model": _base(cache),
@@ -67,14 +75,93 @@ def load(kind: Callable[[nn.Module, Policy], C], path: str | os.PathLike[str], m
             _check_base(file, head["base_model"], here)
             if digest != head["gates"]:
                 raise UserError(f"{file}: the cache was made with other gates than those that {made!r} gives here.")
-            restore(cache, head["state"], read)
+            _restore(cache, head["state"], read)
     return cache
+
+
+# ---- its parts
+
+
+def _check_ready(cache: Forward) -> None:
+    """Refuse a cache that is not behind a prompt, and one whose state no file can have."""
+    text, name = cache.text, type(cache).__name__
+    if not text.seen:
+        raise UserError(f"{name}.save: nothing was read yet: expected a prompt; save the cache after it.")
+    if text.seen < text.prompt_columns:
+        raise UserError(
+            f"{name}.save: {text.seen} of {text.prompt_columns} columns of the prompt were read so far: expected all; "
+            "save the cache after them."
+        )
+    if cache.decision is not None and (cache.decision.shares.open or cache.decision.shares.votes):
+        raise UserError(f"{name}.save: {cache.policy.allocator!r} has not decided yet; save it later.")
+    if cache.repetition is not None and type(cache.repetition) is not Repetition:
+        raise UserError(
+            f"{name}.save: what {type(cache.repetition).__name__} keeps is not known; a scorer that rereads in its own "
+            "way cannot be saved."
+        )
+
+
+def _restore(cache: Forward, state: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
+    """Give the parts of a fresh cache their states, and check that they fit each other."""
+    if state.keys() != cache.parts.keys():
+        raise KeyError(*(state.keys() ^ cache.parts.keys()))
+    for name, part in cache.parts.items():
+        part.load_state_dict(_unpacked(name, state[name], lambda name, found: read(found).to(_home(cache, name))))
+    if cache.repetition is not None:
+        cache.repetition.done = True
+    own = cache.valid.sum(1).cpu()
+    if cache.over_budget.shape != own.shape:
+        raise ValueError("over_budget")
+    for layer in cache.evicting_layers:
+        if layer.store is None:
+            continue
+        if layer.store.batch != len(own):
+            raise ValueError("lengths")
+        limits = own.repeat_interleave(layer.store.kv_heads).tolist()
+        if any(limit <= rank for ranks, limit in zip(layer.store.kept(), limits, strict=True) for rank in ranks[-1:]):
+            raise ValueError("ranks")
+
+
+def _home(cache: Forward, name: str) -> torch.device:
+    """Return where a tensor of this name lies: beside the layer whose number is the first in it."""
+    number = next((int(word) for word in name.split(".") if word.isdecimal()), None)
+    return device_of(cache.decoder if number is None else cache.decoder.layers[number])
+
+
+def _packed(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
+    """Return a value as JSON has it, and put its tensors into ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+        return {"tensor": name}
+    if isinstance(value, tuple | list):
+        return [_packed(f"{name}.{index}", x, tensors) for index, x in enumerate(value)]
+    if isinstance(value, dict):
+        items = [[key, _packed(f"{name}.{key}", x, tensors)] for key, x in value.items()]
+        plain = all(isinstance(key, str) and key not in ("tensor", "items") for key in value)
+        return dict(items) if plain else {"items": items}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise UserError(
+        f"EvictionCache.save: {name} is a {type(value).__name__}: expected tensors, numbers, and tuples and dicts of "
+        "these; let the scorer record such, or copy the cache by copy.deepcopy."
+    )
+
+
+def _unpacked(name: str, found: Any, read: Callable[[str, str], Tensor]) -> Any:
+    """Return what was packed; ``read`` gives a tensor by the name of the value and that in the file."""
+    if isinstance(found, list):
+        return tuple(_unpacked(f"{name}.{index}", x, read) for index, x in enumerate(found))
+    if not isinstance(found, dict):
+        return found
+    if "tensor" in found:
+        return read(name, found["tensor"])
+    return {key: _unpacked(f"{name}.{key}", x, read) for key, x in found.get("items", found.items())}
 
 
 # ---- what it was made of
 
 
-def _words(cache: Stateful) -> dict[str, Any]:
+def _words(cache: Forward) -> dict[str, Any]:
     """Return what :func:`ag.policy` makes the policy of again."""
     mine, options = cache.policy, dict(cache.policy.options)
     inner = getattr(mine.scorer, "inner", mine.scorer)
@@ -91,7 +178,7 @@ def _words(cache: Stateful) -> dict[str, Any]:
     return {"spec": str(mine.spec), "budget": mine.budget, "schedule": mine.schedule, "options": options}
 
 
-def _base(cache: Stateful) -> dict[str, Any]:
+def _base(cache: Forward) -> dict[str, Any]:
     """Return what is known of the model: its geometry and type, and its name for the reader."""
     config = cache.decoder.config
     return {"name": config.name_or_path or "", "dtype": str(cache.decoder.dtype), "fingerprint": fingerprint(config)}

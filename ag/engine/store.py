@@ -9,7 +9,7 @@ something is written into it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from ag.kernels.pool_append import pool_append
 from ag.kernels.pool_expired import pool_expired
 
 FEW = 4  # tokens of a row that go at once by filling their slots; more are closed up in order
+
+COLUMNS = "keys", "values", "ranks", "gate"  # of each token, in the order of :attr:`PagedStore.rows`
 
 
 class Rows(NamedTuple):
@@ -374,25 +376,6 @@ class PagedStore:
             self._known = self._lengths.long().cpu()
         return self._known
 
-    def tokens(self) -> list[Tensor]:
-        """Return what is stored of each token, ``[n, ...]`` each, row after row as :attr:`lengths` says."""
-        self.write()
-        longest = int(self.lengths.max())
-        index, valid = self._index(longest), self._taken(longest)
-        return [x.flatten(0, 1)[index[valid]] for x in self.rows.columns]
-
-    def fill(self, tokens: Sequence[Tensor], lengths: Tensor, *, ordered: bool) -> None:
-        """Take in the :meth:`tokens` of another store, whose rows have lengths ``[R]``; this one is empty."""
-        self._take_pages(torch.zeros_like(lengths), lengths)
-        self._lengths.copy_(lengths)
-        self._known = lengths.cpu()
-        longest = int(lengths.max())
-        index, valid = self._index(longest), self._taken(longest)
-        for column, x in zip(self.rows.columns, tokens, strict=True):
-            column.view(-1, *column.shape[2:]).index_copy_(0, index[valid], x)
-        self._measure(lengths)
-        self.ordered = ordered
-
     def _go(self) -> None:
         """Let the tokens go that wait for the next one to come."""
         if self._going is not None:
@@ -710,10 +693,10 @@ class PagedStore:
             keep = keep & (ranks > next_rank - window)
         self.retain(keep, records)
 
-    def crop(self, ranks: Tensor, records: Records | None = None) -> None:
-        """Drop the tokens whose rank is not below ``ranks[b]`` ``[B]``; ``records`` as for :meth:`retain`."""
+    def crop(self, counts: Tensor, records: Records | None = None) -> None:
+        """Drop the tokens whose rank is not below ``counts[b]`` ``[B]``; ``records`` as for :meth:`retain`."""
         held = self.ledger().ranks
-        limit = ranks.to(held.device).repeat_interleave(self.kv_heads)[:, None]
+        limit = counts.to(held.device).repeat_interleave(self.kv_heads)[:, None]
         self.retain(held < limit, records)
 
     def trim(self) -> None:
@@ -727,12 +710,12 @@ class PagedStore:
 
     # ---- sequences
 
-    def select_sequences(self, chosen: Tensor) -> None:
-        """Replace the sequences by those at the indices ``chosen`` (beam search, repeated inputs); pages are shared."""
+    def select(self, indices: Tensor) -> None:
+        """Replace the sequences by those at ``indices`` (beam search, repeated inputs); pages are shared."""
         self.write()
-        rows = (chosen.cpu()[:, None] * self.kv_heads + torch.arange(self.kv_heads)).flatten()
+        rows = (indices.cpu()[:, None] * self.kv_heads + torch.arange(self.kv_heads)).flatten()
         old = self.pages()
-        self._held.pages, self._held.counts, self.batch = self._held.pages[rows], self._held.counts[rows], len(chosen)
+        self._held.pages, self._held.counts, self.batch = self._held.pages[rows], self._held.counts[rows], len(indices)
         self.pool.share(self.pages())
         self.pool.give(old)
         self._lengths = self._lengths[rows.to(self._lengths.device)]
@@ -757,6 +740,55 @@ class PagedStore:
         self.ordered, self._room = self.ordered and other.ordered, min(self._room, other._room)
         self._shared = other._shared = True
         self._sent()
+
+    # ---- saved
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is held, ``[n, ...]`` of each token, row after row, slot by slot, and the rows' lengths ``[R]``.
+
+        It goes on bit by bit as this one does.
+        """
+        self.trim()  # the one that is loaded has no page to spare either
+        lengths = self.lengths
+        index, there = self._index(int(lengths.max())), self._taken(int(lengths.max()))
+        keys, values, ranks, *gate = (x.flatten(0, 1)[index[there]].detach() for x in self.rows.columns)
+        held = {"keys": keys, "values": values, "ranks": ranks, "gate": gate[0] if gate else None}
+        return {**held, "lengths": lengths, "ordered": self.ordered}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state of another store over; this one is empty. See :class:`ag.stateful.Stateful`."""
+        if state.keys() != {*COLUMNS, "lengths", "ordered"}:
+            raise KeyError(*(state.keys() ^ {*COLUMNS, "lengths", "ordered"}))
+        columns = [state[name] for name in COLUMNS[: 3 + (self.gate_type is not None)]]
+        lengths, ordered = state["lengths"].cpu(), state["ordered"]
+        wanted = [(x.dtype, (len(columns[2]), *x.shape[2:])) for x in self.rows.columns]
+        if [(x.dtype, x.shape) for x in columns] != wanted or (self.gate_type is None and state["gate"] is not None):
+            raise ValueError("columns")
+        if lengths.dtype != torch.long or lengths.shape != self.lengths.shape or type(ordered) is not bool:
+            raise ValueError("lengths")
+        _check_rows(columns[2].cpu(), lengths, ordered=ordered)
+        self._take_pages(torch.zeros_like(lengths), lengths)
+        self._lengths.copy_(lengths)
+        self._known, self.ordered = lengths, ordered
+        index, there = self._index(int(lengths.max())), self._taken(int(lengths.max()))
+        for column, x in zip(self.rows.columns, columns, strict=True):
+            column.view(-1, *column.shape[2:]).index_copy_(0, index[there], x)
+        self._measure(lengths)
+
+
+def _check_rows(ranks: Tensor, lengths: Tensor, *, ordered: bool) -> None:
+    """Refuse rows that do not hold tokens, each once.
+
+    Args:
+        ranks: ``[n]`` int32, of the tokens held, row after row.
+        lengths: ``[R]`` tokens of each row.
+        ordered: whether the ranks of each row are said to ascend.
+    """
+    if not ((lengths >= 0) & (lengths <= len(ranks))).all() or int(lengths.sum()) != len(ranks):
+        raise ValueError("lengths")
+    places = torch.repeat_interleave(lengths) * 2**31 + ranks
+    if not (ranks >= 0).all() or len(places.unique()) != len(places) or (ordered and not (places.diff() > 0).all()):
+        raise ValueError("ranks")
 
 
 def _to_front(rows: Rows) -> Rows:

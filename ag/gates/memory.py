@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ag.stateful import Attributes
+
 QUERY_BLOCK = 256  # queries that meet the remembered tokens at once
 
 
 @dataclass
-class GateMemory:
+class GateMemory(Attributes):
     """Keys and values that the gate of one layer looks back at.
 
     The token of rank r lies in slot ``r % window``, so that the newest ``window`` tokens of each sequence are there and
@@ -23,6 +27,8 @@ class GateMemory:
         window: newest tokens that a token's gate looks at, its own included; 0: all.
     """
 
+    STATE: ClassVar[Mapping[str, Any]] = {"stored": tuple | None, "new": tuple | None, "_seen": int, "_even": bool}
+
     window: int
     #: Keys and values ``[B, N, 2 h' d']``, and the rank ``[B, N]`` of each slot's token, -1 where there is none.
     stored: tuple[Tensor, Tensor] | None = None
@@ -31,7 +37,7 @@ class GateMemory:
     _seen: int = 0  # a sequence has at most so many tokens, and exactly so many where none was padded
     _even: bool = True
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Forget everything."""
         self.stored, self.new, self._seen, self._even = None, None, 0, True
 
@@ -128,7 +134,7 @@ class GateMemory:
         both = torch.cat([F.pad(x, (0, 0, 0, size - x.shape[1])) for x, _ in parts])
         self.stored = both, torch.cat([F.pad(ranks, (0, size - ranks.shape[1]), value=-1) for _, ranks in parts])
 
-    def select_sequences(self, indices: Tensor) -> None:
+    def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
 
         def picked(part: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:

@@ -92,7 +92,7 @@ def _norms(module: nn.Module) -> Forwards:
 
 
 @functools.cache
-def _is_rms_norm(kind: type[nn.Module]) -> bool:
+def _is_rms_norm(kind: Any) -> bool:
     """Tell whether modules of a class compute what Llama's norm does, line by line; Gemma's adds 1 to its weight."""
     if not kind.__name__.endswith("RMSNorm"):
         return False

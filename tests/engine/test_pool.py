@@ -77,7 +77,7 @@ def test_beams_share_what_they_had_and_write_apart():
     store.append(*tokens(2040), None)
     store.write()
     alone = store.nbytes
-    store.select_sequences(torch.zeros(8, dtype=torch.long))
+    store.select(torch.zeros(8, dtype=torch.long))
     assert store.nbytes == alone
     k = torch.arange(16.0).view(8, 2, 1, 1).expand(8, 2, 1, 16)
     store.append(k, k, torch.full((8, 1), 2040), None)

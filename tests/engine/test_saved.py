@@ -13,7 +13,6 @@ from refused import refuses
 from safetensors import safe_open
 
 import ag
-from ag.engine import state
 from ag.engine.repeat import Repetition
 from ag.engine.saved import FORMAT, SCHEMA
 from ag.engine.scorers import SCORERS
@@ -259,8 +258,8 @@ def test_only_what_is_held_is_written(tiny_llama, tmp_path):
     assert (tmp_path / "c").stat().st_size < sum(x.nbytes for x in tensors.values()) + 8000
     for index, layer in enumerate(cache.evicting_layers):
         rows = layer.store.padded()
-        assert torch.equal(tensors[f"layers.{index}.keys"], rows.keys.flatten(0, 1))
-        assert torch.equal(tensors[f"layers.{index}.values"], rows.values.flatten(0, 1))
+        assert torch.equal(tensors[f"layers.{index}.store.keys"], rows.keys.flatten(0, 1))
+        assert torch.equal(tensors[f"layers.{index}.store.values"], rows.values.flatten(0, 1))
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.7])
@@ -329,14 +328,11 @@ def test_instructions_of_a_tokenizer(tiny_llama, tiny_tokenizer, tmp_path):
 
 #: Attributes that a fresh cache of the same policy and model has too, or that follow from those that are written.
 FIXED = {
-    "cache": {"policy", "gates", "decoder", "rotation", "evicting_layers", "layers", "layer_class_to_replicate",
-              "offloading", "_sharing", "now", "pool"},
-    "history": set(),
-    "schedule": {"policy", "gates", "rotation", "layers"},
-    "undo": {"policy", "gates", "layers"},
-    "shares": {"allocator", "layers", "open", "votes", "policy"},
-    "layer": {"policy", "gates", "rotation", "keys", "values", "is_initialized", "_logits", "_ran", "gate_type",
-              "recent", "pool"},
+    "cache": {"policy", "gates", "decoder", "evicting_layers", "layers", "layer_class_to_replicate", "offloading",
+              "sharing", "pool", "decision", "repetition"},
+    "text": {"policy", "gates", "rotation", "layers", "now"},
+    "shares": {"open", "votes"},
+    "layer": {"policy", "gates", "rotation", "keys", "values", "is_initialized", "_ran", "gate_type", "recent", "pool"},
     "gate": {"window"},
     "store": {"batch", "kv_heads", "gate_type", "_in_order", "_held", "_table", "_room", "_shared", "_prompt", "_runs",
               "_indexed", "_known", "_ahead"},
@@ -356,19 +352,24 @@ def test_no_attribute_is_forgotten(tiny_llama, name, steps):
     def written(kind, part):
         return vars(part).keys() - FIXED[kind]
 
-    assert written("cache", cache) == {"history", "decision", "repetition", "_schedule", "_undo"}
-    assert written("history", cache.history) == state.HISTORY.keys()
-    assert written("schedule", cache._schedule) == state.SCHEDULE.keys()
-    assert written("undo", cache._undo) == state.UNDO.keys()
+    assert written("cache", cache) == {"text", "parts"}
+    shares = set() if cache.decision is None else {"shares"}
+    assert cache.parts.keys() == {"text", "layers.0", "layers.1", "layers.2"} | shares
+    assert written("text", cache.text) == cache.text.state_dict().keys()
     if cache.decision is not None:
-        assert written("shares", cache.decision.shares) == state.SHARES.keys()
-    for layer in cache.evicting_layers:
-        # a property stands for the stopwatch
-        assert written("layer", layer) - {"_scoring"} == (state.LAYER.keys() | {"gate_memory", "store"}) - {
-            "scoring_seconds"
-        }
-        assert written("gate", layer.gate_memory) == state.GATE_MEMORY.keys()
-        assert written("store", layer.store) == {"_lengths" if x == "lengths" else x for x in state.STORE}
+        assert (
+            vars(cache.decision).keys() == {"policy", "shares", "_of", "_allowed"}
+            and cache.decision.shares is cache.parts["shares"]
+        )
+        assert written("shares", cache.decision.shares) == cache.decision.shares.state_dict().keys()
+    for index, layer in enumerate(cache.evicting_layers):
+        assert layer is cache.parts[f"layers.{index}"]
+        names = {"_scoring": "scoring_seconds", "gate_memory": "gate"}  # a property stands for the stopwatch
+        state = layer.state_dict()
+        assert {names.get(x, x) for x in written("layer", layer)} == state.keys()
+        assert written("gate", layer.gate_memory) == state["gate"].keys()
+        columns = {"keys", "values", "ranks", "gate"}
+        assert {x.strip("_") for x in written("store", layer.store)} == state["store"].keys() - columns
 
 
 # ---- what is refused
@@ -455,43 +456,50 @@ def drop(*path):
 
 
 def forge_gate(head, tensors):
-    head["state"]["layers"][1]["store"]["gate"] = {"tensor": "layers.1.gate"}
-    tensors["layers.1.gate"] = torch.ones(len(tensors["layers.1.ranks"]))
+    head["state"]["layers.1"]["store"]["gate"] = {"tensor": "layers.1.store.gate"}
+    tensors["layers.1.store.gate"] = torch.ones(len(tensors["layers.1.store.ranks"]))
 
 
 FORGED = {
-    "long rows": forge("layers.1.lengths", lambda x: x + 10**6),
-    "rows below zero": forge("layers.1.lengths", lambda x: x - 100),
-    "few keys": forge("layers.2.keys", lambda x: x[:-1]),
-    "wide ranks": forge("layers.2.ranks", lambda x: x[:, None].expand(-1, 2).contiguous()),
-    "lengths of another type": forge("layers.1.lengths", lambda x: x.int()),
-    "lengths as a table": forge("layers.1.lengths", lambda x: x[:, None]),
-    "a row less": forge("layers.1.lengths", lambda x: x[:-1]),
-    "ranks below zero": forge("layers.1.ranks", lambda x: x - 1),
-    "ranks beyond the text": forge("layers.1.ranks", lambda x: x.where(x < x.max(), 41)),
-    "a token twice": forge("layers.1.ranks", lambda x: x.where(x != x[1], x[0])),
-    "ranks out of order": forge("layers.1.ranks", lambda x: x.flip(0)),
-    "no window": lambda head, tensors: head["state"]["layers"][0].update(window=0),
-    "lengths that wrap": forge("layers.1.lengths", lambda x: x.where(torch.arange(len(x)) < 5, 2**63 - 1)),
-    "precise keys": forge("layers.2.keys", lambda x: x.double()),
-    "coarse values": forge("layers.2.values", lambda x: x.half()),
+    "long rows": forge("layers.1.store.lengths", lambda x: x + 10**6),
+    "rows below zero": forge("layers.1.store.lengths", lambda x: x - 100),
+    "few keys": forge("layers.2.store.keys", lambda x: x[:-1]),
+    "wide ranks": forge("layers.2.store.ranks", lambda x: x[:, None].expand(-1, 2).contiguous()),
+    "lengths of another type": forge("layers.1.store.lengths", lambda x: x.int()),
+    "lengths as a table": forge("layers.1.store.lengths", lambda x: x[:, None]),
+    "a row less": forge("layers.1.store.lengths", lambda x: x[:-1]),
+    "ranks below zero": forge("layers.1.store.ranks", lambda x: x - 1),
+    "ranks beyond the text": forge("layers.1.store.ranks", lambda x: x.where(x < x.max(), 41)),
+    "a token twice": forge("layers.1.store.ranks", lambda x: x.where(x != x[1], x[0])),
+    "ranks out of order": forge("layers.1.store.ranks", lambda x: x.flip(0)),
+    "no window": lambda head, tensors: head["state"]["layers.0"].update(window=0),
+    "lengths that wrap": forge("layers.1.store.lengths", lambda x: x.where(torch.arange(len(x)) < 5, 2**63 - 1)),
+    "precise keys": forge("layers.2.store.keys", lambda x: x.double()),
+    "coarse values": forge("layers.2.store.values", lambda x: x.half()),
     "what gates said, without gates": forge_gate,
-    "a text that is no mask": forge("history.valid", lambda x: x.long()),
-    "ranks of another type": forge("layers.2.ranks", lambda x: x.long()),
-    "keys of another type": forge("layers.2.keys", lambda x: x.int()),
-    "keys of another width": forge("layers.2.keys", lambda x: x[:, :8].contiguous()),
-    "other sequences": forge("history.valid", lambda x: x[:2]),
-    "no records": drop("layers", 0, "memory"),
-    "no layer": drop("layers", 2),
+    "a text that is no mask": forge("text.valid", lambda x: x.long()),
+    "ranks of another type": forge("layers.2.store.ranks", lambda x: x.long()),
+    "keys of another type": forge("layers.2.store.keys", lambda x: x.int()),
+    "keys of another width": forge("layers.2.store.keys", lambda x: x[:, :8].contiguous()),
+    "other sequences": forge("text.valid", lambda x: x[:2]),
+    "no records": drop("layers.0", "memory"),
+    "no layer": drop("layers.2"),
     "no shares": drop("shares"),
     "no policy": lambda head, tensors: head.pop("policy"),
     "no gates": lambda head, tensors: head.pop("gates"),
     "a number for the model": lambda head, tensors: head.update(base_model=3),
     "a model without geometry": lambda head, tensors: head["base_model"].update(fingerprint=None),
-    "a number for a tensor": lambda head, tensors: head["state"]["history"].update(valid=3),
-    "a text for a number": lambda head, tensors: head["state"]["layers"][0].update(seen="3"),
-    "an attribute more": lambda head, tensors: head["state"]["layers"][0].update(run=3),
-    "a tensor that is not there": lambda head, tensors: tensors.pop("layers.0.values"),
+    "a number for a tensor": lambda head, tensors: head["state"]["text"].update(valid=3),
+    "a text for a number": lambda head, tensors: head["state"]["layers.0"].update(columns_seen="3"),
+    "an attribute more": lambda head, tensors: head["state"]["layers.0"].update(run=3),
+    "a tensor that is not there": lambda head, tensors: tensors.pop("layers.0.store.values"),
+    "a share of a layer that has none": lambda head, tensors: head["state"]["shares"]["settled"]["items"].append(
+        [7, 3]
+    ),
+    "marks of other sequences": lambda head, tensors: head["state"]["shares"].update(
+        over_budget={"tensor": "text.valid"}
+    ),
+    "a part more": lambda head, tensors: head["state"].update(more={}),
     "shares of other layers": lambda head, tensors: head["state"]["shares"].update(layers=[0, 1]),
 }
 
@@ -507,15 +515,15 @@ def test_damage(saved, name):
 
 
 def in_store(**changes):
-    return lambda head, tensors: head["state"]["layers"][1]["store"].update(changes)
+    return lambda head, tensors: head["state"]["layers.1"]["store"].update(changes)
 
 
 FORGED_FLAGS = {
-    "lengths of another type": forge("layers.1.lengths", lambda x: x.int()),
-    "precise keys": forge("layers.1.keys", lambda x: x.double()),
-    "precise values": forge("layers.1.values", lambda x: x.double()),
-    "flags of another type": forge("layers.1.gate", lambda x: x.float()),
-    "flags without any": forge("layers.1.gate", lambda x: x[:, None][:, :0]),
+    "lengths of another type": forge("layers.1.store.lengths", lambda x: x.int()),
+    "precise keys": forge("layers.1.store.keys", lambda x: x.double()),
+    "precise values": forge("layers.1.store.values", lambda x: x.double()),
+    "flags of another type": forge("layers.1.store.gate", lambda x: x.float()),
+    "flags without any": forge("layers.1.store.gate", lambda x: x[:, None][:, :0]),
     "no flags": in_store(gate=None),
 }
 

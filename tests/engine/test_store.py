@@ -195,7 +195,7 @@ class Stores(RuleBasedStateMachine):
         """Beams and releases: some sequences, repeats among them."""
         store, lists = self.stores[number % len(self.stores)]
         chosen = [x % len(lists.seen) for x in chosen]
-        store.select_sequences(torch.tensor(chosen))
+        store.select(torch.tensor(chosen))
         lists.select(chosen)
 
     @rule(number=st.integers(0, 9))
@@ -224,7 +224,7 @@ class Stores(RuleBasedStateMachine):
         store, lists = self.stores[number]
         new = PagedStore(store.batch, HEADS, self.pool, torch.float32)
         try:
-            new.fill([x.clone() for x in store.tokens()], store.lengths, ordered=store.ordered)
+            new.load_state_dict(store.state_dict())
         except PoolFullError:
             return
         self.stores[number] = new, lists

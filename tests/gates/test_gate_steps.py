@@ -123,7 +123,7 @@ def test_sequences_change_places():
     memory, order = GateMemory(5), torch.tensor([2, 0, 0, 1])
     read(gate, memory, hidden[:, :9], ranks[:, :9], real[:, :9], True)
     read(gate, memory, hidden[:, 9:10], ranks[:, 9:10], real[:, 9:10], True)
-    memory.select_sequences(order)
+    memory.select(order)
     got = read(gate, memory, hidden[order, 10:], ranks[order, 10:], real[order, 10:], True)
     want = alone(gate, hidden, real)[order, :, 10:]
     agree(got, want, gate, hidden, real, order)

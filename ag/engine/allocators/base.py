@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from ag.engine.observe import Observation
 from ag.engine.select import best, closing_order, select, standings
 from ag.kernels.row_worst import NOT_FINITE, OVER, row_going, row_worst
 from ag.kernels.row_worst.reference import Going, Worst
+from ag.stateful import Attributes
 
 BY_TOKEN = ("score", "protected", "second", "standing")  # what a ballot has of each token
 
@@ -128,7 +129,7 @@ class Ballot:
 
 
 @dataclass
-class Shares:
+class Shares(Attributes):
     """What the layers of one batch of prompts brought and got.
 
     Attributes:
@@ -138,8 +139,10 @@ class Shares:
         settled: by layer, tokens ``[B]`` kept at the end of the prompt, which also bound it while decoding: per KV
             head, or of all heads where layers compete for them.
         over_budget: ``[B]`` bool on the CPU, sequences that hold more than the budget because more is protected; None:
-            there are none.
+            nothing was decided.
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {"layers": Sequence, "settled": dict, "over_budget": Tensor | None}
 
     layers: list[int]
     open: dict[int, Ballot] = field(default_factory=dict)
@@ -156,18 +159,37 @@ class Shares:
         share = share.where(~fitted, ballot.capacity if mean is None else mean)
         self.settled[layer] = share.where(ballot.due, self.settled.get(layer, share))
 
-    def join(self, other: Shares, sequences: tuple[int, int]) -> None:
-        """Append what the sequences of another batch got; ``sequences`` are those of this one and of the other."""
-        self.settled = {layer: torch.cat([x, other.settled[layer]]) for layer, x in self.settled.items()}
-        known = self.over_budget, other.over_budget
-        if any(x is not None for x in known):
-            parts = zip(known, sequences, strict=True)
-            self.over_budget = torch.cat([torch.zeros(n, dtype=torch.bool) if x is None else x for x, n in parts])
+    def reset(self) -> None:
+        """Forget everything."""
+        self.open, self.votes, self.settled, self.over_budget = {}, {}, {}, None
 
-    def select_sequences(self, indices: Tensor) -> None:
+    def crop(self, counts: Tensor) -> None:
+        """Do nothing: shares are those of the prompt."""
+
+    def join(self, other: Shares) -> None:
+        """Append what the sequences of another batch got."""
+        if self.over_budget is not None and other.over_budget is not None:
+            self.over_budget = torch.cat([self.over_budget, other.over_budget])
+        self.settled = {layer: torch.cat([x, other.settled[layer]]) for layer, x in self.settled.items()}
+
+    def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
         self.settled = {layer: x[indices.to(x.device)] for layer, x in self.settled.items()}
         self.over_budget = None if self.over_budget is None else self.over_budget[indices.cpu()]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state over; see :class:`ag.stateful.Stateful`."""
+        layers = self.layers
+        super().load_state_dict(state)
+        self.layers = list(self.layers)
+        if self.layers != layers:
+            raise ValueError("layers")
+        if not all(layer in layers and isinstance(share, Tensor) for layer, share in self.settled.items()):
+            raise ValueError("settled")
+        if self.over_budget is not None:
+            self.over_budget = self.over_budget.cpu()
+            if self.over_budget.dtype != torch.bool:
+                raise ValueError("over_budget")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,188 @@
+"""What a cache does in a forward pass, in the order in which that calls."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from ag.engine.holdings import Holdings
+from ag.engine.pool import Pool, PoolFullError
+from ag.engine.repeat import Repetition
+from ag.errors import UserError
+from ag.gates.gate import AttentionGate, AttentionGates
+from ag.model.hooks import AttentionCall, Interceptor, device_of
+
+LOOK = 16  # passes after which the host looks at what decisions of steps found, such as scores that are not finite
+
+
+class Forward(Holdings, Interceptor):
+    """The side of :class:`ag.engine.cache.EvictionCache` that a forward pass calls."""
+
+    gates: AttentionGates | None
+    #: The model's stack of layers.
+    decoder: Any
+    pool: Pool | None
+    #: What lets the model repeat the prompt, for a policy that scores by that.
+    repetition: Repetition | None
+    #: Indices of the layers that share the budget.
+    sharing: list[int]
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything."""
+
+    @abstractmethod
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens."""
+
+    @property
+    def real(self) -> Tensor:
+        """``[B, w]`` bool, which of the tokens at hand are not padding."""
+        assert self.text.now is not None
+        return self.text.now.real
+
+    @property
+    def prompt_sees(self) -> Literal["dense", "sparse", "blocks"]:
+        """What later tokens of a prompt see of earlier ones: all, what the gates leave, what blocks left."""
+        if self.policy.block is not None:
+            return "blocks"
+        if self.policy.evict_before_attend:
+            return "sparse"
+        if self.gates is not None and self.policy.budget is None:
+            return self.gates.config.prefill
+        return "dense"
+
+    def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
+        """Take note of the text that is to come, whole or in parts: the prompt, or the same text grown longer.
+
+        ``model.generate`` calls it. Without it the first forward pass is the prompt.
+
+        Args:
+            valid: ``[B, T]`` bool, False on padding.
+            tokens: ``[B, T]`` ids, where they are known.
+
+        Raises:
+            UserError: when the tokens do not go on from those seen.
+        """
+        self.text.expect(valid, tokens)
+
+    def saw(self, tokens: Tensor) -> None:
+        """Take note of the text ``[B, T]`` that went by; ``model.generate`` calls it."""
+        self.text.saw(tokens)
+
+    def modules(self) -> list[nn.Module]:
+        """Return the gates, which run in a forward pass beside the model's modules."""
+        return [] if self.gates is None else [self.gates]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+        """Take the padding of the coming tokens; see :class:`ag.model.hooks.Interceptor`.
+
+        With an ``attention_mask`` the host waits here, once a forward pass, to learn whether the new tokens are padded.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise UserError(
+                "EvictionCache: a CUDA graph of a forward pass would write every later token where the captured one "
+                "went; capture parts of the model without the cache, or use torch.compile(model), which leaves it out."
+            )
+        if decoder is not self.decoder:
+            raise UserError("This cache was made for another model; make one with EvictionCache(model, ...).")
+        self._require(length)
+        device = device_of(decoder) if attention_mask is None else attention_mask.device
+        self.text.extend(attention_mask, batch, length, device)
+
+    def _require(self, tokens: int) -> None:
+        """Refuse a pass of so many tokens of each sequence before it begins, where the pool may have no room for it."""
+        if self.pool is None:
+            return
+        pages = sum(layer.demand(tokens) for layer in self.evicting_layers)
+        if pages > self.pool.free:
+            raise PoolFullError.of(f"{tokens} tokens of each of {len(self.valid)} sequences need", pages, self.pool)
+
+    @contextmanager
+    def _whole_prompt(self) -> Iterator[None]:
+        """Drop what was written of a prompt where the pool has no room for all of it."""
+        try:
+            yield
+        except PoolFullError as error:
+            if self.pool is None or self.text.before:
+                raise
+            held = [len(layer.store.pages()) for layer in self.evicting_layers if layer.store is not None]
+            layers, columns = len(self.evicting_layers), self.text.prompt_columns
+            self.reset()
+            pages = max(sum(held) + error.pages, (sum(held) + error.pages) * layers // max(len(held), 1))
+            raise PoolFullError.of(f"a prompt of {columns} tokens needs about", pages, self.pool) from error
+
+    def blocks(self) -> Iterator[Tensor] | None:
+        """Let the model read the prompt in the blocks of the schedule, and what comes with it (a draft) after it."""
+        return self.text.blocks()
+
+    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
+        """Return the positions ``[B, w]`` that the model rotates the tokens at hand by."""
+        positions = self.text.positions(given, columns)
+        if self.repetition is not None and self.text.now is not None:
+            self.repetition.follow(self.text.now, positions)
+        return positions
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def note(self, tokens: Tensor) -> None:
+        """Take note of the tokens of a forward pass, for a policy that lets the model repeat them."""
+        if self.repetition is not None:
+            self.repetition.note(tokens)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Let the gate that reads this layer's input look at the new tokens."""
+        if self.repetition is not None:
+            self.repetition.enter_layer(hidden)
+        now = self.text.near(hidden.device)
+        if not now.judged or self.gates is None:
+            return
+        target = str(layer + self.gates.config.layer_offset)
+        if target in self.gates.layers:
+            gate = cast("AttentionGate", self.gates.layers[target])
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # a step has little time for each layer
+                now.logits[int(target)] = self.evicting_layers[int(target)].judge(gate, hidden, now)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Count the new tokens of a layer; transformers calls it before the attention function."""
+        return self.evicting_layers[layer_idx].update(key_states, value_states, self.text.now)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Hand the pass to a layer."""
+        now = self.text.near(call.q.device)
+        deciding = call.layer in self.sharing and (now.reading or self.policy.steps is not None)
+        decision = self.decision if deciding else None
+        with self._whole_prompt():
+            out = self.evicting_layers[call.layer].run(call, now, decision, self.evicting_layers)
+        if self.repetition is not None and self.repetition.active and call.layer in self.sharing:
+            self.repetition.measure(self.evicting_layers[call.layer], call, now)
+        return out
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def finish(self, states: Tensor) -> Tensor:
+        """Put each sequence's own last token in the last column, where ``model.generate`` looks for it; trim memory.
+
+        A policy that rereads lets the model repeat a prompt once it is there, and evicts then.
+        """
+        out, again = self.text.ended(states), self.repetition
+        pending = again is not None and not again.active and not again.done
+        if again is not None and pending and self.text.seen >= self.text.prompt_columns:
+            with self._whole_prompt(), self.text.aside():
+                again.run(self)
+        if self.decision is not None:
+            self.decision.look(LOOK)
+        if self.text.now is not None and self.text.now.completes_prompt:
+            for layer in self.evicting_layers:
+                if layer.store is not None:
+                    layer.store.trim()
+        return out

@@ -1,0 +1,432 @@
+"""What went by in a cache: the columns of its input, the passes that they came in, and what can be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ag.engine.layer import EvictionLayer
+from ag.engine.passes import Pass, Tokens
+from ag.engine.policy import Policy
+from ag.engine.positions import Original
+from ag.errors import UserError
+from ag.gates.gate import AttentionGates
+from ag.stateful import Attributes
+
+
+class Text(Attributes):
+    """The text of one cache. It makes the passes, and says in which of them something is due.
+
+    Args:
+        policy: of the cache.
+        gates: of the model; None without gates.
+        rotation: what keys are rotated by.
+        layers: of the cache; asked what they hold, when they evicted last, and how far their queries see.
+    """
+
+    #: The pass at hand; None before the first one.
+    now: Pass | None
+    #: ``[B, seen]`` bool, False on padding.
+    valid: Tensor
+    #: Columns seen before the last forward pass.
+    before: int
+    #: Columns of the prompt.
+    prompt_columns: int
+    #: ``[B]`` long, own tokens of each prompt, as far as they are known.
+    prompt_lengths: Tensor
+    _unpadded: int  # columns that came without padding: each sequence has at least so many own tokens
+    _right_padded: bool  # whether some sequence ends with padding in the last forward pass
+    _gaps: bool  # whether one did in any
+    _expected: Tensor | None  # what model.generate said of the prompt to come, [B, T] bool
+    _ids: Tensor | None  # what it said of the text so far, [B, T]
+    _ends: Tensor | None  # final hidden states [B, d] of the last own tokens, while parts of a prompt come
+    _number: int  # of the last pass
+    _decided: Tensor  # [B, n] own tokens: when last decided for good, and at past decisions that crop may undo
+    _decisions: tuple[tuple[int, int], ...]  # columns before and after the forward passes of the latter
+    _settled: int  # columns when flags could last evict: before the last forward pass, or after the prompt
+    _settled_for: Tensor | None  # [B], most own tokens already evicted for, kept across crops; None: never cropped
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        **dict.fromkeys(("valid", "prompt_lengths", "_decided"), Tensor),
+        **dict.fromkeys(("before", "prompt_columns", "_unpadded", "_number", "_settled"), int),
+        **dict.fromkeys(("_right_padded", "_gaps"), bool),
+        **dict.fromkeys(("_expected", "_ids", "_ends", "_settled_for"), Tensor | None),
+        "_decisions": tuple,
+    }
+
+    def __init__(
+        self, policy: Policy, gates: AttentionGates | None, rotation: Original, layers: Sequence[EvictionLayer]
+    ) -> None:
+        self.policy, self.gates, self.rotation, self.layers = policy, gates, rotation, layers
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.now = self._expected = self._ids = self._ends = self._settled_for = None
+        self.valid, self.prompt_lengths = torch.empty(0, 0, dtype=torch.bool), torch.empty(0, dtype=torch.long)
+        self.before = self.prompt_columns = self._unpadded = self._number = self._settled = 0
+        self._right_padded = self._gaps = False
+        self._decided, self._decisions = torch.empty(0, 1, dtype=torch.long), ()
+
+    @property
+    def seen(self) -> int:
+        """Columns of the input that went by."""
+        return self.valid.shape[1]
+
+    # ---- as model.generate tells it
+
+    def expect(self, valid: Tensor, tokens: Tensor | None) -> None:
+        """Take note of the text that is to come; see :meth:`ag.engine.forward.Forward.expect`."""
+        if tokens is not None:
+            self._check_goes_on(tokens)
+            self._ids = tokens
+        if not self.seen:
+            self._expected = valid
+
+    def saw(self, tokens: Tensor) -> None:
+        """Take note of the text ``[B, T]`` that went by."""
+        if self._ids is not None and len(self._ids) == len(tokens) == len(self.valid):  # no beams
+            self._ids = tokens
+
+    def _check_goes_on(self, tokens: Tensor) -> None:
+        seen = self.seen
+        again = "to continue, give the whole text so far and what follows; for another text call cache.reset() first"
+        if seen and tokens.shape[1] <= seen:
+            raise UserError(
+                f"model.generate was given {tokens.shape[1]} tokens, and this cache has seen {seen}: {again}."
+            )
+        if not seen or self._ids is None or len(self._ids) != len(tokens):
+            return
+        before = self._ids[:, :seen].to(tokens.device)
+        differs = (before != tokens[:, : before.shape[1]]).any(0)
+        if bool(differs.any()):
+            raise UserError(
+                f"The tokens that model.generate was given differ from those that this cache has seen, from column "
+                f"{int(differs.long().argmax())} on: {again}."
+            )
+
+    # ---- a forward pass
+
+    def extend(self, mask: Tensor | None, batch: int, length: int, device: torch.device) -> None:
+        """Add the columns of a forward pass, and make the pass of all its tokens.
+
+        Args:
+            mask: ``[B, seen + length]``, nonzero on real tokens; None: there is no padding.
+            batch: sequences that come.
+            length: new tokens of each.
+            device: of the result, where there is no mask.
+        """
+        new, seen = self._real(mask, batch, length, device), self.seen
+        coming = length if seen or self._expected is None else self._expected.shape[1]
+        if self.gates is not None and self.gates.config.scope == "prompt" and length < coming:
+            raise UserError(
+                f"{self.policy!r}: gates of gate.scope=prompt read the prompt in one forward pass, and {length} of "
+                f"{coming} tokens came; leave prefill_chunk_size out, or use gates of gate.scope=causal."
+            )
+        padded = mask is not None and not bool(new.all())
+        self.before = seen
+        if not seen:
+            self._begin_prompt(new)
+        self.valid = torch.cat([self.valid.to(new.device), new], 1) if seen else new
+        self.prompt_lengths = self.prompt_lengths.to(new.device)
+        if self.seen >= self.prompt_columns > seen:
+            self.prompt_lengths = self.valid[:, : self.prompt_columns].sum(1)
+        self._right_padded = padded and not bool(new[:, -1].all())
+        self._gaps |= self._right_padded
+        self._unpadded += 0 if padded else length
+        tokens = Tokens(ranks=(self.valid.cumsum(1) - 1)[:, seen:], real=new)
+        self._made(tokens, padded=padded, reading=seen < self.prompt_columns)
+
+    def _real(self, mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+        """Return which new tokens are not padding, ``[B, length]`` bool."""
+        if self.seen and batch != len(self.valid):
+            raise UserError(
+                f"This cache holds {len(self.valid)} sequences, not {batch}; for another text call cache.reset() first."
+            )
+        if mask is None:
+            return torch.ones(batch, length, dtype=torch.bool, device=device)
+        if mask.ndim != 2 or mask.shape[1] != self.seen + length:
+            raise UserError(
+                f"attention_mask {tuple(mask.shape)}: expected {(batch, self.seen + length)}, one entry for each "
+                "token seen and coming; for another text call cache.reset() first."
+            )
+        return mask[:, self.seen :].bool()
+
+    def _begin_prompt(self, new: Tensor) -> None:
+        whole = new if self._expected is None else self._expected.to(new.device)
+        self._expected = None
+        if len(whole) != len(new):  # beams: each prompt comes several times
+            whole = whole.repeat_interleave(len(new) // len(whole), 0)
+        self.prompt_columns, self.prompt_lengths = whole.shape[1], whole.sum(1)
+
+    def blocks(self) -> Iterator[Tensor] | None:
+        """Cut a prompt into the blocks of the schedule, and what comes with it (a draft) off; None: it stays whole.
+
+        Yields the columns ``[B, w]`` of each part among the new tokens, -1 for none, when its pass is at hand.
+        """
+        assert self.now is not None
+        if not self.now.reading:
+            return None
+        prompt, rest = self.now.split(self.prompt_columns - self.before)
+        blocks = prompt.blocks(self.policy.block)
+        return self._one_by_one(blocks, rest) if len(blocks) > 1 or rest.ranks.shape[1] else None
+
+    def _one_by_one(self, blocks: list[Tokens], rest: Tokens) -> Iterator[Tensor]:
+        for part in (*blocks, rest) if rest.ranks.shape[1] else blocks:
+            assert part.columns is not None
+            last = part is blocks[-1] or part is rest
+            self._made(part, padded=not bool(part.real.all()), reading=part is not rest, last=last)
+            yield part.columns.where(part.real, -1)
+
+    def _made(self, tokens: Tokens, *, padded: bool, reading: bool, last: bool = True) -> None:
+        """Make the pass of the next tokens, which is the one at hand then.
+
+        Args:
+            tokens: which these are.
+            padded: whether some of them are not real.
+            reading: whether they are of the prompt.
+            last: whether they are the last ones of the forward pass, or of its part of the prompt.
+        """
+        ends, later = last and self.seen >= self.prompt_columns, self.policy.asks_later(self.gates)
+        stores = [layer.store for layer in self.layers if layer.store is not None]
+        due, width = self._due(tokens, reading), tokens.ranks.shape[1]
+        self._number += 1
+        self._settled = min(self.seen, self.prompt_columns) if reading else self.seen - width
+        self.now = Pass(
+            **vars(tokens),
+            number=self._number,
+            reading=reading,
+            ends_prompt=ends,
+            padded=padded,
+            left_padded=padded and not bool(tokens.real[:, 0].all()),
+            seen=self.seen,
+            prompt_columns=self.prompt_columns,
+            prompt_lengths=self.prompt_lengths,
+            lengths=tokens.counts,
+            due=due,
+            every_due=due is not None and bool(due.all()),
+            positions=self.rotation.positions(tokens, self.seen, stores),
+            lowest_rank=0 if reading else max(0, self._unpadded - width),
+            judged=self.gates is not None and (reading or later),
+            remember=self.gates is not None and (later or (reading and not ends)),
+        )
+
+    def near(self, device: torch.device) -> Pass:
+        """Return the pass at hand on a device: that of the layers to come, where a model lies on several."""
+        assert self.now is not None
+        if device != self.now.ranks.device:
+            self.now = self.now.to(device)
+        return self.now
+
+    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
+        """Return the positions ``[B, w]`` that the model rotates the tokens at hand by; None: the usual ones.
+
+        Args:
+            given: ``position_ids`` ``[B or 1, T]`` of the forward pass, or None.
+            columns: ``[B, w]``, those of the pass among the new tokens; None: all.
+        """
+        assert self.now is not None
+        if self.now.positions is not None:
+            return self.now.positions
+        if self._gaps:  # transformers goes on counting from the padding
+            return self.now.ranks.clamp_min(0)
+        if columns is None:
+            return given
+        if given is None:
+            given = torch.arange(self.before, self.seen, device=columns.device)[None]
+        return given.expand(len(columns), -1).gather(1, columns.clamp_min(0))
+
+    def ended(self, states: Tensor) -> Tensor:
+        """Return final hidden states ``[B, T, d]`` with that of each sequence's own last token in the last column.
+
+        Columns of padding have no meaning, so that nothing is lost; those on the right would otherwise be continued.
+        """
+        more = self.seen < self.prompt_columns  # a later part may hold nothing but padding of a sequence
+        if not (more or self._right_padded):
+            return states
+        real = self.valid[:, self.before :].to(states.device)
+        last = real.long().cumsum(1).argmax(1)
+        ends = states[torch.arange(len(states), device=states.device), last]
+        if self._ends is not None:
+            ends = ends.where(real.any(1, keepdim=True), self._ends.to(states.device))
+        self._ends = ends if more else None
+        return torch.cat([states[:, :-1], ends[:, None]], 1) if self._right_padded else states
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Be as before once more was read and forgotten again; its passes were counted."""
+        before, now = dict(vars(self)), self.now
+        yield
+        vars(self).update(before, _number=self._number)
+        self.now = None if now is None else replace(now, number=self._number)
+
+    # ---- when something may go
+
+    def _due(self, tokens: Tokens, reading: bool) -> Tensor | None:
+        """Return ``[B]`` bool, the sequences of which something may go after these tokens; None: of none.
+
+        In a prompt those which it, or a block of it, ends; later those that have grown by the steps of the schedule.
+        """
+        policy = self.policy
+        if policy.budget is None or policy.rereads or not (reading or policy.steps is not None):
+            return None
+        lengths = self.valid.sum(1)
+        if reading:
+            count = tokens.counts
+            ends = count == self.prompt_lengths
+            due = (count > 0) & (ends if policy.block is None else ends | (count % policy.block == 0))
+            self._decided, self._decisions = lengths.minimum(self.prompt_lengths)[:, None], ()
+        else:
+            due = self._grown(lengths)
+        if not bool(due.any()):
+            return None
+        if not reading:
+            self._forget_what_crop_cannot_reach()
+            self._note(lengths, due, self.before)
+        return due
+
+    def _grown(self, lengths: Tensor) -> Tensor:
+        """Return ``[B]`` bool, which sequences, of so many own tokens ``[B]``, have grown by the schedule's steps."""
+        self._decided = self._decided.to(lengths.device)
+        return lengths - self._decided[:, -1] >= (self.policy.steps or 0)
+
+    def _note(self, lengths: Tensor, due: Tensor, before: int) -> None:
+        """Note a decision after the prompt, in a forward pass from ``before`` columns to those seen."""
+        self._decided = torch.cat([self._decided, lengths.where(due, self._decided[:, -1])[:, None]], 1)
+        self._decisions = *self._decisions, (before, self.seen)
+
+    def _forget_what_crop_cannot_reach(self) -> None:
+        evicted_at = max(layer.evicted_at for layer in self.layers)
+        passed = sum(after <= evicted_at for _, after in self._decisions)
+        self._decided, self._decisions = self._decided[:, passed:], self._decisions[passed:]
+
+    # ---- going back
+
+    def check_drafts(self) -> None:
+        """Refuse drafts where they could make something go that is then wanted back."""
+        if self.policy.scorer is None:
+            return
+        if self.policy.rereads:
+            raise UserError(
+                f"{self.policy!r} repeats a prompt before anything follows it; generate without an assistant model and "
+                "prompt lookup."
+            )
+        if self.policy.steps is not None:
+            raise UserError(
+                f"{self.policy!r} evicts while drafts come, and cannot take that back; generate without an assistant "
+                "model and prompt lookup, or use the schedule prefill."
+            )
+
+    def take_back(self, remove: int) -> Tensor:
+        """Cut the newest columns off, and return ``[B]`` the own tokens that stay of each sequence, for :meth:`crop`.
+
+        Raises:
+            UserError: when what was evicted since, or what the scorer recorded, cannot be restored.
+        """
+        left = self.seen - remove
+        if self.policy.scorer is not None and left < self.prompt_columns:
+            raise UserError(f"crop({-remove}): only tokens after the prompt can go; prefill a shorter prompt.")
+        self._check_recent(remove)
+        if self.policy.budget is not None:
+            self._check_evicted(remove, left)
+        self._settled_for, self._settled = self._settled_lengths(), min(self._settled, left)
+        self.valid, self._unpadded = self.valid[:, :-remove], max(0, self._unpadded - remove)
+        self.prompt_columns = min(self.prompt_columns, self.seen)
+        return self.valid.sum(1)
+
+    def crop(self, counts: Tensor) -> None:
+        """Take decisions back that belong to columns which are there no longer; nothing went in them."""
+        gone = sum(after > self.seen for _, after in self._decisions)
+        if not gone:
+            return
+        before, _ = self._decisions[-gone]
+        self._decided, self._decisions = self._decided[:, :-gone], self._decisions[:-gone]
+        due = self._grown(counts)
+        if before < self.seen and bool(due.any()):  # the rest of that forward pass brings one about too
+            self._note(counts, due, before)
+
+    def _check_evicted(self, remove: int, left: int) -> None:
+        """Refuse to go back to a state of which something was evicted under a budget since."""
+        scorer = self.policy.scorer
+        assert scorer is not None
+        if self.policy.steps is not None and (scorer.needs.every_query or scorer.needs.lookback):
+            raise UserError(
+                f"crop({-remove}): {self.policy!r} has recorded the queries of the tokens that would go; use the "
+                "schedule prefill, or make a new cache."
+            )
+        if left < max(layer.evicted_at for layer in self.layers):
+            raise UserError(
+                f"crop({-remove}): {self.policy!r} has evicted something since, which cannot come back; use the "
+                "schedule prefill, or make a new cache."
+            )
+
+    def _check_recent(self, remove: int) -> None:
+        """Refuse where tokens that are evicted would be recent again.
+
+        The next query of a text of n tokens sees all ranks from n + 1 - r on. Below that what had settled for n tokens
+        has only those that stay for another reason.
+        """
+        left, settled = self.valid[:, :-remove].sum(1), self._settled_lengths()
+        for name, recent, last in self._recents():
+            first = settled + 1 - recent if last is None else (settled + 1 - recent).minimum(last)
+            if bool(((first > 0) & (left + 1 - recent < first)).any()):
+                raise UserError(
+                    f"crop({-remove}): some of the {recent} recent tokens ({name}) are evicted; crop no more than the "
+                    "last forward pass, or make a new cache."
+                )
+
+    def _recents(self) -> Iterator[tuple[str, int, Tensor | None]]:
+        """Yield the numbers of newest tokens that are held for later queries, and below which rank others went."""
+        for window in {layer.window for layer in self.layers} - {None}:
+            yield "the model's sliding window", int(window or 0), None
+        if self.gates is None:
+            return
+        config, later = self.gates.config, self.policy.asks_later(self.gates)
+        if self.policy.budget is None:
+            yield "gate.recent_tokens", config.recent_tokens, None if later else self.prompt_lengths
+        if config.window and later:
+            yield "gate.window", config.window, None
+
+    def _settled_lengths(self) -> Tensor:
+        """Return ``[B]``, the most own tokens of each sequence that something was evicted for."""
+        settled = self.valid[:, : self._settled].sum(1)
+        return settled if self._settled_for is None else settled.maximum(self._settled_for.to(settled.device))
+
+    # ---- other sequences, other texts
+
+    def join(self, other: Text) -> None:
+        """Append the sequences of another one; those with fewer columns get padding on their left.
+
+        What was read so far counts as the prompt: none of it is taken back, and positions go on with each text.
+        """
+        seen, device = max(self.seen, other.seen), self.valid.device
+        self.valid = torch.cat([F.pad(x.valid.to(device), (seen - x.seen, 0)) for x in (self, other)])
+        self.before = self.prompt_columns = self._settled = seen
+        self.prompt_lengths = torch.cat([x.prompt_lengths.to(device) for x in (self, other)])
+        self._unpadded, self._right_padded, self._gaps = min(self._unpadded, other._unpadded), False, True
+        self.now = self._expected = self._ids = self._ends = self._settled_for = None
+        mine = self._decided[:, -1:]
+        self._decided, self._decisions = torch.cat([mine, other._decided[:, -1:].to(mine.device)]), ()
+
+    def select(self, indices: Tensor) -> None:
+        """Make the sequences those at ``indices``."""
+        if self._ids is not None and len(self._ids) != len(self.valid):  # beams are more than the text has rows
+            self._ids = None
+        for name in ("valid", "prompt_lengths", "_ids", "_settled_for"):
+            x = getattr(self, name)
+            setattr(self, name, None if x is None else x[indices.to(x.device)])
+        if len(self._decided):
+            self._decided = self._decided[indices.to(self._decided.device)]
+        self.now = None if self.now is None else self.now.select(indices)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state over; see :class:`ag.stateful.Stateful`."""
+        super().load_state_dict(state)
+        if self.valid.dtype != torch.bool or self.valid.ndim != 2:
+            raise ValueError("valid")
