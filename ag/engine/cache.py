@@ -95,7 +95,7 @@ class EvictionCache(Forward, Cache):
         self.decision = None if self.policy.budget is None else Decision(self.policy, self.sharing)
         self.parts = {"text": self.text}
         if self.decision is not None:
-            self.parts["decision"] = self.decision
+            self.parts["shares"] = self.decision
         self.parts |= {f"layers.{index}": layer for index, layer in enumerate(self.evicting_layers)}
         self.reset()
 
@@ -139,6 +139,20 @@ class EvictionCache(Forward, Cache):
             UserError: when the file is no whole saved cache of this schema, or of another model or other gates.
         """
         return saved.load(cls, path, model)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many more tokens of each sequence, so that the steps to come work on the same memory.
+
+        Args:
+            tokens: that will come one by one, behind the prompt.
+
+        Raises:
+            PoolFullError: when the pool has no room for them; nothing has changed then.
+        """
+        self._require(tokens)
+        self.text.reserve(tokens)
+        for layer in self.evicting_layers:
+            layer.reserve(tokens)
 
     # ---- going back, other sequences, other texts
 

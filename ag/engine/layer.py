@@ -23,7 +23,7 @@ from ag.engine.decide import Decision
 from ag.engine.observe import Context, Keys, Observation, Queries, StoredKeys
 from ag.engine.passes import Pass
 from ag.engine.policy import Policy
-from ag.engine.pool import Pool
+from ag.engine.pool import PAGE, Pool
 from ag.engine.positions import Original
 from ag.engine.stopwatch import Stopwatch
 from ag.engine.store import PagedStore, Rows
@@ -86,7 +86,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
     supports_early_init = False
     STATE: ClassVar[Mapping[str, Any]] = {
         **dict.fromkeys(("columns_seen", "_number", "evicted_at", "_open"), int),
-        **{"scoring_seconds": float, "window": int | None, "_settled": bool},
+        **{"scoring_seconds": float, "window": int | None, "_settled": bool, "_alike": bool},
         **{"memory": dict, "_lookback": tuple | None},
     }
 
@@ -235,6 +235,14 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             self.memory, self._lookback = {}, None
         assert step.out is not None
         return step.out.masked_fill(~now.real[:, None, :, None], 0.0) if now.padded else step.out
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many more tokens of each sequence, so that nothing grows in the steps to come.
+
+        Where one goes for each that comes, a page ahead is enough.
+        """
+        if self.store is not None:
+            self.store.reserve(min(tokens, PAGE) if self.policy.steps == 1 else tokens)
 
     def demand(self, tokens: int) -> int:
         """Return the most pages that a pass of so many tokens of each sequence, behind others, may take."""
@@ -493,6 +501,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
                 turn=self.rotation.turn,
                 output=lambda: output_weight(call.module, call.q.shape[1]),
                 memo=call.memo,
+                memo_of_pass=now.memo,
                 lengths=now.lengths if queries.ranks is now.ranks else None,
             ),
         )

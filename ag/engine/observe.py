@@ -170,6 +170,7 @@ class Context:
             many places from there on; None: the model's rotations are not known.
         output: gives the output projection by query head, ``[H, D, M]`` float32; None: it is not known.
         memo: where measurements are remembered, so that each is made once.
+        memo_of_pass: where what is the same for all layers is remembered.
         lengths: ``[B]`` long, tokens that each sequence has seen; None: the queries tell.
     """
 
@@ -184,6 +185,7 @@ class Context:
     turn: Callable[[Tensor, Tensor, int], Tensor] | None = None
     output: Callable[[], Tensor] | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict)
+    memo_of_pass: dict[Hashable, Any] = field(default_factory=dict)
     lengths: Tensor | None = None
 
 
@@ -201,7 +203,7 @@ class Observation:
         self.layer, self.gate, self.decoding, self.recorded = (
             context.layer, context.gate, context.decoding, context.recorded
         )  # fmt: skip
-        self._turn, self._output = context.turn, context.output
+        self._turn, self._output, self._memo_of_pass = context.turn, context.output, context.memo_of_pass
         self._precise = context.precise and not context.decoding
         self.scaling, self.sliding_window = context.scaling, context.sliding_window
         self._prompt_lengths, self._lengths = context.prompt_lengths, context.lengths
@@ -367,6 +369,13 @@ class Observation:
         if (key, self._precise) not in self._memo:
             self._memo[key, self._precise] = make()
         made: Made = self._memo[key, self._precise]
+        return made
+
+    def once_a_pass(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Return what ``make`` made in the first layer of a pass with this key, which is the same in all of them."""
+        if key not in self._memo_of_pass:
+            self._memo_of_pass[key] = make()
+        made: Made = self._memo_of_pass[key]
         return made
 
     def _last_rows(self, last: int, only_new: bool) -> AttentionRows:

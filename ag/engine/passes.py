@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -60,6 +60,7 @@ class Pass(Tokens):
 
     Attributes:
         number: counts passes, from 1.
+        step: whether it is one token of each sequence behind the prompt, with tensors that are the same at each step.
         reading: whether the tokens are of the prompt; else they follow it.
         ends_prompt: whether the prompt is over after them.
         padded: whether some of them do not exist.
@@ -75,9 +76,11 @@ class Pass(Tokens):
         judged: whether gates are asked about these tokens.
         remember: whether they will be asked about later ones.
         logits: of gates, ``[B, Hkv, w]`` by layer, from the hook before a layer until its attention.
+        memo: what layers worked out that is the same for all of them.
     """
 
     number: int
+    step: bool = False
     reading: bool
     ends_prompt: bool
     padded: bool
@@ -93,6 +96,7 @@ class Pass(Tokens):
     judged: bool = False
     remember: bool = False
     logits: dict[int, Tensor] = field(default_factory=dict)
+    memo: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def completes_prompt(self) -> bool:

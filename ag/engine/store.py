@@ -91,6 +91,7 @@ class PagedStore:
         #: Whether slots are in the order of ranks.
         self.ordered = True
         self._ahead = False  # whether it made room ahead since tokens were last laid out
+        self._reserved = False  # whether the host is to look rarely
         self._runs: dict[int, tuple[int, int] | None] = {}  # what _even_run found, by pages
         self._indexed: Tensor | None = None  # what _index returned last
         self._numbers = torch.empty(0, device=device)  # what _taken compared with last
@@ -345,7 +346,8 @@ class PagedStore:
             self.write()
         self._apart(k, v)
         evicting = victims is not None or self._going is not None
-        ahead = victims is not None or (evicting and k.device.type != "cpu")  # what goes is known to the device alone
+        # what goes is known to the device alone, so that the host looks where a page may have ended
+        ahead = victims is not None or (evicting and (self._reserved or k.device.type != "cpu"))
         self.make_room(1, everywhere=evicting, ahead=PAGE if ahead else 0)
         if self._going is not None:
             (victims, records), self._going = self._going, None
@@ -458,6 +460,16 @@ class PagedStore:
         if not self._shared:
             self._give_spare(pages_for(lengths + tokens))
         self._measure(lengths)
+
+    def reserve(self, tokens: int) -> None:
+        """Take pages for so many more tokens of each row, so that nothing grows while they come.
+
+        Raises:
+            PoolFullError: when the pool has too few pages; nothing has changed then.
+        """
+        self.write()
+        self._reserved = True
+        self.make_room(tokens, ahead=PAGE)
 
     def _measure(self, lengths: Tensor) -> None:
         """Take note of the room of rows that hold so many tokens ``[R]``."""

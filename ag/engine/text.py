@@ -19,6 +19,8 @@ from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.stateful import Attributes
 
+AHEAD = 1024  # columns that steps have memory for at once
+
 
 class Text(Attributes):
     """The text of one cache. It makes the passes, and says in which of them something is due.
@@ -50,6 +52,10 @@ class Text(Attributes):
     _decided: Tensor  # [B, n] own tokens: when last decided for good, and at past decisions that crop may undo
     _decisions: tuple[tuple[int, int], ...]  # columns before and after the forward passes of the latter
     _settled: int  # columns when flags could last evict: before the last forward pass, or after the prompt
+    _pending: tuple[tuple[int, int], ...]  # decisions about all sequences in steps, which _decided does not have yet
+    _last: int | None  # columns when all sequences were last decided about, unless some were padded since
+    _counters: tuple[Tensor, Tensor] | None  # ranks [B, 1] and lengths [B] of the last step, which count on in place
+    _ahead: Tensor | None  # [B, n] bool, whose first columns ``valid`` is, and of which the others are True
     _settled_for: Tensor | None  # [B], most own tokens already evicted for, kept across crops; None: never cropped
 
     STATE: ClassVar[Mapping[str, Any]] = {
@@ -73,6 +79,8 @@ class Text(Attributes):
         self.before = self.prompt_columns = self._unpadded = self._number = self._settled = 0
         self._right_padded = self._gaps = False
         self._decided, self._decisions = torch.empty(0, 1, dtype=torch.long), ()
+        self._pending = ()
+        self._last = self._counters = self._ahead = None
 
     @property
     def seen(self) -> int:
@@ -131,6 +139,10 @@ class Text(Attributes):
             )
         padded = mask is not None and not bool(new.all())
         self.before = seen
+        if length == 1 and not padded and seen >= self.prompt_columns > 0 and self.rotation.in_place:
+            self._step(new)
+            return
+        self._counters = self._ahead = None
         if not seen:
             self._begin_prompt(new)
         self.valid = torch.cat([self.valid.to(new.device), new], 1) if seen else new
@@ -142,6 +154,52 @@ class Text(Attributes):
         self._unpadded += 0 if padded else length
         tokens = Tokens(ranks=(self.valid.cumsum(1) - 1)[:, seen:], real=new)
         self._made(tokens, padded=padded, reading=seen < self.prompt_columns)
+
+    def _step(self, new: Tensor) -> None:
+        """Make the pass of one token of each sequence, behind the prompt: the same operations on the same memory."""
+        seen = self.seen
+        if self._counters is None:
+            self.valid = self.valid.to(new.device)
+            own = self.valid.sum(1)
+            self._counters = own[:, None].clone(), own + 1
+        else:
+            for x in self._counters:
+                x += 1
+        self.reserve(1)
+        assert self._ahead is not None
+        self.valid, self._right_padded, self._settled = self._ahead[:, : seen + 1], False, seen
+        self.prompt_lengths = self.prompt_lengths.to(new.device)
+        self._unpadded += 1
+        ranks, lengths = self._counters
+        tokens = Tokens(ranks=ranks, real=self._ahead[:, -1:])
+        due, later = self._due_in_step(tokens), self.policy.asks_later(self.gates)
+        self._number += 1
+        self.now = Pass(
+            **vars(tokens),
+            number=self._number,
+            step=True,
+            reading=False,
+            ends_prompt=True,
+            padded=False,
+            left_padded=False,
+            seen=self.seen,
+            prompt_columns=self.prompt_columns,
+            prompt_lengths=self.prompt_lengths,
+            lengths=lengths,
+            due=due,
+            every_due=due is not None and self._last == self.seen,
+            lowest_rank=self._unpadded - 1,
+            judged=later,
+            remember=later,
+        )
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many columns without padding."""
+        if self._ahead is None or self._ahead.shape[1] < self.seen + tokens:
+            self._ahead = torch.ones(
+                len(self.valid), self.seen + max(tokens, AHEAD), dtype=torch.bool, device=self.valid.device
+            )
+            self._ahead[:, : self.seen] = self.valid
 
     def _real(self, mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
         """Return which new tokens are not padding, ``[B, length]`` bool."""
@@ -196,6 +254,9 @@ class Text(Attributes):
         ends, later = last and self.seen >= self.prompt_columns, self.policy.asks_later(self.gates)
         stores = [layer.store for layer in self.layers if layer.store is not None]
         due, width = self._due(tokens, reading), tokens.ranks.shape[1]
+        every = due is not None and bool(due.all())
+        if every or padded or due is not None:
+            self._last = self.seen if every else None
         self._number += 1
         self._settled = min(self.seen, self.prompt_columns) if reading else self.seen - width
         self.now = Pass(
@@ -210,7 +271,7 @@ class Text(Attributes):
             prompt_lengths=self.prompt_lengths,
             lengths=tokens.counts,
             due=due,
-            every_due=due is not None and bool(due.all()),
+            every_due=every,
             positions=self.rotation.positions(tokens, self.seen, stores),
             lowest_rank=0 if reading else max(0, self._unpadded - width),
             judged=self.gates is not None and (reading or later),
@@ -235,9 +296,10 @@ class Text(Attributes):
         if self.now.positions is not None:
             return self.now.positions
         if self._gaps:  # transformers goes on counting from the padding
-            return self.now.ranks.clamp_min(0)
+            return self.now.ranks if self.now.step else self.now.ranks.clamp_min(0)
         if columns is None:
-            return given
+            plain = given is None and self.now.step and self._unpadded == self.seen
+            return self.now.ranks if plain else given  # the same memory at each step
         if given is None:
             given = torch.arange(self.before, self.seen, device=columns.device)[None]
         return given.expand(len(columns), -1).gather(1, columns.clamp_min(0))
@@ -283,6 +345,7 @@ class Text(Attributes):
             due = (count > 0) & (ends if policy.block is None else ends | (count % policy.block == 0))
             self._decided, self._decisions = lengths.minimum(self.prompt_lengths)[:, None], ()
         else:
+            self._catch_up()
             due = self._grown(lengths)
         if not bool(due.any()):
             return None
@@ -290,6 +353,32 @@ class Text(Attributes):
             self._forget_what_crop_cannot_reach()
             self._note(lengths, due, self.before)
         return due
+
+    def _due_in_step(self, tokens: Tokens) -> Tensor | None:
+        """Do what :meth:`_due` does for one token of each sequence, which the host knows where all are alike."""
+        policy = self.policy
+        if policy.budget is None or policy.rereads or policy.steps is None:
+            return None
+        if policy.steps > 1 and self._last is None:
+            due = self._due(tokens, reading=False)
+            if due is not None:
+                self._last = self.seen if bool(due.all()) else None
+            return due
+        if self._last is not None and self.seen - self._last < policy.steps:
+            return None
+        evicted_at = max(layer.evicted_at for layer in self.layers)
+        self._pending, self._last = (*self._pending, (self.before, self.seen)), self.seen
+        while len(self._pending) > 1 and self._pending[1][1] <= evicted_at:  # crop cannot reach it
+            self._pending = self._pending[1:]
+        return tokens.real[:, 0]
+
+    def _catch_up(self) -> None:
+        """Note the decisions of steps beside the others."""
+        for before, after in self._pending:
+            lengths = self.valid[:, :after].sum(1)
+            self._decided = torch.cat([self._decided.to(lengths.device), lengths[:, None]], 1)
+            self._decisions = *self._decisions, (before, after)
+        self._pending = ()
 
     def _grown(self, lengths: Tensor) -> Tensor:
         """Return ``[B]`` bool, which sequences, of so many own tokens ``[B]``, have grown by the schedule's steps."""
@@ -329,6 +418,7 @@ class Text(Attributes):
         Raises:
             UserError: when what was evicted since, or what the scorer recorded, cannot be restored.
         """
+        self._catch_up()
         left = self.seen - remove
         if self.policy.scorer is not None and left < self.prompt_columns:
             raise UserError(f"crop({-remove}): only tokens after the prompt can go; prefill a shorter prompt.")
@@ -337,6 +427,7 @@ class Text(Attributes):
             self._check_evicted(remove, left)
         self._settled_for, self._settled = self._settled_lengths(), min(self._settled, left)
         self.valid, self._unpadded = self.valid[:, :-remove], max(0, self._unpadded - remove)
+        self._last = self._counters = self._ahead = None
         self.prompt_columns = min(self.prompt_columns, self.seen)
         return self.valid.sum(1)
 
@@ -405,6 +496,9 @@ class Text(Attributes):
 
         What was read so far counts as the prompt: none of it is taken back, and positions go on with each text.
         """
+        for text in (self, other):
+            text._catch_up()
+        self._last = self._counters = self._ahead = None
         seen, device = max(self.seen, other.seen), self.valid.device
         self.valid = torch.cat([F.pad(x.valid.to(device), (seen - x.seen, 0)) for x in (self, other)])
         self.before = self.prompt_columns = self._settled = seen
@@ -416,6 +510,8 @@ class Text(Attributes):
 
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
+        self._catch_up()
+        self._counters = self._ahead = None
         if self._ids is not None and len(self._ids) != len(self.valid):  # beams are more than the text has rows
             self._ids = None
         for name in ("valid", "prompt_lengths", "_ids", "_settled_for"):
@@ -424,6 +520,11 @@ class Text(Attributes):
         if len(self._decided):
             self._decided = self._decided[indices.to(self._decided.device)]
         self.now = None if self.now is None else self.now.select(indices)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later passes depend on."""
+        self._catch_up()
+        return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state over; see :class:`ag.stateful.Stateful`."""

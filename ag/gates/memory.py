@@ -62,20 +62,19 @@ class GateMemory(Attributes):
         self._seen += ranks.shape[1]
         self._even = self._even and real is None
         if self._even and ranks.shape[1] == 1:
-            self._put(k, v)
+            self._put(k, v, ranks)
             return
         self.new = torch.cat([k, v], -1), ranks if real is None else ranks.masked_fill(~real, -1)
         if ranks.shape[1] == 1:
             self.settle()
 
-    def _put(self, k: Tensor, v: Tensor) -> None:
-        """Store one token of each sequence where all sequences are equally long; the host knows its slot."""
+    def _put(self, k: Tensor, v: Tensor, ranks: Tensor) -> None:
+        """Store one token of each sequence where all sequences are equally long: its slot is one for all of them."""
         stored, held = self._room(k, 2 * k.shape[2])
-        slot = (self._seen - 1) % held.shape[1]
-        place = stored[:, slot : slot + 1]
-        place[..., : k.shape[2]] = k
-        place[..., k.shape[2] :] = v
-        held[:, slot].fill_(self._seen - 1)
+        slot = ranks[0] % held.shape[1]
+        for part, x in zip(stored.split(k.shape[2], 2), (k, v), strict=True):
+            part.index_copy_(1, slot, x)
+        held.index_copy_(1, slot, ranks)
 
     def attend(self, q: Tensor, ranks: Tensor) -> Tensor:
         """Attend from the tokens taken in last, ``[B, h', T, d']``, to what they may look at; the same shape."""

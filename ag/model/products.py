@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -88,7 +88,7 @@ def _product(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def _norms(module: nn.Module) -> Forwards:
     """Return the norms of a module that compute what Llama's does."""
-    return [(vars(norm), partial(_norm, norm)) for norm in module.modules() if _is_rms_norm(type(norm))]
+    return [(vars(norm), partial(_norm, norm)) for norm in module.modules() if _is_rms_norm(cast(Any, type(norm)))]
 
 
 @functools.cache

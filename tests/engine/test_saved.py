@@ -330,12 +330,13 @@ def test_instructions_of_a_tokenizer(tiny_llama, tiny_tokenizer, tmp_path):
 FIXED = {
     "cache": {"policy", "gates", "decoder", "evicting_layers", "layers", "layer_class_to_replicate", "offloading",
               "sharing", "pool", "decision", "repetition"},
-    "text": {"policy", "gates", "rotation", "layers", "now"},
+    "text": {"policy", "gates", "rotation", "layers", "now", "_pending", "_last", "_counters", "_ahead"},
     "shares": {"open", "votes"},
-    "layer": {"policy", "gates", "rotation", "keys", "values", "is_initialized", "_ran", "gate_type", "recent", "pool"},
+    "layer": {"policy", "gates", "rotation", "keys", "values", "is_initialized", "_ran", "gate_type", "recent", "pool",
+              "_room"},
     "gate": {"window"},
     "store": {"batch", "kv_heads", "gate_type", "_in_order", "_held", "_table", "_room", "_shared", "_prompt", "_runs",
-              "_indexed", "_known", "_ahead"},
+              "_indexed", "_counted", "_since", "_ahead", "_going", "_slots_going", "_numbers", "slots"},
 }  # fmt: skip
 
 
@@ -358,8 +359,8 @@ def test_no_attribute_is_forgotten(tiny_llama, name, steps):
     assert written("text", cache.text) == cache.text.state_dict().keys()
     if cache.decision is not None:
         assert (
-            vars(cache.decision).keys() == {"policy", "shares", "_of", "_allowed"}
-            and cache.decision.shares is cache.parts["shares"]
+            vars(cache.decision).keys() == {"policy", "shares", "_of", "_allowed", "_found", "_looked"}
+            and cache.decision is cache.parts["shares"]
         )
         assert written("shares", cache.decision.shares) == cache.decision.shares.state_dict().keys()
     for index, layer in enumerate(cache.evicting_layers):

@@ -71,5 +71,7 @@ class H2O(RowScorer):
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return the sinks and the newest tokens."""
-        recent = self.recent if isinstance(self.recent, int) else (capacity * self.recent).long()
-        return seen.ends(self.sinks, recent)
+        share = self.recent
+        if isinstance(share, int):
+            return seen.ends(self.sinks, share)
+        return seen.ends(self.sinks, seen.once_a_pass(("recent", share), lambda: (capacity * share).long()))
