@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ag.engine import policy as policy
     from ag.engine.pool import Pool as Pool
     from ag.engine.pool import PoolFullError as PoolFullError
+    from ag.engine.step import NextToken as NextToken
     from ag.gates.attach import attach as attach
     from ag.gates.attach import detach as detach
     from ag.gates.gate import AttentionGates as AttentionGates
@@ -27,6 +28,7 @@ _PUBLIC = {
     "EvictionCache": "ag.engine",
     "GateConfig": "ag.config.gate",
     "Gating": "ag.gates.gating",
+    "NextToken": "ag.engine.step",
     "Policy": "ag.engine",
     "Pool": "ag.engine.pool",
     "PoolFullError": "ag.engine.pool",

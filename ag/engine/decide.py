@@ -84,7 +84,8 @@ class Decision:
         if found is None:
             found = self._found[seen.layer] = torch.zeros(slots.shape[:2], dtype=torch.uint8, device=slots.device)
         self.policy.allocator.step(seen.layer, ballot, self.shares, Going(slots, found))
-        return all(x.stride(1) == 0 for x in (ballot.score, ballot.protected))  # one for all heads
+        one = all(x.stride(1) == 0 for x in (ballot.score, ballot.protected))  # of all heads
+        return one and not self.policy.allocator.compares_heads
 
     def room(self, seen: Observation, held: Tensor) -> int:
         """Return how many tokens may come to each sequence of a layer before one goes; below 0: one goes now.

@@ -32,6 +32,9 @@ class Forward(Holdings, Interceptor):
     #: Indices of the layers that share the budget.
     sharing: list[int]
 
+    #: Whether a step is being recorded at present.
+    recording = False
+
     @abstractmethod
     def reset(self) -> None:
         """Forget everything."""
@@ -85,10 +88,11 @@ class Forward(Holdings, Interceptor):
 
         With an ``attention_mask`` the host waits here, once a forward pass, to learn whether the new tokens are padded.
         """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if not self.recording and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise UserError(
                 "EvictionCache: a CUDA graph of a forward pass would write every later token where the captured one "
-                "went; capture parts of the model without the cache, or use torch.compile(model), which leaves it out."
+                "went; use ag.NextToken(model, cache), which records steps, capture parts of the model without the "
+                "cache, or use torch.compile(model), which leaves it out."
             )
         if decoder is not self.decoder:
             raise UserError("This cache was made for another model; make one with EvictionCache(model, ...).")
@@ -160,7 +164,7 @@ class Forward(Holdings, Interceptor):
     def attend(self, call: AttentionCall) -> Tensor:
         """Hand the pass to a layer."""
         now = self.text.near(call.q.device)
-        deciding = call.layer in self.sharing and (now.reading or self.policy.steps is not None)
+        deciding = call.layer in self.sharing if now.reading else self._deciding(call.layer)
         decision = self.decision if deciding else None
         with self._whole_prompt():
             out = self.evicting_layers[call.layer].run(call, now, decision, self.evicting_layers)
@@ -179,10 +183,39 @@ class Forward(Holdings, Interceptor):
         if again is not None and pending and self.text.seen >= self.text.prompt_columns:
             with self._whole_prompt(), self.text.aside():
                 again.run(self)
-        if self.decision is not None:
-            self.decision.look(LOOK)
+        if not self.recording:
+            self.look()
         if self.text.now is not None and self.text.now.completes_prompt:
             for layer in self.evicting_layers:
                 if layer.store is not None:
                     layer.store.trim()
         return out
+
+    # ---- steps, see ag.engine.step
+
+    def look(self) -> None:
+        """Look, once in a while, at what decisions of steps found; the host waits for it.
+
+        Raises:
+            ag.engine.decide.NonFiniteScoreError: when a score was not finite.
+        """
+        if self.decision is not None:
+            self.decision.look(LOOK)
+
+    def step_key(self) -> tuple[Any, ...] | None:
+        """Return what the next step depends on beside its tokens; None: it is not like the one before."""
+        if self.repetition is not None or not self.text.ends:
+            return None
+        keys = [layer.step_key(self._deciding(index)) for index, layer in enumerate(self.evicting_layers)]
+        return None if None in keys else (*keys, *self.text.step_key())
+
+    def stepped(self) -> None:
+        """Take note of a step that was replayed."""
+        self.text.stepped()
+        assert self.text.now is not None
+        for index, layer in enumerate(self.evicting_layers):
+            layer.stepped(self.text.now, self._deciding(index))
+
+    def _deciding(self, layer: int) -> bool:
+        """Tell whether something may go of a layer behind the prompt."""
+        return layer in self.sharing and self.policy.steps is not None

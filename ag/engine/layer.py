@@ -244,6 +244,40 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         if self.store is not None:
             self.store.reserve(min(tokens, PAGE) if self.policy.steps == 1 else tokens)
 
+    def step_key(self, deciding: bool) -> tuple[Any, ...] | None:
+        """Return what the next step depends on beside its tokens: addresses, and what the host knows.
+
+        While it stays the same, steps are the same operations on the same memory. None: the next one is another.
+
+        Args:
+            deciding: whether something may go of this layer in a step.
+        """
+        store, scorer = self.store, self.policy.scorer
+        if store is None or not self.rotation.in_place:
+            return None
+        if deciding:
+            steady = scorer is not None and scorer.needs.steady and self.policy.steps == 1 and not self.policy.strict
+            if not steady or self.policy.evict_before_attend or self._room is None or self._room >= 0:
+                return None
+        held, looks_back = store.step_key(), self.gate_memory.step_key()
+        if held is None or looks_back is None:
+            return None
+        memory = tuple((name, x.data_ptr(), x.shape) for name, x in self.memory.items())
+        return *held, *looks_back, *memory, self._settled, self._stays
+
+    def stepped(self, now: Pass, deciding: bool) -> None:
+        """Take note of a step that was replayed; see :meth:`step_key`."""
+        assert self.store is not None
+        self._number = self._ran = now.number
+        self.columns_seen = now.seen
+        one_for_one = deciding or (self._forgets and not self._stays)
+        self.store.stepped(one_for_one)
+        self._open = self._open + 1 if self.gates is None or not now.judged else 0
+        if deciding and self._room is not None:
+            self._room -= 1
+            self.evicted_at = now.seen
+        self.gate_memory.stepped()
+
     def demand(self, tokens: int) -> int:
         """Return the most pages that a pass of so many tokens of each sequence, behind others, may take."""
         if self.store is None:
@@ -290,7 +324,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             pool.check_tokens(call.k, call.v)
             self.store, self.window = self._new_store(len(call.k), call.k.shape[1], pool), call.window
         keep, width = now.real[:, None] if now.padded else None, now.ranks.shape[1]
-        stays = self.window is None and self.recent is not None and self._open >= self.recent
+        stays = self._stays
         if keep is None:
             self._open = self._open + width if gate is None else 0
         if self._forgets and not now.reading and not (self._settled and stays and width == 1):
@@ -305,6 +339,11 @@ class EvictionLayer(CacheLayerMixin, Attributes):
 
     def _new_store(self, batch: int, kv_heads: int, pool: Pool) -> PagedStore:
         return PagedStore(batch, kv_heads, pool, self.gate_type, in_order=not self.rotation.in_place)
+
+    @property
+    def _stays(self) -> bool:
+        """Whether all newest tokens are flagged, so that none of them goes when it is recent no more."""
+        return self.window is None and self.recent is not None and self._open >= self.recent
 
     @property
     def _forgets(self) -> bool:
@@ -502,6 +541,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
                 output=lambda: output_weight(call.module, call.q.shape[1]),
                 memo=call.memo,
                 memo_of_pass=now.memo,
+                columns=now.seen,
                 lengths=now.lengths if queries.ranks is now.ranks else None,
             ),
         )

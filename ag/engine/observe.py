@@ -24,6 +24,7 @@ from ag.kernels.row_statistics import Values
 Made = TypeVar("Made")
 
 BLOCK = 64  # queries visited at once
+COLUMNS = 1024  # by how many at a time a table of all tokens grows
 PRECISE = 1024  # keys up to which all queries are multiplied with them in float64, on a CPU
 TILE = {"cpu": 2**20, "cuda": 2**27}  # elements of a tile that fits the caches, or that keeps a GPU busy
 
@@ -172,6 +173,7 @@ class Context:
         memo: where measurements are remembered, so that each is made once.
         memo_of_pass: where what is the same for all layers is remembered.
         lengths: ``[B]`` long, tokens that each sequence has seen; None: the queries tell.
+        columns: of the input that went by, a bound of the lengths that the host knows; None: it asks.
     """
 
     scaling: float
@@ -187,6 +189,7 @@ class Context:
     memo: dict[Hashable, Any] = field(default_factory=dict)
     memo_of_pass: dict[Hashable, Any] = field(default_factory=dict)
     lengths: Tensor | None = None
+    columns: int | None = None
 
 
 class Observation:
@@ -206,7 +209,7 @@ class Observation:
         self._turn, self._output, self._memo_of_pass = context.turn, context.output, context.memo_of_pass
         self._precise = context.precise and not context.decoding
         self.scaling, self.sliding_window = context.scaling, context.sliding_window
-        self._prompt_lengths, self._lengths = context.prompt_lengths, context.lengths
+        self._prompt_lengths, self._lengths, self._columns = context.prompt_lengths, context.lengths, context.columns
         self.q, self.query_ranks, self.query_valid = queries.q, queries.ranks, queries.valid
         self.new = queries.q.shape[2] if queries.new is None else queries.new
         #: Tokens per KV head ``[B]`` that the budget allows, where something may go.
@@ -339,7 +342,8 @@ class Observation:
         kv_heads = self._keys.ranks.shape[1]
         if self._keys.alike:  # nothing to look up
             return values.mean(1, keepdim=True).expand(-1, kv_heads, -1)
-        tokens = int(self.lengths.max())
+        most = int(self.lengths.max()) if self._columns is None else self._columns
+        tokens = -(-most // COLUMNS) * COLUMNS
         values = values.unflatten(1, (kv_heads, -1)).sum(2).masked_fill(~self._keys.valid, 0.0)
         places = self.key_ranks.clamp(0, tokens - 1)
         by_token = values.new_zeros(len(values), tokens)

@@ -97,6 +97,8 @@ class PagedStore:
         self._numbers = torch.empty(0, device=device)  # what _taken compared with last
         self._room = 0  # free slots that each row has at least, as far as the host knows
         self._shared = False  # whether somebody else may hold some page
+        self._mine = True  # whether nobody else holds the pages that the next tokens come into
+        self._ones: Tensor | None = None  # what a gate says of new tokens that it was not asked about
         #: The tokens of a prompt that is not written yet.
         self._prompt: Rows | None = None
         #: Slots [R, V] int32 of tokens that go when the next one comes, and the records that go with them.
@@ -114,7 +116,7 @@ class PagedStore:
         new._held.pages, new._held.counts = self._held.pages.clone(), self._held.counts.clone()
         new._table, new._lengths, new.slots = self._table.clone(), self._lengths.clone(), self.slots
         new.ordered, new._known, new._room, new._shared = self.ordered, self._known, self._room, True
-        self._shared = True
+        self._shared, self._mine, new._mine = True, False, False
         return new
 
     # ---- what it holds
@@ -309,9 +311,8 @@ class PagedStore:
         """
         shape = k.shape[:3]
         if self.gate_type is not None:
-            gate = k.new_ones(shape, dtype=self.gate_type) if gate is None else gate.to(self.gate_type)
-        else:
-            gate = None
+            gate = self._open(shape) if gate is None else gate.to(self.gate_type)
+        gate = None if self.gate_type is None else gate
         if shape[2] == 1 and (keep is None or keep.shape[1] == 1):
             self._push(k, v, ranks if keep is None else ranks.masked_fill(~keep[:, 0], -1), gate, victims, records)
             if keep is not None:
@@ -331,6 +332,12 @@ class PagedStore:
         else:
             self.write()
             self._add(new)
+
+    def _open(self, shape: torch.Size) -> Tensor:
+        """Return 1 for each of ``[B, Hkv, T]`` new tokens; the same memory at each step."""
+        if self._ones is None or self._ones.shape != shape:
+            self._ones = torch.ones(shape, dtype=self.gate_type, device=self._lengths.device)
+        return self._ones
 
     def _push(
         self,
@@ -452,11 +459,13 @@ class PagedStore:
         Raises:
             PoolFullError: when the pool has too few pages; nothing has changed then.
         """
-        if self._room >= tokens and not self._shared and (self._ahead or not ahead):
+        mine = not self._shared or (self._mine and not everywhere)
+        if self._room >= tokens and mine and (self._ahead or not ahead):
             return
         self._ahead = ahead > 0
         lengths, tokens = self._count(), tokens if self.pool.fixed else max(tokens, ahead)
         self._take_pages(lengths, torch.full_like(lengths, tokens), everywhere=everywhere)
+        self._mine = True
         if not self._shared:
             self._give_spare(pages_for(lengths + tokens))
         self._measure(lengths)
@@ -470,6 +479,21 @@ class PagedStore:
         self.write()
         self._reserved = True
         self.make_room(tokens, ahead=PAGE)
+
+    def step_key(self) -> tuple[Any, ...] | None:
+        """Return where the next token of each row and what it works on lie; None: it takes or writes pages anew."""
+        if self._prompt is not None or self._room < 1 or (self._shared and not self._mine):
+            return None
+        columns = (x.data_ptr() for x in (*self.rows.columns, self._table, self._lengths))
+        return *columns, self._table.shape, self.slots, self._going is None, self._counted is None
+
+    def stepped(self, one_for_one: bool) -> None:
+        """Take note of a token of each row that came in a replayed step; of some rows one may have gone for it."""
+        self._room -= 1
+        if one_for_one:
+            self.ordered, self._known = False, None
+        else:
+            self._since += 1
 
     def _measure(self, lengths: Tensor) -> None:
         """Take note of the room of rows that hold so many tokens ``[R]``."""
@@ -493,7 +517,7 @@ class PagedStore:
             tokens: that come.
             evicting: whether tokens may go then, so that every page that is shared may be written anew.
         """
-        if self._room >= tokens and not self._shared:
+        if self._room >= tokens and (not self._shared or (self._mine and not evicting)):
             return 0
         lengths = self._count()
         wanted, copied = self._wanted(lengths, torch.full_like(lengths, tokens), everywhere=False)
@@ -733,7 +757,7 @@ class PagedStore:
         self._lengths = self._lengths[rows.to(self._lengths.device)]
         self._known = None if self._known is None else self._known[rows]
         self._sent()
-        self._shared = self._shared or len(rows.unique()) < len(rows)
+        self._shared, self._mine = self._shared or len(rows.unique()) < len(rows), False
 
     def join(self, other: PagedStore) -> None:
         """Append the sequences of another store of the same pool, which shares their pages until it is dropped."""
@@ -751,6 +775,7 @@ class PagedStore:
         self.batch += other.batch
         self.ordered, self._room = self.ordered and other.ordered, min(self._room, other._room)
         self._shared = other._shared = True
+        self._mine = other._mine = False
         self._sent()
 
     # ---- saved

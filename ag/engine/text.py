@@ -138,10 +138,10 @@ class Text(Attributes):
                 f"{coming} tokens came; leave prefill_chunk_size out, or use gates of gate.scope=causal."
             )
         padded = mask is not None and not bool(new.all())
-        self.before = seen
-        if length == 1 and not padded and seen >= self.prompt_columns > 0 and self.rotation.in_place:
+        if length == 1 and not padded and self.ends and self.rotation.in_place:
             self._step(new)
             return
+        self.before = seen
         self._counters = self._ahead = None
         if not seen:
             self._begin_prompt(new)
@@ -157,20 +157,21 @@ class Text(Attributes):
 
     def _step(self, new: Tensor) -> None:
         """Make the pass of one token of each sequence, behind the prompt: the same operations on the same memory."""
+        self.valid = self.valid.to(new.device)
+        for x in self._counted():
+            x += 1
+        self._note_step()
+
+    def _note_step(self) -> None:
+        """Take note of a step whose tokens the counters have."""
         seen = self.seen
-        if self._counters is None:
-            self.valid = self.valid.to(new.device)
-            own = self.valid.sum(1)
-            self._counters = own[:, None].clone(), own + 1
-        else:
-            for x in self._counters:
-                x += 1
         self.reserve(1)
         assert self._ahead is not None
         self.valid, self._right_padded, self._settled = self._ahead[:, : seen + 1], False, seen
-        self.prompt_lengths = self.prompt_lengths.to(new.device)
+        self.before = seen
         self._unpadded += 1
-        ranks, lengths = self._counters
+        ranks, lengths = self._counted()
+        self.prompt_lengths = self.prompt_lengths.to(ranks.device)
         tokens = Tokens(ranks=ranks, real=self._ahead[:, -1:])
         due, later = self._due_in_step(tokens), self.policy.asks_later(self.gates)
         self._number += 1
@@ -192,6 +193,32 @@ class Text(Attributes):
             judged=later,
             remember=later,
         )
+
+    def _counted(self) -> tuple[Tensor, Tensor]:
+        """Return the ranks ``[B, 1]`` of the newest tokens and the lengths ``[B]``, which steps count on in place."""
+        if self._counters is None:
+            own = self.valid.sum(1)
+            self._counters = own[:, None] - 1, own
+        return self._counters
+
+    def next_ranks(self) -> Tensor:
+        """Return the memory in which a step's ranks stand while it runs, ``[B, 1]``: its tokens' own positions."""
+        return self._counted()[0]
+
+    def step_key(self) -> tuple[int, ...]:
+        """Return what the next step depends on: addresses, and the columns that tables of all tokens have room for."""
+        self.reserve(1)
+        assert self._ahead is not None
+        return self.next_ranks().data_ptr(), self._ahead.data_ptr(), self.seen // AHEAD
+
+    def stepped(self) -> None:
+        """Take note of a step that was replayed."""
+        self._note_step()
+
+    @property
+    def ends(self) -> bool:
+        """Whether a prompt was read, whole."""
+        return self.seen >= self.prompt_columns > 0
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many columns without padding."""

@@ -113,6 +113,18 @@ class GateMemory(Attributes):
         slots = ranks[rows, columns] % size
         stored[rows, slots], held[rows, slots] = both[rows, columns], ranks[rows, columns]
 
+    def step_key(self) -> tuple[object, ...] | None:
+        """Return where the next token of each sequence is written; None: memory grows, or more of it is looked at."""
+        if not self:
+            return ()
+        if self.stored is None or self.new is not None or not self.window or self._seen < self.window:
+            return None
+        return self._even, *(x.data_ptr() for x in self.stored)
+
+    def stepped(self) -> None:
+        """Take note of a token of each sequence that came in a replayed step."""
+        self._seen += bool(self)
+
     def crop(self, counts: Tensor) -> None:
         """Forget the tokens whose rank is not below ``counts[b]`` ``[B]``."""
         for part in (self.stored, self.new):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -22,12 +22,13 @@ FREE |= {"empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 KERNELS = {
     "ag.engine.attend": ["paged_decode", "paged_decode_weights"],
     "ag.engine.store": ["pool_append", "pool_expired"],
-    "ag.engine.allocators.base": ["row_worst"],
+    "ag.engine.allocators.base": ["row_worst", "row_going"],
+    "torch.nn.functional": ["rms_norm"],  # one operation on a card
 }
 
 
 class Recorded(TorchDispatchMode):
-    """Records operations: name, shapes, and the memory of operands that were there before.
+    """Records operations: name, shapes, and the memory of operands that were there before; and does them again.
 
     Attributes:
         operations: of each its name and operands; an operand is its shape and, where the recording has not made its
@@ -38,15 +39,27 @@ class Recorded(TorchDispatchMode):
         super().__init__()
         self.operations: list[tuple[str, list[Any]]] = []
         self._made: dict[int, Any] = {}  # storages, kept so that no later one gets their address
+        self._calls: list[tuple[Callable[..., Any], Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
+        return self.do(func.overloadpacket.__name__, func, args, kwargs or {})
+
+    def do(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Record an operation, and do it."""
         self.note(name, args, kwargs)
-        out = func(*args, **kwargs)
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        self.keep(out, given)
+        with _disable_current_modes():
+            out = func(*args, **kwargs)
+        self.keep(out, {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)})
+        self._calls.append((func, args, kwargs, out))
         return out
+
+    def replay(self) -> None:
+        """Do all operations again, in the same memory, as a CUDA graph does."""
+        for func, args, kwargs, out in self._calls:
+            again = func(*args, **kwargs)
+            for x, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(x, Tensor) and x.data_ptr() != new.data_ptr():
+                    x.copy_(new)
 
     def note(self, name: str, *given: Any) -> None:
         """Record an operation."""
@@ -77,7 +90,7 @@ class Recorded(TorchDispatchMode):
 
 
 @contextmanager
-def kernels_seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Recorded]]:
+def kernels_seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], AbstractContextManager[Recorded]]]:
     """Let kernels count as one operation each; yields what makes a recording."""
     current: list[Recorded] = []
 
@@ -85,12 +98,7 @@ def kernels_seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Recor
         def call(*args: Any, **kwargs: Any) -> Any:
             if not current:
                 return kernel(*args, **kwargs)
-            current[-1].note(name, args, kwargs)
-            with _disable_current_modes():
-                out = kernel(*args, **kwargs)
-            given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-            current[-1].keep(out, given)
-            return out
+            return current[-1].do(name, kernel, args, kwargs)
 
         return call
 
@@ -100,8 +108,11 @@ def kernels_seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Recor
                 place = f"{module}.{name}"
                 patch.setattr(place, seen(name, pytest.importorskip(module).__dict__[name]))
 
-        def recording() -> Recorded:
+        @contextmanager
+        def recording() -> Iterator[Recorded]:
             current.append(Recorded())
-            return current[-1]
+            with current[-1]:
+                yield current[-1]
+            current.pop()
 
         yield recording

@@ -336,7 +336,8 @@ FIXED = {
               "_room"},
     "gate": {"window"},
     "store": {"batch", "kv_heads", "gate_type", "_in_order", "_held", "_table", "_room", "_shared", "_prompt", "_runs",
-              "_indexed", "_counted", "_since", "_ahead", "_going", "_slots_going", "_numbers", "slots"},
+              "_indexed", "_counted", "_since", "_ahead", "_going", "_slots_going", "_numbers", "slots", "_reserved",
+              "_mine", "_ones"},
 }  # fmt: skip
 
 

@@ -43,6 +43,8 @@ class Needs:
         precise: whether its score is made of differences, which the rounding of float32 logits shows in.
         rotations: whether it turns queries to other places, which takes a model whose rotations are known for all.
         output_projection: whether it asks for the attention's output projection, which not every model shows.
+        steady: whether the score of a step is the same operations on the same memory each time, without a wait for the
+            device, so that a CUDA graph can record it; of a plugin it is not known.
         reread: whether it scores a prompt by a second reading, after which it is evicted once; see
             :meth:`Scorer.repetition`.
         from_tokenizer: options that :meth:`Scorer.with_tokenizer` fills in.
@@ -55,6 +57,7 @@ class Needs:
     precise: bool = False
     rotations: bool = False
     output_projection: bool = False
+    steady: bool = False
     reread: bool = False
     from_tokenizer: tuple[str, ...] = ()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.scorers.base import Scorer
+from ag.engine.scorers.base import Needs, Scorer
 
 ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # multipliers of xxHash
 
@@ -24,6 +24,7 @@ class Random(Scorer):
 
     seed: int = 0
     alone: ClassVar[str] = "its scores are random"
+    needs = Needs(steady=True)
 
     def score(self, seen: Observation) -> Tensor:
         """Return numbers in [0, 1)."""
@@ -38,6 +39,8 @@ class Random(Scorer):
 @dataclass(frozen=True, kw_only=True)
 class KNorm(Scorer):
     """Keys with a small norm (Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy")."""
+
+    needs = Needs(steady=True)
 
     def score(self, seen: Observation) -> Tensor:
         """Return ``-||k||``."""

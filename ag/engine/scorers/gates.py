@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.scorers.base import DERIVED, Scorer
+from ag.engine.scorers.base import DERIVED, Needs, Scorer
 from ag.errors import UserError, require
 
 RECENT_SHARE = 0.25
@@ -38,6 +38,7 @@ class Gates(Scorer):
     recent_share: float | None = None
     trained_recent: int = field(default=0, metadata=DERIVED)
     trained_sinks: int = field(default=0, metadata=DERIVED)
+    needs = Needs(steady=True)
     reads_gates: ClassVar[bool] = True
     default_allocator: ClassVar[str] = "global"  # as the flags, which have one boundary for all heads
 

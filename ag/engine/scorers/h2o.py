@@ -32,7 +32,7 @@ class H2O(RowScorer):
     window: int | None = None
     normalize: Literal["none", "count"] = "none"
 
-    needs = Needs(rows=True, every_query=True)
+    needs = Needs(rows=True, every_query=True, steady=True)
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
@@ -74,4 +74,6 @@ class H2O(RowScorer):
         share = self.recent
         if isinstance(share, int):
             return seen.ends(self.sinks, share)
-        return seen.ends(self.sinks, seen.once_a_pass(("recent", share), lambda: (capacity * share).long()))
+        return seen.ends(
+            self.sinks, seen.once_a_pass(("recent", share, capacity.device), lambda: (capacity * share).long())
+        )

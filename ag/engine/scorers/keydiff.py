@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ag.engine.observe import Observation
-from ag.engine.scorers.base import Scorer
+from ag.engine.scorers.base import Needs, Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,8 @@ class KeyDiff(Scorer):
     Source: Park et al. 2025, "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
     Resource-Constrained Environments"; after NVIDIA/kvpress. Published with prompts read in blocks (``blocks:128``).
     """
+
+    needs = Needs(steady=True)
 
     def score(self, seen: Observation) -> Tensor:
         """Return the negative cosine, in [-1, 1]; 0 where the unit keys cancel."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.scorers.base import Scorer
+from ag.engine.scorers.base import Needs, Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class StreamingLLM(Scorer):
 
     sinks: int = 4
     alone: ClassVar[str] = "its score is the position alone"
+    needs = Needs(steady=True)
 
     def score(self, seen: Observation) -> Tensor:
         """Return the position."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ag.engine.observe import Observation
 from ag.engine.rows import Statistic, attention
-from ag.engine.scorers.base import RowScorer
+from ag.engine.scorers.base import Needs, RowScorer
 from ag.errors import require
 
 
@@ -29,6 +29,7 @@ class Tova(RowScorer):
 
     scope: Literal["layer", "kv_head"] = "layer"
     recent: int = 1
+    needs = Needs(rows=True, steady=True)
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""

@@ -56,7 +56,7 @@ class Wrapper(Scorer):
     @cached_property
     def needs(self) -> Needs:
         """What the inner scorer needs; what a wrapper needs itself it adds by :func:`dataclasses.replace`."""
-        return self.inner.needs
+        return replace(self.inner.needs, steady=False)
 
     def note(self, seen: Observation, records: Records) -> None:
         """Record what the inner scorer does."""
