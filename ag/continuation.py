@@ -6,6 +6,7 @@ import time
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from ag.config.generate import GenerateConfig
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.report import Report
 from ag.engine.spec import PolicySpec, named
+from ag.engine.step import decode
 from ag.errors import BudgetWarning, UserError
 from ag.gates import export
 from ag.model import base as models
@@ -176,6 +178,7 @@ def _continue(model: Model, cache: EvictionCache, ids: Tensor, config: GenerateC
         past_key_values=cache,
         max_new_tokens=config.max_new_tokens,
         streamer=clock,
+        custom_generate=partial(decode, streamer=clock),  # which transformers keeps from a loop of one's own
         **(sampling if config.temperature else {"do_sample": False}),
     )
     return output[0, ids.shape[1] :].tolist(), [*clock.times, clock.times[-1]]

@@ -22,6 +22,7 @@ from ag.engine.observe import Observation
 from ag.engine.scorers import Scorer
 from ag.engine.scorers.controls import Random
 from ag.engine.spec import FLAGS, PolicySpec
+from ag.engine.step import NextToken
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
@@ -201,12 +202,18 @@ class Arena:
                 q = k[:, :1].expand(-1, size["num_heads"], -1, -1) if blind else draw(size["num_heads"])
                 cache.attend(_Unattended(layer.self_attn, index, q, k, v, size["head_dim"] ** -0.5, None))
 
-    def decode(self, cache: Cache, token: Tensor, contestant: Contestant = FULL) -> Iterator[Tensor]:
-        """Generate greedily, one token ``[B, 1]`` after the other."""
-        step = self._static[contestant][1] if contestant.static else self._step
+    def decode(self, cache: Cache, token: Tensor, contestant: Contestant = FULL, room: int = 0) -> Iterator[Tensor]:
+        """Generate greedily, one token ``[B, 1]`` after the other; on a card with room for so many ahead."""
+        if isinstance(cache, EvictionCache):
+            if self.device.type == "cuda":
+                cache.reserve(room)
+            step: Callable[[Tensor], Tensor] = NextToken(self.model, cache)
+        else:
+            forward = self._static[contestant][1] if contestant.static else self._step
+            step = lambda token: forward(token, cache)  # noqa: E731
         while True:
             with pinned(contestant.backend):
-                token = step(token, cache).argmax(-1, keepdim=True)
+                token = step(token).argmax(-1, keepdim=True)
             yield token
 
     def _step(self, token: Tensor, cache: Cache) -> Tensor:

@@ -99,7 +99,7 @@ def _begun(arena: Arena, one: Contestant, context: int, batch: int) -> tuple[Ite
     else:
         arena.read(cache, arena.tokens(batch, context), one)
     held = kept(cache), kv_bytes(cache)
-    steps = arena.decode(cache, arena.tokens(batch, 1), one)
+    steps = arena.decode(cache, arena.tokens(batch, 1), one, FIRST + arena.config.steps)
     for _ in range(FIRST):
         next(steps)
     return steps, held

@@ -7,8 +7,12 @@ import pytest
 import torch
 from gates_for import gates_for
 from recorded import kernels_seen
+from refused import refuses
+from torch.nn import functional as F
 
 import ag
+from ag.engine.decide import NonFiniteScoreError
+from ag.engine.step import decode
 
 PROMPT, PADDED = 40, [40, 33, 37]
 #: Policies whose steps are alike, by name: what EvictionCache takes, and what gates are attached.
@@ -170,6 +174,18 @@ def test_what_cannot_be_recorded_runs_as_it_is(read, name):
         assert torch.equal(step(tokens(1, number)), want)
 
 
+@torch.no_grad()
+def test_scores_that_are_not_finite_are_found_within_sixteen_steps(read):
+    model, cache = read(*ALIKE["h2o"], 1)
+    step = ag.NextToken(model, cache)
+    for number in range(20):
+        step(tokens(1, number))
+    cache.evicting_layers[1].memory["sums"][:, :, :4] = float("nan")
+    with refuses(NonFiniteScoreError, "H2O", "layer 1", "finite"):
+        for number in range(16):
+            step(tokens(1, number))
+
+
 def test_gradients_are_not_recorded(read):
     model, cache = read(*ALIKE["full"], 1)
     step = ag.NextToken(model, cache, lambda run: 1 / 0)
@@ -179,8 +195,6 @@ def test_gradients_are_not_recorded(read):
 
 @pytest.mark.parametrize("given", [(1, 2), (1,)])
 def test_one_token_of_each_sequence_behind_a_prompt(read, tiny_llama, given):
-    from refused import refuses
-
     model, cache = read(*ALIKE["full"], 1)
     with refuses(ag.errors.UserError, str(list(given)), "[B, 1]"):
         ag.NextToken(model, cache)(torch.ones(given, dtype=torch.long))
@@ -221,3 +235,23 @@ def test_operations_of_a_layer(tiny_llama, monkeypatch, name, most):
     more = counted(4)
     more.subtract(counted(2))
     assert more.total() / 2 <= most, more
+
+
+@pytest.mark.parametrize("given", [{"do_sample": False}, {"do_sample": True, "temperature": 1.3, "top_p": 0.9}])
+def test_the_decoding_loop_is_that_of_transformers(tiny_llama, given):
+    """Of sequences that end at different tokens, and of a text that goes on."""
+    model = tiny_llama(eos_token_id=5, pad_token_id=0)
+    ids = torch.randint(6, 128, (3, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    found = []
+    for extra in ({}, {"custom_generate": decode}):
+        torch.manual_seed(1)
+        cache = ag.EvictionCache(model, "h2o", 12, "every")
+        options = {"past_key_values": cache, "max_new_tokens": 25, **given, **extra}
+        text = model.generate(input_ids=ids, attention_mask=mask, **options)
+        longer = torch.cat([mask, torch.ones(3, text.shape[1] + 2 - 20, dtype=torch.long)], 1)
+        text = model.generate(input_ids=F.pad(text, (0, 2), value=7), attention_mask=longer, **options)
+        found.append((text.tolist(), state(cache)["text"]))
+    assert found[0] == found[1]
+    assert len({tuple(row) for row in found[0][0]}) == 3

@@ -71,9 +71,8 @@ class H2O(RowScorer):
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return the sinks and the newest tokens."""
-        share = self.recent
-        if isinstance(share, int):
-            return seen.ends(self.sinks, share)
-        return seen.ends(
-            self.sinks, seen.once_a_pass(("recent", share, capacity.device), lambda: (capacity * share).long())
-        )
+        recent = self.recent
+        if isinstance(recent, float):
+            key = "recent", recent, capacity.device
+            return seen.ends(self.sinks, seen.once_a_pass(key, lambda: (capacity * recent).long()))
+        return seen.ends(self.sinks, recent)

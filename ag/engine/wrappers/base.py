@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 from torch import Tensor
 
@@ -13,9 +13,6 @@ from ag.engine.records import Records
 from ag.engine.repeat import Repetition
 from ag.engine.scorers.base import Needs, RowScorer, Scorer
 from ag.errors import UserError
-
-if TYPE_CHECKING:
-    from ag.engine.spec import PolicySpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +29,13 @@ class Wrapper(Scorer):
     scores_heads: ClassVar[bool] = True
 
     @classmethod
-    def accepts(cls, inner: type[Scorer], options: dict[str, Any], spec: PolicySpec) -> None:
+    def accepts(cls, inner: type[Scorer], options: dict[str, Any], spec: Any) -> None:
         """Say whether it acts on a scorer, and fix the options of that as it needs them.
 
         Args:
             inner: the scorer's class; the type of the field ``inner`` says which it has to derive from.
             options: those that were given, to which fixed ones are added.
-            spec: of the policy.
+            spec: the :class:`ag.engine.spec.PolicySpec` of the policy.
 
         Raises:
             UserError: when it cannot act on such a scorer, or not with these options.

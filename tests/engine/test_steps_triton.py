@@ -1,0 +1,23 @@
+"""Steps through the Triton kernels: run by kernels/test_triton.py under its interpreter, in a process of its own."""
+
+import os
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
+
+import test_steps
+from test_steps import one_thread, read  # noqa: F401
+
+CASES = ["full", "h2o", "h2o@heads", "tova", "streaming_llm", "gates of the prompt", "gates of all"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_steps_are_the_same_operations_on_the_same_memory(read, monkeypatch, name):  # noqa: F811
+    test_steps.test_two_steps_are_the_same_operations_on_the_same_memory(read, monkeypatch, name, 3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_that_is_replayed_does_what_the_model_does(read, monkeypatch, name):  # noqa: F811
+    test_steps.test_a_step_that_is_replayed_does_what_the_model_does(read, monkeypatch, name, 1)
