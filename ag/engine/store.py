@@ -217,16 +217,15 @@ class PagedStore:
         even = known is not None and bool((known == longest).all())
         first = self._even_run(longest) if even else None
         if first is not None:
-            start, step = first
-            shape = self.batch * self.kv_heads, longest
-            return [
-                x.flatten(0, 1).as_strided(
-                    (*shape, *x.shape[2:]), (step * x.stride(1), *x.stride()[1:]), start * x.stride(1)
-                )
-                for x in columns
-            ], None
+            return [self._in_run(x, *first, longest) for x in columns], None
         index = self._index(longest)
         return [x.flatten(0, 1)[index] for x in columns], None if even else self._taken(longest)
+
+    def _in_run(self, column: Tensor, start: int, step: int, length: int) -> Tensor:
+        """Return rows ``[R, length, ...]`` of a column of the pool that lie ``step`` tokens apart, as a view."""
+        place = column.stride(1)
+        shape = self.batch * self.kv_heads, length, *column.shape[2:]
+        return column.flatten(0, 1).as_strided(shape, (step * place, *column.stride()[1:]), start * place)
 
     def in_order(self) -> Rows:
         """Return everything stored in the order of ranks."""
@@ -409,18 +408,18 @@ class PagedStore:
         before = self.lengths
         more = torch.full((count,), length) if new.valid is None else new.valid.sum(1).cpu()
         self._take_pages(before, more)
-        device = self._table.device
-        place = torch.arange(length, device=device).expand(count, -1) if new.valid is None else new.valid.cumsum(1) - 1
-        tokens = self._places(self._lengths.long()[:, None] + place)
-        columns = zip(self.rows.columns, [new.keys, new.values, new.ranks, new.gate], strict=False)
-        for column, x in columns:
-            assert x is not None
-            x = x.to(column.dtype) if column.dtype != x.dtype and not column.is_floating_point() else x
-            flat = column.view(-1, *column.shape[2:])
-            if new.valid is None:
-                flat.index_copy_(0, tokens.flatten(), x.flatten(0, 1))
-            else:
-                flat.index_copy_(0, tokens[new.valid], x[new.valid])
+        device, columns = self._table.device, self.rows.columns
+        fresh = [x for x in (new.keys, new.values, new.ranks, new.gate) if x is not None]
+        first = self._even_run(length) if new.valid is None and not bool(before.any()) else None
+        if first is not None:  # a prompt of rows in one run
+            for column, x in zip(columns, fresh, strict=True):
+                self._in_run(column, *first, length).copy_(x)
+        else:
+            every = torch.ones(count, length, dtype=torch.bool, device=device) if new.valid is None else new.valid
+            tokens = self._places(self._lengths.long()[:, None] + every.cumsum(1) - 1)
+            for column, x in zip(columns, fresh, strict=True):
+                x = x.to(column.dtype) if column.dtype != x.dtype and not column.is_floating_point() else x
+                column.view(-1, *column.shape[2:]).index_copy_(0, tokens[every], x[every])
         self._lengths += more.to(device)
         self._known = before + more
         self._measure(self._known)
