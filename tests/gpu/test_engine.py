@@ -109,12 +109,26 @@ def test_a_windowed_model_does_not_wait(tiny_mistral, triton_untuned):
         step(model, cache, new)
 
 
-@pytest.mark.parametrize("why", ["evicts", "mask"])
-def test_what_has_to_wait(tiny_llama, triton_untuned, why):
-    """A step that evicts, and one with a mask."""
+@pytest.mark.parametrize("policy", ["h2o", "tova", "tova@heads", "streaming_llm"])
+def test_a_step_that_evicts_does_not_wait(tiny_llama, triton_untuned, policy):
     model = tiny_llama(**FEW).to(DEVICE)
-    given = ("tova", 20, "every") if why == "evicts" else ("full",)
-    cache, new = ag.EvictionCache(model, *given), tokens(1, 1)
+    cache, new = ag.EvictionCache(model, policy, 20, "every"), tokens(2, 1)
+    step(model, cache, tokens(2, 40))
+    cache.reserve(PAGE)
+    for _ in range(3):
+        step(model, cache, new)
+    with no_waiting(model, cache, new):
+        for _ in range(8):
+            step(model, cache, new)
+    assert cache.evicting_layers[0].store.lengths.tolist() == [20] * 4
+
+
+@pytest.mark.parametrize("why", ["strict", "mask"])
+def test_what_has_to_wait(tiny_llama, triton_untuned, why):
+    """A step that may have to be refused, and one with a mask."""
+    model = tiny_llama(**FEW).to(DEVICE)
+    given = {"spec": "tova", "budget": 20, "schedule": "every", "strict": True} if why == "strict" else {"spec": "full"}
+    cache, new = ag.EvictionCache(model, **given), tokens(1, 1)
     step(model, cache, tokens(1, 40))
     step(model, cache, new)
     mask = {"attention_mask": torch.ones(1, 42, dtype=torch.long, device=DEVICE)} if why == "mask" else {}

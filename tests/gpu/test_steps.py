@@ -1,0 +1,49 @@
+"""Steps on a card: what is recorded as a CUDA graph and replayed is what the model computes."""
+
+import copy
+
+import pytest
+import torch
+from gates_for import gates_for
+
+import ag
+from ag.engine.pool import PAGE
+from ag.engine.step import NextToken, cuda_graph
+from gpu.cases import DEVICE, REHEARSAL, near
+
+pytestmark = pytest.mark.gpu
+POLICIES = {
+    "full": (("full",), None),
+    "h2o": (("h2o", 24, "every"), None),
+    "tova@heads": (("tova@heads", 24, "every"), None),
+    "streaming_llm": (("streaming_llm", 24, "every"), None),
+    "gates": (("flags",), {"covers": "all", "kind": "mlp", "scope": "causal"}),
+    "gates that look back": (("flags",), {"covers": "all", "window": 8, "scope": "causal"}),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_graph_computes_what_the_model_does(tiny_llama, triton_untuned, policy, batch):
+    given, gates = POLICIES[policy]
+    model, recorded = tiny_llama().to(DEVICE), []
+    if gates is not None:
+        ag.attach(model, gates_for(model, recent_tokens=4, **gates).to(DEVICE))
+    cache = ag.EvictionCache(model, *given)
+    make = torch.Generator().manual_seed(batch)
+    ids = torch.randint(3, 128, (batch, 40 + 2 * PAGE), generator=make).to(DEVICE)
+    model(ids[:, :40], past_key_values=cache)
+    plain = copy.deepcopy(cache)
+
+    def record(run):
+        recorded.append(1)
+        return cuda_graph(run)
+
+    mine = NextToken(model, cache, None if REHEARSAL else record)
+    cache.reserve(2 * PAGE)
+    for t in range(40, ids.shape[1]):
+        want = model(ids[:, t : t + 1], past_key_values=plain).logits[:, -1]
+        near(mine(ids[:, t : t + 1]), want, 1e-5, "logits")
+    assert cache.kept_positions(1)[0][0].tolist() == plain.kept_positions(1)[0][0].tolist()
+    assert REHEARSAL or recorded
