@@ -51,6 +51,7 @@ class Step:
         flags: what the gate decided of the new tokens, ``[B, Hkv, T]``; None: nothing.
         held: what is held, keys as queries meet them; None until a stage asks.
         seen: what the scorer is shown; None: nothing.
+        one_goes: whether no more tokens go than came, one of each head; None: not asked yet.
         masks: what stays ``[B, Hkv, N]``, by layer.
         out: attention output ``[B, H, T, D]``.
         weights: attention weights ``[B, H, N]`` of one query per sequence; None: they are not at hand.
@@ -66,6 +67,7 @@ class Step:
     flags: Tensor | None = None
     held: Rows | None = None
     seen: Observation | None = None
+    one_goes: bool | None = None
     masks: dict[int, Tensor] = field(default_factory=dict)
     out: Tensor | None = None
     weights: Tensor | None = None
@@ -442,10 +444,13 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         No more of them goes then than came. A layer with a sliding window frees what left it too, what is attended to
         after the decision is asked for at once, and so is what ``strict`` refuses.
         """
-        policy, now = self.policy, step.now
-        each = policy.steps == 1 and now.every_due and not now.padded and self.window is None
-        moves = self.rotation.in_place and self.store is not None and self.store.movable(self.memory)
-        return each and moves and self._one_by_one(step) and not (policy.evict_before_attend or policy.strict)
+        if step.one_goes is None:
+            policy, now = self.policy, step.now
+            each = policy.steps == 1 and now.every_due and not now.padded and self.window is None
+            moves = self.store is not None and self.store.movable(self.memory)
+            at_once = policy.evict_before_attend or policy.strict
+            step.one_goes = each and moves and not at_once and self._one_by_one(step)
+        return step.one_goes
 
     def _know_lengths(self, step: Step) -> None:
         """Ask the device for lengths, so that slots end with the longest row, where it is no step's decision alone.
