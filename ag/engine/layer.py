@@ -505,6 +505,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         """Return what is held, rows padded."""
         if step.held is None:
             assert self.store is not None
+            self._know_lengths(step)
             step.held = self.rotation.keys(self.store.padded())
         return step.held
 

@@ -32,7 +32,7 @@ class Stopwatch:
             yield
             self._sum += time.perf_counter() - start
             return
-        if torch.cuda.is_current_stream_capturing():  # a graph measures nothing
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # a graph measures nothing
             yield
             return
         stream = torch.cuda.current_stream(device)

@@ -36,7 +36,7 @@ class Recorded(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[tuple[str, list[Any]]] = []
         self._made: dict[int, Any] = {}  # storages, kept so that no later one gets their address
         self._calls: list[tuple[Callable[..., Any], Any, Any, Any]] = []

@@ -15,9 +15,9 @@ CASES = ["full", "h2o", "h2o@heads", "tova", "streaming_llm", "gates of the prom
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_steps_are_the_same_operations_on_the_same_memory(read, monkeypatch, name):  # noqa: F811
-    test_steps.test_two_steps_are_the_same_operations_on_the_same_memory(read, monkeypatch, name, 3)
+    test_steps.check_alike(read, monkeypatch, name, 3)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_that_is_replayed_does_what_the_model_does(read, monkeypatch, name):  # noqa: F811
-    test_steps.test_a_step_that_is_replayed_does_what_the_model_does(read, monkeypatch, name, 1)
+    test_steps.check_replayed(read, monkeypatch, name, 1)
