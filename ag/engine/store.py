@@ -417,9 +417,11 @@ class PagedStore:
         else:
             every = torch.ones(count, length, dtype=torch.bool, device=device) if new.valid is None else new.valid
             tokens = self._places(self._lengths.long()[:, None] + every.cumsum(1) - 1)
+            chosen = every.nonzero(as_tuple=True)
+            places = tokens[chosen]
             for column, x in zip(columns, fresh, strict=True):
                 x = x.to(column.dtype) if column.dtype != x.dtype and not column.is_floating_point() else x
-                column.view(-1, *column.shape[2:]).index_copy_(0, tokens[every], x[every])
+                column.view(-1, *column.shape[2:]).index_copy_(0, places, x[chosen])
         self._lengths += more.to(device)
         self._known = before + more
         self._measure(self._known)
