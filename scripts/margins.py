@@ -22,7 +22,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [f"tests/{name}" for name in ("kernels", "engine", "gates", "training", "model", "evaluate")]
-PATHS += ["tests/test_parity.py", "tests/test_extending.py", "tests/test_bounds.py", "tests/integration/test_golden.py"]
+PATHS += ["tests/test_parity.py", "tests/test_extending.py"]
 #: What keeps libraries to an instruction set: PyTorch, MKL, oneDNN; and the compiler's word for it.
 SETS = {
     "default": ("default", "SSE4_2", "SSE41", "x86-64"),
@@ -31,6 +31,8 @@ SETS = {
 }
 VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 OPTIONS = ("-q", "-p", "no:cacheprovider", "--timeout", "7200", "-o", "enable_assertion_pass_hook=true")
+#: Tests that count what is held when an object is gone, which an assertion that was watched keeps.
+OPTIONS += ("--ignore=tests/engine/test_pool.py", "--ignore=tests/engine/test_store.py")
 FAILED = 1e9
 
 

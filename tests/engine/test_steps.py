@@ -19,6 +19,7 @@ PROMPT, PADDED = 40, [40, 33, 37]
 ALIKE = {
     "full": (("full",), {}, None),
     "prefill": (("snapkv", 20), {"window": 4}, None),
+    "full, windowed": (("full",), {"sliding_window": 12}, None),
     "h2o": (("h2o", 20, "every"), {}, None),
     "h2o of all seen": (("h2o", 0.5, "every"), {"budget_of": "seen"}, None),
     "h2o@heads": (("h2o@heads", 20, "every"), {}, None),
@@ -59,11 +60,13 @@ def one_thread():
 
 
 @pytest.fixture
-def read(tiny_llama):
+def read(tiny_llama, tiny_mistral):
     """Make a cache that has read a prompt of one sequence, or of three that are padded."""
 
     def made(given, options, gates, batch):
-        model = tiny_llama()
+        options = dict(options)
+        window = options.pop("sliding_window", None)
+        model = tiny_llama() if window is None else tiny_mistral(sliding_window=window)
         if gates is not None:
             ag.attach(model, gates_for(model, recent_tokens=4, **gates))
         cache = ag.EvictionCache(model, *given, **options)
