@@ -272,8 +272,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         assert self.store is not None
         self._number = self._ran = now.number
         self.columns_seen = now.seen
-        one_for_one = deciding or (self._forgets and not self._stays)
-        self.store.stepped(one_for_one)
+        self.store.stepped()
         self._open = self._open + 1 if self.gates is None or not now.judged else 0
         if deciding and self._room is not None:
             self._room -= 1

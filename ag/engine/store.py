@@ -488,13 +488,10 @@ class PagedStore:
         columns = (x.data_ptr() for x in (*self.rows.columns, self._table, self._lengths))
         return *columns, self._table.shape, self.slots, self._going is None, self._counted is None
 
-    def stepped(self, one_for_one: bool) -> None:
-        """Take note of a token of each row that came in a replayed step; of some rows one may have gone for it."""
+    def stepped(self) -> None:
+        """Take note of a token of each row that came in a replayed step; where others went the device alone counts."""
         self._room -= 1
-        if one_for_one:
-            self.ordered, self._known = False, None
-        else:
-            self._since += 1
+        self._since += 1
 
     def _measure(self, lengths: Tensor) -> None:
         """Take note of the room of rows that hold so many tokens ``[R]``."""
