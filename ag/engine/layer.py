@@ -116,7 +116,9 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         self.columns_seen = 0
         self._number = 0  # of the pass that this layer was last shown
         self._ran = 0  # of the pass that it last attended in
-        self._room: int | None = None  # tokens that may come to each row before one goes; None: the host has not asked
+        self._until_full: int | None = (
+            None  # tokens that may come to each row before one goes; None: the host has not asked
+        )
         self._alike = True  # whether the host knows that all heads of a sequence hold the same tokens in the same slots
         #: Columns that were seen when the policy last evicted something; 0: it never did.
         self.evicted_at = 0
@@ -259,7 +261,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             return None
         if deciding:
             steady = scorer is not None and scorer.needs.steady and self.policy.steps == 1 and not self.policy.strict
-            if not steady or self.policy.evict_before_attend or self._room is None or self._room >= 0:
+            if not steady or self.policy.evict_before_attend or self._until_full is None or self._until_full >= 0:
                 return None
         held, looks_back = store.step_key(), self.gate_memory.step_key()
         if held is None or looks_back is None:
@@ -274,8 +276,8 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         self.columns_seen = now.seen
         self.store.stepped()
         self._open = self._open + 1 if self.gates is None or not now.judged else 0
-        if deciding and self._room is not None:
-            self._room -= 1
+        if deciding and self._until_full is not None:
+            self._until_full -= 1
             self.evicted_at = now.seen
         self.gate_memory.stepped()
 
@@ -413,7 +415,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             if step.now.due is not None and self._steps(step):
                 self._evict_one(step, step.seen, step.decision)
                 return
-            self._room = None
+            self._until_full = None
             if step.now.due is not None:
                 due = None if step.now.every_due else step.now.due
                 step.masks = step.decision.decide(step.seen, due, self.memory)
@@ -425,10 +427,10 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         """Let go what exceeds the budget by the token that came to each row; the host does not learn which."""
         store, due = self.store, step.now.due
         assert store is not None and due is not None and self.policy.scorer is not None
-        if self._room is None:
-            self._room = decision.room(seen, store.lengths.view(store.batch, -1)) + 1
-        self._room -= 1
-        if self._room >= 0:
+        if self._until_full is None:
+            self._until_full = decision.room(seen, store.lengths.view(store.batch, -1)) + 1
+        self._until_full -= 1
+        if self._until_full >= 0:
             if self.policy.scorer.needs.every_query:
                 self.policy.scorer.note(seen, self.memory)
             return
@@ -452,9 +454,10 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         return step.one_goes
 
     def _know_lengths(self, step: Step) -> None:
-        """Ask the device for lengths, so that slots end with the longest row, where it is no step's decision alone.
+        """Ask the device for lengths, so that scores end with the longest row, unless the device alone decides.
 
-        A step shows free slots too; what is recorded of these goes when the next token comes.
+        There scores cover free slots too, and ``pool_append`` clears what was recorded of a slot when the next token
+        takes it.
         """
         if self.store is not None and not (step.now.due is not None and self._steps(step)):
             _ = self.store.lengths
@@ -604,14 +607,14 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             )
             self._lookback = q, ranks, valid
         self.store.join(other.store)
-        self._alike, self._room = self._alike and other._alike, None
+        self._alike, self._until_full = self._alike and other._alike, None
         self.gate_memory.join(other.gate_memory)
         self._settled, self._open = self._settled and other._settled, min(self._open, other._open)
         self.columns_seen = self.evicted_at = max(self.columns_seen, other.columns_seen)
 
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
-        self._room = None
+        self._until_full = None
         if self.store is not None:
             self.store.select(indices)
         self.memory = {name: x[indices.to(x.device)] for name, x in self.memory.items()}
@@ -622,7 +625,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
 
     def crop(self, counts: Tensor) -> None:
         """Forget the newest tokens; ``counts`` ``[B]`` of each sequence stay."""
-        self._room = None
+        self._until_full = None
         if self.store is not None:
             self.store.crop(counts, self.memory)
             self._open = 0

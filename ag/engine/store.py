@@ -309,9 +309,7 @@ class PagedStore:
             PoolFullError: when the pool has no room for them; nothing is stored then.
         """
         shape = k.shape[:3]
-        if self.gate_type is not None:
-            gate = self._open(shape) if gate is None else gate.to(self.gate_type)
-        gate = None if self.gate_type is None else gate
+        gate = self._said(gate, shape)
         if shape[2] == 1 and (keep is None or keep.shape[1] == 1):
             self._push(k, v, ranks if keep is None else ranks.masked_fill(~keep[:, 0], -1), gate, victims, records)
             if keep is not None:
@@ -332,11 +330,20 @@ class PagedStore:
             self.write()
             self._add(new)
 
-    def _open(self, shape: torch.Size) -> Tensor:
-        """Return 1 for each of ``[B, Hkv, T]`` new tokens; the same memory at each step."""
-        if self._ones is None or self._ones.shape != shape:
-            self._ones = torch.ones(shape, dtype=self.gate_type, device=self._lengths.device)
-        return self._ones
+    def _said(self, gate: Tensor | None, shape: torch.Size) -> Tensor | None:
+        """Return what is stored of a gate beside new tokens ``[B, Hkv, T]``; where it was not asked 1 of each.
+
+        The ones of a step are kept for the next one; those of a prompt would take memory as long as the cache lives.
+        """
+        if self.gate_type is None:
+            return None
+        if gate is not None:
+            return gate.to(self.gate_type)
+        if self._ones is not None and self._ones.shape == shape:
+            return self._ones
+        ones = torch.ones(shape, dtype=self.gate_type, device=self._lengths.device)
+        self._ones = ones if shape[2] == 1 else None
+        return ones
 
     def _push(
         self,

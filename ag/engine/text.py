@@ -160,10 +160,10 @@ class Text(Attributes):
         self.valid = self.valid.to(new.device)
         for x in self._counted():
             x += 1
-        self._note_step()
+        self.stepped()
 
-    def _note_step(self) -> None:
-        """Take note of a step whose tokens the counters have."""
+    def stepped(self) -> None:
+        """Make the pass of a step that the counters have counted, in :meth:`extend` or in a graph that was replayed."""
         seen = self.seen
         self.reserve(1)
         assert self._ahead is not None
@@ -210,10 +210,6 @@ class Text(Attributes):
         self.reserve(1)
         assert self._ahead is not None
         return self.next_ranks().data_ptr(), self._ahead.data_ptr(), self.seen // AHEAD
-
-    def stepped(self) -> None:
-        """Take note of a step that was replayed."""
-        self._note_step()
 
     @property
     def ends(self) -> bool:

@@ -333,7 +333,7 @@ FIXED = {
     "text": {"policy", "gates", "rotation", "layers", "now", "_pending", "_last", "_counters", "_ahead"},
     "shares": {"open", "votes"},
     "layer": {"policy", "gates", "rotation", "keys", "values", "is_initialized", "_ran", "gate_type", "recent", "pool",
-              "_room"},
+              "_until_full"},
     "gate": {"window"},
     "store": {"batch", "kv_heads", "gate_type", "_in_order", "_held", "_table", "_room", "_shared", "_prompt", "_runs",
               "_indexed", "_counted", "_since", "_ahead", "_going", "_slots_going", "_numbers", "slots", "_reserved",

@@ -460,3 +460,13 @@ def test_a_row_that_kept_nothing():
     store.append(k[:, :, :1], k[:, :, :1], torch.full((1, 1), 5), None)
     assert store.lengths.tolist() == [1, 4]
     assert store.padded().ranks[0, :1].tolist() == [5]
+
+
+def test_what_stands_for_a_gate_of_a_prompt_takes_no_memory_behind_it():
+    k = tokens(1, 2, 40)
+    store = made(1, 2, k, k, torch.float32)
+    store.append(k, k, torch.arange(40)[None], None)
+    store.write()
+    assert store._ones is None and torch.equal(store.padded().gate, torch.ones(2, 40))
+    store.append(k[:, :, :1], k[:, :, :1], torch.tensor([[40]]), None)
+    assert store._ones.shape == (1, 2, 1)

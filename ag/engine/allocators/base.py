@@ -163,9 +163,6 @@ class Shares(Attributes):
         """Forget everything."""
         self.open, self.votes, self.settled, self.over_budget = {}, {}, {}, None
 
-    def crop(self, counts: Tensor) -> None:
-        """Do nothing: shares are those of the prompt."""
-
     def join(self, other: Shares) -> None:
         """Append what the sequences of another batch got."""
         if self.over_budget is not None and other.over_budget is not None:
