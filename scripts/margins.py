@@ -8,6 +8,7 @@ on.
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
@@ -119,10 +120,14 @@ def kept(run: Run, words: Iterable[str], folder: Path, only: Path | None) -> dic
     return found
 
 
-def chosen(first: dict[str, list[float]], folder: Path, seconds: float, slow: bool) -> Path:
-    """Name in a file the tests of the first round, with those that take longer or without."""
-    file = folder / ("all" if slow else "short")
-    file.write_text("\n".join(test for test, (_, took) in first.items() if slow or took < seconds))
+def chosen(rounds: dict[Run, dict[str, list[float]]], folder: Path, seconds: float, far: float) -> Path | None:
+    """Name in a file the tests with a bound that took less time, and with no larger margin in any round so far."""
+    first, *_ = [*rounds.values(), None]
+    if first is None:
+        return None
+    largest = {test: max(shares.get(test, [0.0])[0] for shares in rounds.values()) for test in first}
+    file = folder / f"chosen-{len(rounds)}"
+    file.write_text("\n".join(test for test, (_, took) in first.items() if took < seconds and largest[test] >= 1 / far))
     return file
 
 
@@ -152,8 +157,9 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", default=PATHS, metavar="PATH", help="tests (default: the numerical ones)")
     parser.add_argument("--seeds", type=int, default=20, help="rounds of each kind; the first has the tests' own seeds")
-    parser.add_argument("--slow-seeds", type=int, default=3, help="rounds of each kind that slow tests take part in")
-    parser.add_argument("--slow", type=float, default=0.5, help="seconds from which on a test counts as slow")
+    parser.add_argument("--few", type=int, default=3, help="rounds of each kind of tests that are slow or far off")
+    parser.add_argument("--slow", type=float, default=0.5, help="seconds from which on a test is slow")
+    parser.add_argument("--far", type=float, default=30.0, help="the margin above which a test is far off its bound")
     parser.add_argument("--sets", nargs="+", default=available(), choices=available(), help="instruction sets")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="numbers of threads")
     parser.add_argument("--least", type=float, default=3.0, help="the margin that every test should have")
@@ -167,9 +173,8 @@ def main(words: list[str] | None = None) -> int:
             for threads in given.threads:
                 run = Run(instructions, threads, seed)
                 # the first round tells which tests have a bound, and how long they take
-                first = next(iter(rounds.values()), None)
-                slow = seed < given.slow_seeds
-                rounds[run] = kept(run, given.paths, folder, first and chosen(first, folder, given.slow, slow))
+                limits = (given.slow, given.far) if seed >= given.few else (math.inf, math.inf)
+                rounds[run] = kept(run, given.paths, folder, chosen(rounds, folder, *limits))
     return 0 if report(rounds, given.least) else 1
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -77,10 +78,12 @@ def test_report_names_the_smallest_margin_and_what_failed(capsys):
     assert SWEEP.report({SWEEP.Run("avx2", 1, 0): {"a.py::test_sum": [0.3, 1]}}, 3.0)
 
 
-def test_slow_tests_take_part_in_few_rounds(tmp_path):
-    first = {"a.py::test_sum": [0.2, 0.1], "a.py::test_all": [0.2, 7.0]}
-    assert SWEEP.chosen(first, tmp_path, 0.5, True).read_text().split() == list(first)
-    assert SWEEP.chosen(first, tmp_path, 0.5, False).read_text().split() == ["a.py::test_sum"]
+def test_tests_that_are_slow_or_far_from_their_bounds_take_part_in_few_rounds(tmp_path):
+    first = {"a.py::test_sum": [0.2, 0.1], "a.py::test_all": [0.2, 7.0], "a.py::test_max": [0.0, 0.1]}
+    rounds = {SWEEP.Run("avx2", 1, 0): first, SWEEP.Run("avx2", 2, 0): {"a.py::test_sum": [0.01, 0.1]}}
+    assert SWEEP.chosen({}, tmp_path, 0.5, 30) is None
+    assert SWEEP.chosen(rounds, tmp_path, math.inf, math.inf).read_text().split() == list(first)
+    assert SWEEP.chosen(rounds, tmp_path, 0.5, 30).read_text().split() == ["a.py::test_sum"]
 
 
 KERNELS = [f"kernels/test_{name}.py" for name in ("row_statistics", "column_sums", "gated_attention", "gated_prefill")]
