@@ -23,7 +23,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [f"tests/{name}" for name in ("kernels", "engine", "gates", "training", "model", "evaluate")]
-PATHS += ["tests/test_parity.py", "tests/test_extending.py"]
+PATHS += ["tests/project/test_extending.py"]
 #: What keeps libraries to an instruction set: PyTorch, MKL, oneDNN; and the compiler's word for it.
 SETS = {
     "default": ("default", "SSE4_2", "SSE41", "x86-64"),

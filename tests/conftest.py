@@ -1,6 +1,7 @@
 """How the tests are run: the environment, their order, what is said at the end. No library is imported here.
 
-The process that hands tests to others needs none, and so starts them sooner; those that run tests read :mod:`common`.
+The process that hands tests to others needs none, and so starts them sooner; those that run tests read
+:mod:`tests.support.common`.
 """
 
 import gc
@@ -8,10 +9,11 @@ import os
 import random
 import shlex
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support import ROOT
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -27,14 +29,12 @@ os.environ |= {
 if os.environ.get("AG_GPU_REHEARSAL") == "1":  # tests/gpu on a CPU: before Triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
-        config.pluginmanager.import_plugin("common")
+        config.pluginmanager.import_plugin("tests.support.common")
         if {"AG_MARGINS", "AG_SEED"} & set(os.environ):
-            config.pluginmanager.import_plugin("margins")
+            config.pluginmanager.import_plugin("tests.support.margins")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,8 +5,6 @@ import time
 
 import pytest
 import torch
-from gates_for import gates_for
-from refused import names, refuses
 from rich.console import Console
 
 import ag
@@ -19,6 +17,8 @@ from ag.gates.gating import Gating
 from ag.generate import GenerateConfig, main, table
 from ag.model import base as models
 from ag.model import smollm2
+from tests.support.gates_for import gates_for
+from tests.support.refused import names, refuses
 
 PROMPT = "Rosa the potter has a ticket to Rome. It rained on the pier. Where does Rosa go?"
 NEW = 12

@@ -5,7 +5,6 @@ import textwrap
 
 import pytest
 import torch
-from refused import refuses
 
 import ag
 from ag import plugins
@@ -22,6 +21,7 @@ from ag.evaluate.tasks import TASKS, make
 from ag.evaluate.tasks.perplexity import Continuation
 from ag.explain import ExplainConfig
 from ag.generate import GenerateConfig
+from tests.support.refused import refuses
 
 MODULE = """
 from dataclasses import dataclass

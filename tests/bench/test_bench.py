@@ -5,8 +5,6 @@ import math
 
 import pytest
 import torch
-from bounds import hold, of_logits
-from refused import names
 from transformers import DynamicCache
 
 import ag
@@ -18,6 +16,8 @@ from ag.bench.decode import FIRST
 from ag.bench.run import bench
 from ag.engine import EvictionCache
 from ag.engine.pool import PAGE
+from tests.support.bounds import hold, of_logits
+from tests.support.refused import names
 
 SMALL = {"model": "random:tiny", "context": [192], "rounds": 1, "warmup": 0, "steps": 3, "keep": [0.25]}
 COLUMNS = {

@@ -6,7 +6,6 @@ import zipfile
 
 import pytest
 import torch
-from bounds import hold, of_nats
 from transformers import PreTrainedTokenizerFast
 
 from ag.bench.__main__ import main as bench
@@ -21,6 +20,7 @@ from ag.model import base as models
 from ag.model import random_base
 from ag.training import memory_plan as plan
 from ag.versions import versions
+from tests.support.bounds import hold, of_nats
 
 H200 = Machine("NVIDIA H200", "580.1", 140.0, "abc1234", {"torch": "2.11", "triton": "3.6", "transformers": "5.17"})
 BELOW = Goal("share", "at most", 0.5, lambda r: r["found"]["share"])

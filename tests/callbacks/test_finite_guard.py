@@ -10,15 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny_run
 import torch
-from refused import refuses
-from tiny_run import Tiny, fit, weights
-from warm import started
 
 from ag.callbacks import NonFiniteError, newest_valid
 from ag.callbacks.finite import FiniteGuard
 from ag.callbacks.gradients import GradientNorms
+from tests.support import tiny_run
+from tests.support.refused import refuses
+from tests.support.tiny_run import Tiny, fit, weights
+from tests.support.warm import started
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_run import fit
 
 from ag.callbacks import newest_valid
 from ag.training.loggers import MetricsFile, read_metrics
+from tests.support.tiny_run import fit
 
 
 def test_rows_are_on_disk_at_once_and_share_a_step(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from bounds import conditioned, hold
-from tiny_run import TOKENS, WIDTH, Tiny, fit
 from torch import nn
 
 from ag.callbacks.summary import logical_count
 from ag.callbacks.throughput import Throughput
 from ag.training.loggers import read_metrics
+from tests.support.bounds import conditioned, hold
+from tests.support.tiny_run import TOKENS, WIDTH, Tiny, fit
 
 
 def test_gradient_norms_are_those_before_clipping(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import tiny_run
-from tiny_run import fit
-from warm import started
+
+from tests.support import tiny_run
+from tests.support.tiny_run import fit
+from tests.support.warm import started
 
 
 @pytest.mark.slow

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from refused import refuses
-from tiny_run import fit, weights
 
 from ag.callbacks import AtomicCheckpointIO, newest_valid
 from ag.errors import UserError
 from ag.training.loggers import read_metrics
+from tests.support.refused import refuses
+from tests.support.tiny_run import fit, weights
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 

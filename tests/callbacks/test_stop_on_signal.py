@@ -13,16 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from refused import refuses
-from tiny_run import fit, weights
-from warm import started
 
 from ag.callbacks import Stopped, newest_valid
 from ag.callbacks.stop import SIGNALS
 from ag.training.loggers import read_metrics
+from tests.support import TESTS
+from tests.support.refused import refuses
+from tests.support.tiny_run import fit, weights
+from tests.support.warm import started
 
 pytestmark = pytest.mark.usefixtures("no_figures")
-SCRIPT = Path(__file__).parent / "tiny_run.py"
+SCRIPT = TESTS / "support" / "tiny_run.py"
 
 
 def start(run_dir: Path, **options: Any) -> subprocess.Popen[str]:

@@ -5,10 +5,10 @@ import time
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from schemas import KEYS
 
 from ag.config import Config
 from ag.config.command_line import Invocation, parse
+from tests.support.schemas import KEYS
 
 anything = settings(
     max_examples=150,

@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from refused import names
-from schemas import KEYS, Inner, Other, fit, other
 
 from ag.config.generate import GenerateConfig
 from ag.config.keys import from_text
 from ag.config.recipes import resolve
 from ag.evaluate.comparison.config import CompareConfig
+from tests.support.refused import names
+from tests.support.schemas import KEYS, Inner, Other, fit, other
 
 
 def misspellings() -> list[tuple[str, str]]:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refused import names
-from schemas import fit
 
 from ag.config.keys import parse_yaml
+from tests.support import ROOT
+from tests.support.refused import names
+from tests.support.schemas import fit
 
 PROGRAM = """
 import json, os, sys, time
@@ -40,7 +41,7 @@ def sweeper(tmp_path: Path) -> Any:
     """Run a small program with its own schema in a sweep; returns how to start it, and its records."""
     (tmp_path / "sweeper.py").write_text(PROGRAM)
     log = tmp_path / "log"
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
     env = {**os.environ, "SWEEP_LOG": str(log), "PYTHONPATH": path}
 
     def start(*argv: str) -> subprocess.Popen[str]:

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from schemas import KEYS, fit, other
 
 from ag.config import Config
 from ag.config.command_line import Invocation, parse
 from ag.config.recipes import load_config
+from tests.support.schemas import KEYS, fit, other
 
 
 def test_help_lists_every_key_with_type_default_and_line(capsys: pytest.CaptureFixture[str]) -> None:

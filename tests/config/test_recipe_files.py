@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refused import names
-from schemas import fit
 
 from ag.config import Config
 from ag.config.recipes import dump, load_config
+from tests.support.refused import names
+from tests.support.schemas import fit
 
 
 def test_inheritance_then_overrides(write: Any, tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refused import names, refuses
-from schemas import fit
 
 from ag.config.keys import ConfigError, parse_yaml
 from ag.config.recipes import check_resume, dump
+from tests.support.refused import names, refuses
+from tests.support.schemas import fit
 
 
 @pytest.fixture

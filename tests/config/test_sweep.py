@@ -5,16 +5,15 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from refused import refuses
 
 from ag.config import Config
 from ag.config.keys import ConfigError
 from ag.config.sweep import Share, _begun, share, sweep
+from tests.support import ROOT
+from tests.support.refused import refuses
 
-ROOT = Path(__file__).resolve().parents[2]
 RUNS = [{"seed": str(seed)} for seed in range(6)]
 # stands for a program: writes its seed, and waits where it is told to
 PROGRAM = """

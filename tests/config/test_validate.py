@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from refused import names
-from schemas import fit
 
 from ag.config import Config
+from tests.support.refused import names
+from tests.support.schemas import fit
 
 DOCUMENTS = "data.kind=text data.name=c data.packing=packed data.cross_documents=false"
 

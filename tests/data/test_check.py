@@ -1,10 +1,10 @@
 """Names of data are refused before anything is loaded."""
 
 import pytest
-from refused import refuses
 
 from ag import data
 from ag.config.sections import DataConfig
+from tests.support.refused import refuses
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ import json
 import pyarrow
 import pytest
 from pyarrow import parquet
-from refused import refuses
 
 import ag.data
 from ag.config import DataConfig
 from ag.data.sources import DataError
 from ag.data.templates import find_task, is_own
 from ag.evaluate.tasks.responses import Response
+from tests.support.refused import refuses
 
 ROWS = [{"prompt": f"Word {i}:", "response": f" the old bridge {i}"} for i in range(7)]
 CHAT = [

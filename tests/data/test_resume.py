@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from refused import refuses
-from warm import started
 
 from ag.callbacks.checkpoint import RunCheckpoint
 from ag.config import Config
 from ag.data.collate import Collator, Row
 from ag.data.module import Counts, DataModule
 from ag.data.sources import DataError
+from tests.support import ROOT
+from tests.support.refused import refuses
+from tests.support.warm import started
 
 ROWS, BATCH = 26, 4  # 6 batches an epoch, two rows left over
 
@@ -165,9 +166,9 @@ def test_two_processes_see_the_batches_of_one_and_resume(tmp_path):
     script.write_text(
         textwrap.dedent(f"""
         import sys
-        sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
+        sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path
-        from test_resume import ModelCheckpoint, checkpoints, data_module, run
+        from tests.data.test_resume import ModelCheckpoint, checkpoints, data_module, run
         import json
 
         if __name__ == "__main__":

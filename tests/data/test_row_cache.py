@@ -7,14 +7,14 @@ import subprocess
 
 import numpy as np
 import pytest
-from refused import refuses
-from warm import started
 
 import ag.data
 from ag.data import text as text_module
 from ag.data.cache import CachedRows, cached
 from ag.data.collate import Row
 from ag.data.sources import DataError
+from tests.support.refused import refuses
+from tests.support.warm import started
 
 SMALL = {"prompt_min": 8, "prompt_max": 40, "continuation": 4, "max_length": 60}
 DOCUMENTS = [{"text": f"{i} " + "the river is high today " * (i % 7)} for i in range(30)]

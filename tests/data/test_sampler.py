@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from refused import refuses
 from torch.utils.data import DataLoader
 
 from ag.data.collate import Row
 from ag.data.sampler import FILLER, Shard, Stream, TrainOrder, ValidationOrder
 from ag.data.sources import DataError
+from tests.support.refused import refuses
 
 
 def rows(n):

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from refused import refuses
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -8,6 +7,7 @@ import ag.data
 from ag.data import sft
 from ag.data.sources import DataError
 from ag.data.templates import Example
+from tests.support.refused import refuses
 
 BOOLQ = [
     {

@@ -1,9 +1,9 @@
 import gzip
 
 import pytest
-from refused import refuses
 
 from ag.data.sources import DataError, MissingSplitError, Source, local_folder
+from tests.support.refused import refuses
 
 ROWS = [{"text": "one"}, {"text": "zwei – drei"}]
 

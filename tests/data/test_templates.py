@@ -1,10 +1,10 @@
 import json
 
 import pytest
-from refused import refuses
 
 from ag.data.sources import DataError, Source, local_folder
 from ag.data.templates import TASKS, Example, examples, find_task
+from tests.support.refused import refuses
 
 ARC = {
     "id": "1",

@@ -4,13 +4,13 @@ import pickle
 
 import pytest
 import torch
-from refused import refuses
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import ag.data
 from ag.data.sources import DataError
 from ag.data.text import AGAIN
+from tests.support.refused import refuses
 
 WORDS = """
 the quick brown fox jumps over a lazy dog near an old bridge while rain falls on quiet streets

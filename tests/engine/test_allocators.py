@@ -7,9 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_by_hand import Scene
-from bounds import hold
-from compiled import needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +21,9 @@ from ag.engine.observe import Context, Keys, Observation, Queries
 from ag.engine.select import select_over_heads
 from ag.errors import UserError
 from ag.kernels.row_worst import cpu
+from tests.support.attention_by_hand import Scene
+from tests.support.bounds import hold
+from tests.support.compiled import needs
 
 
 def rounded(shares, total):

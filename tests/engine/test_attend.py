@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from bounds import bounded, hold
 from torch._subclasses import FakeTensorMode
 
 from ag.engine import attend
 from ag.engine.store import Rows
 from ag.model.hooks import AttentionCall
 from ag.training.memory_plan import _Live
+from tests.support.bounds import bounded, hold
 
 SCALING = 0.3
 

@@ -3,17 +3,17 @@
 import copy
 import gc
 
-import by_hand
 import pytest
 import torch
-from bounds import hold, of_logits, of_nats, premise
-from gates_for import gates_for
 from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import BitsAndBytesConfig, Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 import ag
 from ag.errors import UserError
+from tests.support import by_hand
+from tests.support.bounds import hold, of_logits, of_nats, premise
+from tests.support.gates_for import gates_for
 
 GREEDY = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
 VARIANTS = {

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from held import feed, observed_calls, seen_by
-from pairs import covering
-from test_wrappers import two_stages
 
 import ag
+from tests.engine.test_wrappers import two_stages
+from tests.support.held import feed, observed_calls, seen_by
+from tests.support.pairs import covering
 
 PROMPT, PASSES, BUDGET = 26, [1, 1, 3, 1, 1], 9
 

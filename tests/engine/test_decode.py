@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from gates_for import gates_for
 
 import ag
 from ag.engine import gated, layer
 from ag.engine.attend import attend_rows
 from ag.engine.store import PagedStore
 from ag.errors import UserError
+from tests.support.gates_for import gates_for
 
 PROMPT, NEW = 60, 3
 

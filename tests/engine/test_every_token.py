@@ -2,13 +2,9 @@
 
 import copy
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from bounds import hold, of_logits, of_nats, premise
-from gates_for import gates_for
-from held import feed, masked_logits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -17,6 +13,10 @@ import ag
 from ag.config import ModelConfig
 from ag.errors import UserError
 from ag.model import base as models
+from tests.support import ROOT
+from tests.support.bounds import hold, of_logits, of_nats, premise
+from tests.support.gates_for import gates_for
+from tests.support.held import feed, masked_logits
 
 LENGTHS = (140, 101)
 KINDS = {
@@ -453,7 +453,7 @@ def best(rivals, own, capacity, heads):
 
 @pytest.mark.slow
 def test_the_chat_of_the_docs_stays_bounded(tiny_llama, tiny_tokenizer, tmp_path, capsys):
-    page = (Path(__file__).resolve().parents[2] / "docs" / "gates.md").read_text()
+    page = (ROOT / "docs" / "gates.md").read_text()
     (example,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "EvictionCache" in code)
     assert len(example.strip().splitlines()) <= 20
     model = tiny_llama(max_position_embeddings=1024)

@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from attention_by_hand import Scene, agree, rotation
-from bounded import FUNCTION
-from bounds import hold
 
 import ag
 from ag.engine.scorers.expected_attention import ExpectedAttention
 from ag.errors import UserError
 from ag.model.hooks import rotate
+from tests.support.attention_by_hand import Scene, agree, rotation
+from tests.support.bounded import FUNCTION
+from tests.support.bounds import hold
 
 EPS = torch.finfo(torch.float32).eps
 SCENES = {

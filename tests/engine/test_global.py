@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_allocators import Scripted, ballots_of
-from test_wrappers import two_stages
 
 import ag
 from ag.engine.allocators.base import Ballot, Shares
 from ag.engine.allocators.global_ import Global
 from ag.errors import UserError
+from tests.engine.test_allocators import Scripted, ballots_of
+from tests.engine.test_wrappers import two_stages
 
 
 def best_of_all(ballots, capacity, floor):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bounds import hold, of_logits, of_pass
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -13,6 +12,7 @@ import ag
 from ag.engine.scorers.kvzip import KVzip
 from ag.errors import UserError
 from ag.model.hooks import decoder_of
+from tests.support.bounds import hold, of_logits, of_pass
 
 OPTIONS = {"chunk": 11, "overlap": 3, "sinks": 2, "ask": "7 8 9", "ask_part": "5 6", "answer": "11"}
 ROW = torch.randint(12, 128, (1, 30), generator=torch.Generator().manual_seed(3))

@@ -8,12 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import by_hand
 import pytest
 import torch
-from bounds import hold, of_logits, premise
-from gates_for import gates_for
-from refused import refuses
 from transformers import PreTrainedModel
 
 import ag
@@ -25,6 +21,10 @@ from ag.evaluate.comparison.config import CompareConfig
 from ag.gates.calibration import Calibration
 from ag.gates.gate import AttentionGates
 from ag.generate import GenerateConfig
+from tests.support import by_hand
+from tests.support.bounds import hold, of_logits, premise
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
 
 TABLE = Calibration((0.1, 0.5, 0.9), (1.5, 0.25, -2.25))
 PROMPT = 24

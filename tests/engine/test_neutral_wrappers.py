@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_scores import registered
-from gates_for import gates_for
-from held import feed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pairs import covering
 
 import ag
 from ag.engine.allocators import ALLOCATORS
 from ag.engine.scorers import SCORERS, RowScorer
 from ag.engine.wrappers import WRAPPERS
+from tests.support.drawn_scores import registered
+from tests.support.gates_for import gates_for
+from tests.support.held import feed
+from tests.support.pairs import covering
 
 FEW = settings(
     max_examples=25,

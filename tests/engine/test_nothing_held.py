@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from bounds import hold, of_logits
-from drawn_scores import registered
-from held import check, contents, feed
-from pairs import covering
 
 import ag
+from tests.support.bounds import hold, of_logits
+from tests.support.drawn_scores import registered
+from tests.support.held import check, contents, feed
+from tests.support.pairs import covering
 
 PROMPT = 12
 ROW = torch.randint(3, 128, (PROMPT + 7,), generator=torch.Generator().manual_seed(PROMPT))

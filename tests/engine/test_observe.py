@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from attention_by_hand import Scene
-from bounds import hold
-from compiled import needs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ag.engine import observe
@@ -12,6 +9,9 @@ from ag.engine.observe import Context, Keys, Queries
 from ag.engine.rows import FUSED, AttentionRows, attention
 from ag.kernels.row_statistics import Values, cpu
 from ag.kernels.row_statistics.reference import differences
+from tests.support.attention_by_hand import Scene
+from tests.support.bounds import hold
+from tests.support.compiled import needs
 
 needs_compiler = needs(cpu.KERNEL)
 EPS = torch.finfo(torch.float32).eps

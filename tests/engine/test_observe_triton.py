@@ -8,13 +8,12 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
-from attention_by_hand import Scene
-from bounds import hold, of_logits, of_weights
-
 import ag
 from ag.engine import observe
 from ag.engine.observe import Keys, Observation
 from ag.engine.rows import attention
+from tests.support.attention_by_hand import Scene
+from tests.support.bounds import hold, of_logits, of_weights
 
 PROMPT, NEW = 20, 4
 IDS = torch.randint(3, 128, (2, PROMPT + NEW), generator=torch.Generator().manual_seed(0))

@@ -5,15 +5,7 @@ from itertools import pairwise
 from statistics import fmean
 
 import pytest
-import slow_policies
 import torch
-import windowed
-from attention_by_hand import Scene, agree, pool
-from bounds import hold, of_logits
-from gates_for import gates_for
-from held import check, feed, observed_calls, run, seen_by
-from pairs import covering
-from refused import refuses
 
 import ag
 from ag.engine.allocators.preference import official_shares
@@ -28,6 +20,13 @@ from ag.engine.wrappers.caote import Caote, FastCaote
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue
 from ag.engine.wrappers.vatp import Vatp
 from ag.errors import BudgetWarning, UserError
+from tests.support import slow_policies, windowed
+from tests.support.attention_by_hand import Scene, agree, pool
+from tests.support.bounds import hold, of_logits
+from tests.support.gates_for import gates_for
+from tests.support.held import check, feed, observed_calls, run, seen_by
+from tests.support.pairs import covering
+from tests.support.refused import refuses
 
 SCENES = {
     "one": {"lengths": (10,)},

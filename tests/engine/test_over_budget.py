@@ -5,10 +5,10 @@ import warnings
 
 import pytest
 import torch
-from gates_for import gates_for
 
 import ag
 from ag.errors import BudgetWarning
+from tests.support.gates_for import gates_for
 
 
 def row(length):

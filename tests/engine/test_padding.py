@@ -4,10 +4,10 @@ from itertools import cycle
 
 import pytest
 import torch
-from bounds import hold, of_logits
-from gates_for import gates_for
 
 import ag
+from tests.support.bounds import hold, of_logits
+from tests.support.gates_for import gates_for
 
 LENGTHS = (30, 19, 24)
 NEW = 4

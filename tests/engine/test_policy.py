@@ -7,11 +7,8 @@ from functools import cached_property
 
 import pytest
 import torch
-from attention_by_hand import Scene
-from gates_for import gates_for
 from hypothesis import given
 from hypothesis import strategies as st
-from refused import names, refuses
 
 import ag
 import ag.gates.export
@@ -42,6 +39,9 @@ from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue
 from ag.engine.wrappers.vatp import Vatp
 from ag.errors import BudgetWarning, UserError
 from ag.gates.gate import AttentionGates
+from tests.support.attention_by_hand import Scene
+from tests.support.gates_for import gates_for
+from tests.support.refused import names, refuses
 
 BASES = {
     "streaming_llm": StreamingLLM(),

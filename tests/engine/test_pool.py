@@ -7,10 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from bounds import hold, of_logits
-from gates_for import gates_for
-from held import contents
-from refused import refuses
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ag
@@ -18,6 +14,10 @@ from ag.engine.pool import PAGE, Pool, PoolFullError
 from ag.engine.store import PagedStore
 from ag.errors import UserError
 from ag.gates.attach import attached_gates
+from tests.support.bounds import hold, of_logits
+from tests.support.gates_for import gates_for
+from tests.support.held import contents
+from tests.support.refused import refuses
 
 TOKEN = 16 * 2 * 4 + 4  # bytes of a token of tiny_llama: key, value, rank
 

@@ -4,12 +4,12 @@ from itertools import product
 
 import pytest
 import torch
-from bounds import bounded, hold
-from pairs import covering
 
 import ag
 from ag.engine.observe import Context, Keys, Observation, Queries
 from ag.kernels.row_statistics import cpu
+from tests.support.bounds import bounded, hold
+from tests.support.pairs import covering
 
 KEYS, HEADS, KV_HEADS = 130, 4, 2
 EPS = torch.finfo(torch.float32).eps

@@ -6,13 +6,13 @@ import weakref
 
 import pytest
 import torch
-from bounds import hold, of_logits, of_pass
-from gates_for import gates_for
 
 import ag
 from ag.engine import EvictionCache, read_prompt
 from ag.engine.observe import Observation
 from ag.model.hooks import decoder_of
+from tests.support.bounds import hold, of_logits, of_pass
+from tests.support.gates_for import gates_for
 
 POLICIES = [
     ag.policy("full"),

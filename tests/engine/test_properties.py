@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from gates_for import gates_for
-from held import feed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +10,8 @@ from ag.engine.allocators import ALLOCATORS
 from ag.engine.decide import Decision
 from ag.engine.scorers import SCORERS
 from ag.engine.wrappers import WRAPPERS
+from tests.support.gates_for import gates_for
+from tests.support.held import feed
 
 SMALL = settings(
     max_examples=40,

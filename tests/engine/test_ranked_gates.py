@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gates_for import gates_for
-from refused import refuses
 
 import ag
 from ag.engine.scorers.gates import Gates
 from ag.engine.wrappers.caote import Caote
 from ag.errors import BudgetWarning, UserError
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
 
 
 def kept(model, policy, length=40, seed=0, **options):

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import pytest
 import safetensors.torch
 import torch
-from gates_for import gates_for
-from refused import refuses
 from safetensors import safe_open
 
 import ag
@@ -18,6 +16,8 @@ from ag.engine.saved import FORMAT, SCHEMA
 from ag.engine.scorers import SCORERS
 from ag.engine.scorers.base import Needs, Scorer
 from ag.errors import UserError
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
 
 RING = {"covers": "all", "window": 6, "recent_tokens": 7}
 CASES = {

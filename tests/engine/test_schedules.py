@@ -7,15 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import slow_policies
 import torch
-import windowed
 from _pytest.mark import ParameterSet
-from bounds import hold, in_float64, of_logits, of_nats, of_weights
-from gates_for import gates_for
-from held import check, contents, feed, observed_calls, run, seen_by
-from pairs import covering
-from refused import refuses
 
 import ag
 from ag.config import ModelConfig
@@ -26,6 +19,12 @@ from ag.engine.store import PagedStore
 from ag.engine.wrappers import WRAPPERS
 from ag.errors import UserError
 from ag.model import base as models
+from tests.support import slow_policies, windowed
+from tests.support.bounds import hold, in_float64, of_logits, of_nats, of_weights
+from tests.support.gates_for import gates_for
+from tests.support.held import check, contents, feed, observed_calls, run, seen_by
+from tests.support.pairs import covering
+from tests.support.refused import refuses
 
 STEPS = 8
 PAGE_BYTES = 16 * (2 * 16 * 4 + 4)  # of the tiny model: key, value and rank of a token

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from attention_by_hand import Scene, agree, group_mean, pool
-from bounds import hold
 
 from ag.engine.scorers import SCORERS, RowScorer
 from ag.engine.scorers.cake import Cake
@@ -16,6 +14,8 @@ from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
 from ag.engine.scorers.tova import Tova
 from ag.engine.select import select
+from tests.support.attention_by_hand import Scene, agree, group_mean, pool
+from tests.support.bounds import hold
 
 EPS = torch.finfo(torch.float32).eps
 SCENES = {

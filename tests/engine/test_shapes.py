@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from bounds import hold, of_logits
-from gates_for import gates_for
-from held import run
-from refused import refuses
-from shapes import shaped
 from transformers.modeling_utils import AttentionInterface
 
 import ag
 from ag.model.hooks import UnsupportedModelError
+from tests.support.bounds import hold, of_logits
+from tests.support.gates_for import gates_for
+from tests.support.held import run
+from tests.support.refused import refuses
+from tests.support.shapes import shaped
 
 PROMPTS, STEPS = (33, 21), 4
 ROWS = [torch.randint(3, 128, (p + STEPS,), generator=torch.Generator().manual_seed(p)) for p in PROMPTS]

@@ -1,18 +1,18 @@
 """positions=slot: keys are rotated by their index among what a head holds, queries by their own; against float64."""
 
-import by_hand
 import pytest
 import torch
-from bounds import hold, of_logits, of_pass
-from gates_for import gates_for
-from held import contents, feed, run
-from pairs import covering
 from transformers import PhiConfig, PhiForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import ag
 from ag.errors import UserError
 from ag.model.hooks import UnsupportedModelError, decoder_of
+from tests.support import by_hand
+from tests.support.bounds import hold, of_logits, of_pass
+from tests.support.gates_for import gates_for
+from tests.support.held import contents, feed, run
+from tests.support.pairs import covering
 
 PROMPTS, STEPS = (29, 19), 8
 ROWS = [torch.randint(3, 128, (p + STEPS,), generator=torch.Generator().manual_seed(p)) for p in PROMPTS]

@@ -5,14 +5,14 @@ from collections import Counter
 
 import pytest
 import torch
-from gates_for import gates_for
-from recorded import kernels_seen
-from refused import refuses
 from torch.nn import functional as F
 
 import ag
 from ag.engine.decide import NonFiniteScoreError
 from ag.engine.step import decode
+from tests.support.gates_for import gates_for
+from tests.support.recorded import kernels_seen
+from tests.support.refused import refuses
 
 PROMPT, PADDED = 40, [40, 33, 37]
 #: Policies whose steps are alike, by name: what EvictionCache takes, and what gates are attached.

@@ -7,8 +7,8 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
-import test_steps
-from test_steps import one_thread, read  # noqa: F401
+from tests.engine import test_steps
+from tests.engine.test_steps import one_thread, read  # noqa: F401
 
 CASES = ["full", "h2o", "h2o@heads", "tova", "streaming_llm", "gates of the prompt", "gates of all"]
 

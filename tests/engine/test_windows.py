@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from bounds import hold, of_logits
-from gates_for import gates_for
-from held import contents, feed
-from refused import refuses
 from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
 
 import ag
 from ag.errors import UserError
+from tests.support.bounds import hold, of_logits
+from tests.support.gates_for import gates_for
+from tests.support.held import contents, feed
+from tests.support.refused import refuses
 
 WINDOW, PROMPT, NEW = 24, 70, 20
 POLICIES = [

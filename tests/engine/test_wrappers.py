@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_by_hand import Scene, agree, group_mean, pool
-from bounds import bounded, conditioned, hold
-from compiled import needs
 
 import ag
 from ag.engine.allocators.base import Ballot
@@ -28,6 +25,9 @@ from ag.engine.wrappers.criticalkv import CriticalKV
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue, joint_error, key_error, value_error
 from ag.engine.wrappers.vatp import Vatp
 from ag.kernels.row_statistics import Values, cpu
+from tests.support.attention_by_hand import Scene, agree, group_mean, pool
+from tests.support.bounds import bounded, conditioned, hold
+from tests.support.compiled import needs
 
 needs_compiler = needs(cpu.KERNEL)
 

@@ -1,7 +1,8 @@
 """Which module of ag.evaluate imports which, for types too: tasks know no comparison, and nothing goes round."""
 
 import pytest
-from imports import ROOT, graph
+
+from tests.support.imports import ROOT, graph
 
 COMMANDS = {f"ag.{path.stem}" for path in ROOT.glob("*.py") if "def main(" in path.read_text()}
 MODULES = graph("evaluate")

@@ -5,13 +5,9 @@ import math
 import shlex
 import statistics
 
-import by_hand
 import pytest
 import torch
-from bounds import of_nats
-from gates_for import gates_for
 from peft import LoraConfig, get_peft_model
-from refused import names
 
 from ag import data
 from ag.config import Config, DataConfig, ModelConfig
@@ -20,6 +16,10 @@ from ag.evaluate.__main__ import EvaluateConfig, main
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.preset import translate
 from ag.gates import export
+from tests.support import by_hand
+from tests.support.bounds import of_nats
+from tests.support.gates_for import gates_for
+from tests.support.refused import names
 
 TOKEN = 2 * 16 * 4  # bytes of a key and a value of one head, float32
 ROWS = 3 * 2

@@ -4,15 +4,15 @@ import json
 
 import pytest
 import torch
-from gates_for import gates_for
 from matplotlib.image import imread
-from refused import names, refuses
 
 import ag
 from ag.errors import UserError
 from ag.evaluate import inside_plots, pictures
 from ag.explain import ExplainConfig, main
 from ag.gates import export
+from tests.support.gates_for import gates_for
+from tests.support.refused import names, refuses
 
 PPL = ["task_options.prompt=40", "task_options.continuation=8"]
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from bounded import Bounded
-from bounds import conditioned, hold, of_pass, of_weights
-from gates_for import gates_for
 
 import ag
 from ag.evaluate.comparison.views import kept_flags
 from ag.evaluate.inside import Reading, attention_map, gate_map, layer_statistics, output_errors
+from tests.support.bounded import Bounded
+from tests.support.bounds import conditioned, hold, of_pass, of_weights
+from tests.support.gates_for import gates_for
 
 IDS = (torch.arange(60) * 7 % 90 + 4).tolist()
 

@@ -6,12 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from refused import refuses
+
+from tests.support.refused import refuses
 
 pytest.importorskip("lm_eval", reason="needs lm_eval: .venv/bin/pip install -e '.[lm_eval]'")
 
-from bounds import hold, of_nats
-from gates_for import gates_for
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
@@ -23,6 +22,8 @@ from ag.errors import BudgetWarning, UserError
 from ag.evaluate.lm_eval import EvictingLM, cli_evaluate
 from ag.gates import export
 from ag.model import base as models
+from tests.support.bounds import hold, of_nats
+from tests.support.gates_for import gates_for
 
 ROWS = [
     {"text": "the cat sat on the mat and then it", "choices": ["slept", "ran away", "ate"], "label": 0},

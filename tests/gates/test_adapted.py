@@ -2,15 +2,10 @@
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from bounds import hold, of_logits
-from exports import doubt
-from gates_for import gates_for
 from peft import PeftModel
-from refused import refuses
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import ag
@@ -25,8 +20,13 @@ from ag.gates.gate import AttentionGates
 from ag.gates.manifest import ADAPTER_FILES
 from ag.generate import GenerateConfig
 from ag.model import base as models
+from tests.support import TESTS
+from tests.support.bounds import hold, of_logits
+from tests.support.exports import doubt
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
 
-OLD = Path(__file__).parents[1] / "fixtures" / "export_1_0"
+OLD = TESTS / "fixtures" / "export_1_0"
 LACKS, TWICE = "ag.gates.export.load_adapter(model", "adapter=false"  # what each error tells to do
 PROMPT = "Rosa the potter has a ticket to Rome."
 

@@ -3,14 +3,14 @@ import copy
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from bounds import bounded, hold, of_logits
-from gates_for import gates_for
 from peft import LoraConfig, get_peft_model
-from refused import refuses
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ag
 from ag.model.hooks import lm_logits
+from tests.support.bounds import bounded, hold, of_logits
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
 
 IDS = torch.arange(3, 43)[None].repeat(2, 1)
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from exports import assert_same, change, make_export, make_gates, read_json, reseal, reweigh
-from refused import refuses
 
 from ag.config.gate import GateConfig
 from ag.errors import UserError
@@ -16,6 +14,8 @@ from ag.gates import export
 from ag.gates.calibration import SHARES, Calibration
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
+from tests.support.exports import assert_same, change, make_export, make_gates, read_json, reseal, reweigh
+from tests.support.refused import refuses
 
 TABLE = Calibration((0.2, 0.3, 0.7), (3.0, 1.0, -1.0))
 

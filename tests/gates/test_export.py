@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from exports import MODEL, SMALL, assert_same, hidden, make_adapter, make_export, make_gates, snapshot
-from refused import refuses
 from safetensors.torch import load_file
 from transformers import Gemma2Config
 
@@ -18,6 +16,8 @@ from ag.config.gate import GateConfig
 from ag.gates import export
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
+from tests.support.exports import MODEL, SMALL, assert_same, hidden, make_adapter, make_export, make_gates, snapshot
+from tests.support.refused import refuses
 
 PNG = b"\x89PNG\r\n\x1a\n picture"
 

@@ -7,12 +7,8 @@ import shutil
 from pathlib import Path
 
 import torch
-from bounds import bounded, hold, of_logits
-from exports import MODEL, doubt, hidden, make_adapter, make_export, make_gates
 from peft import LoraConfig, PeftModel, get_peft_model
-from refused import refuses
 from safetensors.torch import load_file
-from shapes import shaped
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -22,6 +18,10 @@ from ag.gates import export
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
 from ag.model.base import add_lora
+from tests.support.bounds import bounded, hold, of_logits
+from tests.support.exports import MODEL, doubt, hidden, make_adapter, make_export, make_gates
+from tests.support.refused import refuses
+from tests.support.shapes import shaped
 
 
 def test_adapter_gives_the_same_logits(tmp_path: Path) -> None:

@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exports import MODEL, assert_same, hidden, make_adapter, make_export, make_gates, snapshot
 from peft import PeftModel
-from refused import refuses
 from safetensors.torch import load_file
-from warm import started
 
 from ag.gates import export
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
+from tests.support import ROOT
+from tests.support.exports import MODEL, assert_same, hidden, make_adapter, make_export, make_gates, snapshot
+from tests.support.refused import refuses
+from tests.support.warm import started
 
 
 class Trap:
@@ -126,8 +127,7 @@ def run_here(call: str, *prefix: str) -> str:
 
     A prefix starts a new Python: a fork of a warm one is no child of it.
     """
-    folders = [str(folder) for folder in Path(__file__).parents[:2]]
-    code = f"import sys; sys.path[:0] = {folders!r}; import test_export_killed; {call}"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.gates import test_export_killed; {call}"
     done = subprocess.run(
         [*prefix, sys.executable if prefix else started(), "-c", code],
         capture_output=True,

@@ -1,13 +1,13 @@
 import pytest
 import torch
-from bounded import STORED
-from bounds import bounded, conditioned, hold
-from refused import refuses
 from transformers import Gemma3TextConfig, LlamaConfig
 
 import ag
 from ag.gates.gate import KINDS, AttentionGate
 from ag.model.geometry import fingerprint
+from tests.support.bounded import STORED
+from tests.support.bounds import bounded, conditioned, hold
+from tests.support.refused import refuses
 
 LLAMA_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 

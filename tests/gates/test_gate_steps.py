@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from bounds import conditioned, hold
 from torch import nn
 
 import ag
 from ag.errors import UserError
 from ag.gates.gate import KINDS, AttentionGate
 from ag.gates.memory import GateMemory
+from tests.support.bounds import conditioned, hold
 
 WIDTH, HEADS = 12, 4
 GATES = {

@@ -1,18 +1,18 @@
 """The training forward pass against one written out with dense masks (``by_hand``)."""
 
-import by_hand
 import numpy as np
 import pytest
 import torch
-from bounds import bounded, hold, in_float64, of_logits
-from gates_for import gates_for
-from gpu.waiting import Lists, Waits
-from refused import refuses
 
 import ag
 from ag.data.collate import Collator, Row
 from ag.errors import UserError
 from ag.gates.gating import Open
+from tests.gpu.waiting import Lists, Waits
+from tests.support import by_hand
+from tests.support.bounds import bounded, hold, in_float64, of_logits
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
 
 LENGTHS, PROMPTS = (26, 19, 8), (18, 11, 2)
 VARIANTS = {

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from exports import make_gates
-from refused import refuses
 
 import ag
 from ag.gates import download, export, hub
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
+from tests.support.exports import make_gates
+from tests.support.refused import refuses
 
 
 class Hub:

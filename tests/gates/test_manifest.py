@@ -13,13 +13,23 @@ from typing import Any
 
 import pytest
 import torch
-from exports import MODEL, assert_same, change, make_export, make_gates, read_json, rehash, reseal, reweigh
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refused import refuses
 
 from ag.gates.export import ExportError, read_info
 from ag.gates.gate import AttentionGates
+from tests.support.exports import (
+    MODEL,
+    assert_same,
+    change,
+    make_export,
+    make_gates,
+    read_json,
+    rehash,
+    reseal,
+    reweigh,
+)
+from tests.support.refused import refuses
 
 
 def truncate(folder: Path) -> None:

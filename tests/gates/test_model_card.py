@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from exports import MODEL, make_adapter, make_gates
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ag.gates import export
+from tests.support.exports import MODEL, make_adapter, make_gates
 
 
 def test_a_local_base_model_is_no_hub_id_in_the_card(tmp_path: Path) -> None:

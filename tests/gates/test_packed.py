@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from bounds import hold
-from exports import assert_same, change, make_gates, read_json, reseal, reweigh
-from refused import refuses
 from safetensors.torch import load_file
 
 from ag.config.gate import GateConfig
 from ag.gates import export, packed
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
+from tests.support.bounds import hold
+from tests.support.exports import assert_same, change, make_gates, read_json, reseal, reweigh
+from tests.support.refused import refuses
 
 EPS = torch.finfo(torch.float32).eps
 MLP = GateConfig(kind="mlp", hidden=9)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from refused import refuses
 
 import ag
 from ag.compare import main
@@ -17,6 +16,8 @@ from ag.config.recipes import RECIPES, load_config
 from ag.config.schema import Config
 from ag.gates import export
 from ag.gates.export import ExportError
+from tests.support import ROOT
+from tests.support.refused import refuses
 
 NAMES = export.shipped()
 MOST = 3 * 2**20
@@ -41,7 +42,7 @@ def test_each_is_what_its_recipe_trains() -> None:
 
 
 def test_each_is_packed() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["setuptools"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     for name in NAMES:
         assert f"ag.recipes.gates.{name}" in project["packages"]
         assert project["package-data"][f"ag.recipes.gates.{name}"] == ["*"]

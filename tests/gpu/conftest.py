@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from gpu.cases import REHEARSAL
+from tests.gpu.cases import REHEARSAL
 
 
 @pytest.fixture(scope="module", autouse=REHEARSAL)

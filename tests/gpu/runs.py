@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from undrawn import UNDRAWN
-from warm import started
 
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.training.loggers import read_metrics
-from gpu.cases import REHEARSAL
+from tests.gpu.cases import REHEARSAL
+from tests.support.undrawn import UNDRAWN
+from tests.support.warm import started
 
 STEPS = 4
 

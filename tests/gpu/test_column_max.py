@@ -5,7 +5,7 @@ import torch
 
 from ag.kernels.column_max import column_max
 from ag.kernels.column_max.reference import reference_column_max
-from gpu.cases import DEVICE, OPTIONS, PRECISIONS, arguments, covering, here, name, near, part
+from tests.gpu.cases import DEVICE, OPTIONS, PRECISIONS, arguments, covering, here, name, near, part
 
 pytestmark = pytest.mark.gpu
 CASES = ("plain", "window", "left-padding", "right-padding")

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from gates_for import gates_for
 
 import ag
 from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
-from gpu.cases import DEVICE, FEW, REHEARSAL, arguments, draw, near, run
+from tests.gpu.cases import DEVICE, FEW, REHEARSAL, arguments, draw, near, run
+from tests.support.gates_for import gates_for
 
 pytestmark = pytest.mark.gpu
 MODES = [None] if REHEARSAL else ["default", "reduce-overhead"]  # the latter: CUDA graphs of what lies between

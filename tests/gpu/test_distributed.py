@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpu.cases import DEVICE
-from gpu.runs import check_losses, continued, train, weights
+from tests.gpu.cases import DEVICE
+from tests.gpu.runs import check_losses, continued, train, weights
 
 pytestmark = pytest.mark.gpu
 

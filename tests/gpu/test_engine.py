@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from gates_for import gates_for
 
 import ag
 from ag.engine.pool import PAGE
-from gpu.cases import DEVICE, FEW, REHEARSAL, here, name, near
-from gpu.waiting import no_waiting, pretended
+from tests.gpu.cases import DEVICE, FEW, REHEARSAL, here, name, near
+from tests.gpu.waiting import no_waiting, pretended
+from tests.support.gates_for import gates_for
 
 pytestmark = pytest.mark.gpu
 STEPS = 3 + PAGE  # each row takes another page on the way

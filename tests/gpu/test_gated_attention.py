@@ -6,7 +6,7 @@ import torch
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention.chunked import chunked_gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
-from gpu.cases import DEVICE, FLAGS, OPTIONS, PRECISIONS, arguments, covering, draw, exact, here, name, near, run
+from tests.gpu.cases import DEVICE, FLAGS, OPTIONS, PRECISIONS, arguments, covering, draw, exact, here, name, near, run
 
 pytestmark = pytest.mark.gpu
 NAMES = ["out", "dq", "dk", "dv", "dkeep"]
@@ -48,7 +48,7 @@ def test_plain_torch(dtype, case):
 @pytest.mark.parametrize("dim", [16, 64, 256])
 def test_products_of_float32_err_as_float32_does(triton_untuned, dim):
     """The bound of ag.kernels.tiles.FLOAT32; a product of TF32 numbers alone errs by some 2^-11 of the same sum."""
-    from gpu.products import product
+    from tests.gpu.products import product
 
     torch.manual_seed(dim)
     scale = torch.exp2(torch.randint(-9, 10, (32, dim), device=DEVICE).float())

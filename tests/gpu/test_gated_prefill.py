@@ -5,7 +5,7 @@ import torch
 
 from ag.kernels.gated_prefill import gated_prefill
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
-from gpu.cases import DEVICE, OPTIONS, PRECISIONS, arguments, covering, here, name, near, part
+from tests.gpu.cases import DEVICE, OPTIONS, PRECISIONS, arguments, covering, here, name, near, part
 
 pytestmark = pytest.mark.gpu
 CASES = ("plain", "protected", "window", "left-padding", "right-padding")

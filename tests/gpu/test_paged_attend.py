@@ -8,7 +8,7 @@ import torch
 from ag.kernels.paged_attend import paged_attend
 from ag.kernels.paged_attend.reference import reference_paged_attend
 from ag.kernels.pages import Pages
-from gpu.cases import DEVICE, DIMS, DTYPES, PRECISIONS, REHEARSAL, draw, here, name, near, scattered
+from tests.gpu.cases import DEVICE, DIMS, DTYPES, PRECISIONS, REHEARSAL, draw, here, name, near, scattered
 
 pytestmark = pytest.mark.gpu
 

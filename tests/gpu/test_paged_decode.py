@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ag.kernels.paged_decode import paged_decode, paged_decode_weights
-from gpu.cases import DEVICE, DIMS, DTYPES, PRECISIONS, REHEARSAL, draw, name, near, scattered
+from tests.gpu.cases import DEVICE, DIMS, DTYPES, PRECISIONS, REHEARSAL, draw, name, near, scattered
 
 pytestmark = pytest.mark.gpu
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from gates_for import gates_for
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 import ag
-from gpu.cases import DEVICE, FEW, near
-from gpu.runs import check_losses, continued, train, weights
+from tests.gpu.cases import DEVICE, FEW, near
+from tests.gpu.runs import check_losses, continued, train, weights
+from tests.support.gates_for import gates_for
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")

@@ -25,7 +25,7 @@ from ag.kernels.pool_expired import pool_expired
 from ag.kernels.pool_expired.reference import reference_pool_expired
 from ag.kernels.row_worst import row_worst
 from ag.kernels.row_worst.reference import reference_row_worst
-from gpu.cases import DEVICE, arguments, draw, exact, near, run
+from tests.gpu.cases import DEVICE, arguments, draw, exact, near, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("triton_untuned")]
 SMALL = {"length": 19, "group": 2, "dim": 20, "dtype": torch.float32}

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from gates_for import gates_for
 
 import ag
 from ag.engine.pool import PAGE
 from ag.engine.step import NextToken, cuda_graph
-from gpu.cases import DEVICE, REHEARSAL, near
+from tests.gpu.cases import DEVICE, REHEARSAL, near
+from tests.support.gates_for import gates_for
 
 pytestmark = pytest.mark.gpu
 POLICIES = {

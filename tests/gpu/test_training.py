@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from gates_for import gates_for
 
 import ag
-from gpu.cases import DEVICE, here, near
-from gpu.runs import check_losses, continued, train, weights
+from tests.gpu.cases import DEVICE, here, near
+from tests.gpu.runs import check_losses, continued, train, weights
+from tests.support.gates_for import gates_for
 
 pytestmark = pytest.mark.gpu
 

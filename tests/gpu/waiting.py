@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ag.engine.cache import EvictionCache
-from gpu.cases import REHEARSAL
+from tests.gpu.cases import REHEARSAL
 
 ANSWERS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
 

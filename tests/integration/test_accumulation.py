@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command import column, same_rows, same_weights, train
+
+from tests.support.command import column, same_rows, same_weights, train
 
 ACCUMULATED = ["data.batch_size=1", "trainer.accumulate=8"]
 WHOLE = ["data.batch_size=8", "trainer.accumulate=1"]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import column, runs, train
 from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from ag import fit
@@ -17,6 +16,7 @@ from ag.callbacks.checkpoint_files import AtomicCheckpointIO, checkpoints
 from ag.gates import export
 from ag.model import base as models
 from ag.training.module import GatedLM
+from tests.support.command import column, runs, train
 
 Fails = Callable[..., str]
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import column, logged, runs, start, train
-from refused import names
 from transformers import LlamaConfig
 
 from ag import fit, run
@@ -21,6 +19,8 @@ from ag.gates import export
 from ag.gates.gate import AttentionGates
 from ag.run import run_folder
 from ag.training.module import GatedLM
+from tests.support.command import column, logged, runs, start, train
+from tests.support.refused import names
 
 
 def tree(folder: Path) -> dict[str, int]:

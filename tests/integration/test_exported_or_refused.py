@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from bounds import hold, of_logits
-from command import resume, runs, train, weights
-from refused import names
 from safetensors.torch import load_file
-from shapes import shaped
 from transformers import AutoModelForCausalLM
 
 from ag import fit, run
 from ag.gates import export
 from ag.training.module import GatedLM
+from tests.support.bounds import hold, of_logits
+from tests.support.command import resume, runs, train, weights
+from tests.support.refused import names
+from tests.support.shapes import shaped
 
 LORA = ["train=gates+lora", "lora.targets=all-linear", "trainer.max_steps=2", "data.val_samples=2"]
 

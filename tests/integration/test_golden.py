@@ -9,10 +9,12 @@ import os
 from pathlib import Path
 
 import torch
-from bounds import ROUNDINGS, hold
-from command import logged, train
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "loss_curve.txt"
+from tests.support import TESTS
+from tests.support.bounds import ROUNDINGS, hold
+from tests.support.command import logged, train
+
+GOLDEN = TESTS / "golden" / "loss_curve.txt"
 COLUMNS = ("train/lm_loss", "train/eviction_loss", "train/grad_norm_gates", "train/grad_norm_lora")
 OVERRIDES = [
     *("train=gates+lora", "trainer.max_steps=20"),

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import logged, resume, runs, start, train, weights
-from undrawn import WITHOUT_PICTURES
 
 from ag.callbacks.checkpoint_files import checkpoints
+from tests.support.command import logged, resume, runs, start, train, weights
+from tests.support.undrawn import WITHOUT_PICTURES
 
 pytestmark = pytest.mark.slow
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from command import train
 from transformers import AutoTokenizer
 
 from ag.evaluate.__main__ import main as evaluate
 from ag.gates import export
+from tests.support.command import train
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"

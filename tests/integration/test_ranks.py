@@ -7,18 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from bounds import conditioned, hold
-from command import column, logged, runs, same_rows, same_weights, start, train
-from two_ranks import LENGTHS, Losses, hidden_states, values_and_gradients
-from undrawn import WITHOUT_PICTURES
-from warm import started
+
+from tests.support import ROOT
+from tests.support.bounds import conditioned, hold
+from tests.support.command import column, logged, runs, same_rows, same_weights, start, train
+from tests.support.two_ranks import LENGTHS, Losses, hidden_states, values_and_gradients
+from tests.support.undrawn import WITHOUT_PICTURES
+from tests.support.warm import started
 
 TWO_RANKS = ["trainer.devices=2", "trainer.strategy=ddp"]
 
 
 @pytest.mark.slow
 def test_losses_and_gradients_are_those_of_the_global_batch(tmp_path: Path) -> None:
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import two_ranks; two_ranks.work"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support import two_ranks; two_ranks.work"
     words = [[started(), "-c", f"{code}({rank}, {str(tmp_path)!r})"] for rank in (0, 1)]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in words]
     for process in processes:

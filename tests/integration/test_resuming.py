@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import column, logged, resume, runs, start, train, weights
 
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.gates.gate import AttentionGates
 from ag.model import base as models
 from ag.training.module import GatedLM
+from tests.support.command import column, logged, resume, runs, start, train, weights
 
 # noise in the gates and the adapters, a target that falls, optimiser steps of two batches, epochs of 12 batches
 RUN = [

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
-from bounds import hold, of_logits, of_nats
-from command import EPS, column, logged, resume, train, weights
 from matplotlib.image import imread
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -24,6 +22,8 @@ from ag.callbacks import Figures
 from ag.config import Config
 from ag.config.recipes import load_config, resolve
 from ag.model.base import load_base
+from tests.support.bounds import hold, of_logits, of_nats
+from tests.support.command import EPS, column, logged, resume, train, weights
 
 STEPS = 4
 DRAWING = {when: vars(Figures)[when] for when in ("on_validation_end", "on_train_end")}

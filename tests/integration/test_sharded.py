@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import column, logged, runs, same_rows, same_weights, start, train, weights
 
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.config import Config
@@ -17,6 +16,7 @@ from ag.config.recipes import resolve
 from ag.gates.export import read_info
 from ag.gates.gate import AttentionGates
 from ag.run import build_trainer
+from tests.support.command import column, logged, runs, same_rows, same_weights, start, train, weights
 
 
 def finish(*arguments: str) -> None:

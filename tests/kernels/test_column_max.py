@@ -1,11 +1,11 @@
 import pytest
 import torch
-from bounds import bounded, hold
-from test_column_sums import inputs as plain_inputs
-from test_column_sums import weights
 
 from ag.kernels.column_max import column_max
 from ag.kernels.column_max.reference import reference_column_max
+from tests.kernels.test_column_sums import inputs as plain_inputs
+from tests.kernels.test_column_sums import weights
+from tests.support.bounds import bounded, hold
 
 OPTIONS = {
     "plain": {},

@@ -8,12 +8,11 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
-from bounds import bounded, hold
-from hard import HARD, check_column_max
-from test_column_max import OPTIONS, inputs
-
 from ag.kernels.column_max.reference import reference_column_max
 from ag.kernels.column_max.triton import triton_column_max
+from tests.kernels.test_column_max import OPTIONS, inputs
+from tests.support.bounds import bounded, hold
+from tests.support.hard import HARD, check_column_max
 
 
 @pytest.mark.parametrize("case", OPTIONS, ids=str)

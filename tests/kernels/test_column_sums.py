@@ -4,10 +4,10 @@ from collections import defaultdict
 
 import pytest
 import torch
-from bounds import bounded, hold
 
 from ag.kernels.column_sums import column_sums
 from ag.kernels.column_sums.reference import reference_column_sums
+from tests.support.bounds import bounded, hold
 
 OPTIONS = {
     "plain": {},

@@ -8,12 +8,11 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
-from bounds import bounded, hold
-from hard import HARD, check_column_sums
-from test_column_sums import OPTIONS, inputs
-
 from ag.kernels.column_sums.reference import reference_column_sums
 from ag.kernels.column_sums.triton import triton_column_sums
+from tests.kernels.test_column_sums import OPTIONS, inputs
+from tests.support.bounds import bounded, hold
+from tests.support.hard import HARD, check_column_sums
 
 
 @pytest.mark.parametrize("case", OPTIONS, ids=str)

@@ -2,7 +2,6 @@ import logging
 
 import pytest
 import torch
-from bounds import bounded, hold
 
 from ag.errors import UserError
 from ag.kernels import dispatch
@@ -10,6 +9,7 @@ from ag.kernels.column_sums import column_sums
 from ag.kernels.column_sums.reference import reference_column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
+from tests.support.bounds import bounded, hold
 
 
 @pytest.fixture(autouse=True)

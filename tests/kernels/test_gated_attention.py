@@ -1,11 +1,11 @@
 import pytest
 import torch
-from bounds import bounded, hold
-from hard import PARTS
 
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention.chunked import _Problem, chunked_gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
+from tests.support.bounds import bounded, hold
+from tests.support.hard import PARTS
 
 CASES = {
     "plain": {},

@@ -8,14 +8,13 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
-from bounds import hold
-from hard import HARD, check_gated_attention
-from test_gated_attention import CASES, PARTS, TOGETHER, exactly, inputs, packed_and_alone, run
-
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention import triton as kernels
 from ag.kernels.gated_attention.reference import reference_gated_attention
 from ag.kernels.gated_attention.triton import triton_gated_attention
+from tests.kernels.test_gated_attention import CASES, PARTS, TOGETHER, exactly, inputs, packed_and_alone, run
+from tests.support.bounds import hold
+from tests.support.hard import HARD, check_gated_attention
 
 BLOCK = 16  # keys and queries of a tile under the interpreter
 

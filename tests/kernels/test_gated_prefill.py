@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from bounds import bounded, hold
 from torch.utils.flop_counter import FlopCounterMode
 
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 from ag.kernels.gated_prefill.chunked import chunked_gated_prefill
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
+from tests.support.bounds import bounded, hold
 
 CASES = {
     "plain": {},

@@ -8,10 +8,9 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
-from bounds import bounded, hold
-
 from ag.kernels.gated_attention.reference import reference_gated_attention
 from ag.kernels.gated_prefill.triton import triton_gated_prefill
+from tests.support.bounds import bounded, hold
 
 CASES = {
     "plain": {},

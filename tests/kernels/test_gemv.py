@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from bounds import bounded, hold
-from compiled import needs
 
 from ag.kernels.gemv import best_version, cpu, gemv
 from ag.kernels.gemv.reference import reference_gemv
+from tests.support.bounds import bounded, hold
+from tests.support.compiled import needs
 
 needs_compiler = needs(cpu.KERNEL)
 VERSIONS = [

@@ -2,10 +2,6 @@
 
 import pytest
 import torch
-from bounds import bounded, hold
-from compiled import needs
-from hard import HARD, SCALING, check_column_max, check_column_sums, check_gated_attention, hard
-from paged import attended, hold_rows, in_pages, places
 
 from ag.kernels.column_max.chunked import chunked_column_max
 from ag.kernels.column_max.reference import reference_column_max
@@ -19,6 +15,10 @@ from ag.kernels.paged_attend import cpu as attend_cpu
 from ag.kernels.paged_attend.reference import reference_paged_attend
 from ag.kernels.paged_decode import cpu as paged_cpu
 from ag.kernels.paged_decode import reference_paged_decode
+from tests.support.bounds import bounded, hold
+from tests.support.compiled import needs
+from tests.support.hard import HARD, SCALING, check_column_max, check_column_sums, check_gated_attention, hard
+from tests.support.paged import attended, hold_rows, in_pages, places
 
 needs_compiler = needs(paged_cpu.KERNEL)
 

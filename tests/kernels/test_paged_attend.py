@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from bounds import bounded, hold
-from compiled import needs
-from paged import filled, places, read
 
 from ag.kernels.paged_attend import cpu, paged_attend
 from ag.kernels.paged_attend.reference import BLOCK, reference_paged_attend
+from tests.support.bounds import bounded, hold
+from tests.support.compiled import needs
+from tests.support.paged import filled, places, read
 
 SCALING = 0.3
 needs_compiler = needs(cpu.KERNEL)

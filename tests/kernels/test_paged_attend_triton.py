@@ -8,10 +8,9 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
-import test_paged_attend
-
 from ag.kernels.paged_attend import paged_attend
 from ag.kernels.paged_attend.triton import triton_paged_attend
+from tests.kernels import test_paged_attend
 
 CASES = {
     "two": {"lengths": [40, 7], "heads": 2, "count": 2},

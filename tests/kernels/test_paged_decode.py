@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 import torch
-from bounds import bounded, hold
-from compiled import needs
-from paged import attended, filled, hold_rows, places
 
 from ag.errors import UserError
 from ag.kernels.paged_decode import cpu, paged_decode, paged_decode_weights, reference_paged_decode
+from tests.support.bounds import bounded, hold
+from tests.support.compiled import needs
+from tests.support.paged import attended, filled, hold_rows, places
 
 SCALING = 0.3
 needs_compiler = needs(cpu.KERNEL)

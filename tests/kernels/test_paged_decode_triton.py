@@ -8,12 +8,11 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
-import test_paged_decode
-from hard import HARD, SCALING, hard
-from paged import attended, filled, hold_rows, in_pages
-
 from ag.kernels.paged_decode import paged_decode, paged_decode_weights
 from ag.kernels.paged_decode.triton import triton_paged_decode
+from tests.kernels import test_paged_decode
+from tests.support.hard import HARD, SCALING, hard
+from tests.support.paged import attended, filled, hold_rows, in_pages
 
 CASES = {
     "B2-H4-D60": {"lengths": [1, 70, 33, 200], "heads": 4, "batch": 2, "dim": 60},

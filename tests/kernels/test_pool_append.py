@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from compiled import needs
-from paged import pages_of, read
 
 from ag.kernels.pages import New
 from ag.kernels.pool_append import cpu, pool_append, reference_pool_append
+from tests.support.compiled import needs
+from tests.support.paged import pages_of, read
 
 needs_compiler = needs(cpu.KERNEL)
 VERSIONS = [

@@ -8,12 +8,10 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
-import test_pool_append
-import test_pool_expired
-
 from ag.kernels.pool_append import pool_append
 from ag.kernels.pool_append.triton import triton_pool_append
 from ag.kernels.pool_expired.triton import triton_pool_expired
+from tests.kernels import test_pool_append, test_pool_expired
 
 MORE = {"odd_sizes": {"width": 5, "page": 5, "victims": 3}, "half": {"width": 7, "dtype": torch.float16}}
 

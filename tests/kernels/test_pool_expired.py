@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from compiled import needs
-from paged import pages_of, places, read
 
 from ag.kernels.pool_expired import cpu, pool_expired, reference_pool_expired
+from tests.support.compiled import needs
+from tests.support.paged import pages_of, places, read
 
 VERSIONS = [
     pytest.param(reference_pool_expired, id="reference"),

@@ -6,13 +6,13 @@ from itertools import product
 
 import pytest
 import torch
-from bounds import bounded, hold
-from compiled import needs
-from pairs import covering
 
 from ag.errors import UserError
 from ag.kernels.row_statistics import Values, cpu, reference_row_statistics, row_statistics
 from ag.kernels.row_statistics.reference import KINDS
+from tests.support.bounds import bounded, hold
+from tests.support.compiled import needs
+from tests.support.pairs import covering
 
 needs_compiler = needs(cpu.KERNEL)
 VERSIONS = {"cpp": cpu.row_statistics, "reference": reference_row_statistics}

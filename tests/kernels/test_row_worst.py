@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from compiled import needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ag.kernels.row_worst import NOT_FINITE, OVER, cpu, row_worst
 from ag.kernels.row_worst.reference import Going, reference_row_going, reference_row_worst
+from tests.support.compiled import needs
 
 VERSIONS = [
     pytest.param(reference_row_worst, id="reference"),

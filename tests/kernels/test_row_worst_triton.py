@@ -8,10 +8,9 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
-import test_row_worst
-
 from ag.kernels.row_worst import row_worst
 from ag.kernels.row_worst.triton import triton_row_going, triton_row_worst
+from tests.kernels import test_row_worst
 
 
 @pytest.mark.parametrize("ranked", [False, True])

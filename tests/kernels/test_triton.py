@@ -6,7 +6,8 @@ The variable must be set before Triton is imported, hence a process of its own; 
 from pathlib import Path
 
 import pytest
-from inner import passed
+
+from tests.support.inner import passed
 
 HERE = Path(__file__).parent
 

@@ -9,7 +9,6 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
-from bounds import bounded, hold
 from triton.runtime.errors import OutOfResources
 
 from ag.kernels.column_sums import triton as columns
@@ -25,6 +24,7 @@ from ag.kernels.gated_prefill.triton import triton_gated_prefill
 from ag.kernels.paged_attend.triton import ATTEND
 from ag.kernels.paged_decode import triton as paged
 from ag.kernels.tuned import FARTHEST, TALLEST, Tuned, readable
+from tests.support.bounds import bounded, hold
 
 
 def known(*tensors):

@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bounded import STORED
-from bounds import bounded, hold
-from refused import refuses
 from safetensors.torch import load_file, save_file
-from shapes import shaped
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
@@ -22,6 +18,10 @@ from ag.model import base as models
 from ag.model import smollm2 as wheel
 from ag.model.wheels import Source
 from ag.models import main
+from tests.support.bounded import STORED
+from tests.support.bounds import bounded, hold
+from tests.support.refused import refuses
+from tests.support.shapes import shaped
 
 
 @pytest.fixture

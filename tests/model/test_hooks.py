@@ -5,12 +5,12 @@ import types
 
 import pytest
 import torch
-from bounds import hold, of_logits
-from gates_for import gates_for
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import modeling_flash_attention_utils as flash
 
 from ag import EvictionCache, Gating, attach
+from tests.support.bounds import hold, of_logits
+from tests.support.gates_for import gates_for
 
 IDS = torch.randint(3, 128, (2, 20), generator=torch.Generator().manual_seed(0))
 

@@ -5,9 +5,6 @@ import copy
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from bounds import hold, of_logits
-from compiled import needs
-from gates_for import gates_for
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -16,6 +13,9 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 import ag
 from ag.kernels.gemv import cpu
 from ag.model import products
+from tests.support.bounds import hold, of_logits
+from tests.support.compiled import needs
+from tests.support.gates_for import gates_for
 
 pytestmark = needs(cpu.KERNEL)
 IDS = torch.arange(3, 23)[None]

@@ -3,11 +3,11 @@
 import peft
 import pytest
 import torch
-from bounds import bounded, hold
-from refused import refuses
 
 from ag.errors import UserError
 from ag.model.projection import output_weight, projected_norms
+from tests.support.bounds import bounded, hold
+from tests.support.refused import refuses
 
 
 @pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen3"])

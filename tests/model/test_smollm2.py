@@ -11,7 +11,6 @@ import regex
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from refused import refuses
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerFast
 
@@ -20,6 +19,7 @@ from ag.config import ModelConfig
 from ag.model import smollm2 as wheel
 from ag.model.base import load_base
 from ag.model.wheels import WheelError, WheelNotFoundError
+from tests.support.refused import refuses
 
 # Of the weights that equal gguf.quants.dequantize bit for bit, q and k rows put back from llama.cpp's order.
 WEIGHTS_SHA256 = "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"

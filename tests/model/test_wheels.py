@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import transformers
-from refused import refuses
 
 from ag import files
 from ag.model import wheels
+from tests.support.refused import refuses
 
 
 def make_wheel(folder: Path, name: str, content: bytes) -> wheels.Wheel:

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from bounds import bounded, conditioned, hold, of_logits, of_pass
-from gates_for import gates_for
 
 import ag
 from ag.gates.gating import Observing
 from ag.training import losses
+from tests.support.bounds import bounded, conditioned, hold, of_logits, of_pass
+from tests.support.gates_for import gates_for
 
 EPS = torch.finfo(torch.float32).eps
 LABELS = torch.full((3, 9), -100)

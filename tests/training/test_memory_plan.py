@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from warm import started
 
 from ag import fit
 from ag.config import Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
@@ -19,6 +18,7 @@ from ag.model.hooks import decoder_of
 from ag.training import memory_plan
 from ag.training.memory_plan import plan, report
 from ag.training.module import GatedLM
+from tests.support.warm import started
 
 LAYERS, LENGTH = 6, 160
 STEPS, BUILD = memory_plan.steps, memory_plan._build

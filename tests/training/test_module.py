@@ -5,15 +5,11 @@ import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
-import by_hand
 import lightning as L
 import numpy as np
 import pytest
 import torch
-from bounds import PASSES, ROUNDINGS, hold, of_logits, of_nats
-from gates_for import gates_for
 from lightning.pytorch.loggers.logger import Logger
-from refused import refuses
 
 import ag
 from ag.config import Config, LoraConfig, LossConfig, OptimConfig, WarmupConfig
@@ -23,6 +19,10 @@ from ag.errors import UserError
 from ag.model import base as models
 from ag.training.losses import token_nll
 from ag.training.module import GatedLM
+from tests.support import by_hand
+from tests.support.bounds import PASSES, ROUNDINGS, hold, of_logits, of_nats
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
 
 EPS = torch.finfo(torch.float32).eps
 ROWS = [(12, 18), (7, 16), (9, 11), (5, 18)]  # prompt, length

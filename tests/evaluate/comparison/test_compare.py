@@ -10,12 +10,8 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import by_hand_cells
 import pytest
 import torch
-from bounds import hold, of_nats
-from gates_for import gates_for
-from refused import refuses
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
@@ -34,6 +30,10 @@ from ag.evaluate.comparison.run import compare
 from ag.evaluate.tasks import Outcome
 from ag.gates import export
 from ag.gates.calibration import Calibration
+from tests.support import by_hand_cells
+from tests.support.bounds import hold, of_nats
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-import made_up
 import pytest
 import torch
 
@@ -14,6 +13,7 @@ from ag.compare import CompareConfig, main
 from ag.evaluate.comparison.conditions import called, conditions, measured, prompts
 from ag.evaluate.comparison.results import ROWS
 from ag.evaluate.comparison.run import compare
+from tests.support import made_up
 
 LATER = ("dtype", "quantization", "prompt_mean", "prompt_min", "prompt_max", "task_options", "hardware", "threads")
 LATER += ("date", "command", "untouched")

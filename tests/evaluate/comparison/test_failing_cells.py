@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from refused import names
-from shapes import shaped
 
 from ag import compare as command
 from ag.engine.allocators import ALLOCATORS, Allocator
@@ -14,6 +12,8 @@ from ag.engine.scorers.controls import KNorm
 from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.evaluate import tasks
 from ag.evaluate.comparison.run import compare
+from tests.support.refused import names
+from tests.support.shapes import shaped
 
 SAMPLES = 6
 

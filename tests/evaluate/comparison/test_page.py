@@ -4,10 +4,10 @@ import re
 import shutil
 from dataclasses import replace
 
-import made_up
 import pytest
 
 from ag.evaluate.comparison.page import render
+from tests.support import made_up
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install -e '.[dev]'")
 from selenium.webdriver.common.by import By  # noqa: E402

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
-from test_results import ROW, VALUES
 
 import ag
 from ag.evaluate.comparison import findings, plots, positions
@@ -21,6 +20,7 @@ from ag.evaluate.comparison.page import along, embedded, render, viewer
 from ag.evaluate.comparison.report import markdown
 from ag.evaluate.comparison.views import View, pieces
 from ag.evaluate.tasks import Outcome
+from tests.evaluate.comparison.test_results import ROW, VALUES
 
 HALF = 0.5e-4 + 1e-12  # of a unit of the last digit that is printed
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import made_up
 import pytest
 
 from ag.evaluate.comparison import plots
@@ -13,6 +12,7 @@ from ag.evaluate.comparison.report import markdown
 from ag.evaluate.comparison.shares import agree, at_budget, held, hold_alike, percent
 from ag.evaluate.comparison.verdict import judge, verdicts
 from ag.evaluate.tasks import Outcome
+from tests.support import made_up
 
 LENGTHS = (100, 300)
 

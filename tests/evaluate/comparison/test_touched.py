@@ -6,14 +6,14 @@ import random
 from pathlib import Path
 
 import pytest
-from bounds import of_nats
-from gates_for import gates_for
-from refused import names
 
 from ag.compare import main
 from ag.evaluate.comparison.results import Results, Row
 from ag.evaluate.tasks import Outcome
 from ag.gates import export
+from tests.support.bounds import of_nats
+from tests.support.gates_for import gates_for
+from tests.support.refused import names
 
 SAMPLES = 6
 

@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
-import made_up
 import numpy as np
 import pytest
-from page_text import paths
 
 from ag.evaluate.comparison.findings import Comparison, Entry
 from ag.evaluate.comparison.lead import lead, looks
 from ag.evaluate.comparison.page import render
 from ag.evaluate.comparison.report import markdown
 from ag.evaluate.comparison.verdict import headlines, judge, verdicts
+from tests.support import made_up
+from tests.support.page_text import paths
 
 
 def difference(comparison, task, budget, mine, theirs):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from bounds import hold, of_nats
 
 import ag
 from ag.engine import read_prompt
 from ag.evaluate.tasks.follow import end_tokens, greedy, score
+from tests.support.bounds import hold, of_nats
 
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 ANSWERS = [[5, 9, 40, 77], [12], [30, 31, 99, 100, 101, 102, 64]]

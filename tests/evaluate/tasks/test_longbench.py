@@ -6,7 +6,6 @@ import sys
 import zipfile
 
 import pytest
-from refused import refuses
 
 import ag
 from ag.data.sources import DataError
@@ -14,6 +13,7 @@ from ag.errors import UserError
 from ag.evaluate.tasks import GROUPS, make
 from ag.evaluate.tasks.longbench_metrics import classification, code_similarity, count, f1, retrieval, rouge_l
 from ag.evaluate.tasks.longbench_subsets import SUBSETS
+from tests.support.refused import refuses
 
 
 def row(context="Bob is tall.", question="Who is tall?", answers=("Bob",), classes=None):

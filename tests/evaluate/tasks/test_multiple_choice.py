@@ -3,12 +3,12 @@
 import random
 
 import pytest
-from gates_for import gates_for
-from refused import refuses
 
 import ag
 from ag.data.sources import DataError
 from ag.evaluate.tasks import make
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
 
 rng = random.Random(0)
 WORDS = ("red", "blue", "cat", "dog", "runs", "sleeps", "7", "a", "stone", "under", "moon")

@@ -6,15 +6,15 @@ import string
 import numpy as np
 import pytest
 import torch
-from bounds import hold, of_nats
-from gates_for import gates_for
-from refused import refuses
 
 import ag
 from ag.errors import UserError
 from ag.evaluate.tasks import make
 from ag.evaluate.tasks.perplexity import first_tokens
 from ag.gates.gating import Gating
+from tests.support.bounds import hold, of_nats
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
 
 rng = random.Random(1)
 TEXTS = ["".join(rng.choices(string.ascii_letters + " ", k=n)) for n in (300, 40, 120, 59, 60)]

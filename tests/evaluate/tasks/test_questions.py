@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bounds import hold, of_logits, of_nats
-from gates_for import gates_for
 
 import ag
 from ag.errors import UserError
@@ -15,6 +13,8 @@ from ag.evaluate.tasks.follow import feed
 from ag.evaluate.tasks.questions import blanks
 from ag.gates import export
 from ag.model.hooks import lm_logits
+from tests.support.bounds import hold, of_logits, of_nats
+from tests.support.gates_for import gates_for
 
 PASSAGE = "The river is long. It ends in the sea, and many boats go down it to the old town."
 BOOLQ = [{"passage": PASSAGE, "question": f"is it long {i}", "answer": bool(i % 2)} for i in range(3)]

@@ -1,9 +1,8 @@
 """Names of tasks."""
 
-from refused import refuses
-
 from ag.errors import UserError
 from ag.evaluate.tasks import GROUPS, TASKS, expand, make
+from tests.support.refused import refuses
 
 
 def test_names():

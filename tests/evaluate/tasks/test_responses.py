@@ -2,13 +2,9 @@
 
 from pathlib import Path
 
-import by_hand
 import numpy as np
 import pytest
 import torch
-from bounds import hold, of_nats
-from gates_for import gates_for
-from refused import refuses
 
 import ag
 from ag import data
@@ -18,6 +14,10 @@ from ag.data.collate import Answer, Row
 from ag.errors import UserError
 from ag.evaluate.tasks import make
 from ag.evaluate.tasks.responses import Response
+from tests.support import by_hand
+from tests.support.bounds import hold, of_nats
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
 
 TOKEN = 2 * 16 * 4  # bytes of a key and a value of one head, float32
 ROWS = 3 * 2

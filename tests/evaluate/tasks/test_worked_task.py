@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gates_for import gates_for
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 
@@ -19,6 +18,7 @@ from ag.errors import BudgetWarning, UserError
 from ag.evaluate.comparison.run import compare
 from ag.evaluate.tasks import make
 from ag.gates import export
+from tests.support.gates_for import gates_for
 
 SIZES = {"solution_min": 20, "solution_max": 70}
 SHORT = {"solution_min": 20, "solution_max": 40}

@@ -1,0 +1,149 @@
+"""Anything at all as a policy, as weights and as rows of data: it works, or the documented error says why.
+
+Recipes and overrides have theirs in tests/config/test_any_input.py, gate_config.json in tests/gates/test_manifest.py.
+Seeds are fixed.
+"""
+
+import hashlib
+import json
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ag
+from ag.config import Config
+from ag.data import DataError, build
+from ag.engine.policy import Policy
+from ag.errors import UserError
+from ag.gates import export
+from ag.gates.gate import AttentionGates
+from ag.gates.manifest import checksum
+from tests.support.gates_for import gates_for
+
+SECONDS = 10
+anything = settings(
+    max_examples=120,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+any_file = settings(anything, max_examples=60)  # a case reads and writes files
+
+
+@pytest.fixture(autouse=True)
+def quick():
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < 20 * SECONDS
+
+
+WORDS = """
+full streaming_llm h2o tova snapkv scissorhands cake knorm random gates gates: flags flags: vatp caote fastcaote
+obcache_value uniform pyramid preference heads pyramidkv + @ : prefill every blocks:16 blocks: 0 -1
+"""
+words = st.sampled_from(WORDS.split())
+specs = st.lists(words | st.text(max_size=3), max_size=6).map("".join)
+budgets = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=4)
+options = st.dictionaries(
+    st.sampled_from(["sinks", "recent", "window", "kernel", "schedule", "beta", "dtype"]) | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers(-5, 10**6) | st.floats() | specs,
+    max_size=3,
+)
+
+
+@anything
+@given(spec=specs, budget=budgets, given=options)
+def test_any_policy(spec, budget, given):
+    try:
+        policy = ag.policy(spec, **{"budget": budget} | given)
+    except UserError as error:
+        assert str(error)
+    else:
+        assert isinstance(policy, Policy) and eval(repr(policy), {"ag": ag, "policy": ag.policy}) == policy
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, tiny_llama):
+    folder = tmp_path_factory.mktemp("exported") / "export"
+    gates_for(tiny_llama()).save_pretrained(folder)
+    return folder, (folder / "gates.safetensors").read_bytes(), AttentionGates.from_pretrained(folder).state_dict()
+
+
+def load_with(folder, raw):
+    """Load after replacing the weights, their hash being made right so that the parser sees them."""
+    (folder / "gates.safetensors").write_bytes(raw)
+    info = json.loads((folder / "gate_config.json").read_text())
+    info["sha256"]["gates.safetensors"] = hashlib.sha256(raw).hexdigest()
+    info["checksum"] = checksum(info)
+    (folder / "gate_config.json").write_text(json.dumps(info))
+    try:
+        return AttentionGates.from_pretrained(folder).state_dict()
+    except export.ExportError as error:
+        assert "gates.safetensors" in str(error)
+        return None
+
+
+@any_file
+@given(position=st.integers(0, 900), insert=st.binary(max_size=12), removed=st.integers(0, 12))
+def test_any_bytes_in_the_header_of_the_weights(exported, position, insert, removed):
+    folder, raw, weights = exported
+    found = load_with(folder, raw[:position] + insert + raw[position + removed :])
+    if found is not None:  # names, shapes and types are those of the gates
+        assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in weights.items()}
+        assert all(x.dtype == torch.float32 and x.isfinite().all() for x in found.values())
+
+
+sizes = st.integers(-(2**63), 2**64)
+entries = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "F16", "I64", "BOOL", "X"]) | st.none(),
+        "shape": st.lists(sizes, max_size=3),
+        "data_offsets": st.lists(sizes, min_size=1, max_size=3),
+    }
+)
+
+
+@any_file
+@given(header=st.dictionaries(st.text(max_size=8), entries | st.integers(), max_size=3), length=st.none() | sizes)
+def test_any_header_of_the_weights(exported, header, length):
+    folder, raw, _ = exported
+    text = json.dumps(header).encode()
+    stated = len(text) if length is None else length % 2**64
+    assert load_with(folder, stated.to_bytes(8, "little") + text + raw[-64:]) is None
+
+
+@any_file
+@given(size=st.integers(0, 40), cut=st.integers(1, 4000))
+def test_any_length_of_the_weights(exported, size, cut):
+    folder, raw, _ = exported
+    assert load_with(folder, raw[:size]) is None
+    assert load_with(folder, raw[:-cut]) is None
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+rows = st.dictionaries(
+    st.sampled_from(["passage", "question", "answer", "label", "text"]) | st.text(max_size=4), values, max_size=4
+)
+lines = st.lists(rows.map(json.dumps) | st.text(max_size=30) | values.map(json.dumps), max_size=4)
+
+
+@any_file
+@given(lines=lines, tail=st.binary(max_size=8), kind=st.sampled_from(["boolq", "words"]))
+def test_any_rows_of_a_dataset(lines, tail, kind, tmp_path_factory, tiny_tokenizer):
+    root = tmp_path_factory.mktemp("rows")
+    for split in ("train", "validation"):
+        (root / f"{split}.jsonl").write_bytes("\n".join(lines).encode("utf-8", "surrogatepass") + tail)
+    config = Config()
+    config.data.kind = "sft" if kind == "boolq" else "text"
+    config.data.name, config.data.root, config.data.batch_size = kind, str(root), 1
+    config.data.prompt_min, config.data.prompt_max, config.data.continuation = 2, 8, 1
+    try:
+        module = build(config, tiny_tokenizer, 64)
+        assert len(next(iter(module.train_dataloader()))["input_ids"]) == 1
+    except DataError as error:
+        assert str(error)

@@ -1,0 +1,285 @@
+"""What contributors and GitHub read: workflows, forms, sessions, hooks, the site, and the release command."""
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+
+import ag
+from ag.engine.scorers import SCORERS
+from tests.support import ROOT
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FORMS = [path for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")) if path.stem != "config"]
+PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def loaded(path):
+    return yaml.load(path.read_text(), yaml.BaseLoader)  # on: stays a word
+
+
+def steps():
+    for path in WORKFLOWS:
+        for job in loaded(path)["jobs"].values():
+            for case in job.get("strategy", {}).get("matrix", {}).get("include", [{}]):
+                for step in job["steps"]:
+                    yield job, case, step
+
+
+def sessions():
+    """Name the sessions of noxfile.py, as ``nox --list`` does."""
+    tree = ast.parse((ROOT / "noxfile.py").read_text())
+    ids = [node.value.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "id"]
+    for node in tree.body:
+        marks = [ast.unparse(mark) for mark in getattr(node, "decorator_list", [])]
+        if len(marks) == 2 and (python := re.fullmatch(r"nox\.session\(python=(.*)\)", marks[0])):
+            yield from (f"{node.name}-{version}({case})" for version in ast.literal_eval(python[1]) for case in ids)
+        elif marks == ["nox.session"]:
+            yield node.name
+
+
+def test_actions_are_pinned_and_may_only_read():
+    used = [step["uses"] for _, _, step in steps() if "uses" in step]
+    assert len(used) >= 8
+    assert [name for name in used if not re.fullmatch(r"actions/[\w-]+@v\d+\.\d+\.\d+", name)] == []
+    for path in WORKFLOWS:
+        workflow = loaded(path)
+        assert workflow["permissions"] == {"contents": "read"}
+        wider = {name: job["permissions"] for name, job in workflow["jobs"].items() if "permissions" in job}
+        assert wider == ({"publish": {"pages": "write", "id-token": "write"}} if path.stem == "docs" else {})
+        assert all(int(job["timeout-minutes"]) <= 90 for job in workflow["jobs"].values())
+
+
+def test_every_session_that_a_workflow_runs_exists():
+    known, ran = set(sessions()), set()
+    for job, case, step in steps():
+        for name in re.findall(r'nox -s "([^"]+)"', step.get("run", "")):
+            for option in job.get("strategy", {}).get("matrix", {}).get("session", [""]):
+                filled = name
+                for key, value in (case | {"session": option}).items():
+                    filled = filled.replace(f"${{{{ matrix.{key} }}}}", value)
+                ran.add(filled)
+    assert ran <= known
+    assert {"lint", "types", "docs", "package", "tests-3.11(oldest)"} <= ran
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pythons = {x.rpartition(" ")[2] for x in project["classifiers"] if re.search(r":: 3\.\d", x)}
+    assert {name[6:10] for name in ran if name.endswith("(newest)")} == pythons
+
+
+def test_sessions_run_the_commands_of_the_test_script():
+    text = (ROOT / "scripts" / "checks.sh").read_text()
+    (listed,) = re.findall(r"^ +([a-z |]+)\) \"\$@\"", text, re.MULTILINE)
+    assert {name.partition("-")[0] for name in sessions()} == set(listed.split(" | "))
+    for name in re.findall(r"scripts/\w+\.\w+", text):
+        assert (ROOT / name).is_file(), name
+    for name in ("lint", "types", "tests"):
+        assert re.search(rf"^(beside )?{name}\b", (ROOT / "scripts" / "test.sh").read_text(), re.MULTILINE)
+    done = subprocess.run(["bash", "scripts/checks.sh", "tpyes"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "'tpyes'" in done.stderr and "types" in done.stderr
+
+
+def test_loosened_pins_are_pins():
+    tree = ast.parse((ROOT / "noxfile.py").read_text())
+    (table,) = [x.value for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "FOLLOWING"]
+    loosened = {name for names in ast.literal_eval(table).values() for name in names}
+    assert {"torch", "transformers"} <= loosened <= set(PINS)
+
+
+def test_hooks_before_a_commit_are_the_pinned_linters():
+    repos = {repo["repo"]: repo for repo in loaded(ROOT / ".pre-commit-config.yaml")["repos"]}
+    assert repos["https://github.com/astral-sh/ruff-pre-commit"]["rev"] == f"v{PINS['ruff']}"
+    assert [hook["entry"] for hook in repos["local"]["hooks"]] == ["bash scripts/checks.sh types"]
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_form_asks(path):
+    form = loaded(path)
+    assert {"name", "description", "body"} <= set(form)
+    asked = [part for part in form["body"] if part["type"] != "markdown"]
+    names = [part["id"] for part in asked]
+    assert len(set(names)) == len(names) >= 4
+    if path.stem == "scorer":
+        required = {part["id"] for part in asked if part.get("validations") == {"required": "true"}}
+        assert required >= {"source", "formula", "defaults", "deviations", "identities"}
+
+
+def site():
+    """The pages that the navigation names."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("!ENV", lambda loader, node: loader.construct_sequence(node))
+
+    def pages(entry):
+        if isinstance(entry, str):
+            return [entry]
+        return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in pages(part)]
+
+    return pages(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"])
+
+
+def test_every_page_is_in_the_navigation_once():
+    outside = script("docs_site").OUTSIDE
+    written = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(site()) == sorted([*written, *outside])
+    assert {str(path.relative_to(ROOT)) for path in ROOT.glob("kernels/*/README.md")} < set(outside.values())
+
+
+def test_links_hold_on_the_site():
+    hook = script("docs_site")
+    read = {page: (ROOT / hook.OUTSIDE.get(page, f"docs/{page}")).read_text() for page in site()}
+    for page, text in read.items():
+        turned = hook.turned(text, page, "https://example.org/ag/")
+        for _, _, target, _ in hook.LINK.findall("".join(hook.FENCE.split(turned)[::2])):
+            if target.startswith("https://example.org/ag/"):
+                assert (ROOT / target.removeprefix("https://example.org/ag/blob/HEAD/")).exists(), (page, target)
+            elif ":" not in target:
+                at = str((ROOT / page).parent.joinpath(target).resolve().relative_to(ROOT))
+                assert at in read or (ROOT / "docs" / at).is_file(), (page, target)
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "repository", "expected"),
+    [
+        ("index.md", "[a](docs/engine.md#x)", "", "[a](engine.md#x)"),
+        ("index.md", "![a](docs/figures/decode.png)", "", "![a](figures/decode.png)"),
+        ("extending/kernel.md", "[a](../../kernels/column_max/README.md)", "", "[a](../kernels/column_max.md)"),
+        ("exported_format.md", "[a](../SECURITY.md)", "", "[a](security.md)"),
+        ("engine.md", "[a](../ag/engine/layer.py)", "", "a"),
+        ("engine.md", "[a](../ag/engine/layer.py)", "https://h/r", "[a](https://h/r/blob/HEAD/ag/engine/layer.py)"),
+        ("engine.md", "[a](nowhere.md) [b](#c) [d](https://e)", "", "[a](nowhere.md) [b](#c) [d](https://e)"),
+        (
+            "engine.md",
+            "```\n[a](../README.md)\n```\n[a](../README.md)",
+            "",
+            "```\n[a](../README.md)\n```\n[a](index.md)",
+        ),
+    ],
+)
+def test_link_is_turned(page, link, repository, expected):
+    assert script("docs_site").turned(link, page, repository) == expected
+
+
+def test_reference_names_all_that_is_public():
+    found = {}
+    for path in sorted((ROOT / "docs" / "reference").glob("*.md")):
+        for name in re.findall(r"^::: (\S+)", path.read_text(), re.MULTILINE):
+            module, _, attribute = name.rpartition(".")
+            found[name] = getattr(importlib.import_module(module), attribute)
+    assert {id(getattr(ag, name)) for name in ag._PUBLIC} | {id(kind) for kind in SCORERS.values()} <= set(
+        map(id, found.values())
+    )
+
+
+def test_what_is_public_is_imported_for_tools_that_do_not_run_it():
+    """Type checkers and the site's reference read the imports under TYPE_CHECKING; Python reads the table."""
+    (checked,) = [
+        node for node in ast.parse((ROOT / "ag" / "__init__.py").read_text()).body if isinstance(node, ast.If)
+    ]
+    imports = [node for node in checked.body if isinstance(node, ast.ImportFrom)]
+    assert {name.asname: node.module for node in imports for name in node.names} == ag._PUBLIC
+
+
+def test_lost_links_of_a_built_site_are_named(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "index.html").write_text(
+        '<a href="b/#here"><a href="b/index.html#gone"><a href="c/"><img src="x.png"><a href="https://h"><a href="#a">'
+    )
+    (tmp_path / "b" / "index.html").write_text('<h2 id="here"><a href="../">')
+    lost = ["index.html: b/index.html#gone", "index.html: c/", "index.html: x.png", "index.html: #a"]
+    assert script("site_links").lost(tmp_path) == lost
+
+
+def measured(folder, cpu, values):
+    rows = [{"contestant": name, "batch": 1, "context": 8192, "x full": value} for name, value in values.items()]
+    machine = {"cpu": cpu, "cores": 2, "threads": 2, "load": 0.1, "torch": "2.13.0"}
+    (folder / "decode.json").write_text(json.dumps({"date": "2026-01-01", "machine": machine, "rows": rows}))
+
+
+def test_history_of_benchmarks_by_version_and_machine(tmp_path):
+    history, out = script("benchmarks"), tmp_path / "benchmarks"
+    with pytest.raises(SystemExit, match=r"decode\.json"):
+        history.record(tmp_path, "0.9.0", out)
+    for version, cpu, value in (("0.10.0", "A", 1.8), ("0.9.0", "A", 1.5), ("0.11.0", "B", 3.0)):
+        measured(tmp_path, cpu, {"full": 1.0, "random 20%": value})
+        assert history.record(tmp_path, version, out) == out / f"{version}.json"
+    releases = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    drawn = history.lines(releases, "decode")
+    assert drawn["random 20%, 8,192 x 1", "A, 2, 2"] == {"0.9.0": 1.5, "0.10.0": 1.8}
+    assert drawn["random 20%, 8,192 x 1", "B, 2, 2"] == {"0.11.0": 3.0} and len(drawn) == 4
+    assert history.lines(releases, "prefill") == {}
+    assert history.draw(out).read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A repository with what a release changes, committed."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("pyproject.toml", "CITATION.cff", "scripts/release.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "CHANGELOG.md").write_text(
+        "# Changelog\n\n## Unreleased\n\n### Added\n- A line.\n\n## 0.1.0\n\n- Old.\n"
+    )
+    text = (tmp_path / "pyproject.toml").read_text()
+    (tmp_path / "pyproject.toml").write_text(re.sub(r'(?m)^version = ".*"$', 'version = "1.9.0rc2"', text))
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def release(copy, *words):
+    return subprocess.run(["bash", "scripts/release.sh", *words], cwd=copy, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("version", ["1.9.0", "1.10.0", "1.9.0rc10"])
+def test_release_sets_the_version_where_it_stands(copy, version):
+    before = {name: (copy / name).read_text().splitlines() for name in ("pyproject.toml", "CITATION.cff")}
+    done = release(copy, version)
+    assert done.returncode == 0, done.stderr
+    assert tomllib.loads((copy / "pyproject.toml").read_text())["project"]["version"] == version
+    citation = yaml.safe_load((copy / "CITATION.cff").read_text())
+    assert citation["version"] == version and re.fullmatch(r"\d{4}-\d\d-\d\d", citation["date-released"])
+    heading = (
+        f"## Unreleased\n\n## {version} ({citation['date-released']})\n\n### Added\n- A line.\n\n## 0.1.0\n\n- Old.\n"
+    )
+    assert (copy / "CHANGELOG.md").read_text() == f"# Changelog\n\n{heading}"
+    changed = {name: set((copy / name).read_text().splitlines()) ^ set(lines) for name, lines in before.items()}
+    assert {len(lines) for lines in changed.values()} <= {2, 3}
+    assert f"git tag v{version}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [("2", "1.2.3"), ("", "1.2.3"), ("1.9.0rc2", "1.9.0rc2"), ("1.9.0rc1", "1.9.0rc2"), ("1.8.9", "1.9.0rc2")],
+)
+def test_release_refuses_a_version(copy, version, told):
+    done = release(copy, version)
+    assert done.returncode == 2 and told in done.stderr
+    assert subprocess.run(["git", "diff", "--quiet"], cwd=copy).returncode == 0
+
+
+def test_release_refuses_a_dirty_tree_and_an_empty_changelog(copy):
+    (copy / "new.txt").write_text("x")
+    done = release(copy, "2.0.0")
+    assert done.returncode == 2 and "not committed" in done.stderr
+    (copy / "CHANGELOG.md").write_text("## Unreleased\n\n## 0.1.0\n\n- Old.\n")
+    for words in (["add", "."], ["commit", "-qm", "y"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=copy, check=True)
+    done = release(copy, "2.0.0")
+    assert done.returncode == 2 and "Unreleased" in done.stderr
+    assert 'version = "1.9.0rc2"' in (copy / "pyproject.toml").read_text()

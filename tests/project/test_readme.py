@@ -1,0 +1,168 @@
+"""Every command that README.md and docs/ show is run here, reduced, or checked to be what it says."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+import ag
+from ag import models
+from ag.bench.__main__ import main, named
+from ag.bench.config import BenchConfig
+from ag.compare import CompareConfig
+from ag.config import Config
+from ag.config.command_line import parse
+from ag.evaluate.__main__ import EvaluateConfig
+from ag.explain import ExplainConfig
+from ag.generate import GenerateConfig
+from ag.model.wheels import Source
+from tests.support import ROOT
+from tests.support.warm import started
+
+SCHEMAS = {
+    "ag.generate": GenerateConfig,
+    "ag.evaluate": EvaluateConfig,
+    "ag.compare": CompareConfig,
+    "ag.explain": ExplainConfig,
+    "ag.bench": BenchConfig,
+}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+SMALL = [
+    "data.val_samples=2",
+    "data.prompt_min=60",
+    "data.prompt_max=80",
+    "data.batch_size=1",
+    "data.val_batch_size=2",
+    "trainer.max_steps=2",
+    "trainer.val_every=0",
+    "warmup.regress_steps=1",
+    "optim.warmup_steps=0",
+    "trainer.accelerator=cpu",
+    "trainer.precision=32-true",
+]
+
+
+def commands(page):
+    """The shell commands of a page, comments dropped and variables put in."""
+    variables = {}
+    for language, block in BLOCK.findall(page.read_text()):
+        if language != "sh":
+            continue
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            words = [part for word in words for part in (shlex.split(variables[word]) if word in variables else [word])]
+            if len(words) == 1 and re.match(r"^[A-Z]+=", words[0]):
+                name, _, value = words[0].partition("=")
+                variables[f"${name}"] = value
+            while words and re.match(r"^[A-Z_]+=", words[0]):  # environment of the command
+                words = words[1:]
+            if words:
+                yield words
+
+
+ALL = [(page.name, words) for page in PAGES for words in commands(page)]
+
+
+def run(*words, **options):
+    return subprocess.run([started(), *words], capture_output=True, text=True, timeout=550, cwd=ROOT, **options)
+
+
+@pytest.mark.parametrize(("page", "words"), ALL, ids=[f"{page}: {' '.join(words)[:90]}" for page, words in ALL])
+def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, tmp_path):
+    program = words[2] if words[:2] == ["python", "-m"] else words[0]
+    if program == "ag.fit":
+        stop = [] if {"--help", "--recipes"} & set(words) else ["--print"]
+        with pytest.raises(SystemExit) as done:
+            parse([*words[3:], *stop], Config, program)
+        assert done.value.code == 0
+        expected = "recipe: " if stop else {"--help": "loss.alpha=", "--recipes": "quickstart"}[words[3]]
+        assert expected in capsys.readouterr().out
+    elif program == "ag.bench" and words[3] == "report":
+        monkeypatch.chdir(tmp_path)
+        assert main(words[3:]) == 2  # nothing was measured there
+        assert "PART/rows.jsonl" in capsys.readouterr().err
+    elif program in SCHEMAS:
+        given = named(words[3:]) if program == "ag.bench" else words[3:]
+        with pytest.raises(SystemExit) as done:
+            parse([*given, "--print"], SCHEMAS[program], program)
+        assert done.value.code == 0
+    elif program == "ag.evaluate.lm_eval":
+        harness = pytest.importorskip("lm_eval._cli", reason="needs lm_eval: .venv/bin/pip install -e '.[lm_eval]'")
+        monkeypatch.setattr(sys, "argv", ["lm_eval", *words[3:]])
+        told = harness.HarnessCLI().parse_args()
+        assert told.model == "ag"
+        options = {name: value for name, value in told.model_args.items() if name not in ("pretrained", "policy")}
+        assert ag.policy(told.model_args["policy"], **options)
+    elif program == "ag.models":
+        monkeypatch.setattr(Source, "get", lambda source: tmp_path / source.name)
+        assert models.main(words[3:]) == 0
+        assert capsys.readouterr().out == f"{tmp_path / words[3]}\n"
+    elif program == "bash":
+        assert (ROOT / words[1]).is_file()
+    else:
+        assert program in ("venv", "pip"), f"{words}: no test knows this command"
+
+
+LINKING = sorted({*PAGES, *ROOT.glob("*.md"), *ROOT.glob("kernels/*/*.md")})
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", BLOCK.sub("", page.read_text()))
+    lost = [x for x in targets if "://" not in x and not (page.parent / x).exists()]
+    assert lost == []
+
+
+@pytest.fixture
+def quickstart(smollm2, tmp_path):
+    """The run of scripts/quickstart.sh at a reduced size, in a folder of its own, and what the script printed."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("quickstart.sh", "quickstart.txt"):
+        (tmp_path / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
+    (tmp_path / "scripts" / "setup.sh").write_text('set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(started())} "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "scripts/quickstart.sh", "out", *SMALL],
+        cwd=tmp_path,
+        env=os.environ | {"COLUMNS": "120", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "out" / "quickstart").iterdir()
+    return folder, done.stdout
+
+
+@pytest.mark.slow
+def test_the_quickstart_the_commands_by_hand_and_the_python_example(quickstart):
+    """The script, which runs fit and evaluate as the README has them, its generate, and its Python block."""
+    folder, printed = quickstart
+    assert {"config.yaml", "metrics.csv", "export", "evaluation.json"} <= {path.name for path in folder.iterdir()}
+    scores = json.loads((folder / "evaluation.json").read_text())
+    assert len(scores["full cache"]["losses"]) == 2
+    assert scores["flags"]["kept"] < 1 and scores["flags"]["kv_bytes"] < scores["full cache"]["kv_bytes"]
+    full = printed.partition("--- full cache ---\n")[2]
+    assert full.startswith(" the weaver has a ticket to Helsinki.")
+    assert "2 held-out responses" in full
+
+    script = (ROOT / "scripts" / "quickstart.sh").read_text()
+    words = {words[2]: words[3:] for words in commands(ROOT / "README.md") if "quickstart" in " ".join(words[3:4])}
+    assert words["ag.fit"] == ["recipe=quickstart"] and "-m ag.fit recipe=quickstart " in script
+    assert words["ag.evaluate"] == ["run=runs/quickstart/TIME"] and '-m ag.evaluate run="$run"' in script
+    asked = [word.replace("runs/quickstart/TIME", str(folder)) for word in words["ag.generate"]]
+    done = run("-m", "ag.generate", *asked, "max_new_tokens=8")
+    assert done.returncode == 0, done.stderr
+    assert "evicted" in done.stdout.lower()
+    (example,) = (block for language, block in BLOCK.findall((ROOT / "README.md").read_text()) if language == "python")
+    assert len(example.strip().splitlines()) <= 11
+    done = run("-c", example.replace("runs/quickstart/TIME", str(folder)))
+    assert done.returncode == 0, done.stderr
+    assert "Once upon a time" in done.stdout

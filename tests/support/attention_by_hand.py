@@ -1,0 +1,209 @@
+"""The oracle of the engine's parts: tiny layers with ragged keys, and their attention written out pair by pair."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ag.engine.observe import Context, Keys, Observation, Queries
+from tests.support.bounds import ROUNDINGS, conditioned, hold
+
+
+def rotation(place: float, dim: int, base: float = 50.0) -> Tensor:
+    """RoPE's matrix ``[D, D]`` float64 of a place, dimensions d and d + D/2 being a pair."""
+    matrix, half = torch.zeros(dim, dim, dtype=torch.float64), dim // 2
+    for d in range(half):
+        angle = place * base ** (-d / half)
+        matrix[d, d] = matrix[d + half, d + half] = math.cos(angle)
+        matrix[d, d + half], matrix[d + half, d] = -math.sin(angle), math.sin(angle)
+    return matrix
+
+
+@functools.cache
+def mean_rotation(first: int, span: int, dim: int) -> Tensor:
+    """The mean of the matrices of ``span`` places."""
+    return torch.stack([rotation(first + j, dim) for j in range(span)]).mean(0)
+
+
+def turned(x: Tensor, places: Tensor, span: int = 1) -> Tensor:
+    """Multiply each vector of ``[B, H, n, D]`` by the mean rotation of its ``span`` places."""
+    places, out = places.expand(x.shape[:3]), torch.empty_like(x)
+    for index, first in zip(itertools.product(*map(range, x.shape[:3])), places.flatten().tolist(), strict=True):
+        out[index] = (mean_rotation(first, span, x.shape[3]) @ x[index].double()).to(x.dtype)
+    return out
+
+
+class Scene:
+    """One layer, as an observation and as plain lists in float64.
+
+    ``lengths`` are the sequences' tokens. ``ragged``: each KV head holds a random part of them (the newest always);
+    ``queries``: only so many of the last tokens are there as queries; ``sharp`` stretches the logits.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        lengths: Sequence[int] = (9,),
+        heads: int = 4,
+        kv_heads: int = 2,
+        dim: int = 8,
+        padding: str = "left",
+        ragged: bool = False,
+        window: int | None = None,
+        queries: int | None = None,
+        sharp: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+        layer: int = 0,
+        gate: bool = False,
+    ) -> None:
+        make = torch.Generator().manual_seed(seed)
+        self.lengths, self.heads, self.kv_heads, self.window = lengths, heads, kv_heads, window
+        self.group, self.scaling = heads // kv_heads, 0.3
+        batch, longest = len(lengths), max(lengths)
+        columns = min(queries or longest, longest)
+        query_ranks = torch.full((batch, columns), -1)
+        query_valid = torch.zeros(batch, columns, dtype=torch.bool)
+        q = torch.randn(batch, heads, columns, dim, generator=make) * sharp
+        self.columns: list[list[tuple[int, int]]] = []  # of each sequence: (column, rank) of the queries that exist
+        for b, n in enumerate(lengths):
+            here = min(columns, n)
+            first = columns - here if padding == "left" else 0
+            self.columns.append([(first + i, n - here + i) for i in range(here)])
+            for column, rank in self.columns[-1]:
+                query_ranks[b, column], query_valid[b, column] = rank, True
+            query_ranks[b, first + here :] = n - 1  # what a running count gives on right padding
+        self.held = [[list(range(n)) for _ in range(kv_heads)] for n in lengths]
+        if ragged:
+            for b, n in enumerate(lengths):
+                for g in range(kv_heads):
+                    keep = torch.rand(n, generator=make) < 0.6
+                    self.held[b][g] = [p for p in range(n) if bool(keep[p]) or p == n - 1]
+        slots = max(len(x) for row in self.held for x in row)
+        k = torch.randn(batch, kv_heads, slots, dim, generator=make) * 5  # free slots hold anything finite
+        v = torch.randn(batch, kv_heads, slots, dim, generator=make) * 5
+        ranks = torch.randint(0, longest, (batch, kv_heads, slots), generator=make)
+        valid = torch.zeros(batch, kv_heads, slots, dtype=torch.bool)
+        tokens_k = torch.randn(batch, kv_heads, longest, dim, generator=make)
+        tokens_v = torch.randn(batch, kv_heads, longest, dim, generator=make)
+        for b in range(batch):
+            for g in range(kv_heads):
+                for slot, p in enumerate(self.held[b][g]):
+                    k[b, g, slot], v[b, g, slot] = tokens_k[b, g, p], tokens_v[b, g, p]
+                    ranks[b, g, slot], valid[b, g, slot] = p, True
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        self.q, self.k, self.v = q.double(), k.double(), v.double()
+        self.gate = torch.rand(batch, kv_heads, slots, generator=make) if gate else None
+        self.output = torch.randn(heads, dim, 11, generator=make)  # of the output projection, by query head
+        self._parts = (q, k, v, self.scaling, query_ranks, ranks, query_valid, valid)
+        self._layer = layer
+        self._dense: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+
+    @property
+    def seen(self) -> Observation:
+        """The scene as an observation, a new one each time: scorers record in it what they saw."""
+        return self.observed(*self.operands)
+
+    @property
+    def operands(self) -> list[Tensor]:
+        """What scores are made of: q, k, v, the output projection, and the gate's probabilities where there are any."""
+        return [*self._parts[:3], self.output, *([] if self.gate is None else [self.gate])]
+
+    def observed(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, gate: Tensor | None = None) -> Observation:
+        """The scene with other operands."""
+        scaling, query_ranks, ranks, query_valid, valid = self._parts[3:]
+        whole = all(len(held) == n for row, n in zip(self.held, self.lengths, strict=True) for held in row)
+        return Observation(
+            keys=Keys(k=k, v=v, ranks=ranks, valid=valid, full=bool(valid.all()), whole=whole),
+            queries=Queries(q=q, ranks=query_ranks, valid=query_valid, padded=not bool(query_valid.all())),
+            context=Context(
+                scaling=scaling,
+                layer=self._layer,
+                sliding_window=self.window,
+                gate=gate,
+                turn=turned,
+                output=lambda: output,
+            ),
+        )
+
+    def bound(self, score: Callable[[Observation], Tensor]) -> Tensor:
+        """How far a score ``[B, Hkv, N]`` in float32 may be from the right one."""
+        return conditioned(lambda *operands: score(self.observed(*operands)), *self.operands)
+
+    def alike(self, one: Callable[[Observation], Tensor], other: Callable[[Observation], Tensor]) -> bool:
+        """Say whether two scores of what is held are the same but for rounding."""
+        bound = (self.bound(one) + self.bound(other))[self.seen.key_valid]
+        apart = (one(self.seen) - other(self.seen))[self.seen.key_valid].abs()
+        return bool((apart <= bound).all())
+
+    def places(self) -> list[tuple[int, int]]:
+        """Every (sequence, KV head)."""
+        return [(b, g) for b in range(len(self.lengths)) for g in range(self.kv_heads)]
+
+    def query_heads(self, g: int) -> range:
+        """The query heads of a KV head."""
+        return range(g * self.group, (g + 1) * self.group)
+
+    def dense(self, b: int, h: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, logits, visibility ``[queries, held tokens]`` of one query head, oldest query first, float64."""
+        if (b, h) not in self._dense:
+            held, g = self.held[b][h // self.group], h // self.group
+            a = torch.zeros(len(self.columns[b]), len(held), dtype=torch.float64)
+            s, visible = torch.zeros_like(a), torch.zeros_like(a, dtype=torch.bool)
+            for i, (column, rank) in enumerate(self.columns[b]):
+                for slot, p in enumerate(held):
+                    if p <= rank and (self.window is None or rank - p < self.window):
+                        visible[i, slot] = True
+                        s[i, slot] = self.scaling * float(self.q[b, h, column] @ self.k[b, g, slot])
+                if visible[i].any():
+                    top = max(float(s[i, j]) for j in range(len(held)) if visible[i, j])
+                    size = sum(math.exp(float(s[i, j]) - top) for j in range(len(held)) if visible[i, j])
+                    for slot in range(len(held)):
+                        if visible[i, slot]:
+                            a[i, slot] = math.exp(float(s[i, slot]) - top) / size
+            self._dense[b, h] = a, s, visible
+        return self._dense[b, h]
+
+    def values(self, b: int, g: int) -> Tensor:
+        """Values of what a KV head holds, ``[held tokens, D]`` float64."""
+        return self.v[b, g, : len(self.held[b][g])]
+
+    def column_sums(self, b: int, h: int, last: int | None = None) -> list[float]:
+        """What each held token is paid by the queries (the last so many), as a list."""
+        a = self.dense(b, h)[0]
+        first = 0 if last is None else max(0, len(a) - last)
+        return [sum(float(a[i, j]) for i in range(first, len(a))) for j in range(a.shape[1])]
+
+
+def group_mean(lists: Iterable[Sequence[float]]) -> list[float]:
+    """Mean of equally long lists, element by element."""
+    return [sum(x) / len(x) for x in zip(*lists, strict=True)]
+
+
+def pool(values: Sequence[float], kernel: int, kind: str) -> list[float]:
+    """Pool a list: stride 1, what lies beyond the ends counts as 0 (avg) or not at all (max)."""
+    half, result = kernel // 2, []
+    for i in range(len(values)):
+        near = values[max(0, i - half) : i + half + 1]
+        result.append(max(near) if kind == "max" else sum(near) / kernel)
+    return result
+
+
+def agree(
+    scene: Scene,
+    score: Callable[[Observation], Tensor],
+    expected: dict[tuple[int, int], Sequence[float]],
+    skip: Callable[[int, int, int], bool] = lambda b, g, p: False,
+) -> int:
+    """Assert that a score ``[B, Hkv, N]`` holds the lists ``expected[b, g]`` on every held slot that is not skipped."""
+    got, bound, compared = score(scene.seen), scene.bound(score), 0
+    for b, g in scene.places():
+        slots = [slot for slot, p in enumerate(scene.held[b][g]) if not skip(b, g, p)]
+        want = torch.tensor([expected[b, g][slot] for slot in slots], dtype=torch.float64)
+        own = ROUNDINGS * torch.finfo(torch.float64).eps * want.abs().amax() if slots else 0.0  # of the lists
+        hold(got[b, g, slots], want, bound[b, g, slots] + own, name=(b, g))
+        compared += len(slots)
+    assert compared
+    return compared

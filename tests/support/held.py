@@ -1,0 +1,198 @@
+"""What a cache held when each token attended, and the forward pass that this stands for, written out with dense masks.
+
+Nothing here is shared with the library's attention: the logits of a run are recomputed from the record alone.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import ag
+from ag.engine.policy import Policy
+from ag.engine.store import PagedStore
+from ag.model.hooks import AttentionCall
+from tests.support.bounds import hold, of_pass
+
+
+@dataclass
+class Arrival:
+    """Tokens that came to a layer: their ranks by sequence; what each head held with them, ranks too, and kept then."""
+
+    new: list[list[int]]
+    held: list[list[list[int]]]
+    kept: list[list[list[int]]] | None = None  # after the eviction that they brought about
+
+
+@dataclass
+class Run:
+    """A run of a cache: by layer every arrival; after every pass what each layer, sequence and head holds."""
+
+    cache: ag.EvictionCache
+    arrivals: list[list[Arrival]]
+    held: list[list[list[list[list[int]]]]] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)  # [own tokens, V] by sequence
+
+    def visible(self, layer: int, row: int, length: int) -> Tensor:
+        """``[Hkv, length, length]`` bool: what each query saw of the tokens that its head held when it attended.
+
+        Under ``evict_before_attend`` it saw what was kept, and itself.
+        """
+        after = self.cache.policy.evict_before_attend
+        heads = len(self.arrivals[layer][0].held[row])
+        seen = torch.zeros(heads, length, length, dtype=torch.bool)
+        for arrival in self.arrivals[layer]:
+            for query in arrival.new[row]:
+                for head in range(heads):
+                    there = (arrival.kept if after and arrival.kept else arrival.held)[row][head]
+                    seen[head, query, [t for t in {*there, query} if t <= query]] = True
+        return seen
+
+
+def contents(store: Any) -> list[list[list[int]]]:
+    """Ranks that a store holds, by sequence and head."""
+    rows = [ranks.tolist() for ranks in store.kept()]
+    return [rows[i : i + store.kv_heads] for i in range(0, len(rows), store.kv_heads)]
+
+
+@contextmanager
+def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
+    """Record every arrival of tokens at the stores of a cache."""
+    arrivals: list[list[Arrival]] = [[] for _ in cache.layers]
+    append, retain = PagedStore.append, PagedStore.retain
+
+    def retaining(store: PagedStore, keep: Any, records: Any = None, *, in_order: bool = False) -> bool:
+        gone = retain(store, keep, records, in_order=in_order)
+        layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
+        last = arrivals[layer][-1]
+        last.kept = contents(store) if last.kept is None else last.kept
+        return gone
+
+    def recording(
+        store: PagedStore, k: Tensor, v: Tensor, ranks: Tensor, keep: Tensor | None, *others: Any, **more: Any
+    ) -> None:
+        append(store, k, v, ranks, keep, *others, **more)
+        if cache.repetition is not None and cache.repetition.active:  # kvzip's, of which nothing stays
+            return
+        layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
+        real = torch.ones_like(ranks, dtype=torch.bool) if keep is None else keep[:, 0]
+        new = [r[flags].tolist() for r, flags in zip(ranks, real, strict=True)]
+        arrivals[layer].append(Arrival(new, contents(store)))
+
+    PagedStore.append, PagedStore.retain = recording, retaining  # type: ignore[method-assign, assignment]
+    try:
+        yield arrivals
+    finally:
+        PagedStore.append, PagedStore.retain = append, retain  # type: ignore[method-assign]
+
+
+def run(
+    model: Any,
+    policy: Policy,
+    rows: Sequence[Tensor],
+    prompts: Sequence[int],
+    side: str = "left",
+    steps: Sequence[int] | None = None,
+) -> Run:
+    """Prefill the first ``prompts[b]`` tokens of each row in one padded batch and feed the others in ``steps`` passes.
+
+    ``steps`` are numbers of tokens a pass, by default one each.
+    """
+    steps = steps or [1] * (len(rows[0]) - prompts[0])
+    return feed(ag.EvictionCache(model, policy), model, rows, [prompts, *([n] * len(rows) for n in steps)], side)
+
+
+@torch.no_grad()
+def feed(
+    cache: ag.EvictionCache,
+    model: Any,
+    rows: Sequence[Tensor],
+    passes: Sequence[Sequence[int]],
+    side: str = "left",
+) -> Run:
+    """Feed rows in passes, each of which takes so many tokens of each row, padded on a side."""
+    done = [0] * len(rows)
+    mask = torch.zeros(len(rows), 0, dtype=torch.long)
+    with watched(cache) as arrivals:
+        result, outs = Run(cache, arrivals), []
+        for lengths in passes:
+            longest = max(lengths)
+            ids, flags = (torch.zeros(len(rows), longest, dtype=torch.long) for _ in range(2))
+            for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+                place = slice(longest - n, longest) if side == "left" else slice(0, n)
+                ids[b, place], flags[b, place] = row[done[b] : done[b] + n], 1
+            mask, done = torch.cat([mask, flags], 1), [d + n for d, n in zip(done, lengths, strict=True)]
+            positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -longest:]
+            outs.append(model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits)
+            result.held.append([contents(layer.store) for layer in cache.evicting_layers])
+    result.logits = [row[flags] for row, flags in zip(torch.cat(outs, 1), mask.bool(), strict=True)]
+    return result
+
+
+@torch.no_grad()
+def masked_logits(model: Any, ids: Tensor, visible: Sequence[Tensor]) -> Tensor:
+    """Logits ``[T, V]`` of one row when queries see the keys of ``visible``, ``[Hkv, T, T]`` bool for each layer."""
+    config, decoder, length = model.config, model.get_decoder(), len(ids)
+    kv_heads = config.num_key_value_heads
+    group = config.num_attention_heads // kv_heads
+    x = decoder.embed_tokens(ids)[None]
+    turn = decoder.rotary_emb(x, torch.arange(length)[None])
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    for index, (layer, seen) in enumerate(zip(decoder.layers, visible, strict=True)):
+        window = windows(config)[index]
+        seen = seen if window is None else seen & (distance < window)
+        hidden, attention = layer.input_layernorm(x), layer.self_attn
+        q, k, v = (
+            proj(hidden).view(1, length, -1, attention.head_dim)
+            for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *turn)
+        k, v = k.repeat_interleave(group, 1), v.transpose(1, 2).repeat_interleave(group, 1)
+        scores = (q @ k.mT * attention.head_dim**-0.5).masked_fill(~seen.repeat_interleave(group, 0), float("-inf"))
+        x = x + attention.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    logits: Tensor = model.lm_head(decoder.norm(x))[0]
+    return logits
+
+
+def windows(config: Any) -> list[int | None]:
+    """The sliding window of each layer, or None."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def check(model: Any, rows: Sequence[Tensor], result: Run) -> None:
+    """Assert that the logits of a run are those of its record under masks."""
+    for b, row in enumerate(rows):
+        visible = [result.visible(layer, b, len(row)) for layer in range(len(result.arrivals))]
+        wanted = masked_logits(model, row, visible)
+        bound = of_pass(model, partial(masked_logits, model, row, visible))
+        hold(result.logits[b], wanted, bound)
+
+
+def observed_calls(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[AttentionCall, Tensor]]]:
+    """By layer, the q, k, v of all that comes from now on, and which of them are tokens."""
+    calls: dict[int, list[tuple[AttentionCall, Tensor]]] = defaultdict(list)
+    attend: Callable[[ag.EvictionCache, AttentionCall], Tensor] = ag.EvictionCache.attend
+
+    def recorded(self: ag.EvictionCache, call: AttentionCall) -> Tensor:
+        calls[call.layer].append((call, self.real))
+        return attend(self, call)
+
+    monkeypatch.setattr(ag.EvictionCache, "attend", recorded)
+    return calls
+
+
+def seen_by(calls: list[tuple[AttentionCall, Tensor]], name: str, row: int) -> Tensor:
+    """The queries or keys ``[H, T, D]`` of a sequence's own tokens."""
+    return torch.cat([getattr(call, name)[row][:, real[row]] for call, real in calls], 1)

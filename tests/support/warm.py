@@ -1,0 +1,178 @@
+"""A Python that starts at once: a fork of a process that has already imported the libraries.
+
+Only other projects' libraries are there, none of this one's; what a command changes ends with it. The environment that
+libraries read while they are imported is that of the first process; where it asks for Triton's interpreter, that one is
+made quick.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests.support import ROOT
+from tests.support.interpreter import make_quick
+
+LIBRARIES = ("torch", "transformers", "lightning.pytorch", "peft", "datasets", "torchmetrics", "omegaconf")
+CLIENT = """\
+#!{python} -ISs
+import json, os, signal, socket, sys
+
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+told = json.dumps({{"words": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}}).encode()
+socket.send_fds(server, [len(told).to_bytes(8, "big")], [0, 1, 2])
+server.sendall(told)
+worker = int.from_bytes(server.recv(4), "big")
+for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(signum, lambda signum, _: os.kill(worker, signum))
+server.sendall(b"1")
+code = int.from_bytes(server.recv(4), "big", signed=True)
+if code < 0:
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+@contextmanager
+def warm_python(folder: Path, **environment: str) -> Iterator[Path]:
+    """Give a program that stands for Python: ``-u`` or not, ``-m MODULE``, ``-c CODE`` or a script, and arguments."""
+    address, python = folder / "warm.socket", folder / "python"
+    python.write_text(CLIENT.format(python=sys.executable, address=str(address)))
+    python.chmod(0o755)
+    command = [sys.executable, "-m", "tests.support.warm", str(address), str(python)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}  # the first ends with this process
+    with subprocess.Popen(command, text=True, cwd=ROOT, env=os.environ | environment, **pipes) as server:
+        try:
+            assert server.stdout is not None and server.stdout.readline() == "ready\n"
+            yield python
+        finally:
+            server.kill()
+
+
+@functools.cache
+def started() -> str:
+    """Return the path of a warm Python that lasts as long as this process."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    return str(stack.enter_context(warm_python(Path(folder))))
+
+
+def serve(address: str, python: str) -> NoReturn:
+    """Import the libraries, and answer each client with a process of its own."""
+    for name in LIBRARIES:
+        import_module(name)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        make_quick()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    print("ready", flush=True)
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        client, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            attend(client, python)
+        client.close()
+        while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
+            pass
+    os._exit(0)
+
+
+def attend(client: socket.socket, python: str) -> NoReturn:
+    """Run a client's command, send its exit code (negative: a signal); a client that ends takes the command with it."""
+    size, descriptors, _, _ = socket.recv_fds(client, 8, 3)
+    with client.makefile("rb") as file:
+        told = json.loads(file.read(int.from_bytes(size, "big")))
+    waiting, starting = os.pipe()  # the command starts when its client passes signals on
+    worker = os.fork()
+    if worker == 0:
+        client.close()
+        os.close(starting)
+        os.read(waiting, 1)
+        os.close(waiting)
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os._exit(work(told["words"], told["environment"], told["folder"], python))
+    for descriptor in descriptors:
+        os.close(descriptor)
+    with suppress(OSError):  # a client that is gone
+        client.sendall(worker.to_bytes(4, "big"))
+        client.recv(1)
+    os.close(starting)
+    ended = os.pidfd_open(worker)
+    if ended not in select.select([client.fileno(), ended], [], [])[0]:
+        os.kill(worker, signal.SIGKILL)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    client.sendall(code.to_bytes(4, "big", signed=True))
+    os._exit(0)
+
+
+def work(words: list[str], environment: dict[str, str], folder: str, python: str) -> int:
+    """Do what Python does with these words; returns the exit code."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.executable = python
+    code: object = 0
+    try:
+        _run(words)
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code or 0
+
+
+def _run(words: list[str]) -> None:
+    if words[0] == "-u":  # torchrun's
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        words = words[1:]
+    first, *rest = words
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    place = str(Path(first).resolve().parent) if first not in ("-m", "-c") else os.getcwd() if first == "-m" else ""
+    sys.path[:] = [place, *filter(None, given), *sys.path[1:]]
+    if first == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv = words
+        runpy.run_path(first, run_name="__main__")
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
