@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from ag.commands.generate import GenerateConfig
 from ag.config import ModelConfig
-from ag.config.generate import GenerateConfig
+from ag.config.command_line import Invocation
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.report import Report
 from ag.engine.spec import PolicySpec, named
@@ -65,6 +68,38 @@ class Generation:
     prefill_seconds: float
     decode_seconds: float
     report: Report
+
+
+def run(asked: Invocation[GenerateConfig]) -> int:
+    """Print what ``python -m ag.generate`` prints; returns the exit code."""
+    generations = generate(asked.config)
+    for name, generation in generations.items():
+        print(f"--- {name} ---\n{generation.text}\n" if len(generations) > 1 else f"{generation.text}\n")
+    Console().print(table(generations))
+    if asked.config.policy is not None:
+        print(f"\n{next(iter(generations.values())).report}")
+    return 0
+
+
+def table(generations: dict[str, Generation]) -> Table:
+    """Return the table that the command prints: tokens a second without what compiles at first use."""
+    first = next(iter(generations.values()))
+    caption = "after a warm-up; evicted: of the prompt; of full: tokens held, of prompt and new tokens"
+    out = Table(title=f"{first.prompt_tokens} prompt tokens", caption=caption)
+    for column in ("cache", "evicted", "new tokens", "KV bytes", "of full", "prefill tokens/s", "decoding tokens/s"):
+        out.add_column(column, justify="left" if column == "cache" else "right")
+    for name, row in generations.items():
+        decoding = f"{(row.new_tokens - 1) / row.decode_seconds:.1f}" if row.decode_seconds else ""
+        out.add_row(
+            name,
+            f"{row.evicted:.1%}",
+            f"{row.new_tokens}",
+            f"{row.kv_bytes:,}",
+            f"{row.held:.1%}",
+            f"{row.prompt_tokens / row.prefill_seconds:.1f}",
+            decoding,
+        )
+    return out
 
 
 def generate(config: GenerateConfig) -> dict[str, Generation]:

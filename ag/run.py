@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ag import callbacks, data
 from ag.callbacks.checkpoint_files import newest_valid
 from ag.config import Config
+from ag.config.command_line import Invocation
 from ag.config.keys import nearest
 from ag.config.recipes import dump
 from ag.errors import UserError
@@ -33,7 +35,36 @@ from ag.training.loggers import build_loggers, read_metrics
 from ag.training.module import GatedLM
 from ag.training.sharded import ShardedStrategy, gather
 
+EXIT_NOT_FINITE = 3
 SIZES = ("kind", "granularity", "num_heads", "head_dim", "hidden", "shortcut", "layer_offset", "first_layer")
+
+
+def run(asked: Invocation[Config]) -> int:
+    """Train, or print the plan of it, as ``python -m ag.fit`` is asked to; returns the exit code.
+
+    Codes: 0 done; 2 an error in the configuration, the data, the model, the run to resume or the disk (one line on
+    stderr); 3 a loss or gradient was not finite; 143, 130 and 138 stopped by SIGTERM, Ctrl-C and SIGUSR1, after
+    a checkpoint where training had begun.
+    """
+    if asked.config.plan:
+        from ag.training.memory_plan import report  # imports the fake tensors of PyTorch's compiler
+
+        print(report(asked.config))
+        return 0
+    try:
+        fit(asked.config, asked.dry_run)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UserError(str(error)) from error
+    except callbacks.NonFiniteError as error:
+        print(f"ag.fit: error: {error}", file=sys.stderr)
+        # when another process fails first, Lightning's launcher kills the first one, and its exit code is lost
+        return EXIT_NOT_FINITE if os.environ.get("LOCAL_RANK", "0") == "0" else 0
+    except callbacks.Stopped as stopped:
+        print(f"ag.fit: {stopped}", file=sys.stderr)
+        return int(stopped.code or 0)
+    return 0
 
 
 @quiet()

@@ -9,12 +9,12 @@ from rich.console import Console
 
 import ag
 from ag.config import LoraConfig
-from ag.continuation import generate
+from ag.continuation import generate, table
 from ag.errors import UserError
 from ag.gates import export
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
-from ag.generate import GenerateConfig, main, table
+from ag.generate import GenerateConfig, main
 from ag.model import base as models
 from ag.model import smollm2
 from tests.support.gates_for import gates_for

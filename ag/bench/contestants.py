@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 import ag
-from ag.bench.config import BenchConfig
 from ag.bench.models import gates_for
 from ag.bench.sdpa import pinned
+from ag.commands.bench import BenchConfig
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.observe import Observation
 from ag.engine.scorers import Scorer

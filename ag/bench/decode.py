@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ag.bench.config import BenchConfig
 from ag.bench.contestants import FULL, PLAIN, Arena, Contestant, able, contestants, kept, kv_bytes
 from ag.bench.measure import paired, quartiles, seconds_of
 from ag.bench.models import build, token_bytes, weight_bytes
+from ag.commands.bench import BenchConfig
 
 Row = dict[str, Any]
 Held = tuple[float, int]  # the share of the tokens that a cache has, and its bytes

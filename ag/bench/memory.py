@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ag.bench import worker
-from ag.bench.config import BenchConfig
 from ag.bench.contestants import FULL, Arena, Contestant, contestants, kept, kv_bytes
 from ag.bench.measure import forget_peak, held_bytes, peak_bytes
 from ag.bench.models import build
+from ag.commands.bench import BenchConfig
 
 Row = dict[str, Any]
 

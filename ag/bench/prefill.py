@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ag.bench.config import BenchConfig
 from ag.bench.contestants import FULL, PLAIN, Arena, able, contestants, kept
 from ag.bench.measure import paired, quartiles, seconds_of
 from ag.bench.models import build
+from ag.commands.bench import BenchConfig
 
 Row = dict[str, Any]
 

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ag.bench import decode, memory, prefill, stream, train
-from ag.bench.config import BenchConfig
 from ag.bench.contestants import backends
 from ag.bench.measure import machine
+from ag.bench.write import markdown, write
+from ag.commands.bench import BenchConfig
+from ag.config.command_line import Invocation
 from ag.errors import UserError
 
 MODULES = {"decode": decode, "stream": stream, "prefill": prefill, "train": train, "memory": memory}
+
+
+def run(asked: Invocation[BenchConfig]) -> int:
+    """Measure and print what ``python -m ag.bench`` is asked for; returns the exit code."""
+    config = asked.config
+    try:
+        results = bench(config, asked.line)
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"{str(error).splitlines()[0]} Give a smaller context or batch.") from error
+    paths = write(Path(config.output), config.mode, results)
+    print(markdown(results))
+    print("written:", *paths)
+    return 0
 
 
 def bench(config: BenchConfig, command: str) -> dict[str, Any]:

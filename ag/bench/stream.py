@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ag.bench.config import BenchConfig
 from ag.bench.contestants import Arena, kv_bytes
 from ag.bench.measure import quartiles, seconds_of
 from ag.bench.models import build, gates_for
+from ag.commands.bench import BenchConfig
 from ag.engine import EvictionCache, policy
 from ag.errors import UserError
 from ag.gates.gate import KINDS

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ag.bench import worker
-from ag.bench.config import BenchConfig
 from ag.bench.measure import forget_peak, held_bytes, paired, peak_bytes, quartiles, seconds_of
 from ag.bench.models import build, gates_for
+from ag.commands.bench import BenchConfig
 from ag.config import Config
 from ag.model.base import add_lora
 from ag.training.module import GatedLM

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ag.bench.config import BenchConfig
 from ag.bench.contestants import Contestant
+from ag.commands.bench import BenchConfig
 from ag.errors import UserError
 
 

@@ -7,12 +7,15 @@ import itertools
 import json
 import math
 import os
+import re
+import shlex
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
+from importlib import import_module
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from ag.config.keys import ConfigError, ConfigWarning, Key, keys, nearest, short
@@ -34,10 +37,17 @@ MAX_RUNS = 1000
 
 @dataclass(frozen=True)
 class Invocation(Generic[T]):
-    """What a program is asked to do."""
+    """What a program is asked to do.
+
+    Attributes:
+        config: the values of its keys.
+        dry_run: whether to build everything and write nothing.
+        line: the command as a shell reads it.
+    """
 
     config: T
     dry_run: bool
+    line: str
 
 
 class Main(Protocol):
@@ -79,6 +89,27 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
     return decorate
 
 
+def keyed(program: str, schema: type[Any], runs: str, first: str = "") -> Main:
+    """Make the ``main`` of a program that is told all by the keys of a schema.
+
+    Args:
+        program: name for ``python -m``.
+        schema: dataclass with the keys.
+        runs: ``module:function``, a function from an :class:`Invocation` to an exit code. It is imported when there is
+            something to run: help and listings need no torch.
+        first: a key whose value may stand alone as the first word.
+    """
+
+    @command(program)
+    def main(argv: list[str]) -> int:
+        invocation = parse(argv, schema, program, first)
+        module, _, function = runs.partition(":")
+        code: int = getattr(import_module(module), function)(invocation)
+        return code
+
+    return main
+
+
 @contextmanager
 def _budgets_told(program: str) -> Iterator[None]:
     """Show a :class:`BudgetWarning` as a line of the program, without the place in the code that Python adds."""
@@ -95,20 +126,22 @@ def _budgets_told(program: str) -> Iterator[None]:
         yield
 
 
-def parse(argv: Sequence[str], schema: type[T], program: str) -> Invocation[T]:
+def parse(argv: Sequence[str], schema: type[T], program: str, first: str = "") -> Invocation[T]:
     """Read a command line; help, listings and sweeps run here and end the process.
 
     Args:
         argv: the arguments after the program's name.
         schema: dataclass with the keys of the program.
         program: name for ``python -m``.
+        first: a key whose value may stand alone as the first word.
 
     Raises:
         SystemExit: 0 after help, listings and a sweep without failures; 1 when a run of a sweep failed;
             2, with one line on stderr, when something is wrong with the command line or the recipe.
     """
     try:
-        options, overrides = _split(argv, keys(schema))
+        words = [f"{first}={argv[0]}", *argv[1:]] if first and argv and not re.match("-|.*=", argv[0]) else argv
+        options, overrides = _split(words, keys(schema))
         if "--help" in options:
             _leave(_help(schema, program))
         if "--recipes" in options:
@@ -122,7 +155,8 @@ def parse(argv: Sequence[str], schema: type[T], program: str) -> Invocation[T]:
     except ValueError as error:
         print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
-    return Invocation(configs[0], dry_run="--dry-run" in options)
+    line = shlex.join(["python", "-m", program, *argv])
+    return Invocation(configs[0], dry_run="--dry-run" in options, line=line)
 
 
 def _leave(text: str) -> NoReturn:

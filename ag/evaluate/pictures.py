@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from ag.commands.explain import ExplainConfig
 from ag.config import ModelConfig
-from ag.config.explain import ExplainConfig
+from ag.config.command_line import Invocation
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.spec import GATES, named, parse_budget
 from ag.errors import UserError
@@ -26,6 +27,13 @@ from ag.gates.gate import AttentionGate, AttentionGates
 from ag.model import base as models
 
 SEARCHED = 10  # samples read for each one wanted, because some are too short
+
+
+def run(asked: Invocation[ExplainConfig]) -> int:
+    """Draw what ``python -m ag.explain`` is asked for and print the files; returns the exit code."""
+    for path in explain(asked.config, print):
+        print(path)
+    return 0
 
 
 def explain(config: ExplainConfig, tell: Callable[[str], None]) -> list[Path]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
+from ag.commands.compare import CompareConfig
+from ag.commands.evaluate import EvaluateConfig
 from ag.config import Config, ModelConfig
+from ag.config.command_line import Invocation
 from ag.config.recipes import load_config
 from ag.engine.spec import FLAGS, FULL, GATES, PolicySpec, named
 from ag.errors import UserError
-from ag.evaluate.comparison.config import CompareConfig
+from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.findings import OVER, OVER_NOTE, Entry
-from ag.evaluate.config import EvaluateConfig
+from ag.evaluate.comparison.run import compare
 
 TASK = "responses"
 
@@ -35,6 +41,25 @@ class Preset:
     def name(self, entry: Entry) -> str:
         """What a row is called: ``full cache``, ``flags``, ``gates 0.5``, ``h2o 0.5``."""
         return f"{self.names[entry.row.label]} {entry.budget}".rstrip()
+
+
+def run(asked: Invocation[EvaluateConfig]) -> int:
+    """Do and print what ``python -m ag.evaluate`` is asked for; returns the exit code (2: cells failed)."""
+    preset = translate(asked.config)
+    if asked.dry_run:
+        print(*(cell.name for cell in list_cells(preset.config)), sep="\n")
+        return 0
+    console = Console()
+    comparison = compare(preset.config, console, asked.line)
+    results = {preset.name(entry): entry for entry in comparison.entries if entry.outcomes}
+    text = json.dumps({name: figures(entry) for name, entry in results.items()}, indent=2)
+    asked.config.file.write_text(text, encoding="utf-8")
+    if results:
+        console.print(table(results, comparison.counted(TASK)))
+        console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
+    for entry in comparison.failed:
+        print(f"ag.evaluate: error: {preset.name(entry)}: {entry.row.problem}", file=sys.stderr)
+    return 2 if comparison.failed else 0
 
 
 def translate(config: EvaluateConfig) -> Preset:

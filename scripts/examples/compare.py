@@ -4,7 +4,7 @@ import sys
 
 from rich.console import Console
 
-from ag.evaluate.comparison.config import CompareConfig
+from ag.commands.compare import CompareConfig
 from ag.evaluate.comparison.run import compare
 
 model, folder, output = sys.argv[1:]

@@ -9,11 +9,12 @@ from transformers import DynamicCache
 
 import ag
 from ag.bench import contestants, measure, models, stream, worker, write
-from ag.bench.__main__ import main, named
-from ag.bench.config import MODES, BenchConfig
+from ag.bench.__main__ import main
 from ag.bench.contestants import Arena, Contestant
 from ag.bench.decode import FIRST
 from ag.bench.run import bench
+from ag.commands.bench import MODES, BenchConfig
+from ag.config.command_line import parse
 from ag.engine import EvictionCache
 from ag.engine.pool import PAGE
 from tests.support.bounds import hold, of_logits
@@ -259,8 +260,8 @@ def test_quartiles_and_pairs():
 
 
 def test_the_first_word_names_the_mode():
-    assert named(["train", "batch=[2]"]) == ["mode=train", "batch=[2]"]
-    assert named(["model=x"]) == ["model=x"] and named([]) == []
+    read = [parse(words, BenchConfig, "ag.bench", "mode").config for words in (["train", "batch=[2]"], ["batch=[2]"])]
+    assert read == [BenchConfig(mode="train", batch=[2]), BenchConfig(mode="decode", batch=[2])]
     assert set(MODES) == set(COLUMNS)
 
 

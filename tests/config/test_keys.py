@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from ag.config.generate import GenerateConfig
+from ag.commands.compare import CompareConfig
+from ag.commands.generate import GenerateConfig
 from ag.config.keys import from_text
 from ag.config.recipes import resolve
-from ag.evaluate.comparison.config import CompareConfig
 from tests.support.refused import names
 from tests.support.schemas import KEYS, Inner, Other, fit, other
 

@@ -44,4 +44,5 @@ def test_print_shows_a_configuration_that_loads_back(capsys: pytest.CaptureFixtu
 
 def test_dry_run_is_passed_on() -> None:
     assert parse(["recipe=quickstart", "--dry-run"], Config, "ag.fit").dry_run is True
-    assert parse(["recipe=quickstart"], Config, "ag.fit") == Invocation(fit("recipe=quickstart"), dry_run=False)
+    line = "python -m ag.fit recipe=quickstart"
+    assert parse(["recipe=quickstart"], Config, "ag.fit") == Invocation(fit("recipe=quickstart"), False, line)

@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 import ag
+from ag.commands.compare import CompareConfig
 from ag.continuation import _policy as policy_of
 from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import list_cells
-from ag.evaluate.comparison.config import CompareConfig
 from ag.gates.calibration import Calibration
 from ag.gates.gate import AttentionGates
 from ag.generate import GenerateConfig

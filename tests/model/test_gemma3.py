@@ -23,7 +23,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenize
 
 import ag
 from ag import files
-from ag.config.generate import GenerateConfig
+from ag.commands.generate import GenerateConfig
 from ag.continuation import generate
 from ag.model import base as models
 from ag.model import gemma3, wheels

@@ -11,8 +11,8 @@ import pytest
 
 import ag
 from ag import models
-from ag.bench.__main__ import main, named
-from ag.bench.config import BenchConfig
+from ag.bench.__main__ import main
+from ag.commands.bench import BenchConfig
 from ag.compare import CompareConfig
 from ag.config import Config
 from ag.config.command_line import parse
@@ -87,9 +87,8 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, t
         assert main(words[3:]) == 2  # nothing was measured there
         assert "PART/rows.jsonl" in capsys.readouterr().err
     elif program in SCHEMAS:
-        given = named(words[3:]) if program == "ag.bench" else words[3:]
         with pytest.raises(SystemExit) as done:
-            parse([*given, "--print"], SCHEMAS[program], program)
+            parse([*words[3:], "--print"], SCHEMAS[program], program, "mode" if program == "ag.bench" else "")
         assert done.value.code == 0
     elif program == "ag.evaluate.lm_eval":
         harness = pytest.importorskip("lm_eval._cli", reason="needs lm_eval: .venv/bin/pip install -e '.[lm_eval]'")

@@ -17,6 +17,7 @@ BELOW = {
     "kernels": {"errors", "files"},
     "plugins": {"errors"},
     "config": {"errors", "files", "plugins"},
+    "commands": {"errors", "files", "plugins", "config"},
     "model": {"errors", "files", "kernels", "config", "plugins"},
     "gates": {"errors", "files", "kernels", "config", "plugins", "model", "versions", "stateful"},
     "data": {"errors", "files", "config", "plugins", "model", "versions"},
@@ -36,6 +37,7 @@ BELOW = {
         "training",
     },
     "evaluate": {
+        "commands",
         "errors",
         "files",
         "hardware",

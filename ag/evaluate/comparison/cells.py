@@ -11,12 +11,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ag.commands.compare import CompareConfig
 from ag.config.keys import nearest
 from ag.engine import Policy, policy
 from ag.engine.spec import PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import tasks
-from ag.evaluate.comparison.config import CompareConfig
 from ag.evaluate.comparison.results import Row, tag_mean
 from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.tasks import Loaded, Outcome, Task

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 from datetime import UTC, datetime
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ag.evaluate.comparison.config import CompareConfig
+from ag.commands.compare import CompareConfig
 from ag.evaluate.comparison.results import Row
 from ag.hardware import cpu_name
 
@@ -22,7 +21,7 @@ def conditions(config: CompareConfig, command: str) -> dict[str, Any]:
 
     Args:
         config: of the comparison.
-        command: see :func:`typed` and :func:`called`.
+        command: the command line, or what :func:`called` returns.
     """
     device = torch.device(config.device)
     return {
@@ -33,11 +32,6 @@ def conditions(config: CompareConfig, command: str) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
     }
-
-
-def typed(program: str, argv: Sequence[str]) -> str:
-    """Return a command line as a shell reads it."""
-    return shlex.join(["python", "-m", program, *argv])
 
 
 def called(config: CompareConfig) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ag.commands.compare import CompareConfig
 from ag.engine.spec import FULL
 from ag.evaluate.comparison.cells import Cell
-from ag.evaluate.comparison.config import CompareConfig
 from ag.evaluate.comparison.results import Results, Row, tag_values
 from ag.evaluate.comparison.shares import apart, at_budget, differing, held, may_pair, percent
 from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error, sign_flips

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 
 from rich.console import Console
 
+from ag.commands.compare import CompareConfig
+from ag.config.command_line import Invocation
 from ag.config.recipes import dump
 from ag.errors import BudgetWarning
 from ag.evaluate.comparison.cells import list_cells
-from ag.evaluate.comparison.config import CompareConfig
 from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.report import write
+from ag.evaluate.comparison.report import terminal_table, write
 from ag.evaluate.comparison.results import CorruptRowWarning, Results
+from ag.evaluate.comparison.shares import APART
 from ag.evaluate.comparison.work import fill
+
+
+def run(asked: Invocation[CompareConfig]) -> int:
+    """Do and print what ``python -m ag.compare`` is asked for; returns the exit code (2: cells failed)."""
+    if asked.dry_run:
+        print(*(cell.name for cell in list_cells(asked.config)), sep="\n")
+        return 0
+    console = Console()
+    comparison = compare(asked.config, console, asked.line)
+    console.print(terminal_table(comparison))
+    for task in comparison.tasks:
+        remark = comparison.uninformative(task)
+        console.print(f"{task}: {comparison.counted(task)}{remark and f'; {remark}'}", soft_wrap=True)
+    if apart := comparison.apart():
+        console.print(f"{APART} {'; '.join(apart)}", soft_wrap=True)
+    console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
+    for entry in comparison.failed:
+        print(f"ag.compare: error: {entry.row.task}: {entry.name}: {entry.row.problem}", file=sys.stderr)
+    return 2 if comparison.failed else 0
 
 
 def compare(config: CompareConfig, console: Console, command: str = "") -> Comparison:

@@ -15,11 +15,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from ag.commands.compare import CompareConfig
 from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import Cell
 from ag.evaluate.comparison.conditions import called, conditions
-from ag.evaluate.comparison.config import CompareConfig
 from ag.evaluate.comparison.progress import Progressing
 from ag.evaluate.comparison.results import Results, Row
 from ag.evaluate.comparison.views import View, record

@@ -1,26 +1,26 @@
-"""What ``python -m ag.bench`` can be told."""
+"""Measure speed and memory: ``python -m ag.bench decode context=[2048,8192] keep=[0.2]``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from ag.config import key
+from ag.commands.shared import SharedModel
+from ag.config.command_line import keyed
+from ag.config.sections import key
 
 Backend = Literal["flash", "cudnn", "efficient", "math"]
 MODES = ("decode", "stream", "prefill", "train", "memory")
 
 
 @dataclass
-class BenchConfig:
+class BenchConfig(SharedModel):
     """What ``python -m ag.bench`` can be told."""
 
     mode: Literal["decode", "stream", "prefill", "train", "memory"] = key(
         "decode", "what is measured; may also stand as the first word"
     )
     model: str = key("smollm2", "hub id, local folder, alias, or random:GEOMETRY for random weights (random:llama-8b)")
-    device: str = key("cpu", "cpu, cuda, cuda:1, ...")
-    dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
     threads: int | None = key(None, "CPU threads; null: torch's default", low=1)
     context: list[int] = key([2048], "tokens of the prompt, or of a training row; stream: tokens held")
     sdpa: list[Backend] = key(
@@ -52,3 +52,6 @@ class BenchConfig:
     warmup: int = key(1, "rounds before those that count", low=0)
     seed: int = key(0, "seed of weights, tokens and uneven heads", low=0, high=2**32 - 1)
     output: str = key("runs/bench", "folder for MODE.json, MODE.md and MODE.png")
+
+
+main = keyed("ag.bench", BenchConfig, "ag.bench.run:run", first="mode")

@@ -1,26 +1,24 @@
-"""What a comparison can be told."""
+"""What to evict with, at my budget, on my tasks: ``python -m ag.compare policies=[full,h2o] budgets=[0.25]``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ag.config import ModelConfig, key, mapping
-from ag.config.sections import BUDGET
-from ag.plugins import load
+from ag.commands.shared import SharedModel
+from ag.config.command_line import keyed
+from ag.config.sections import BUDGET, ModelConfig, key, mapping
 
 if TYPE_CHECKING:
     from ag.engine.spec import PolicySpec
 
 
 @dataclass
-class CompareConfig:
+class CompareConfig(SharedModel):
     """What ``python -m ag.compare`` can be told."""
 
     recipe: str = key("compare", "name of a shipped recipe, or path of a YAML file: where the values start from")
-    model: str = key("smollm2", "hub id, local folder, or the alias smollm2 or gemma3-270m")
     revision: str | None = key(None, "git revision of a hub model")
-    dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
     quantization: Literal["none", "nf4"] = key("none", "nf4: 4-bit weights through bitsandbytes")
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key("sdpa", "the model's own attention")
     trust_remote_code: bool = key(False, "run code from the model's repository; only for repositories you trust")
@@ -44,14 +42,12 @@ class CompareConfig:
     max_tokens: int | None = key(None, "longest sample in tokens, instead of the model's context", low=1)
     task_options: dict[str, dict[str, Any]] = mapping("options of tasks, as task_options.TASK.OPTION=VALUE")
     policy_options: dict[str, dict[str, Any]] = mapping("options of policies, as policy_options.POLICY.OPTION=VALUE")
-    plugins: list[str] = key(
-        [], "modules to import first, which add scorers, wrappers, allocators or tasks of your own"
-    )
     baseline: str = key("full", "the policy that the others are tested against, at its own or the same budget")
     together: int = key(8, "cells of a task that share the reading of a prompt, where their policies allow it", low=1)
     seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
-    device: str = key("cpu", "cpu, cuda, cuda:1, ...; processes on several may share an output folder")
-    output: str | None = key(None, "folder of the results, resumed when it has some; null: runs/RECIPE")
+    output: str | None = key(
+        None, "folder of the results, resumed when it has some; several processes may share it; null: runs/RECIPE"
+    )
     retry: bool = key(False, "run the cells again that ended without a result")
     view_samples: int = key(2, "samples of each task whose kept tokens the report shows", low=0)
     view_tokens: int = key(1024, "tokens of each of them", low=1)
@@ -59,7 +55,7 @@ class CompareConfig:
     def __post_init__(self) -> None:
         from ag.engine.spec import split_label  # loads torch, which no help needs
 
-        load(self.plugins)
+        super().__post_init__()
         self.policies, self.also = [*self.policies, *self.also], []  # once: a dumped configuration is read again
         if self.baseline not in [*self.policies, *(split_label(text)[0] for text in self.policies)]:
             raise ValueError(f"baseline={self.baseline}: expected one of policies={self.policies}")
@@ -87,3 +83,6 @@ class CompareConfig:
             attn_implementation=self.attn_implementation,
             trust_remote_code=self.trust_remote_code,
         )
+
+
+main = keyed("ag.compare", CompareConfig, "ag.evaluate.comparison.run:run")

@@ -1,4 +1,7 @@
-"""What ``python -m ag.evaluate`` can be told."""
+"""A run's gates on its own validation rows: ``python -m ag.evaluate run=RUN policies=[full,gates,h2o] budgets=[0.5]``.
+
+A preset of ``ag.compare`` with the task ``responses``.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ag.commands.shared import MODEL, Shared
+from ag.config.command_line import keyed
 from ag.config.sections import BUDGET, key
-from ag.plugins import load
 
 
 @dataclass
-class EvaluateConfig:
+class EvaluateConfig(Shared):
     """What ``python -m ag.evaluate`` can be told."""
 
     run: str | None = key(None, "run folder of ag.fit: its model, export and data")
-    model: str = key("smollm2", "without a run: hub id, local folder, or the alias smollm2 or gemma3-270m")
+    model: str = key("smollm2", f"without a run: {MODEL}")
     root: str | None = key(None, "local folder of the data (a run has one; without a run: of plain documents)")
     policies: list[str] | None = key(
         None,
@@ -29,15 +33,11 @@ class EvaluateConfig:
     output: str | None = key(
         None, "FILE.json for the figures, with the folder FILE for all else; null: RUN/evaluation.json"
     )
-    plugins: list[str] = key(
-        [], "modules to import first, which add scorers, wrappers, allocators or tasks of your own"
-    )
-    device: str = key("cpu", "cpu, cuda, cuda:1, ...")
-
-    def __post_init__(self) -> None:
-        load(self.plugins)
 
     @property
     def file(self) -> Path:
         """Where the figures go."""
         return Path(self.output) if self.output else Path(self.run or "runs") / "evaluation.json"
+
+
+main = keyed("ag.evaluate", EvaluateConfig, "ag.evaluate.preset:run")

@@ -1,16 +1,17 @@
-"""What ``python -m ag.generate`` can be told."""
+"""Continue a text under a policy: ``python -m ag.generate policy=h2o budget=0.25 prompt=TEXT``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from ag.commands.shared import SharedDtype
+from ag.config.command_line import keyed
 from ag.config.sections import BUDGET, key, mapping
-from ag.plugins import load
 
 
 @dataclass
-class GenerateConfig:
+class GenerateConfig(SharedDtype):
     """The keys of ``python -m ag.generate``."""
 
     gates: str | None = key(None, "folder of exported gates, which a policy named gates or flags uses")
@@ -18,9 +19,6 @@ class GenerateConfig:
     budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null")
     schedule: str = key("prefill", "when something is evicted: prefill, blocks:m, every, steps:n, joined by +")
     options: dict[str, Any] = mapping("options of the policy, as options.window=16")
-    plugins: list[str] = key(
-        [], "modules to import first, which add scorers, wrappers, allocators or tasks of your own"
-    )
     adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
     model: str | None = key(None, "hub id, local folder or alias, instead of the base model that the export names")
     prompt: str | None = key(
@@ -32,9 +30,7 @@ class GenerateConfig:
     temperature: float = key(0.0, "0: always the likeliest token; above: sample at this temperature", low=0)
     top_p: float = key(1.0, "sample from the likeliest tokens that together have this probability", low=0, high=1)
     seed: int = key(0, "seed of the samples", low=0, high=2**32 - 1)
-    device: str = key("cpu", "cpu, cuda, cuda:1, ...")
-    dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the model's weights")
     compare: bool = key(False, "continue with a full cache as well")
 
-    def __post_init__(self) -> None:
-        load(self.plugins)
+
+main = keyed("ag.generate", GenerateConfig, "ag.continuation:run")
