@@ -53,7 +53,7 @@ def commands(page):
     for language, block in BLOCK.findall(page.read_text()):
         if language != "sh":
             continue
-        for line in block.splitlines():
+        for line in block.replace("\\\n", "").splitlines():
             words = shlex.split(line, comments=True)
             words = [part for word in words for part in (shlex.split(variables[word]) if word in variables else [word])]
             if len(words) == 1 and re.match(r"^[A-Z]+=", words[0]):
