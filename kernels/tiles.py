@@ -9,7 +9,7 @@ import triton.language as tl
 # numbers of 11 significant bits, a' and a'', so that |a - a' - a''| <= 2^-22 |a|. A product is a'b' + a'b'' + a''b',
 # without a''b'', at most 2^-22 |ab|. So it is wrong by at most 3 * 2^-22 |ab|, 6 roundings (2^-23), and a sum of n
 # products by (6 + n) 2^-23 sum |ab|: n, as float32 operations in any order, and 6 more. The interpreter multiplies in
-# float32 whatever stands here; tests/gpu hold the bound on a card.
+# float32 whatever stands here.
 FLOAT32 = tl.constexpr("tf32x3")
 
 

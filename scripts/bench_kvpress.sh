@@ -14,10 +14,10 @@ words=("environment=$environment" "$@")
 for word in "$@"; do
     case "$word" in
         environment=*) environment="${word#*=}" ;; # of several the last one counts, as in Python
-        -h | --help | --print | --dry-run) exec .venv/bin/python -m scripts.bench_kvpress "${words[@]}" ;;
+        -h | --help | --print | --dry-run) exec .venv/bin/python -m benchmarks.kvpress.compare "${words[@]}" ;;
     esac
 done
-.venv/bin/python -m scripts.bench_kvpress "${words[@]}" --dry-run >/dev/null # says what is wrong before minutes pass
+.venv/bin/python -m benchmarks.kvpress.compare "${words[@]}" --dry-run >/dev/null # says what is wrong before minutes pass
 
 torch="$(.venv/bin/python -c 'from importlib.metadata import version; print(version("torch"))')"
 needs=("kvpress==0.5.5" "transformers<5.3" "torch==$torch")
@@ -31,4 +31,4 @@ if [ "$(cat "$environment/installed" 2>/dev/null)" != "${needs[*]}" ]; then
     "$environment/bin/python" -m pip install --quiet "${needs[@]}"
     echo "${needs[*]}" >"$environment/installed"
 fi
-exec .venv/bin/python -m scripts.bench_kvpress "${words[@]}"
+exec .venv/bin/python -m benchmarks.kvpress.compare "${words[@]}"

@@ -36,4 +36,4 @@ else
         python=.venv/bin/python
     fi
 fi
-exec "$python" -m ag.bench.card "$@"
+exec "$python" -m scripts.gpu "$@"

@@ -113,7 +113,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sdist_holds_what_tests_read_and_the_links(sdist: Path) -> None:
     for folder in FOLDERS:
         assert (sdist / "ag" / folder).readlink() == Path("..", folder)
-    for folder in ("ag", "data", "kernels", "recipes", "tests", "scripts", "docs", ".ci", ".github"):
+    for folder in ("ag", "data", "kernels", "recipes", "tests", "scripts", "benchmarks", "docs", ".ci", ".github"):
         ours = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*") if path.is_file()}
         ours = {name for name in ours if "__pycache__" not in name and not name.endswith(".pyc")}
         theirs = {str(path.relative_to(sdist)) for path in (sdist / folder).rglob("*")}

@@ -27,7 +27,7 @@ def imported(*words):
 
 @pytest.mark.parametrize(
     "words",
-    [(name, "--help") for name in [*COMMANDS, "bench.card"]] + [(name, "--recipes") for name in RECIPES],
+    [(name, "--help") for name in COMMANDS] + [(name, "--recipes") for name in RECIPES],
     ids="-".join,
 )
 def test_help_and_lists_import_nothing_heavy(words):

@@ -136,6 +136,8 @@ def work(words: list[str], environment: dict[str, str], folder: str, python: str
     os.environ.update(environment)
     os.chdir(folder)
     sys.executable = python
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # another checkout has its own
     code: object = 0
     try:
         _run(words)

@@ -251,8 +251,7 @@ def test_a_large_model_without_its_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_page_shows_what_the_planner_says(monkeypatch):
-    monkeypatch.syspath_prepend("scripts")
-    import plan_tables
+def test_the_page_shows_what_the_planner_says():
+    from benchmarks import plan_tables
 
     assert plan_tables.table("llama-2-7b") in plan_tables.PAGE.read_text()

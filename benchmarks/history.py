@@ -1,4 +1,4 @@
-"""Keep what was measured for a release, and draw the history: python scripts/benchmarks.py [FOLDER].
+"""Keep what was measured for a release, and draw the history: python benchmarks/history.py [FOLDER].
 
 Reads the MODE.json that ``python -m ag.bench`` left in FOLDER (runs/bench). Writes benchmarks/VERSION.json, where
 VERSION is that of pyproject.toml, and benchmarks/history.png. Measure releases on one machine, with the same commands.

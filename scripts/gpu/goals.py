@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ag.bench.card.line import Result
+from scripts.gpu.line import Result
 
 DENSE = ("flash ms", "cudnn ms", "flash-attn ms")
 

@@ -6,16 +6,16 @@ import os
 from dataclasses import replace
 from importlib.util import find_spec
 
-from ag.bench.card import ROOT
-from ag.bench.card.goals import attended, doubling, longest, of, over_transformers, prefilled, reached
-from ag.bench.card.line import Goal, Line, Shape
+from scripts.gpu import ROOT
+from scripts.gpu.goals import attended, doubling, longest, of, over_transformers, prefilled, reached
+from scripts.gpu.line import Goal, Line, Shape
 
 MODEL_GIB = {"random:llama-8b": 15.0, "random:llama-1b": 2.3}  # weights in 16 bits
 TOKEN_KIB = {"random:llama-8b": 128, "random:llama-1b": 32}  # keys and values of a token
 SMALL_RUN = "trainer.max_steps=2 warmup.regress_steps=1 optim.warmup_steps=0 data.prompt_min=20 data.prompt_max=40 "
 SMALL_RUN += "data.continuation=8 data.val_samples=2 data.batch_size=1 data.val_batch_size=1 gate.recent_tokens=4"
 ROUNDS = {"more": "rounds=3 steps=32"}
-KEYED = ("ag.bench", "ag.bench.card.fit", "ag.evaluate")  # commands that read keys and recipes
+KEYED = ("ag.bench", "scripts.gpu.fit", "ag.evaluate")  # commands that read keys and recipes
 TINY = {"model": "random:tiny", "dtype": "float32", "batch": "1", "more": "rounds=1 warmup=0 steps=1"}
 #: Seconds of a file of tests, and of a kernel's smallest case under compute-sanitizer: in the order of their worth.
 TESTS = {
@@ -141,7 +141,7 @@ def speed() -> list[Line]:
     tiny = "dtype=float32 train=40 prompt=48 decode=48 heads=2 kv_heads=1 dim=16 copy=65536 square=64 rounds=1"
     kernels = Line(
         name="kernels",
-        command=("ag.bench.card.kernels", "{more}", "device={device}", "output={out}/kernels.json"),
+        command=("scripts.gpu.kernels", "{more}", "device={device}", "output={out}/kernels.json"),
         seconds=80,
         shapes=(Shape(14, {"more": ""}),),
         rehearsal={"more": tiny},
@@ -230,9 +230,9 @@ def speed() -> list[Line]:
 
 
 def fitted(*words: str) -> tuple[str, ...]:
-    """Return the words of a line that trains a recipe; ``job.*`` say what is done with it (ag.bench.card.fit)."""
+    """Return the words of a line that trains a recipe; ``job.*`` say what is done with it (scripts.gpu.fit)."""
     common = ("output={work}/runs", "trainer.progress=false", "trainer.devices=1", "trainer.accelerator={device}")
-    return ("ag.bench.card.fit", "{out}/fit.json", *words, *common)
+    return ("scripts.gpu.fit", "{out}/fit.json", *words, *common)
 
 
 def four_cards(recipe: str, geometry: str, seconds: int, *words: str) -> Line:
@@ -289,9 +289,9 @@ def train() -> list[Line]:
             command=fitted("recipe=smollm2_corpus", *small, "{more}"),
             seconds=180,
             shapes=(Shape(12, {"more": ""}),),
-            rehearsal={"more": SMALL_RUN},
+            rehearsal={"more": SMALL_RUN, "model": "random:docs/models/tiny.json"},
             goals=(Goal("losses and gradients finite", "at least", 1, lambda r: r["fit"]["finite"]),),
-            files=("{data}",),
+            files=("{data}", "{model}"),
         ),
         Line(
             name="evaluate",

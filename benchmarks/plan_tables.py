@@ -1,4 +1,4 @@
-"""Write the tables of docs/planning.md from the planner: python scripts/plan_tables.py [MODEL ...]."""
+"""Write the tables of docs/planning.md from the planner: python benchmarks/plan_tables.py [MODEL ...]."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One side of scripts/bench_kvpress.py: ``python scripts/kvpress_side.py ag|kvpress``, each in its own environment.
+"""One side of the comparison: ``python benchmarks/kvpress/side.py ag|kvpress``, each in its own environment.
 
 The clock, the count of bytes and the loss are this file's on both sides. A line of JSON on standard input is a request,
 a line on standard output its answer: first the model to load (``{"model": FOLDER, "threads": 2}``, threads null for
@@ -55,6 +55,7 @@ class Side(ABC):
     """A model in float32 on the CPU with sdpa, and the cache of one job at a time."""
 
     model: Any
+    cache: Any
     packages: tuple[str, ...] = ("torch", "transformers")
 
     @abstractmethod
@@ -98,7 +99,8 @@ class Ours(Side):
 
     def read(self, ids: Tensor) -> Tensor:
         """Run the model; see :meth:`Side.read`."""
-        return self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        logits: Tensor = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        return logits
 
     def step(self, token: Tensor, place: int) -> Tensor:
         """Run the model; the cache counts what it evicted too."""
@@ -106,11 +108,11 @@ class Ours(Side):
 
     def kept(self) -> float:
         """Ask the cache."""
-        return self.cache.kept_share()
+        return float(self.cache.kept_share())
 
     def kv_bytes(self) -> int:
         """Ask the cache, which counts spare slots too."""
-        return self.cache.nbytes
+        return int(self.cache.nbytes)
 
     def remembered(self) -> object:
         """Return the cache."""
@@ -148,7 +150,8 @@ class Theirs(Side):
         return self._run(input_ids=token, position_ids=torch.tensor([[place]]))
 
     def _run(self, **given: Tensor) -> Tensor:
-        return self.model(**given, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        logits: Tensor = self.model(**given, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        return logits
 
     def _masked(self) -> list[Any]:
         """Return, for each layer under Ada-KV, the sequences, heads and tokens that stay in memory and are masked."""
@@ -158,7 +161,7 @@ class Theirs(Side):
         """Count what is neither gone nor masked."""
         keys = [layer.keys for layer in self.cache.layers]
         held = sum(x.shape[1] * x.shape[2] for x in keys) - sum(len(heads) for _, heads, _ in self._masked())
-        return held / sum(x.shape[1] * self.length for x in keys)
+        return float(held / sum(x.shape[1] * self.length for x in keys))
 
     def kv_bytes(self) -> int:
         """Add up the storages of keys and values."""

@@ -1,4 +1,4 @@
-"""What a machine without network lacks, in one folder: small wheels, the small model, a slice of documents."""
+"""What a machine without network lacks, in one folder: wheels, that of SmolLM2 among them, a slice of documents."""
 
 from __future__ import annotations
 
@@ -18,59 +18,49 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ag.bench.card import small_model
-from ag.bench.card.machine import commit
 from ag.errors import UserError
-from ag.model import base as models
+from ag.model.smollm2 import REQUIREMENT
+from scripts.gpu.machine import commit
 
 NOTE, WHEELS, MODEL, CORPUS = "pack.json", "wheels", "model", "corpus"
 # what the commands and their tests import
 NEEDED = (
     *("omegaconf", "peft", "lightning", "torchmetrics", "accelerate", "safetensors", "matplotlib", "rich", "jinja2"),
-    *("filelock", "psutil", "pytest", "pytest-timeout", "hypothesis", "bitsandbytes"),
+    *("filelock", "psutil", "pytest", "pytest-timeout", "hypothesis", "bitsandbytes", "gguf"),
 )
 PRESENT = ("torch", "transformers", "matplotlib", "pytest", "pip")  # and what they need, where no list is given
 PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 26, 24, 17)) + ("manylinux2014_x86_64", "any")
 TEXT = {"train": 5_000_000, "validation": 400_000}  # bytes of JSON lines that are carried
-CALIBRATION = 9  # documents that the small model is rounded with
-SPARE = 100_000  # bytes of file system blocks and the note
 
 
-def gather(told: argparse.Namespace, out: Path) -> str:
+def gather(options: argparse.Namespace, out: Path) -> str:
     """Make the folder anew and return what lies in it, in one line.
 
     Args:
-        told: ``data``, ``present``, ``python``, ``cuda``, ``megabytes`` of the command line.
+        options: ``data``, ``present``, ``python`` and ``cuda`` of the command line.
         out: the folder.
 
     Raises:
-        UserError: without documents, for a folder that is something else, when a wheel cannot be had, or when too
-            little room is left for the model.
+        UserError: without documents, for a folder that is something else, or when a wheel cannot be had.
     """
-    if told.data is None or not Path(told.data).is_dir():
-        raise UserError(f"--data {told.data}: expected a folder with train.jsonl and validation.jsonl (or .gz).")
+    if options.data is None or not Path(options.data).is_dir():
+        raise UserError(f"--data {options.data}: expected a folder with train.jsonl and validation.jsonl (or .gz).")
     if out.exists() and any(out.iterdir()) and not (out / NOTE).is_file():
         raise UserError(f"{out} is there and holds something else: give a folder that is new, or an older pack.")
     shutil.rmtree(out, ignore_errors=True)
     (out / WHEELS).mkdir(parents=True)
-    present = _names(Path(told.present)) if told.present else closure(PRESENT, told.python)
-    wanted = {name: found for name, found in closure(NEEDED, told.python).items() if name not in present}
-    download(wanted, out / WHEELS, told.python)
+    present = _names(Path(options.present)) if options.present else closure(PRESENT, options.python)
+    wanted = {name: found for name, found in closure(NEEDED, options.python).items() if name not in present}
+    download([f"{name}=={version}" for name, version in sorted(wanted.items())], out / WHEELS, options.python)
     for wheel in (out / WHEELS).glob("bitsandbytes-*.whl"):
-        trim(wheel, told.cuda)
-    texts = [text for split in TEXT for text in _slice(Path(told.data), split, out / CORPUS)]
-    room = int(told.megabytes * 1e6) - _size(out) - SPARE
-    try:
-        source = Path(models.resolve("smollm2"))
-        model = small_model.squeeze(source, out / MODEL, room, texts[:CALIBRATION])
-    except UserError as error:
-        largest = max((out / WHEELS).iterdir(), key=lambda file: file.stat().st_size, default=Path("nothing")).name
-        raise UserError(f"{error} Say with --present what the machine has (the largest wheel is {largest}).") from None
-    note = {"commit": commit(), "python": told.python, "cuda": told.cuda, "packages": wanted, "model": model}
+        trim(wheel, options.cuda)
+    download([REQUIREMENT], out / MODEL, options.python)
+    for split, size in TEXT.items():
+        _slice(Path(options.data), split, size, out / CORPUS)
+    note = {"commit": commit(), "python": options.python, "cuda": options.cuda, "packages": wanted}
     (out / NOTE).write_text(json.dumps(note, indent=2) + "\n")
     return (
-        f"{out}: {_size(out) / 1e6:.1f} MB; {len(wanted)} wheels, SmolLM2 at {model['bits a weight']:.2f} bits "
-        f"a weight (loss {model['loss as packed']:.2f}, before {model['loss']:.2f})"
+        f"{out}: {_size(out) / 1e6:.0f} MB, {_size(out / MODEL) / 1e6:.0f} of them {REQUIREMENT}; {len(wanted)} wheels"
     )
 
 
@@ -113,18 +103,17 @@ def closure(roots: Iterable[str], python: str) -> dict[str, str]:
     return found
 
 
-def download(wanted: dict[str, str], folder: Path, python: str) -> None:
+def download(requirements: list[str], folder: Path, python: str) -> None:
     """Fetch wheels of exact versions for Linux on x86-64, with the user's settings of pip.
 
     Raises:
         UserError: with pip's reason.
     """
-    if not wanted:
+    if not requirements:
         return
     fixed = ["--no-deps", "--only-binary=:all:", "--python-version", python, "--implementation", "cp"]
     fixed += [word for platform in PLATFORMS for word in ("--platform", platform)]
-    names = [f"{name}=={version}" for name, version in sorted(wanted.items())]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", *fixed, "--dest", str(folder), *names]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", *fixed, "--dest", str(folder), *requirements]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         reasons = [line for line in done.stderr.splitlines() if "ERROR" in line] or ["no output"]
@@ -164,21 +153,18 @@ def _names(file: Path) -> set[str]:
     return {canonicalize_name(word[0]) for word in words if word}
 
 
-def _slice(data: Path, split: str, folder: Path) -> Iterator[str]:
-    """Copy the first documents of a split, up to its share of bytes, and return their texts."""
+def _slice(data: Path, split: str, size: int, folder: Path) -> None:
+    """Copy the first documents of a split, so many bytes of them."""
     files = sorted(file for pattern in (f"{split}.jsonl*", f"{split}-*.jsonl*") for file in data.glob(pattern))
     if not files:
         raise UserError(f"--data {data}: expected {split}.jsonl, {split}.jsonl.gz or shards {split}-*.jsonl.")
     folder.mkdir(exist_ok=True)
-    size = 0
     with gzip.open(folder / f"{split}.jsonl.gz", "wt", encoding="utf-8") as out:
         for line in _lines(files):
-            size += len(line.encode())
-            if size > TEXT[split]:
+            size -= len(line.encode())
+            if size < 0:
                 return
             out.write(line)
-            if split == "train":
-                yield json.loads(line)["text"]
 
 
 def _lines(files: list[Path]) -> Iterator[str]:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from ag.bench.card import ROOT
-from ag.bench.card.line import Line
-from ag.bench.card.machine import Machine
 from ag.errors import UserError
+from scripts.gpu import ROOT
+from scripts.gpu.line import Line
+from scripts.gpu.machine import Machine
 
 Row = dict[str, Any]
 ROWS = "rows.jsonl"

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ag.bench.card import ROOT
 from ag.errors import UserError
 from ag.versions import versions
+from scripts.gpu import ROOT
 
 PACKAGES = ("torch", "triton", "transformers", "lightning", "peft", "bitsandbytes", "flash-attn")
 REHEARSE = "`scripts/gpu.sh all --cpu-rehearsal` runs every part with tiny shapes on a CPU"

@@ -11,10 +11,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ag.bench.card.goals import DENSE
-from ag.bench.card.run import ROWS, Row, number, outcome, read, verdict
 from ag.bench.write import skipped
 from ag.errors import UserError
+from scripts.gpu.goals import DENSE
+from scripts.gpu.run import ROWS, Row, number, outcome, read, verdict
 
 FILE, PICTURE = "summary.md", "plot.png"
 BEGIN, END = "<!-- gpu -->", "<!-- end gpu -->"

@@ -1,4 +1,4 @@
-"""What each kernel reaches of what a copy and a matrix product do: ``python -m ag.bench.card.kernels KEY=VALUE``."""
+"""What each kernel reaches of what a copy and a matrix product do: ``python -m scripts.gpu.kernels KEY=VALUE``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from ag.bench.card.told import told
 from ag.bench.measure import call_seconds
 from ag.bench.sdpa import pinned
 from ag.engine.pool import PAGE
@@ -25,6 +24,7 @@ from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 from ag.kernels.paged_decode import paged_decode
+from scripts.gpu.told import told
 
 Row = dict[str, Any]
 
@@ -258,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = told(sys.argv[1:] if argv is None else argv, KernelConfig)
     except UserError as error:
-        print(f"ag.bench.card.kernels: error: {error}", file=sys.stderr)
+        print(f"scripts.gpu.kernels: error: {error}", file=sys.stderr)
         return 2
     Path(config.output).write_text(json.dumps(measure(config), indent=2))
     return 0

@@ -1,6 +1,6 @@
 """Compare this engine with kvpress, each in its own environment: ``bash scripts/bench_kvpress.sh``.
 
-Two processes of scripts/kvpress_side.py hold the same model and take turns with the same prompts and budgets. Each
+Two processes of side.py hold the same model and take turns with the same prompts and budgets. Each
 measurement reads a document's first tokens, evicts at their end, and feeds the tokens that follow one by one: time to
 read the prompt, time per token, bytes, and the loss of the continuation. Writes ``kvpress.json``, with every
 measurement, and ``kvpress.md`` into ``output``.
@@ -26,8 +26,8 @@ from ag.config import key
 from ag.config.command_line import command, parse
 from ag.errors import UserError
 
-PROGRAM = "scripts.bench_kvpress"
-SIDE = Path(__file__).resolve().with_name("kvpress_side.py")
+PROGRAM = "bench_kvpress"
+SIDE = Path(__file__).resolve().with_name("side.py")
 METHODS = ("snapkv", "snapkv@heads", "expected_attention", "expected_attention@heads", "knorm")
 WINDOW = 64  # last tokens of a prompt that snapkv keeps
 FIRST = 3  # tokens that are fed before the clock starts

@@ -1,4 +1,4 @@
-"""A training recipe on one card, resumed in the middle: ``python -m ag.bench.card.fit OUT.json key=value ...``.
+"""A training recipe on one card, resumed in the middle: ``python -m scripts.gpu.fit OUT.json key=value ...``.
 
 Keys are those of ``ag.fit``, and of :class:`Job` with ``job.`` before them.
 """
@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from ag.bench.card.told import told
 from ag.config import Config
 from ag.config.command_line import parse
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.training.loggers import read_metrics
 from ag.training.memory_plan import plan
+from scripts.gpu.told import told
 
 Row = dict[str, Any]
 GPUS = 4  # of the machine whose hours are estimated
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         row = run(words, told(mine, Job), Path(file))
     except UserError as error:
-        print(f"ag.bench.card.fit: error: {error}", file=sys.stderr)
+        print(f"scripts.gpu.fit: error: {error}", file=sys.stderr)
         return 2
     Path(file).write_text(json.dumps(row, indent=2))
     return 0
@@ -140,7 +140,7 @@ def _start(name: str, file: Path, words: list[str], job: Job) -> tuple[subproces
     environment = dict(os.environ)
     if name == "plan":
         environment.pop("TRITON_INTERPRET", None)  # fake tensors have nothing to interpret
-    command = [sys.executable, "-c", f"from ag.bench.card.fit import part; part({name!r}, {str(out)!r})"]
+    command = [sys.executable, "-c", f"from scripts.gpu.fit import part; part({name!r}, {str(out)!r})"]
     work = json.dumps({"words": words, "job": asdict(job)})
     process = subprocess.Popen(
         [*command, work],

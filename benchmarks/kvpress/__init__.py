@@ -1,0 +1,1 @@
+"""This engine beside kvpress: ``bash scripts/bench_kvpress.sh``."""

@@ -1,0 +1,1 @@
+"""What is run from a checkout, and not part of the package."""

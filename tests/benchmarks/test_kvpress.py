@@ -1,0 +1,227 @@
+"""The comparison with kvpress: its table, its turns, our side on a tiny model, and kvpress' side where it is there."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import types
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import DynamicCache
+
+from ag.errors import UserError
+from benchmarks.kvpress import compare, side
+from tests.support import ROOT
+from tests.support.bounds import hold, of_nats
+from tests.support.refused import refuses
+from tests.support.warm import started
+
+KVPRESS = Path(os.environ.get("AG_KVPRESS") or ROOT / "build" / "kvpress") / "bin" / "python"
+LAYERS, KV_HEADS, HEAD_DIM, FLOAT, VOCABULARY = 3, 2, 16, 4, 512  # of the tiny model
+ENTRY = 2 * LAYERS * KV_HEADS * HEAD_DIM * FLOAT  # bytes of a token's keys and values
+TURNS = ["prompt=160", "continuation=6", "keep=[0.5]", "documents=2", "rounds=2", "threads=1"]
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory, tiny_llama, tiny_tokenizer):
+    """The folder of a tiny model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_llama(vocab_size=VOCABULARY).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def job(method, tokens=None, prompt=160, following=6):
+    """Tokens that all differ: in the first layer equal ones have keys of equal norm, and any of them may stay."""
+    ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(3))[: prompt + following].tolist()
+    return side.Job(method, tokens, ids[:prompt], ids[prompt:])
+
+
+def record(contestant, name, place, **measured):
+    wide = {"kept": 1.0, "kv_bytes": 100, "all_bytes": 120, "prefill": 1.0, "decode": [9.0] * 3 + [0.5], "nats": [2.0]}
+    return {"contestant": contestant, "side": name, "round": place[0], "document": place[1]} | wide | measured
+
+
+def test_table_of_recorded_measurements():
+    """Two documents, two rounds; those of kvpress are stored in another order, and pair by document and round."""
+    places = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    full = [record("full", name, place) for name in ("ag", "kvpress") for place in places]
+    held = {"kv_bytes": 50, "all_bytes": 60, "kept": 0.5}
+    mine = [  # the first three tokens of a continuation are not timed
+        record("knorm", "ag", place, prefill=s, decode=[9.0] * 3 + [t, 3 * t], nats=[1.0, 3.0, 2 + 0.75 * place[1]])
+        | held
+        for place, s, t in zip(places, (4.0, 1.0, 2.0, 3.0), (0.01, 0.02, 0.03, 0.04), strict=True)
+    ]
+    theirs = [
+        record("knorm", "kvpress", place, prefill=seconds, decode=[0.0] * 3 + [0.02], kept=0.5, nats=[2.5])
+        for place, seconds in zip(places, (1.0, 2.0, 4.0, 1.0), strict=True)
+    ]
+    same, _, ours, other = compare.table([*full, *mine, *reversed(theirs)])
+    assert [same[name] for name in ("prefill over kvpress", "ms/token over kvpress", "nats over full")] == [1, 1, 0]
+    assert (ours["contestant"], other["contestant"]) == ("knorm, ag", "knorm, kvpress")
+    assert (ours["kept"], ours["KV bytes"], ours["all bytes"], ours["all bytes over kvpress"]) == (0.5, 50, 60, 0.5)
+    assert ours["prefill s"] == statistics.median([4, 1, 2, 3])
+    assert ours["prefill over kvpress"] == statistics.median([4 / 1, 1 / 2, 2 / 4, 3 / 1])
+    assert [ours["ms/token"], ours["ms/token over kvpress"]] == pytest.approx([50, 50 / 20])
+    assert [row["nats over full"] for row in (ours, other)] == pytest.approx([0.125, 0.5])
+
+
+def test_what_is_asked_for(base, tiny_tokenizer, tmp_path):
+    assert tuple(side.OPTIONS) == compare.METHODS
+    plan = compare.contestants(compare.Config(prompt=400))
+    assert [one.name for one in plan] == ["full", *(f"{x} {y}" for y in ("0.5", "0.25") for x in compare.METHODS)]
+    assert {one.tokens(400) for one in plan} == {None, 200, 100}
+    assert compare.Contestant("knorm", 0.29).tokens(100) == 29  # 0.29 * 100 is a little less
+    for keep, prompt in ((0.25, 259), (1.0, 400), (-0.5, 400)):
+        with refuses(UserError, f"keep={keep:g}", f"prompt={prompt}", "64"):
+            compare.contestants(compare.Config(keep=[0.5, keep], prompt=prompt))
+    lines = [{"text": letter * length} for letter, length in (("a", 100), ("b", 50), ("c", 90))]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = compare.Config(root=str(tmp_path), documents=2, prompt=80, continuation=10)
+    assert [tiny_tokenizer.decode(ids) for _, ids in compare.texts(config, str(base))] == ["a" * 10, "c" * 10]
+    config.documents = 3
+    with refuses(UserError, "documents=3", str(tmp_path), "2"):
+        compare.texts(config, str(base))
+
+
+@pytest.mark.parametrize("tokens", [None, 80, 40])
+def test_our_side_measures_what_plain_transformers_give(base, tiny_llama, tokens):
+    """The smallest keys of each head, chosen and left in transformers' cache by hand."""
+    asked = job("full" if tokens is None else "knorm", tokens)
+    found = side.measure(side.Ours(str(base)), asked)
+    model, cache = tiny_llama(vocab_size=VOCABULARY), DynamicCache()
+    with torch.no_grad():
+        logits = model(torch.tensor([asked.prompt]), past_key_values=cache).logits[:, -1:]
+        for layer in cache.layers if tokens else []:
+            best = layer.keys.norm(dim=-1).topk(tokens, largest=False).indices.sort(-1).values[..., None]
+            layer.keys, layer.values = (x.take_along_dim(best, 2) for x in (layer.keys, layer.values))
+        for place, token in enumerate(asked.following[:-1], len(asked.prompt)):
+            given = {"position_ids": torch.tensor([[place]]), "past_key_values": cache}
+            logits = torch.cat([logits, model(torch.tensor([[token]]), **given).logits], 1)
+    nats = F.cross_entropy(logits[0], torch.tensor(asked.following), reduction="none")
+    hold(torch.tensor(found["nats"]), nats, of_nats(model))
+    exact = ENTRY * (tokens or 160)
+    assert found["kept"] == (tokens or 160) / 160 and exact <= found["kv_bytes"] <= 1.5 * exact
+    assert found["kv_bytes"] < found["all_bytes"] < 1.2 * found["kv_bytes"]
+    assert len(found["decode"]) == 5 and min(found["decode"]) > 0 < found["prefill"]
+
+
+def test_bytes_are_those_of_whole_storages_and_of_each_once():
+    x = torch.zeros(100)
+    found = types.SimpleNamespace(
+        a=x[:3], b=[{"c": (x.view(10, 10), torch.zeros(5).double())}], d=torch.nn.Linear(9, 9)
+    )
+    found.found = found
+    assert side.storage_bytes(found) == 100 * 4 + 5 * 8
+
+
+STAND_IN = """\
+#!{python}
+import json, sys
+
+sys.stdin.readline()
+print(json.dumps({{"torch": {torch!r}, "transformers": "5.2.0", "kvpress": "0.5.5", "threads": 1}}), flush=True)
+for line in sys.stdin:
+    open({log!r}, "a").write(line)
+    found = {{"prefill": 2.0, "decode": [0.1] * 5, "kept": 0.5, "kv_bytes": 7, "all_bytes": 8, "nats": [1.5] * 6}}
+    print(json.dumps(found), flush=True)
+"""
+
+
+def executable(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.mark.slow
+def test_sides_take_turns_over_the_same_tokens(base, tmp_path, monkeypatch, capsys):
+    """An environment whose Python answers as kvpress' side would, and keeps what it was asked."""
+    asked = tmp_path / "asked"
+    monkeypatch.setattr(sys, "executable", started())
+    words = [*TURNS, f"model={base}", f"environment={tmp_path}/env", f"output={tmp_path}/out"]
+    assert compare.main(words) == 2
+    assert f"environment={tmp_path}/env" in capsys.readouterr().err
+    for torch_version in ("2.0.1", version("torch")):
+        text = STAND_IN.format(python=sys._base_executable, log=str(asked), torch=torch_version)
+        executable(tmp_path / "env" / "bin" / "python", text)
+        assert compare.main(words) == (2 if torch_version == "2.0.1" else 0)
+    assert "has torch 2.0.1" in capsys.readouterr().err
+    results = json.loads((tmp_path / "out" / "kvpress.json").read_text())
+    assert results["machine"]["threads"] == 1 and results["machine"]["kvpress"] == "0.5.5 (transformers 5.2.0)"
+    plan = ["full", *(f"{method} 0.5" for method in compare.METHODS)]
+    turns = [("ag", "kvpress"), ("kvpress", "ag")] * 2
+    assert [(x["contestant"], x["side"], x["round"], x["document"]) for x in results["records"]] == [
+        (one, name, turn // 2, turn % 2) for turn, order in enumerate(turns) for one in plan for name in order
+    ]
+    asked = [json.loads(line) for line in asked.read_text().splitlines()]
+    assert [x["method"] for x in asked] == ["full", *compare.METHODS] * 5  # once to warm up
+    assert [x["tokens"] for x in asked] == [None, *[65] * 5] + [None, *[80] * 5] * 4
+    documents = compare.texts(compare.Config(prompt=160, continuation=6, documents=2), str(base))
+    assert [(x["prompt"], x["following"]) for x in asked[6::6]] == documents * 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not KVPRESS.is_file(), reason="no environment of kvpress: bash scripts/bench_kvpress.sh makes it")
+def test_kvpress_has_the_same_losses_shares_and_bytes(base, tmp_path):
+    """Under the same hyper-parameters, and Ada-KV frees nothing."""
+    theirs = compare.Process("kvpress", str(KVPRESS), tmp_path / "log", {"model": str(base), "threads": 1})
+    try:
+        assert theirs.versions["kvpress"] == "0.5.5"
+        ours = side.Ours(str(base))
+        for method, tokens in [("full", None), *((method, 80) for method in compare.METHODS)]:
+            asked = job(method, tokens)
+            mine, other = side.measure(ours, asked), theirs.ask(vars(asked))
+            assert other["nats"] == pytest.approx(mine["nats"], abs=1e-3), method
+            assert mine["kept"] == other["kept"] == (tokens or 160) / 160
+            freed = tokens is not None and not method.endswith("@heads")
+            assert other["kv_bytes"] == ENTRY * (tokens if freed else 160)
+            masked = LAYERS * KV_HEADS * 80 * 3 * 8 if method.endswith("@heads") else 0  # three int64 an entry
+            assert other["all_bytes"] == other["kv_bytes"] + masked
+    finally:
+        theirs.close()
+
+
+PYTHON = """\
+#!/bin/bash
+echo "${0#"$PWD/"} $*" >>calls
+case "$*" in
+    *--dry-run) exit "${WRONG:-0}" ;;
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg" ;;
+    "-c "*) echo 2.13.0+cpu ;;
+esac
+"""
+
+
+def test_the_environment_is_made_once_and_where_it_is_told(tmp_path):
+    """The shell script, with a stand-in for Python that keeps a record of its calls."""
+    executable(tmp_path / "scripts" / "bench_kvpress.sh", (ROOT / "scripts" / "bench_kvpress.sh").read_text())
+    (tmp_path / "scripts" / "setup.sh").write_text('set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
+    executable(tmp_path / ".venv" / "bin" / "python", PYTHON)
+
+    def shell(*words, **environment):
+        (tmp_path / "calls").write_text("")
+        command = ["bash", "scripts/bench_kvpress.sh", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True)
+        lines = (tmp_path / "calls").read_text().splitlines()
+        return done.returncode, [line for line in lines if " -c " not in line]
+
+    run = ".venv/bin/python -m benchmarks.kvpress.compare"
+    pip = "bin/python -m pip install --quiet kvpress==0.5.5 transformers<5.3 torch==2.13.0+cpu"
+    assert shell("keeps=1", WRONG="2")[0] == 2 and not (tmp_path / "build").exists()
+    assert shell("--help")[1] == [f"{run} environment=build/kvpress --help"]
+    asked = f"{run} environment=build/kvpress prompt=512"
+    made = [".venv/bin/python -m venv build/kvpress", f"build/kvpress/{pip}"]
+    assert shell("prompt=512") == (0, [f"{asked} --dry-run", *made, asked])
+    assert shell("prompt=512") == (0, [f"{asked} --dry-run", asked])
+    (tmp_path / "build" / "kvpress" / "installed").write_text("kvpress==0.5.4")
+    assert shell("prompt=512") == (0, [f"{asked} --dry-run", *made, asked])
+    for words in (["there", "rounds=2"], ["rounds=2", "environment=there"]):
+        assert (tmp_path / "there").exists() == (words[0] != "there")
+        assert shell(*words)[0] == 0 and (tmp_path / "there" / "installed").is_file()
+    assert shell("scripts")[0] == 2 and not (tmp_path / "scripts" / "installed").exists()  # a folder of something else

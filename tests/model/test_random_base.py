@@ -1,0 +1,35 @@
+"""Base models with random weights, of a geometry in a JSON file."""
+
+import pytest
+import torch
+
+from ag.config import ModelConfig
+from ag.errors import UserError
+from ag.model import base as models
+from ag.model import random_base
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_a_random_base_is_the_geometry_and_the_same_each_time(quantization):
+    if quantization == "nf4":
+        pytest.importorskip("bitsandbytes")
+    config = ModelConfig(name="random:docs/models/tiny.json", quantization=quantization)
+    (one, tokenizer), (two, _) = (models.load_base(config, "cpu") for _ in range(2))
+    ids = tokenizer("Random, but the same.\n\u00e9", return_tensors="pt").input_ids
+    assert tokenizer.decode(ids[0]) == "Random, but the same.\n\u00e9"
+    with torch.no_grad():
+        logits = one(input_ids=ids).logits
+        assert torch.equal(logits, two(input_ids=ids).logits) and logits.isfinite().all()
+    assert logits.shape[-1] == 512
+    kinds = {type(m).__name__ for n, m in one.named_modules() if n.endswith("_proj")}
+    assert kinds == ({"Linear4bit"} if quantization == "nf4" else {"Linear"})
+    if quantization == "none":
+        weight = one.lm_head.weight  # a deviation of n drawn numbers is off by 1 / sqrt(2 n) of itself; five of those
+        assert weight.std().item() == pytest.approx(random_base.SPREAD, rel=5 / (2 * weight.numel()) ** 0.5)
+        want = type(one)(one.config).model.rotary_emb.inv_freq
+        assert torch.equal(one.model.rotary_emb.inv_freq, want)
+
+
+def test_a_random_base_of_no_file_is_one_sentence():
+    with pytest.raises(UserError, match=r"model.name=random:nothing.json.*docs/models/llama-2-7b.json"):
+        models.load_base(ModelConfig(name="random:nothing.json"))
