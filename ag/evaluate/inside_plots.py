@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from ag.evaluate.comparison.plots import COLOURS, short
+from ag.evaluate.comparison.charts import short
+from ag.evaluate.comparison.drawing import COLOURS
 from ag.evaluate.comparison.shares import percent
 from ag.gates.figures import DPI
 

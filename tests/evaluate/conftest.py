@@ -61,6 +61,19 @@ def config(settings: Callable[..., CompareConfig], tmp_path: Path) -> Callable[.
     return lambda **changes: settings(**{"output": tmp_path / "out"} | changes)
 
 
+def without_charts(patch: pytest.MonkeyPatch) -> None:
+    """Draw none: they take most of the time, and test_report draws them."""
+    patch.setattr("ag.evaluate.comparison.drawing.draw", lambda comparison: [])
+    patch.setattr("ag.evaluate.comparison.page.svg", lambda chart: "")
+    patch.setattr("ag.evaluate.comparison.page.legend_mark", lambda look: "")
+
+
+@pytest.fixture
+def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons draw none of their charts."""
+    without_charts(monkeypatch)
+
+
 @pytest.fixture
 def quiet() -> Console:
     """A console that keeps what it is told."""

@@ -26,9 +26,8 @@ ROWS = 3 * 2
 
 
 @pytest.fixture(autouse=True)
-def no_plots(monkeypatch):
-    """They take most of the time, and test_report draws them."""
-    monkeypatch.setattr("ag.evaluate.comparison.plots.draw", lambda comparison: [])
+def wide(monkeypatch, no_charts):
+    """Tables in the terminal fold no column."""
     monkeypatch.setenv("COLUMNS", "160")
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ag.engine.spec import PolicySpec
 from ag.evaluate.comparison.findings import Comparison, Entry, _tested
 from ag.evaluate.comparison.results import Row
 from ag.evaluate.tasks import Outcome
@@ -12,7 +13,7 @@ from ag.evaluate.tasks.base import Tags
 
 COSTS = {"mine": 0.2, "h2o": 0.5, "h2o+caote@preference": 0.501, "tova": 0.9}  # nats over full, times what is evicted
 BUDGETS = (0.5, 0.3, 0.2, 0.1)
-REPR = {"mine": "ag.policy('gates:somewhere@heads', budget={})"}
+SPECS = {"mine": PolicySpec.parse("gates:somewhere@heads")}
 N = 24
 SPREAD = 0.02  # of a score's own noise
 NOISE = 5 * SPREAD / N**0.5  # five deviations of its mean
@@ -35,7 +36,7 @@ def entry(task: str, label: str, budget: float | None, cost: float, seed: int) -
     outcomes = [Outcome(str(i), float(s), 512, kept, 4096, 0.1, tags[i]) for i, s in enumerate(scores)]
     row = Row(
         key=f"{task}{label}{budget}",
-        policy=REPR.get(label, f"ag.policy('{label}', budget={{}})").format(budget),
+        policy=f"ag.policy('{SPECS.get(label, label)}', budget={budget})",
         label=label,
         budget=budget,
         kept=kept,
@@ -55,7 +56,7 @@ def entry(task: str, label: str, budget: float | None, cost: float, seed: int) -
         floor=0.1 if asked else None,
         **TASKS[task],
     )
-    return Entry(row, outcomes, [])
+    return Entry(row, outcomes, [], SPECS.get(label) or PolicySpec(label))
 
 
 def comparison(folder: Path, **costs: float) -> Comparison:

@@ -1,118 +1,212 @@
-"""Line charts as SVG for a page: they take its colours, and their text is text."""
+"""What the charts of a comparison show, for the page and for the files: lines of points with what each of them says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from markupsafe import Markup
-from matplotlib.ticker import MaxNLocator
+import numpy as np
 
-WIDTH, HEIGHT = 380, 250
-LEFT, RIGHT, TOP, BOTTOM = 52, 10, 12, 40
-SHAPES = (
-    "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0",  # circle
-    "M-3.5,-3.5h7v7h-7z",  # square
-    "M0,-5L5,0L0,5L-5,0z",  # diamond
-    "M0,-5L4.5,3.5h-9z",  # triangle up
-    "M0,5L4.5,-3.5h-9z",  # triangle down
-    "M-1.5,-5h3v3.5h3.5v3h-3.5v3.5h-3v-3.5h-3.5v-3h3.5z",  # plus
-)
+from ag.evaluate.comparison import by_position
+from ag.evaluate.comparison.findings import Comparison, Entry, pair
+from ag.evaluate.comparison.results import tag_values
+from ag.evaluate.comparison.shares import held
+from ag.evaluate.comparison.statistics import bootstrap, mean_and_error
+
+SEVERAL = 2  # kept shares that make a curve
+KEPT = "kept share of the prompt"
+LONGEST = 36  # characters of a name
 
 
-@dataclass(frozen=True)
-class Point:
-    """A point: place, standard error (or the ends of an interval in its place), and what it is, in words."""
+class Point(NamedTuple):
+    """A point: where it is, the ends of what is drawn about it (an interval, or standard errors), and it in words."""
 
     x: float
     y: float
-    error: float
+    low: float
+    high: float
     text: str
-    interval: tuple[float, float] | None = None
 
-    @property
-    def ends(self) -> tuple[float, float]:
-        """Lower and upper end of what is drawn about the point."""
-        return self.interval or (self.y - self.error, self.y + self.error)
+
+class Look(NamedTuple):
+    """What chooses colour and mark of a policy: its number, counted apart for gates, which share one colour."""
+
+    number: int
+    gated: bool
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line, whose number chooses colour and shape; gates share one colour, and are drawn over all others.
+    """A policy's points.
 
-    That of the full cache is drawn as a level to hold the others against.
+    Attributes:
+        look: its colour and mark.
+        name: what a legend calls it, with the shares that it holds.
+        points: from left to right.
+        level: whether it goes through all of the chart, to hold the others against: the full cache.
     """
 
-    number: int
+    look: Look
     name: str
     points: Sequence[Point]
-    gated: bool = False
-    full: bool = False
+    level: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over kept shares or over positions.
+
+    Attributes:
+        title: the task, and how many samples it has.
+        x_label: what is to the right.
+        y_label: what goes up.
+        lines: of the policies.
+        zero: look of what the others are differences to, which is a level at 0; None: these are no differences.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+    zero: Look | None = None
 
     @property
-    def colour(self) -> str:
-        """Its class."""
-        return "gates" if self.gated else f"c{self.number % 8}"
+    def over_shares(self) -> bool:
+        """Whether it is drawn over shares; else over positions, in tokens."""
+        return self.x_label == KEPT
+
+    @property
+    def text(self) -> str:
+        """All that there is to see, in words."""
+        points = "; ".join(point.text for line in self.lines for point in line.points)
+        return f"{self.title}: {self.y_label} by {self.x_label}. {points}"
 
 
-def mark(line: Line) -> Markup:
-    """Return the mark of a line, around the origin."""
-    return Markup('<path class="mark {}" d="{}"/>').format(line.colour, SHAPES[line.number % len(SHAPES)])
+def short(name: str) -> str:
+    """Leave out the middle of a long name, such as that of gates in a deep folder."""
+    return name if len(name) <= LONGEST else f"{name[:9]}…{name[10 - LONGEST :]}"
 
 
-def chart(
-    title: str, x_label: str, y_label: str, lines: Sequence[Line], *, shares: bool = True, zero: str = ""
-) -> Markup:
-    """Draw lines over shares, or over numbers from 0 on; the title says in words what there is to see.
+def looks(comparison: Comparison) -> dict[str, Look]:
+    """Return the look of each policy, by label."""
+    gated = {entry.row.label: entry.is_gated for entry in comparison.entries}
+    counts = {True: 0, False: 0}
+    found = {}
+    for label in comparison.labels:
+        found[label] = Look(counts[gated[label]], gated[label])
+        counts[gated[label]] += 1
+    return found
 
-    ``zero`` is the colour of a level at 0, which is then in sight.
+
+def leading(comparison: Comparison) -> list[Chart]:
+    """Return nats over the full cache by kept share: of the first task that asks after eviction, and of the first text.
+
+    A task that has results at fewer than two kept shares has no curve, and one that the model cannot do says nothing.
+    Intervals are those of 95 % of the paired difference; without a result of the full cache these are the nats alone.
     """
-    points = [point for line in lines for point in line.points]
-    low = min(point.ends[0] for point in points)
-    high = max(point.ends[1] for point in points)
-    low, high = (min(low, 0.0), max(high, 0.0)) if zero else (low, high)
-    pad = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-    low, high = low - pad, high + pad
-    right = max(point.x for point in points) * 1.03 or 1.0
-
-    def at(x: float, y: float) -> tuple[str, str]:
-        across = LEFT + (WIDTH - LEFT - RIGHT) * x / right
-        down = TOP + (HEIGHT - TOP - BOTTOM) * (high - y) / (high - low)
-        return f"{across:.1f}", f"{down:.1f}"
-
-    parts = [Markup('<svg class="chart" viewBox="0 0 {} {}" role="img"><title>{}</title>').format(WIDTH, HEIGHT, title)]
-    for tick in MaxNLocator(5).tick_values(low, high):
-        if low <= tick <= high:
-            (left, down), (end, _) = at(0, tick), at(right, tick)
-            parts.append(Markup('<path class="grid" d="M{},{}H{}"/>').format(left, down, end))
-            parts.append(Markup('<text class="end" x="{}" y="{}" dy="4">{:.4g}</text>').format(LEFT - 6, down, tick))
-    for tick in MaxNLocator(5).tick_values(0, right):
-        if 0 <= tick <= right:
-            across, _ = at(tick, low)
-            text = Markup('<text class="middle" x="{}" y="{}">{}</text>')
-            parts.append(text.format(across, HEIGHT - BOTTOM + 16, f"{100 * tick:.0f} %" if shares else f"{tick:,.0f}"))
-    middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
-    parts.append(Markup('<text class="middle" x="{}" y="{}">{}</text>').format(middle, HEIGHT - 6, x_label))
-    parts.append(
-        Markup('<text class="middle" transform="translate(11 {}) rotate(-90)">{}</text>').format(
-            TOP + (HEIGHT - TOP - BOTTOM) / 2, y_label
-        )
+    found = []
+    kinds: tuple[tuple[str, Callable[[Entry], bool]], ...] = (
+        ("question after eviction", _is_asked_after),
+        ("continuation", _continues),
     )
-    if zero:
-        (left, y), (end, _) = at(0, 0), at(right, 0)
-        parts.append(Markup('<path class="line level {}" d="M{},{}H{}"/>').format(zero, left, y, end))
-    for line in sorted(lines, key=lambda line: line.gated):
-        colour = line.colour
-        if line.full and len(line.points) == 1:
-            (left, y), (end, _) = at(0, line.points[0].y), at(right, line.points[0].y)
-            parts.append(Markup('<path class="line level {}" d="M{},{}H{}"/>').format(colour, left, y, end))
-        path = "L".join(",".join(at(point.x, point.y)) for point in line.points)
-        parts.append(Markup('<path class="line {}" d="M{}"/>').format(colour, path))
-        for point in line.points:
-            (x, bottom), (_, top) = (at(point.x, end) for end in point.ends)
-            _, y = at(point.x, point.y)
-            parts.append(Markup('<path class="line error {}" d="M{},{}V{}"/>').format(colour, x, top, bottom))
-            parts.append(
-                Markup('<g transform="translate({} {})"><title>{}</title>{}</g>').format(x, y, point.text, mark(line))
-            )
-    return Markup("").join([*parts, Markup("</svg>")])
+    for what, belongs in kinds:
+        for task in comparison.tasks:
+            entries = [entry for entry in comparison.of_task(task) if entry.outcomes]
+            shares = {entry.row.kept for entry in entries if entry.evicts and belongs(entry)}
+            if len(shares) >= SEVERAL and not comparison.uninformative(task):
+                found.append(_over_full(comparison, f"{what}: {task}", entries, nats=belongs is _is_asked_after))
+                break
+    return found
+
+
+def _is_asked_after(entry: Entry) -> bool:
+    return entry.row.question == "after" and entry.nats is not None
+
+
+def _continues(entry: Entry) -> bool:
+    return entry.row.question is None and entry.row.metric == "nats per token"
+
+
+def _over_full(comparison: Comparison, title: str, entries: Sequence[Entry], nats: bool) -> Chart:
+    full = next((entry for entry in entries if not entry.evicts), None)
+
+    def point(entry: Entry) -> Point | None:
+        if not entry.evicts or (measured := entry.measure(nats)) is None:
+            return None
+        paired = None if full is None else pair(entry, full, nats)
+        if paired is None:
+            values = np.array(list((tag_values(entry.outcomes, "nats") if nats else entry.scores).values()))
+            place, form = (float(values.mean()), *bootstrap(values)), ".3f"
+        else:
+            place, form = (paired.difference, paired.low, paired.high), "+.3f"
+        said = "{:{form}} nats [{:{form}}, {:{form}}]".format(*place, form=form)
+        return Point(measured[0], *place, f"{entry.row.label}: {said} at {measured[0]:.1%} kept")
+
+    y_label = "nats over the full cache" if full else "nats"
+    lines = _lines(comparison, entries, point)
+    return Chart(_titled(title, entries), KEPT, y_label, lines, looks(comparison)[full.row.label] if full else None)
+
+
+def quality(comparison: Comparison, task: str, nats: bool = False) -> Chart | None:
+    """Return the metric of a task, or the nats of its right answers, by kept share, with standard errors."""
+
+    def point(entry: Entry) -> Point | None:
+        if (measured := entry.measure(nats)) is None:
+            return None
+        kept, mean, error = measured
+        return Point(kept, mean, mean - error, mean + error, f"{entry.row.label}: {mean:.4f} at {kept:.1%} kept")
+
+    entries = comparison.of_task(task)
+    which = "higher" if entries[0].row.higher_is_better and not nats else "lower"
+    metric = "nats per answer token" if nats else entries[0].row.metric
+    lines = _lines(comparison, entries, point)
+    title = f"{task}: nats of the right answer" if nats else task
+    return Chart(_titled(title, entries), KEPT, f"{metric} ({which} is better)", lines) if lines else None
+
+
+def along(comparison: Comparison, task: str) -> list[Chart]:
+    """Return charts of a task by position, one for each budget; policies without a budget are in each.
+
+    They show differences to the baseline, or nats where it has no result.
+    """
+    found = []
+    for budget in comparison.budgets or [""]:
+        entries = [entry for entry in comparison.of_task(task) if entry.budget in ("", budget)]
+        bases = [(entry, comparison.baseline_of(entry)) for entry in entries if entry.outcomes]
+        compared = any(base is not None for _, base in bases)
+        lines = []
+        for entry, base in bases:
+            if base is not None:
+                means, form = by_position.difference(entry, base), "+.3f"
+            elif not compared:
+                nats = by_position.curve(entry.outcomes)
+                means, form = {start: mean_and_error(values) for start, values in nats.items()}, ".3f"
+            else:
+                continue
+            points = [
+                Point(x, y, y - (error or 0.0), y + (error or 0.0), f"{entry.shown}: {y:{form}} from {x:,}")
+                for x, (y, error) in means.items()
+            ]
+            lines += [Line(looks(comparison)[entry.row.label], short(entry.shown), points)] if points else []
+        if lines:
+            title = f"{task} at budget {budget}" if budget else task
+            y_label = f"nats a token over {comparison.baseline}" if compared else "nats a token"
+            zero = looks(comparison).get(comparison.baseline) if compared else None
+            found.append(Chart(_titled(title, entries), "position", y_label, lines, zero))
+    return found
+
+
+def _lines(comparison: Comparison, entries: Sequence[Entry], point: Callable[[Entry], Point | None]) -> list[Line]:
+    """Return the line of each policy that has points, gates last, so that they are drawn over the others."""
+    found = []
+    for label, look in looks(comparison).items():
+        mine = [entry for entry in entries if entry.row.label == label]
+        points = sorted(made for entry in mine if (made := point(entry)) is not None)
+        if points:
+            found.append(Line(look, f"{short(label)} ({held(mine)})", points, level=not mine[0].evicts))
+    return sorted(found, key=lambda line: line.look.gated)
+
+
+def _titled(title: str, entries: Sequence[Entry]) -> str:
+    return f"{title}, {max(entry.row.n for entry in entries)} samples"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ag.commands.compare import CompareConfig
-from ag.engine.spec import FULL
+from ag.engine.spec import PolicySpec
 from ag.evaluate.comparison.cells import Cell
 from ag.evaluate.comparison.results import Results, Row, tag_values
 from ag.evaluate.comparison.shares import apart, at_budget, differing, held, may_pair, percent
@@ -34,6 +33,7 @@ class Entry:
         row: its row.
         outcomes: of its samples.
         views: what it kept of a few prompts.
+        spec: what its policy is made of.
         paired: against the baseline on the same task; None for the baseline itself and where either has no result.
         paired_nats: the same of the right answers' negative log-likelihoods; None where these were not measured.
     """
@@ -41,6 +41,7 @@ class Entry:
     row: Row
     outcomes: list[Outcome]
     views: list[View]
+    spec: PolicySpec
     paired: Paired | None = None
     paired_nats: Paired | None = None
 
@@ -52,7 +53,7 @@ class Entry:
     @property
     def name(self) -> str:
         """The policy and its budget."""
-        return f"{self.row.label} {self.budget}".rstrip()
+        return self.row.name
 
     @property
     def shown(self) -> str:
@@ -73,13 +74,13 @@ class Entry:
 
     @property
     def is_gated(self) -> bool:
-        """Whether gates decide, whatever the row is called."""
-        return re.match(r"ag\.policy\('(gates|flags)[:+@']", self.row.policy) is not None
+        """Whether gates take part, whatever the row is called."""
+        return self.spec.reads_gates
 
     @property
     def evicts(self) -> bool:
         """Whether anything may go."""
-        return not self.row.policy.startswith(f"ag.policy('{FULL}'")
+        return self.spec.evicts
 
     @property
     def scores(self) -> dict[str, float]:
@@ -159,10 +160,10 @@ class Comparison:
             # an earlier run may have called it otherwise
             row = replace(rows[cell.key], label=cell.label, policy=repr(cell.policy))
             outcomes = results.outcomes(row) if row.problem is None else []
-            entries.append(Entry(row, outcomes, results.views(row.key)))
+            entries.append(Entry(row, outcomes, results.views(row.key), cell.policy.spec))
         baseline = config.called.get(config.baseline, config.baseline)
-        others = [row for key, row in results.rows().items() if key not in {cell.key for cell in cells}]
-        hidden = [f"{row.task}: {Entry(row, [], []).name}" for row in others]
+        shown = {cell.key for cell in cells}
+        hidden = [f"{row.task}: {row.name}" for key, row in results.rows().items() if key not in shown]
         tested = [_tested(entry, baseline, entries) for entry in entries]
         return cls(results.folder, baseline, tested, hidden)
 
@@ -189,7 +190,7 @@ class Comparison:
     @property
     def meanings(self) -> dict[str, str]:
         """What the names stand for that do not say it themselves: labels, and shortened paths."""
-        return {entry.name: entry.row.policy for entry in self.entries if repr(entry.row.label) not in entry.row.policy}
+        return {entry.name: entry.row.policy for entry in self.entries if entry.row.label != str(entry.spec)}
 
     @property
     def budgets(self) -> list[str]:
@@ -232,8 +233,8 @@ class Comparison:
 
     def uninformative(self, task: str) -> str:
         """Say that the model cannot do a task, as its full cache shows; empty where it can, or where nobody knows."""
-        for row in (entry.row for entry in self.of_task(task)):
-            if row.label == FULL and row.mean is not None and row.floor is not None and row.mean <= row.floor:
+        for row in (entry.row for entry in self.of_task(task) if not entry.evicts):
+            if row.mean is not None and row.floor is not None and row.mean <= row.floor:
                 return f"not informative for this model: {row.metric} {row.mean:.4f} with the full cache"
         return ""
 
@@ -291,9 +292,9 @@ class Comparison:
         """Return the share that each layer kept of the viewed prompts, ``[P, L]``, of the policies that evict."""
         names, shares = [], []
         for name in self.names:
-            views = [view for entry in self.entries if entry.name == name for view in entry.views]
+            views = [view for one in self.entries if one.name == name and one.evicts for view in one.views]
             kept = sum(view.kept.sum((1, 2)) for view in views)
-            if views and name != FULL:
+            if views:
                 shares.append(kept / sum(view.kept[0].size for view in views))
                 names.append(f"{name} ({percent(float(shares[-1].mean()))})")
         return names, np.array(shares)

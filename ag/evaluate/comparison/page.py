@@ -6,22 +6,18 @@ import base64
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ag.evaluate.comparison import positions
-from ag.evaluate.comparison.charts import Line, Point, chart, mark
+from ag.evaluate.comparison import by_position, charts
 from ag.evaluate.comparison.conditions import measured, prompts
+from ag.evaluate.comparison.drawing import FILES, legend_mark, svg
 from ag.evaluate.comparison.findings import OVER, OVER_NOTE, Comparison, Entry
-from ag.evaluate.comparison.lead import lead, looks
 from ag.evaluate.comparison.shares import APART
-from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.comparison.verdict import headlines, verdicts
 
-FILES = Path(__file__).parent / "page_files"
 NOTES = {
     "kept": "share of the prompt's (token, layer, KV head) entries that was held; of all tokens where eviction goes on",
     OVER: OVER_NOTE,
@@ -61,7 +57,7 @@ def render(comparison: Comparison) -> str:
         more_verdicts=[one for one in judged if one not in first],
         measured=measured([entry.row for entry in comparison.entries]),
         prompts={task: prompts(entry.row for entry in comparison.of_task(task)) for task in comparison.tasks},
-        lead=lead(comparison),
+        lead=[(one.title, svg(one)) for one in charts.leading(comparison)],
         leaders=comparison.leaders(),
         counts={task: max(entry.row.n for entry in comparison.of_task(task)) for task in comparison.tasks},
         metrics={task: comparison.of_task(task)[0].row for task in comparison.tasks},
@@ -71,15 +67,11 @@ def render(comparison: Comparison) -> str:
             task: [line(entry, comparison.columns(task)) for entry in comparison.of_task(task)]
             for task in comparison.tasks
         },
-        charts=charts(comparison),
-        along={task: along(comparison, task) for task in comparison.tasks if positions.table(comparison, task)},
-        along_tables={task: positions.table(comparison, task) for task in comparison.tasks},
-        along_note=positions.NOTE.format(comparison.baseline),
+        charts=[(one.title, svg(one)) for one in every_chart(comparison)],
+        along_tables={task: by_position.table(comparison, task) for task in comparison.tasks},
+        along_note=by_position.NOTE.format(comparison.baseline),
         uninformative={task: comparison.uninformative(task) for task in comparison.tasks},
-        legend=[
-            (mark(Line(number, label, [], gated)), comparison.shown(label))
-            for label, (number, gated) in looks(comparison).items()
-        ],
+        legend=[(legend_mark(look), comparison.shown(label)) for label, look in charts.looks(comparison).items()],
         apart=f"{APART} {'; '.join(apart)}." if (apart := comparison.apart()) else "",
         wins=[(budget, comparison.wins(budget)) for budget in comparison.budgets],
         layers=list(zip(*comparison.layers(), strict=True)),
@@ -119,68 +111,15 @@ def line(entry: Entry, columns: Sequence[str]) -> list[tuple[str, str]]:
     return [(texts[column], sorted_by[column]) for column in (*columns, "seconds")]
 
 
-def charts(comparison: Comparison) -> dict[str, Markup]:
-    """Return the charts by title: the metric of each task and, where it was measured, the nats of the right answers."""
-    found = {}
-    for task in comparison.tasks:
-        found[task] = curve(comparison, task)
-        if "nats" in comparison.columns(task):
-            found[f"{task}: nats of the right answer"] = curve(comparison, task, nats=True)
-    return found
-
-
-def curve(comparison: Comparison, task: str, nats: bool = False) -> Markup:
-    """Draw the metric of a task, or the nats of its right answers, against the measured share."""
-    lines = []
-    for label, (number, gated) in looks(comparison).items():
-        points, full = [], False
-        for entry in comparison.of_task(task):
-            measured = entry.measure(nats)
-            if entry.row.label == label and measured is not None:
-                kept, mean, _ = measured
-                full = not entry.evicts
-                points.append(Point(*measured, f"{label}: {mean:.4f} at {kept:.1%} kept"))
-        if points:
-            lines.append(Line(number, label, sorted(points, key=lambda point: point.x), gated, full))
-    if not lines:
-        return Markup("")
-    texts = "; ".join(point.text for one in lines for point in one.points)
-    metric = "nats per answer token" if nats else comparison.of_task(task)[0].row.metric
-    return chart(f"{metric} of {task} by kept share. {texts}", "kept share of the prompt", metric, lines)
-
-
-def along(comparison: Comparison, task: str) -> list[tuple[str, Markup]]:
-    """Draw a task by position, a chart for each budget: differences to the baseline, or nats where it has no result.
-
-    Policies without a budget are in each chart.
-    """
-    found, seen = [], looks(comparison)
-    for budget in comparison.budgets or [""]:
-        entries = [entry for entry in comparison.of_task(task) if entry.budget in ("", budget)]
-        bases = [(entry, comparison.baseline_of(entry)) for entry in entries if entry.outcomes]
-        compared = any(base is not None for _, base in bases)
-        lines = []
-        for entry, base in bases:
-            if compared and base is None:
-                continue
-            nats = positions.curve(entry.outcomes)
-            points = positions.difference(entry, base) if base else {x: mean_and_error(y) for x, y in nats.items()}
-            (number, gated), form = seen[entry.row.label], "+.3f" if base else ".3f"
-            lines.append(
-                Line(
-                    number,
-                    entry.shown,
-                    [Point(x, y, e or 0.0, f"{entry.shown}: {y:{form}} from {x:,}") for x, (y, e) in points.items()],
-                    gated,
-                )
-            )
-        if not lines:
-            continue
-        what = f"nats a token over {comparison.baseline}" if compared else "nats a token"
-        name = f"{task} at budget {budget}" if budget else task
-        texts = "; ".join(point.text for one in lines for point in one.points)
-        found.append((name, chart(f"{name}: {what} by position. {texts}", "position", what, lines, shares=False)))
-    return found
+def every_chart(comparison: Comparison) -> list[charts.Chart]:
+    """Return the charts of all tasks: by kept share and, where it was measured, by position."""
+    found = [
+        charts.quality(comparison, task, nats)
+        for task in comparison.tasks
+        for nats in ((False, True) if "nats" in comparison.columns(task) else (False,))
+    ]
+    found += [one for task in comparison.tasks for one in charts.along(comparison, task)]
+    return [one for one in found if one is not None]
 
 
 def viewer(comparison: Comparison) -> dict[str, Any]:
@@ -190,5 +129,5 @@ def viewer(comparison: Comparison) -> dict[str, Any]:
         for view in entry.views:
             key = entry.row.task, view.sample
             prompt = prompts.setdefault(key, {"name": f"{key[0]}: {key[1]}", "pieces": view.pieces, "policies": []})
-            prompt["policies"].append({"name": entry.name, "kept": view.to_json()["kept"]})
+            prompt["policies"].append({"name": entry.name, "evicts": entry.evicts, "kept": view.to_json()["kept"]})
     return {"prompts": list(prompts.values())}

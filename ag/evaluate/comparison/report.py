@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from ag.evaluate.comparison import plots, positions
+from ag.evaluate.comparison import by_position
 from ag.evaluate.comparison.conditions import measured, prompts
+from ag.evaluate.comparison.drawing import save
 from ag.evaluate.comparison.findings import OVER, OVER_NOTE, Comparison
 from ag.evaluate.comparison.page import render
 from ag.evaluate.comparison.shares import APART
@@ -19,8 +20,7 @@ def write(comparison: Comparison) -> None:
     """Write ``table.md``, the plots and ``report.html``."""
     folder = comparison.folder
     (folder / "table.md").write_text(markdown(comparison), encoding="utf-8")
-    for name, figure in plots.draw(comparison):
-        figure.savefig(folder / f"{name}.png")
+    save(comparison)
     (folder / "report.html").write_text(render(comparison), encoding="utf-8")
 
 
@@ -51,8 +51,8 @@ def markdown(comparison: Comparison) -> str:
         parts.append(_markdown_table(head, lines, 1))
         if OVER in columns:
             parts.append(f"{OVER}: {OVER_NOTE}.\n")
-        if along := positions.table(comparison, task):
-            parts.append(f"### {task} by position\n\n{positions.NOTE.format(comparison.baseline)}\n")
+        if along := by_position.table(comparison, task):
+            parts.append(f"### {task} by position\n\n{by_position.NOTE.format(comparison.baseline)}\n")
             parts.append(_markdown_table(*along, 1))
     if apart := comparison.apart():
         parts += [f"{APART}\n", *(f"- {one}" for one in apart), ""]

@@ -122,6 +122,11 @@ class Row:
     command: str | None = None
 
     @property
+    def name(self) -> str:
+        """The policy and its budget."""
+        return self.label if self.budget is None else f"{self.label} {self.budget}"
+
+    @property
     def left_out(self) -> str:
         """How many samples were left out, and why."""
         counts = ((self.too_long, "too long"), (self.too_short, "too short"))

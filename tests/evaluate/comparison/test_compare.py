@@ -30,16 +30,13 @@ from ag.evaluate.comparison.run import compare
 from ag.evaluate.tasks import Outcome
 from ag.gates import export
 from ag.gates.calibration import Calibration
+from tests.evaluate.conftest import without_charts
 from tests.support import by_hand_cells
 from tests.support.bounds import hold, of_nats
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
 
-
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch):
-    """They take most of the time, and test_report draws them."""
-    monkeypatch.setattr("ag.evaluate.comparison.plots.draw", lambda comparison: [])
+pytestmark = pytest.mark.usefixtures("no_charts")
 
 
 FORK = multiprocessing.get_context("fork")
@@ -50,7 +47,7 @@ def finished(settings, tmp_path_factory):
     """The folder of the five cells, read only."""
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ag.evaluate.comparison.plots.draw", lambda comparison: [])
+        without_charts(patch)
         compare(settings(folder), Console(file=io.StringIO(), width=200))
     return folder
 

@@ -19,9 +19,7 @@ LATER = ("dtype", "quantization", "prompt_mean", "prompt_min", "prompt_max", "ta
 LATER += ("date", "command", "untouched")
 
 
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch):
-    monkeypatch.setattr("ag.evaluate.comparison.plots.draw", lambda comparison: [])
+pytestmark = pytest.mark.usefixtures("no_charts")
 
 
 @pytest.fixture

@@ -18,10 +18,7 @@ from tests.support.shapes import shaped
 SAMPLES = 6
 
 
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch):
-    """They take most of the time, and test_report draws them."""
-    monkeypatch.setattr("ag.evaluate.comparison.plots.draw", lambda comparison: [])
+pytestmark = pytest.mark.usefixtures("no_charts")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 import ag
-from ag.evaluate.comparison import findings, plots, positions
+from ag.engine.spec import PolicySpec
+from ag.evaluate.comparison import by_position, charts, drawing, findings
 from ag.evaluate.comparison.findings import Comparison, Entry
-from ag.evaluate.comparison.page import along, embedded, render, viewer
+from ag.evaluate.comparison.page import embedded, render, viewer
 from ag.evaluate.comparison.report import markdown
 from ag.evaluate.comparison.views import View, pieces
 from ag.evaluate.tasks import Outcome
@@ -28,7 +29,8 @@ HALF = 0.5e-4 + 1e-12  # of a unit of the last digit that is printed
 def entry(label, budget, task, scores, higher=False, views=(), metric="accuracy"):
     row = replace(ROW, label=label, budget=budget, task=task, higher_is_better=higher, n=len(scores), metric=metric)
     row = replace(row, mean=float(np.mean(scores)))
-    return Entry(row, [Outcome(str(i), s, 9, 0.5, 9, 0.1) for i, s in enumerate(scores)], list(views))
+    outcomes = [Outcome(str(i), s, 9, 0.5, 9, 0.1) for i, s in enumerate(scores)]
+    return Entry(row, outcomes, list(views), PolicySpec(label))
 
 
 class Page(html.parser.HTMLParser):
@@ -103,16 +105,15 @@ def test_averages_are_over_tasks_with_the_same_metric():
     assert "| policy | a | b | c | d | average accuracy |" in markdown(comparison)
     assert Comparison(Path(), "x", [entries[0], *others]).averaged == []
     failed = replace(entries[1].row, mean=None, problem="out of memory")
-    assert Comparison(Path(), "x", [entries[0], Entry(failed, [], [])]).leaders()[0][2] == [None]
+    assert Comparison(Path(), "x", [entries[0], replace(entries[1], row=failed, outcomes=[])]).leaders()[0][2] == [None]
 
 
 def test_curves_over_positions():
-    one = entry("x", 0.5, "a", [2.0])
     tags = {"nats@0": 3.0, "nats@1024": 1.5}
     outcomes = [Outcome("0", 2.0, 9, 0.5, 9, 0.1, tags), Outcome("1", 2.0, 9, 0.5, 9, 0.1, {"nats@0": 5.0})]
-    (line,) = plots.positions("a", [Entry(one.row, outcomes, [])], ["x"]).axes[0].lines
-    assert line.get_xdata().tolist() == [0, 1024]
-    assert line.get_ydata().tolist() == [4.0, 1.5]
+    one = replace(entry("x", 0.5, "a", [2.0]), outcomes=outcomes)
+    [chart] = charts.along(Comparison(Path(), "x", [one]), "a")
+    assert [point[:2] for point in chart.lines[0].points] == [(0, 4.0), (1024, 1.5)]
 
 
 @pytest.fixture
@@ -124,41 +125,44 @@ def streamed(tmp_path):
         tags = [{"nats@4": a, "nats@6": b, "held@end": 0.25 + 0.5 * (label == "full")} for a, b in texts]
         scores = [(2 * a + 3 * b) / 5 for a, b in texts]
         row = replace(entry(label, None if label == "full" else 0.5, "ppl_stream", scores).row, key=label)
-        row = replace(row, policy=f"ag.policy('{label}')")
         outcomes = [Outcome(str(i), s, 9, 0.5, 9, 0.1, t) for i, (s, t) in enumerate(zip(scores, tags, strict=True))]
-        entries.append(Entry(row, outcomes, []))
+        entries.append(Entry(row, outcomes, [], PolicySpec(label)))
     return Comparison(tmp_path, "full", [findings._tested(one, "full", entries) for one in entries])
 
 
 def test_curves_over_positions_start_from_the_full_cache(streamed):
-    tova, h2o, level = plots.positions("ppl_stream", streamed.entries, streamed.labels).axes[0].lines
-    assert (tova.get_label(), tova.get_xdata().tolist()) == ("tova 0.5 (50 %)", [4, 6])
-    assert tova.get_ydata() == pytest.approx([0.3, 0.5])
-    assert list(h2o.get_ydata()) == list(level.get_ydata()) == [0.0, 0.0]  # the level is the full cache
+    [chart] = charts.along(streamed, "ppl_stream")
+    tova, h2o = chart.lines
+    assert (tova.name, [point.x for point in tova.points]) == ("tova 0.5 (50 %)", [4, 6])
+    assert [point.y for point in tova.points] == pytest.approx([0.3, 0.5])
+    assert [point.y for point in h2o.points] == [0.0, 0.0]
+    level, *_ = dict(drawing.draw(streamed))["positions_ppl_stream"].axes[0].lines
+    assert chart.zero == charts.looks(streamed)["full"] and list(level.get_ydata()) == [0, 0]
 
 
 @pytest.mark.filterwarnings("error")
 def test_the_full_cache_alone_has_a_curve(streamed):
-    (axes,) = dict(plots.draw(replace(streamed, entries=streamed.entries[:1])))["positions_ppl_stream"].axes
-    (line,) = axes.lines
-    assert (line.get_label(), line.get_ydata().tolist()) == ("full (50 %)", [1.5, 3.0])
-    assert axes.get_yscale() == "linear" and axes.get_ylabel() == "accuracy"
+    alone = replace(streamed, entries=streamed.entries[:1])
+    [chart] = charts.along(alone, "ppl_stream")
+    [line] = chart.lines
+    assert (line.name, [point.y for point in line.points]) == ("full (50 %)", [1.5, 3.0])
+    (axes,) = dict(drawing.draw(alone))["positions_ppl_stream"].axes
+    assert axes.get_yscale() == "linear" and axes.get_ylabel() == "nats a token"
 
 
 def test_a_policy_has_one_colour_in_all_plots(streamed):
-    figures = dict(plots.draw(streamed))
+    figures = dict(drawing.draw(streamed))
     colours = []
     for name in ("quality_ppl_stream", "positions_ppl_stream"):
         handles, labels = figures[name].axes[0].get_legend_handles_labels()
-        drawn = [handle.lines[0] if name.startswith("quality") else handle for handle in handles]
-        colours.append({label.split()[0]: line.get_color() for label, line in zip(labels, drawn, strict=True)})
+        colours.append({label.split()[0]: handle.get_color() for label, handle in zip(labels, handles, strict=True)})
     quality, positions = colours
     assert positions == {label: quality[label] for label in ("tova", "h2o")}
     assert len(set(quality.values())) == 3
 
 
 def test_a_table_by_position(streamed):
-    head, lines = positions.table(streamed, "ppl_stream")
+    head, lines = by_position.table(streamed, "ppl_stream")
     assert head == ["policy", "held at the end", "from 4", "from 6"]
     assert lines == [
         ["full", "75.0%", "1.500", "3.000"],
@@ -166,7 +170,7 @@ def test_a_table_by_position(streamed):
         ["h2o 0.5", "25.0%", "+0.000", "+0.000"],
     ]
     assert "| tova 0.5 | 25.0% | +0.300 | +0.500 |" in markdown(streamed)
-    assert positions.table(replace(streamed, entries=[entry("full", None, "x", [1.0])]), "x") is None
+    assert by_position.table(replace(streamed, entries=[entry("full", None, "x", [1.0])]), "x") is None
 
 
 def test_differences_are_paired_by_text_and_block(streamed):
@@ -178,16 +182,16 @@ def test_differences_are_paired_by_text_and_block(streamed):
 
 def test_a_chart_by_position(streamed):
     page = Page(render(streamed))
-    drawn = [chart for name, chart in along(streamed, "ppl_stream")]
-    assert len(drawn) == 1 and drawn[0].count('<g transform="translate') == 4  # two policies beside the baseline
-    assert "tova 0.5 (50 %): +0.300 from 4; tova 0.5 (50 %): +0.500 from 6" in drawn[0]
-    assert "%</text>" not in drawn[0]
+    [drawn] = [drawing.svg(chart) for chart in charts.along(streamed, "ppl_stream")]
+    assert drawn.count("<g><title>") == 4  # two policies beside the baseline
+    assert "tova 0.5 (50 %): +0.300 from 4; tova 0.5 (50 %): +0.500 from 6" in drawn
+    assert "%</text>" not in drawn
     assert sum(tag == "svg" and attrs.get("class") == "chart" for tag, attrs in page.elements) == 2
 
 
 def test_long_names_lose_their_middle():
-    assert plots.short("h2o+caote 0.25") == "h2o+caote 0.25"
-    name = plots.short("gates:runs/smollm2_corpus/2026-11-20T10-00-00/export 0.25")
+    assert charts.short("h2o+caote 0.25") == "h2o+caote 0.25"
+    name = charts.short("gates:runs/smollm2_corpus/2026-11-20T10-00-00/export 0.25")
     assert name.startswith("gates:run") and name.endswith("/export 0.25") and len(name) == 36
 
 
@@ -261,9 +265,11 @@ def test_the_page_stands_alone(compared):
     for tag, attrs in page.elements:
         assert tag not in ("iframe", "object", "embed", "base")
         assert not any(name.startswith("on") for name in attrs), (tag, attrs)
-        for name in ("src", "href", "action", "data"):
-            assert attrs.get(name, "data:").startswith("data:"), (tag, attrs)
-    assert "url(" not in text and "@import" not in text
+        for name in ("src", "href", "xlink:href", "action", "data"):
+            assert attrs.get(name, "data:").startswith(("data:", "#")), (tag, attrs)
+    assert "url(" not in text.replace("url(#", "") and "@import" not in text
+    found = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
+    assert len(set(found)) == len(found)
     policy = next(attrs["content"] for tag, attrs in page.elements if attrs.get("http-equiv"))
     assert policy.startswith("default-src 'none'") and "script-src 'sha256-" in policy
 
@@ -297,7 +303,7 @@ def test_embedded_json_is_inert_and_whole(value):
 def test_names_are_escaped_in_the_page(compared):
     one = compared.entries[1]
     bad = '<script>alert("x")</script>'
-    entries = [*compared.entries[:1], Entry(replace(one.row, label=bad), one.outcomes, one.views, one.paired)]
+    entries = [*compared.entries[:1], replace(one, row=replace(one.row, label=bad))]
     text = render(Comparison(compared.folder, "full", entries))
     assert bad not in text and "&lt;script&gt;alert(" in text
     assert len([tag for tag, _ in Page(text).elements if tag == "script"]) == 2

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ag.evaluate.comparison import plots
+from ag.engine.spec import PolicySpec
+from ag.evaluate.comparison import charts, drawing
 from ag.evaluate.comparison.findings import Comparison, Entry, _tested
 from ag.evaluate.comparison.page import render
 from ag.evaluate.comparison.report import markdown
@@ -15,6 +16,8 @@ from ag.evaluate.tasks import Outcome
 from tests.support import made_up
 
 LENGTHS = (100, 300)
+SPECS = {name: PolicySpec.parse(f"{name}:x") for name in ("flags", "gates")}
+SPECS |= {"mine": SPECS["gates"], "fitting": SPECS["flags"]}
 
 
 def entry(label, budget, tokens, kept, task="ppl"):
@@ -25,13 +28,9 @@ def entry(label, budget, tokens, kept, task="ppl"):
         for i, (n, share) in enumerate(zip(tokens, kept, strict=True))
     ]
     total = sum(n * share for n, share in zip(tokens, kept, strict=True)) / sum(tokens)
-    name = {"flags": "flags:x", "mine": "gates:x"}.get(label, label)
-    given = "" if budget is None else f", budget={budget}"
     mean = sum(one.score for one in outcomes) / len(outcomes)
-    row = replace(
-        made.row, task=task, policy=f"ag.policy('{name}'{given})", kept=total, mean=mean, n=len(outcomes), floor=None
-    )
-    return Entry(row, outcomes, [])
+    row = replace(made.row, task=task, kept=total, mean=mean, n=len(outcomes), floor=None)
+    return Entry(row, outcomes, [], SPECS.get(label) or PolicySpec(label))
 
 
 def tokens_of(budget, lengths=LENGTHS):
@@ -92,7 +91,6 @@ def mixed():
     entries = [entry("full", None, LENGTHS, (1.0, 1.0))]
     entries += [entry(label, 0.25, LENGTHS, (share, share)) for label, share in shares.items()]
     entries += [entry(label, None, LENGTHS, (s, s)) for label, s in (("flags", 0.63), ("fitting", 0.26))]
-    entries[-1] = replace(entries[-1], row=replace(entries[-1].row, policy="ag.policy('flags:y')"))
     return entries
 
 
@@ -178,17 +176,18 @@ def test_what_a_policy_holds_by_budget_and_over_tasks():
 
 def test_every_legend_says_what_was_kept(mixed):
     comparison = of(mixed)
-    labels = ["full (100 %)", "mine (25 %)", "h2o (25 %)", "snapkv (32 %)", "flags (63 %)", "fitting (26 %)"]
-    drawn = {name: figure.axes for name, figure in plots.draw(comparison)}
-    quality = drawn["quality_ppl"][0]
-    assert quality.get_legend_handles_labels()[1] == labels
-    assert drawn["lead"][-1].get_legend_handles_labels()[1] == labels[1:]
-    levels = [line.get_ydata()[0] for line in quality.lines if line.get_linestyle() == "--"]
-    assert levels == [comparison.entries[0].row.mean]  # the full cache alone is held against other shares
+    labels = ["full (100 %)", "h2o (25 %)", "snapkv (32 %)", "mine (25 %)", "flags (63 %)", "fitting (26 %)"]
+    quality, [lead] = charts.quality(comparison, "ppl"), charts.leading(comparison)
+    assert [line.name for line in quality.lines] == labels
+    assert [line.name for line in lead.lines] == labels[1:]
+    assert [line.name for line in quality.lines if line.level] == labels[:1]  # it alone is held against other shares
+    drawn = dict(drawing.draw(comparison))
+    assert [text.get_text() for text in drawn["quality_ppl"].legends[0].texts] == labels
+    assert [text.get_text() for text in drawn["lead"].legends[0].texts] == labels[1:]
     page = render(comparison)
     for label in labels:
-        assert f"</svg>{label}</li>" in page
-    assert page.count('class="line level') == 2  # of the leading curves and of the task
+        assert f"</svg>{label}</li>" in "".join(page.splitlines())
+    assert page.count("stroke-dasharray") == 2  # levels of the leading curves and of the task
 
 
 def test_the_verdict_names_gates_at_every_budget():

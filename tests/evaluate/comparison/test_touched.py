@@ -16,6 +16,7 @@ from tests.support.gates_for import gates_for
 from tests.support.refused import names
 
 SAMPLES = 6
+pytestmark = pytest.mark.usefixtures("no_charts")
 
 
 @pytest.fixture
@@ -44,9 +45,8 @@ def folder(tmp_path, tiny_llama, tiny_tokenizer):
 
 
 @pytest.fixture
-def run(folder, monkeypatch):
+def run(folder):
     """`run(words)`: the command's results by task and policy, rows with their samples."""
-    monkeypatch.setattr("ag.evaluate.comparison.plots.draw", lambda comparison: [])
 
     def run(*words: str, output: str = "out") -> dict[tuple[str, str], tuple[Row, list[Outcome]]]:
         status = main([f"model={folder}", f"root={folder}", f"output={folder / output}", *words])

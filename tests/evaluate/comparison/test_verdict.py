@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ag.engine.spec import PolicySpec
+from ag.evaluate.comparison.charts import leading, looks
 from ag.evaluate.comparison.findings import Comparison, Entry
-from ag.evaluate.comparison.lead import lead, looks
 from ag.evaluate.comparison.page import render
 from ag.evaluate.comparison.report import markdown
 from ag.evaluate.comparison.verdict import headlines, judge, verdicts
 from tests.support import made_up
-from tests.support.page_text import paths
 
 
 def difference(comparison, task, budget, mine, theirs):
@@ -63,28 +63,23 @@ def test_where_nothing_differs_it_says_so(tmp_path):
 
 
 def test_gates_are_not_rivals_of_gates(tmp_path):
-    """Whatever they are called: the row's policy counts, not its label."""
+    """Whatever they are called: what the policy is made of counts, not its label."""
     comparison = made_up.comparison(tmp_path)
-    second = [
-        replace(e, row=replace(e.row, policy=e.row.policy.replace("h2o", "gates:other"))) for e in comparison.entries
-    ]
+    gated = PolicySpec.parse("gates:other")
+    second = [replace(one, spec=gated) if one.row.label.startswith("h2o") else one for one in comparison.entries]
     verdict = judge(Comparison(tmp_path, "full", second), "ppl", "0.3")
     assert (verdict.best.row.label, verdict.rival.row.label) == ("mine", "tova")
-    named = [
-        replace(e, row=replace(e.row, policy=e.row.policy.replace("gates:", "gates_mean:"))) for e in comparison.entries
-    ]
-    assert not any(entry.is_gated for entry in named)
 
 
-@pytest.mark.parametrize("name", ["flags", "gates"])  # what rows of earlier versions call them
+@pytest.mark.parametrize("name", ["flags", "gates"])  # the same without a budget
 def test_flags_compete_where_they_hold_as_much(tmp_path, name):
     comparison = made_up.comparison(tmp_path)
     flagged = made_up.entry("ppl", "mine", None, 0.01, 99)
     for kept, best in ((0.45, "h2o"), (0.485, "mine"), (0.515, "mine"), (0.55, "h2o")):
-        row = replace(flagged.row, kept=kept, policy=f"ag.policy('{name}:somewhere')")
+        row = replace(flagged.row, kept=kept)
         outcomes = [replace(outcome, kept=kept) for outcome in flagged.outcomes]
         rest = [e for e in comparison.entries if e.row.label != "mine"]
-        flags = replace(flagged, row=row, outcomes=outcomes)
+        flags = replace(flagged, row=row, outcomes=outcomes, spec=PolicySpec.parse(f"{name}:somewhere"))
         verdict = judge(Comparison(tmp_path, "full", [*rest, flags]), "ppl", "0.5")
         assert verdict.best.row.label == best and flags.is_gated
 
@@ -125,7 +120,8 @@ def scored(label, budget, rights, of=24, problem=None, kept=None):
     outcomes = [replace(outcome, score=s) for outcome, s in zip(one.outcomes, scores, strict=False)]
     told = {"task": "needles", "metric": "exact match", "higher_is_better": True, "floor": 0.1, "problem": problem}
     told |= {"mean": rights / of, "kept": one.row.kept if kept is None else kept, "question": "after"}
-    return Entry(replace(one.row, **told), [] if problem else outcomes, [])
+    spec = PolicySpec.parse("flags:x") if label == "flags" else one.spec
+    return Entry(replace(one.row, **told), [] if problem else outcomes, [], spec)
 
 
 @pytest.mark.parametrize(
@@ -198,8 +194,9 @@ def test_where_there_is_no_verdict_it_says_why(tmp_path):
 def test_two_curves_lead(tmp_path):
     """Nats over full against what was kept, gates drawn last and in one colour, the full cache as a level at 0."""
     comparison = made_up.comparison(tmp_path)
-    (asked, first), (going_on, second) = lead(comparison)
-    assert (asked, going_on) == ("question after eviction: needle_books", "continuation: ppl")
+    first, second = leading(comparison)
+    assert first.title == "question after eviction: needle_books, 24 samples"
+    assert second.title == "continuation: ppl, 24 samples"
     assert looks(comparison) == {
         "full": (0, False),
         "mine": (0, True),
@@ -207,27 +204,18 @@ def test_two_curves_lead(tmp_path):
         "h2o+caote@preference": (2, False),
         "tova": (3, False),
     }
-    lines = paths(first)
-    assert [colour for colour, _ in lines][-1] == "gates"
-    colour, level = next((c, d) for c, d in lines if "H" in d)
-    assert colour == "c0"
-    zero = float(level.split(",")[1].split("H")[0])
-    drawn = {
-        colour: [tuple(map(float, point.split(","))) for point in d[1:].split("L")] for colour, d in lines if "L" in d
-    }
-    assert drawn.keys() == {"gates", "c1", "c2", "c3"}
-    heights = [zero - y for _, y in drawn["c3"]]  # tova: 0.9 nats times what is evicted, at 0.1, 0.2, 0.3 and 0.5
-    loose = 2**0.5 * made_up.NOISE / 0.81  # of two costs beside the first
-    assert np.array(heights) / heights[0] == pytest.approx(np.array([0.9, 0.8, 0.7, 0.5]) / 0.9, abs=loose)
-    across = [x for x, _ in drawn["gates"]]
-    assert np.diff(across) == pytest.approx((across[-1] - across[0]) * np.array([1, 1, 2]) / 4, abs=0.2)  # 4 roundings
-    for _, y in drawn["gates"]:
-        assert y < zero
+    assert [line.look for line in first.lines] == [(1, False), (2, False), (3, False), (0, True)]
+    assert first.zero == (0, False) and first.y_label == "nats over the full cache"
+    for line, cost in zip(first.lines, (0.5, 0.501, 0.9, 0.2), strict=True):  # of what is evicted
+        assert [point.x for point in line.points] == [0.1, 0.2, 0.3, 0.5]
+        costs = cost * np.array([0.9, 0.8, 0.7, 0.5])
+        assert [point.y for point in line.points] == pytest.approx(costs, abs=made_up.NOISE)
+        assert all(point.low < point.y < point.high for point in line.points)
 
 
 def test_without_several_shares_nothing_leads(tmp_path):
     entries = [e for e in made_up.comparison(tmp_path).entries if e.budget in ("", "0.5")]
-    assert lead(Comparison(tmp_path, "full", entries)) == []
+    assert leading(Comparison(tmp_path, "full", entries)) == []
     assert 'id="lead"' not in render(Comparison(tmp_path, "full", entries))
 
 

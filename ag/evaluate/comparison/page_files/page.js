@@ -61,10 +61,10 @@ function chosen(select, list) {
 }
 
 function showPolicies() {
-  const names = prompts[prompt.value].policies.map((one) => one.name);
+  const policies = prompts[prompt.value].policies;
   const first = policy.options.length === 0;
-  choices(policy, names);
-  if (first && names[0] === "full" && names.length > 1) policy.value = 1; // one that evicts
+  choices(policy, policies.map((one) => one.name));
+  if (first) policy.value = Math.max(0, policies.findIndex((one) => one.evicts));
   showLayers();
 }
 
