@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.imports import ROOT, graph
 
-COMMANDS = {f"ag.{path.stem}" for path in ROOT.glob("*.py") if "def main(" in path.read_text()}
+COMMANDS = {f"ag.{path.stem}" for path in ROOT.glob("*.py") if "__main__" in path.read_text()}
 MODULES = graph("evaluate")
 
 
