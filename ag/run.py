@@ -24,7 +24,7 @@ from ag.config.command_line import Invocation
 from ag.config.keys import nearest
 from ag.config.recipes import dump
 from ag.errors import UserError
-from ag.gates import export, hub
+from ag.gates import export
 from ag.gates.calibration import Calibration
 from ag.gates.gate import AttentionGates
 from ag.model import base as models
@@ -132,7 +132,7 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
             print(f"{batches.skipped} rows of the data were left out: too short for a prompt, or too long.")
         print(f"run folder: {run_dir}")
         if config.export.push_to_hub:
-            print(f"uploaded: {hub.push(run_dir / 'export', config.export.push_to_hub)}")
+            print(f"uploaded: {export.push(run_dir / 'export', config.export.push_to_hub)}")
     trainer.strategy.barrier()
     return run_dir
 

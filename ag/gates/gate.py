@@ -10,21 +10,23 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig
 
 from ag.config.gate import GateConfig
 from ag.errors import UserError
-from ag.gates import export
-from ag.gates.adapted import Adapter
 from ag.gates.calibration import Calibration
 from ag.gates.memory import GateMemory
 from ag.kernels.gated_attention import gated_attention
 from ag.model.geometry import fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from ag.gates.adapters import Adapter
 
 
 class AttentionGate(nn.Module):
@@ -183,7 +185,7 @@ class MLPGate(TokenGate):
 KINDS: dict[str, type[AttentionGate]] = {"attention": AttentionGate, "linear": LinearGate, "mlp": MLPGate}
 
 
-class AttentionGates(export.Gates):
+class AttentionGates(nn.Module):
     """The gates of a whole model.
 
     Args:
@@ -197,16 +199,14 @@ class AttentionGates(export.Gates):
     def __init__(self, model_config: PretrainedConfig | Mapping[str, Any], config: GateConfig) -> None:
         super().__init__()
         self.config = config
-        if isinstance(model_config, PretrainedConfig):
-            model_config = fingerprint(model_config)
-        self.fingerprint = dict(model_config)
+        geometry = dict(model_config) if isinstance(model_config, Mapping) else fingerprint(model_config)
+        self.fingerprint: dict[str, Any] = geometry
         #: The LoRA adapter of the export that the gates were loaded from, or None.
         self.adapter: Adapter | None = None
         #: What the last validation measured, or the export records: the boundary of each share. None: not measured.
         self.calibration: Calibration | None = None
         if config.kind not in KINDS:
             raise UserError(f"gate.kind={config.kind!r}: expected {' or '.join(KINDS)}.")
-        geometry = self.fingerprint
         heads = geometry["num_kv_heads" if config.granularity == "kv_head" else "num_heads"]
         self.layers = nn.ModuleDict(
             {
@@ -279,9 +279,13 @@ class AttentionGates(export.Gates):
 
     def save_pretrained(self, path: str | PathLike[str]) -> None:
         """Write the gates to a folder; see :func:`ag.gates.export.save`."""
+        from ag.gates import export  # input and output are no part of a gate
+
         export.save(path, self)
 
     @classmethod
     def from_pretrained(cls, path: str | PathLike[str], model_config: PretrainedConfig | None = None) -> AttentionGates:
         """Read gates from a folder or the hub (``ORG/NAME[:REVISION]``), strictly; see :func:`ag.gates.export.load`."""
+        from ag.gates import export
+
         return export.load(path, cls, model_config)

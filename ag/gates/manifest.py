@@ -75,7 +75,7 @@ def validate(file: Path, info: Any) -> None:
         check.newer(info, schema)
     since = {ADAPTER: 1, CALIBRATION: 3, PRECISION: 4}  # the schemas that these came with
     check.keys("content", info, (*KEYS, *(name for name, first in since.items() if minor(schema) >= first)))
-    _validate_adapter(check, info.get(ADAPTER, []))
+    check(isinstance(info.get(ADAPTER, []), list), ADAPTER, info.get(ADAPTER), "a list")
     _validate_calibration(check, info.get(CALIBRATION))
     precision = info.get(PRECISION, "float32")
     check(precision in ("float32", "int8"), PRECISION, precision, "float32 or int8")
@@ -134,15 +134,6 @@ def _validate_gate(check: _Checker, gate: Any, unwritten: Collection[str]) -> No
         GateConfig(**gate)
     except ValueError as error:
         raise ExportError(f"{check.file}: {error}") from error
-
-
-def _validate_adapter(check: _Checker, rows: Any) -> None:
-    check(isinstance(rows, list), ADAPTER, rows, "a list")
-    for row in rows:
-        check.keys(ADAPTER, row, ("module", "scale", "projection", "noise"))
-        check(isinstance(row["module"], str), f"{ADAPTER}.module", row["module"], "text")
-        for name in ("scale", "projection", "noise"):
-            check(_is_number(row[name]), f"{ADAPTER}.{name}", row[name], "a finite number")
 
 
 def _validate_calibration(check: _Checker, table: Any) -> None:

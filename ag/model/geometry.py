@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from ag.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ag.gates.adapted import recorded_layers
 from ag.gates.gate import AttentionGates
 from ag.model.hooks import decoder_of
 
@@ -65,11 +64,10 @@ def shard(model: nn.Module, gates: AttentionGates | None, mesh: DeviceMesh) -> N
 
 
 def gather(module: nn.Module) -> None:
-    """Gather on every rank the weights that the export writes or reads; the module cannot be trained afterwards."""
-    looked_at = {id(layer.get_base_layer().weight) for _, layer in recorded_layers(module)}
+    """Gather on every rank the weights that the export writes; the module cannot be trained afterwards."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
-            if isinstance(parameter, DTensor) and (parameter.requires_grad or id(parameter) in looked_at):
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
                 part._parameters[name] = nn.Parameter(whole(parameter.detach()).cpu(), parameter.requires_grad)
 
 

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 from transformers import Gemma3TextConfig, LlamaConfig
@@ -204,3 +207,15 @@ def test_fingerprint_reads_the_geometry():
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
     expected = {"model_type": "llama", "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     assert fingerprint(config) == expected | {"hidden_size": 64, "windowed_layers": []}
+
+
+def test_a_gate_does_no_input_or_output():
+    """Its module, in a process of its own, loads neither what reads and writes exports nor any library but torch."""
+    code = "import sys, torch; before = set(sys.modules); import ag.gates.gate; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "ag.gates.gate" in loaded
+    others = {"transformers", "huggingface_hub", "peft", "safetensors", "gguf", "datasets", "lightning", "matplotlib"}
+    assert not loaded & others
+    assert not loaded & {f"ag.gates.{name}" for name in ("export", "folder", "adapters", "merged", "hub", "manifest")}
+    assert not [name for name in loaded if name.startswith("ag.model.") and name != "ag.model.geometry"]

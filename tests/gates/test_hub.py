@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ag
-from ag.gates import download, export, hub
+from ag.gates import export, hub
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
 from tests.support.exports import make_gates
@@ -38,13 +38,13 @@ def test_push_uploads_the_export_alone_and_keeps_it_private(tmp_path: Path, monk
     path = tmp_path / "export"
     export.save(path, make_gates())
     (path / "secret.txt").write_text("not part of the export")
-    assert hub.push(path, "me/gates") == "https://hub/me/gates"
+    assert export.push(path, "me/gates") == "https://hub/me/gates"
     [(_, made), (name, upload)] = Hub.calls
     assert made == {"private": True, "exist_ok": True} and name == "me/gates"
     assert upload["allow_patterns"] == ["gates.safetensors", "gate_config.json", "README.md", "figure.png"]
     monkeypatch.setattr(Hub, "refusal", OSError("no login"))
     with refuses(ExportError, "push_to_hub=me/gates", "no login", "hf auth login"):
-        hub.push(path, "me/gates")
+        export.push(path, "me/gates")
 
 
 def test_push_of_a_damaged_export_uploads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_push_of_a_damaged_export_uploads_nothing(tmp_path: Path, monkeypatch: p
     export.save(tmp_path / "export", make_gates())
     (tmp_path / "export" / "gates.safetensors").write_bytes(b"")
     with pytest.raises(ExportError):
-        hub.push(tmp_path / "export", "me/gates")
+        export.push(tmp_path / "export", "me/gates")
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, s
             raise OSError("404: not found")
         return str(snapshot)
 
-    download.download.cache_clear()
-    monkeypatch.setattr(download, "snapshot_download", snapshot_download)
+    hub.download.cache_clear()
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
     return asked
 

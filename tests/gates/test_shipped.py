@@ -14,12 +14,12 @@ import ag
 from ag.compare import main
 from ag.config.recipes import RECIPES, load_config
 from ag.config.schema import Config
-from ag.gates import export
+from ag.gates import export, folder
 from ag.gates.export import ExportError
 from tests.support import ROOT
 from tests.support.refused import refuses
 
-NAMES = export.shipped()
+NAMES = folder.shipped()
 MOST = 3 * 2**20
 
 

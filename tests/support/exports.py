@@ -118,13 +118,3 @@ def rehash(folder: Path) -> None:
     info = read_json(folder)
     info["sha256"]["gates.safetensors"] = hashlib.sha256((folder / "gates.safetensors").read_bytes()).hexdigest()
     reseal(folder, info)
-
-
-def doubt(model: Any, adapter: Any, noise: float) -> float:
-    """How far ``<W, D> / <D, D>`` may be off where W and D have relative noise E: ``|<E, D>| <= |E| |D|``.
-
-    A projection of W is subtracted, and D may be added twice.
-    """
-    weights = [model.get_submodule(trace.module).weight for trace in adapter.traces]
-    sizes = [float(w.detach().norm()) / x.square**0.5 for w, x in zip(weights, adapter.traces, strict=True)]
-    return float(noise * (2 * max(sizes) + 3))

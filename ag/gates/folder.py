@@ -1,0 +1,190 @@
+"""Folders of exports: where one lies, and files that are written whole or not at all and read with their hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from ag.config.keys import nearest
+from ag.config.recipes import RECIPES
+from ag.files import fsync
+from ag.gates.hub import download
+from ag.gates.manifest import BEFORE_1_2, CONFIG, WEIGHTS, ExportError, validate
+from ag.model.geometry import fingerprint
+
+MEGABYTE = 1 << 20
+SHIPPED = RECIPES / "gates"
+HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(:(?P<revision>\S+))?")
+
+StrPath = str | os.PathLike[str]
+
+
+def local(path: StrPath) -> Path:
+    """Return the folder of an export: the path, a shipped one, or where an export of the hub was downloaded to.
+
+    A single name, such as ``smollm2``, is that of shipped gates where there is no such folder. ``ORG/NAME`` and
+    ``ORG/NAME:REVISION`` are of the hub where there is neither such a folder nor a folder ``ORG``.
+
+    Raises:
+        ExportError: the hub has no such export, or cannot be reached.
+    """
+    folder, found = Path(path), HUB_ID.fullmatch(str(path))
+    if folder.exists():
+        return folder
+    if (SHIPPED / str(path) / CONFIG).is_file() and len(folder.parts) == 1:
+        return SHIPPED / str(path)
+    if found is None or Path(found["repository"]).parent.exists():
+        return folder
+    return download(found["repository"], found["revision"])
+
+
+def shipped() -> list[str]:
+    """Return the names of the exports that come with the package."""
+    return sorted(entry.parent.name for entry in SHIPPED.glob(f"*/{CONFIG}"))
+
+
+def read_info(path: StrPath) -> dict[str, Any]:
+    """Return the validated content of ``gate_config.json``.
+
+    Raises:
+        ExportError: when it is missing, damaged, or of another schema.
+    """
+    folder = local(path)
+    file = folder / CONFIG
+    if not folder.is_dir():
+        old = _sibling(folder.resolve(), "old")
+        hint = f"; a killed export left the earlier one in {old}: rename it back" if old.is_dir() else ""
+        hint += nearest(folder.name, shipped()) if len(folder.parts) == 1 else ""
+        raise ExportError(f"{folder}: no such folder: expected an export with {WEIGHTS} and {CONFIG}{hint}.")
+    raw = read(folder, CONFIG, MEGABYTE)
+    try:
+        info = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ExportError(f"{file}: not JSON ({error}): expected the file as exported; copy it again.") from error
+    validate(file, info)
+    return {**info, "gate": BEFORE_1_2 | info["gate"]}
+
+
+def check_base(folder: Path, info: dict[str, Any], model_config: PretrainedConfig) -> None:
+    """Refuse a model of another geometry than that of the export."""
+    theirs, ours = info["base_model"]["fingerprint"], fingerprint(model_config)
+    wrong = [name for name in theirs if theirs[name] != ours[name]]
+    if wrong:
+        base, this = ({name: side[name] for name in wrong} for side in (theirs, ours))
+        name = info["base_model"]["name"] or "a model"
+        raise ExportError(
+            f"{folder}: made for {name} with {base}, this model has {this}: expected the base model that the "
+            "gates were trained on; load that one."
+        )
+
+
+def check_replaceable(target: Path, known: Set[str], needed: str) -> None:
+    """Refuse a folder that holds other files than ``known``, or some of them without ``needed``."""
+    if not target.exists():
+        return
+    names = {entry.name for entry in target.iterdir()} if target.is_dir() else {target.name}
+    if names and (needed not in names or names - known):
+        foreign = ", ".join(sorted(names - known or names)[:3])
+        raise ExportError(
+            f"{target}: contains files that are not of an export ({foreign}): expected an "
+            "export to replace, an empty folder or none; choose another path."
+        )
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """Yield a hidden folder beside ``target`` that takes its name once it is filled and on disk."""
+    new, old = _sibling(target, "new"), _sibling(target, "old")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _restore(old, target)
+        for leftover in (new, old):
+            if leftover.exists():
+                shutil.rmtree(leftover)
+        new.mkdir()
+        yield new
+        for entry in (*new.rglob("*"), new):
+            fsync(entry)
+        if target.exists():
+            os.rename(target, old)
+        os.rename(new, target)
+        fsync(target.parent)
+    except (OSError, SafetensorError) as error:
+        raise ExportError(
+            f"{target}: the export could not be written ({error}): expected a disk with room and permission; "
+            "free some, or choose another path."
+        ) from error
+    finally:
+        _restore(old, target)
+        shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _restore(old: Path, target: Path) -> None:
+    """Give an earlier export its name back when a failure or a kill came between the two renames."""
+    if old.exists() and not target.exists():
+        os.rename(old, target)
+
+
+def _sibling(target: Path, role: str) -> Path:
+    return target.with_name(f".{target.name}.ag-{role}")
+
+
+def write(file: Path, data: bytes) -> str:
+    """Write a file; returns the sha256 of its content."""
+    file.write_bytes(data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def read(folder: Path, name: str, limit: int | None = None) -> bytes:
+    """Read a file that lies in the folder itself, of at most ``limit`` bytes."""
+    file = folder / name
+    try:
+        if not file.is_file():
+            raise ExportError(f"{file}: no such file: expected it in an export; copy the whole folder again.")
+        real, size = file.resolve(), file.stat().st_size
+        inside = folder.resolve()
+        blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside  # of the hub's cache
+        if not real.is_relative_to(inside) and not real.is_relative_to(blobs):
+            raise ExportError(f"{file}: a link to {real}: expected a file inside the export; copy it there.")
+        if limit is not None and size > limit:
+            raise ExportError(f"{file}: {size} bytes: expected at most {limit}; copy the file again.")
+        return file.read_bytes()
+    except OSError as error:
+        raise ExportError(f"{file}: cannot be read ({error}): expected a readable file; check it.") from error
+
+
+def parse(file: Path, raw: bytes) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file."""
+    try:
+        return safetensors.torch.load(raw)
+    except (SafetensorError, KeyError) as error:
+        raise ExportError(
+            f"{file}: not safetensors ({error}): expected the file as exported; copy it again."
+        ) from error
+
+
+def check_hash(file: Path, raw: bytes, expected: str) -> None:
+    """Refuse content with another sha256."""
+    digest = hashlib.sha256(raw).hexdigest()
+    if digest != expected:
+        raise ExportError(f"{file}: sha256 {digest}: expected {expected}; the file was damaged, copy it again.")
+
+
+def check_finite(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors with a number that is not finite."""
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ExportError(f"{file}: {name} has NaN or infinite values: expected finite weights; train again.")
