@@ -30,7 +30,7 @@ from ag.model.geometry import fingerprint
 from ag.model.hooks import device_of
 from ag.versions import versions
 
-SCHEMA = 3
+SCHEMA = 4
 FORMAT = "ag.EvictionCache"
 
 C = TypeVar("C", bound=Forward)

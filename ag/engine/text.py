@@ -49,11 +49,12 @@ class Text(Attributes):
     _ids: Tensor | None  # what it said of the text so far, [B, T]
     _ends: Tensor | None  # final hidden states [B, d] of the last own tokens, while parts of a prompt come
     _number: int  # of the last pass
-    _decided: Tensor  # [B, n] own tokens: when last decided for good, and at past decisions that crop may undo
-    _decisions: tuple[tuple[int, int], ...]  # columns before and after the forward passes of the latter
+    _decided: Tensor  # [B] own tokens when the prompt was decided about
+    #: Decisions since then that crop may undo, and the one before them: columns before and after the forward pass, and
+    #: own tokens [B] when each sequence was last decided about; None: those of the columns after it.
+    _decisions: tuple[tuple[int, int, Tensor | None], ...]
+    _alike: int | None  # columns when all sequences were last decided about, unless some were padded since
     _settled: int  # columns when flags could last evict: before the last forward pass, or after the prompt
-    _pending: tuple[tuple[int, int], ...]  # decisions about all sequences in steps, which _decided does not have yet
-    _last: int | None  # columns when all sequences were last decided about, unless some were padded since
     _counters: tuple[Tensor, Tensor] | None  # ranks [B, 1] and lengths [B] of the last step, which count on in place
     _ahead: Tensor | None  # [B, n] bool, whose first columns ``valid`` is, and of which the others are True
     _settled_for: Tensor | None  # [B], most own tokens already evicted for, kept across crops; None: never cropped
@@ -78,9 +79,8 @@ class Text(Attributes):
         self.valid, self.prompt_lengths = torch.empty(0, 0, dtype=torch.bool), torch.empty(0, dtype=torch.long)
         self.before = self.prompt_columns = self._unpadded = self._number = self._settled = 0
         self._right_padded = self._gaps = False
-        self._decided, self._decisions = torch.empty(0, 1, dtype=torch.long), ()
-        self._pending = ()
-        self._last = self._counters = self._ahead = None
+        self._decided, self._decisions = torch.empty(0, dtype=torch.long), ()
+        self._alike = self._counters = self._ahead = None
 
     @property
     def seen(self) -> int:
@@ -172,27 +172,7 @@ class Text(Attributes):
         self._unpadded += 1
         ranks, lengths = self._counted()
         self.prompt_lengths = self.prompt_lengths.to(ranks.device)
-        tokens = Tokens(ranks=ranks, real=self._ahead[:, -1:])
-        due, later = self._due_in_step(tokens), self.policy.asks_later(self.gates)
-        self._number += 1
-        self.now = Pass(
-            **vars(tokens),
-            number=self._number,
-            step=True,
-            reading=False,
-            ends_prompt=True,
-            padded=False,
-            left_padded=False,
-            seen=self.seen,
-            prompt_columns=self.prompt_columns,
-            prompt_lengths=self.prompt_lengths,
-            lengths=lengths,
-            due=due,
-            every_due=due is not None and self._last == self.seen,
-            lowest_rank=self._unpadded - 1,
-            judged=later,
-            remember=later,
-        )
+        self._made(Tokens(ranks=ranks, real=self._ahead[:, -1:]), padded=False, reading=False, lengths=lengths)
 
     def _counted(self) -> tuple[Tensor, Tensor]:
         """Return the ranks ``[B, 1]`` of the newest tokens and the lengths ``[B]``, which steps count on in place."""
@@ -265,7 +245,9 @@ class Text(Attributes):
             self._made(part, padded=not bool(part.real.all()), reading=part is not rest, last=last)
             yield part.columns.where(part.real, -1)
 
-    def _made(self, tokens: Tokens, *, padded: bool, reading: bool, last: bool = True) -> None:
+    def _made(
+        self, tokens: Tokens, *, padded: bool, reading: bool, last: bool = True, lengths: Tensor | None = None
+    ) -> None:
         """Make the pass of the next tokens, which is the one at hand then.
 
         Args:
@@ -273,18 +255,18 @@ class Text(Attributes):
             padded: whether some of them are not real.
             reading: whether they are of the prompt.
             last: whether they are the last ones of the forward pass, or of its part of the prompt.
+            lengths: of a step: own tokens ``[B]`` in the memory in which they are counted; else None.
         """
+        step, width = lengths is not None, tokens.ranks.shape[1]
         ends, later = last and self.seen >= self.prompt_columns, self.policy.asks_later(self.gates)
-        stores = [layer.store for layer in self.layers if layer.store is not None]
-        due, width = self._due(tokens, reading), tokens.ranks.shape[1]
-        every = due is not None and bool(due.all())
-        if every or padded or due is not None:
-            self._last = self.seen if every else None
+        due, every = self._due(tokens, padded=padded, reading=reading)
         self._number += 1
         self._settled = min(self.seen, self.prompt_columns) if reading else self.seen - width
+        stores = [layer.store for layer in self.layers if layer.store is not None]
         self.now = Pass(
             **vars(tokens),
             number=self._number,
+            step=step,
             reading=reading,
             ends_prompt=ends,
             padded=padded,
@@ -292,10 +274,10 @@ class Text(Attributes):
             seen=self.seen,
             prompt_columns=self.prompt_columns,
             prompt_lengths=self.prompt_lengths,
-            lengths=tokens.counts,
+            lengths=tokens.counts if lengths is None else lengths,
             due=due,
             every_due=every,
-            positions=self.rotation.positions(tokens, self.seen, stores),
+            positions=None if step else self.rotation.positions(tokens, self.seen, stores),
             lowest_rank=0 if reading else max(0, self._unpadded - width),
             judged=self.gates is not None and (reading or later),
             remember=self.gates is not None and (later or (reading and not ends)),
@@ -353,70 +335,55 @@ class Text(Attributes):
 
     # ---- when something may go
 
-    def _due(self, tokens: Tokens, reading: bool) -> Tensor | None:
-        """Return ``[B]`` bool, the sequences of which something may go after these tokens; None: of none.
+    def _due(self, tokens: Tokens, *, padded: bool, reading: bool) -> tuple[Tensor | None, bool]:
+        """Return ``[B]`` bool, the sequences of which something may go after these tokens, and whether it is every one.
 
         In a prompt those which it, or a block of it, ends; later those that have grown by the steps of the schedule.
+        None: of none. Where all sequences are alike the host knows it.
         """
-        policy = self.policy
+        policy, width = self.policy, tokens.ranks.shape[1]
         if policy.budget is None or policy.rereads or not (reading or policy.steps is not None):
-            return None
-        lengths = self.valid.sum(1)
+            return None, False
         if reading:
-            count = tokens.counts
+            count, lengths = tokens.counts, self.valid.sum(1)
             ends = count == self.prompt_lengths
             due = (count > 0) & (ends if policy.block is None else ends | (count % policy.block == 0))
-            self._decided, self._decisions = lengths.minimum(self.prompt_lengths)[:, None], ()
+            self._decided, self._decisions = lengths.minimum(self.prompt_lengths), ()
+            every = bool(due.all())
+            self._alike = min(self.seen, self.prompt_columns) if every else None
+            return (due, every) if every or bool(due.any()) else (None, False)
+        steps = policy.steps or 0
+        if not padded and (self._alike is not None or width >= steps):
+            if width < steps and self.seen - (self._alike or 0) < steps:
+                return None, False
+            due, every = tokens.real[:, 0], True
         else:
-            self._catch_up()
-            due = self._grown(lengths)
-        if not bool(due.any()):
-            return None
-        if not reading:
-            self._forget_what_crop_cannot_reach()
-            self._note(lengths, due, self.before)
-        return due
-
-    def _due_in_step(self, tokens: Tokens) -> Tensor | None:
-        """Do what :meth:`_due` does for one token of each sequence, which the host knows where all are alike."""
-        policy = self.policy
-        if policy.budget is None or policy.rereads or policy.steps is None:
-            return None
-        if policy.steps > 1 and self._last is None:
-            due = self._due(tokens, reading=False)
-            if due is not None:
-                self._last = self.seen if bool(due.all()) else None
-            return due
-        if self._last is not None and self.seen - self._last < policy.steps:
-            return None
+            self._alike = None if padded else self._alike
+            due = self._grown(self.valid.sum(1))
+            if not bool(due.any()):
+                return None, False
+            every = bool(due.all())
         evicted_at = max(layer.evicted_at for layer in self.layers)
-        self._pending, self._last = (*self._pending, (self.before, self.seen)), self.seen
-        while len(self._pending) > 1 and self._pending[1][1] <= evicted_at:  # crop cannot reach it
-            self._pending = self._pending[1:]
-        return tokens.real[:, 0]
+        while len(self._decisions) > 1 and self._decisions[1][1] <= evicted_at:  # crop cannot reach it
+            self._decisions = self._decisions[1:]
+        self._decide(due, every, self.before)
+        return due, every
 
-    def _catch_up(self) -> None:
-        """Note the decisions of steps beside the others."""
-        for before, after in self._pending:
-            lengths = self.valid[:, :after].sum(1)
-            self._decided = torch.cat([self._decided.to(lengths.device), lengths[:, None]], 1)
-            self._decisions = *self._decisions, (before, after)
-        self._pending = ()
+    def _last_decided(self) -> Tensor:
+        """Return ``[B]``, own tokens of each sequence when it was last decided about."""
+        if not self._decisions:
+            return self._decided.to(self.valid.device)
+        _, after, lengths = self._decisions[-1]
+        return self.valid[:, :after].sum(1) if lengths is None else lengths.to(self.valid.device)
 
     def _grown(self, lengths: Tensor) -> Tensor:
         """Return ``[B]`` bool, which sequences, of so many own tokens ``[B]``, have grown by the schedule's steps."""
-        self._decided = self._decided.to(lengths.device)
-        return lengths - self._decided[:, -1] >= (self.policy.steps or 0)
+        return lengths - self._last_decided() >= (self.policy.steps or 0)
 
-    def _note(self, lengths: Tensor, due: Tensor, before: int) -> None:
+    def _decide(self, due: Tensor, every: bool, before: int) -> None:
         """Note a decision after the prompt, in a forward pass from ``before`` columns to those seen."""
-        self._decided = torch.cat([self._decided, lengths.where(due, self._decided[:, -1])[:, None]], 1)
-        self._decisions = *self._decisions, (before, self.seen)
-
-    def _forget_what_crop_cannot_reach(self) -> None:
-        evicted_at = max(layer.evicted_at for layer in self.layers)
-        passed = sum(after <= evicted_at for _, after in self._decisions)
-        self._decided, self._decisions = self._decided[:, passed:], self._decisions[passed:]
+        lengths = None if every else self.valid.sum(1).where(due, self._last_decided())
+        self._decisions, self._alike = (*self._decisions, (before, self.seen, lengths)), self.seen if every else None
 
     # ---- going back
 
@@ -441,7 +408,6 @@ class Text(Attributes):
         Raises:
             UserError: when what was evicted since, or what the scorer recorded, cannot be restored.
         """
-        self._catch_up()
         left = self.seen - remove
         if self.policy.scorer is not None and left < self.prompt_columns:
             raise UserError(f"crop({-remove}): only tokens after the prompt can go; prefill a shorter prompt.")
@@ -450,20 +416,20 @@ class Text(Attributes):
             self._check_evicted(remove, left)
         self._settled_for, self._settled = self._settled_lengths(), min(self._settled, left)
         self.valid, self._unpadded = self.valid[:, :-remove], max(0, self._unpadded - remove)
-        self._last = self._counters = self._ahead = None
+        self._alike = self._counters = self._ahead = None
         self.prompt_columns = min(self.prompt_columns, self.seen)
         return self.valid.sum(1)
 
     def crop(self, counts: Tensor) -> None:
         """Take decisions back that belong to columns which are there no longer; nothing went in them."""
-        gone = sum(after > self.seen for _, after in self._decisions)
+        gone = sum(after > self.seen for _, after, _ in self._decisions)
         if not gone:
             return
-        before, _ = self._decisions[-gone]
-        self._decided, self._decisions = self._decided[:, :-gone], self._decisions[:-gone]
+        before, *_ = self._decisions[-gone]
+        self._decisions = self._decisions[:-gone]
         due = self._grown(counts)
         if before < self.seen and bool(due.any()):  # the rest of that forward pass brings one about too
-            self._note(counts, due, before)
+            self._decide(due, bool(due.all()), before)
 
     def _check_evicted(self, remove: int, left: int) -> None:
         """Refuse to go back to a state of which something was evicted under a budget since."""
@@ -519,21 +485,18 @@ class Text(Attributes):
 
         What was read so far counts as the prompt: none of it is taken back, and positions go on with each text.
         """
-        for text in (self, other):
-            text._catch_up()
-        self._last = self._counters = self._ahead = None
+        decided = [x._last_decided().to(self.valid.device) for x in (self, other)]
+        self._decided, self._decisions = torch.cat(decided), ()
+        self._alike = self._counters = self._ahead = None
         seen, device = max(self.seen, other.seen), self.valid.device
         self.valid = torch.cat([F.pad(x.valid.to(device), (seen - x.seen, 0)) for x in (self, other)])
         self.before = self.prompt_columns = self._settled = seen
         self.prompt_lengths = torch.cat([x.prompt_lengths.to(device) for x in (self, other)])
         self._unpadded, self._right_padded, self._gaps = min(self._unpadded, other._unpadded), False, True
         self.now = self._expected = self._ids = self._ends = self._settled_for = None
-        mine = self._decided[:, -1:]
-        self._decided, self._decisions = torch.cat([mine, other._decided[:, -1:].to(mine.device)]), ()
 
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
-        self._catch_up()
         self._counters = self._ahead = None
         if self._ids is not None and len(self._ids) != len(self.valid):  # beams are more than the text has rows
             self._ids = None
@@ -542,15 +505,17 @@ class Text(Attributes):
             setattr(self, name, None if x is None else x[indices.to(x.device)])
         if len(self._decided):
             self._decided = self._decided[indices.to(self._decided.device)]
+        self._decisions = tuple(
+            (before, after, None if lengths is None else lengths[indices.to(lengths.device)])
+            for before, after, lengths in self._decisions
+        )
         self.now = None if self.now is None else self.now.select(indices)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what later passes depend on."""
-        self._catch_up()
-        return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state over; see :class:`ag.stateful.Stateful`."""
         super().load_state_dict(state)
         if self.valid.dtype != torch.bool or self.valid.ndim != 2:
             raise ValueError("valid")
+        kinds = (int, int, Tensor | None)
+        if not all(len(x) == 3 and all(map(isinstance, x, kinds)) for x in self._decisions):
+            raise ValueError("_decisions")

@@ -330,7 +330,7 @@ def test_instructions_of_a_tokenizer(tiny_llama, tiny_tokenizer, tmp_path):
 FIXED = {
     "cache": {"policy", "gates", "decoder", "evicting_layers", "layers", "layer_class_to_replicate", "offloading",
               "sharing", "pool", "decision", "repetition"},
-    "text": {"policy", "gates", "rotation", "layers", "now", "_pending", "_last", "_counters", "_ahead"},
+    "text": {"policy", "gates", "rotation", "layers", "now", "_alike", "_counters", "_ahead"},
     "shares": {"open", "votes"},
     "layer": {"policy", "gates", "rotation", "keys", "values", "is_initialized", "_ran", "gate_type", "recent", "pool",
               "_until_full"},
