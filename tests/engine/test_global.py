@@ -7,12 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ag
-from ag.engine.allocators.base import Ballot, Shares
 from ag.engine.allocators.global_ import Global
-from ag.errors import UserError
-from tests.engine.test_allocators import Scripted, ballots_of
-from tests.engine.test_wrappers import two_stages
+from tests.support.ballots import Scripted, ballots_of, two_stages
 
 
 def best_of_all(ballots, capacity, floor):
@@ -68,22 +64,6 @@ def test_two_scores_decide_once_too(seed, capacity, protected):
             assert held[layer][g] == two_stages(*parts, counts[layer][g], 0.5)
 
 
-def test_one_layer_and_one_head_is_the_plain_selection():
-    (ballot,) = ballots_of([30], 7, 2, heads=1)
-    assert Scripted("global", [ballot]).run() == Scripted("uniform", [ballot]).run()
-
-
-def test_a_layer_of_larger_scores_gets_more():
-    shares = []
-    for shift in (-0.5, 0.0, 0.3, 2.0):
-        ballots = ballots_of([30] * 3, 10, 1)
-        ballots[1].score = ballots[1].score + shift
-        held = Scripted("global", ballots).run()
-        shares.append(sum(map(len, held[1])))
-    assert shares == sorted(shares)
-    assert shares[0] < shares[1] < shares[2] <= shares[3] == 56  # 60, less what the others protect
-
-
 def test_while_decoding_each_layer_keeps_its_total():
     ballots = ballots_of([30] * 3, 10, 1)
     decision = Scripted("global", ballots)
@@ -100,47 +80,3 @@ def test_while_decoding_each_layer_keeps_its_total():
     fitted = Scripted("global", ballots_of([9] * 3, 12))
     fitted.run()
     assert {i: x.tolist() for i, x in fitted.shares.settled.items()} == {i: [24] for i in range(3)}
-
-
-def test_sequences_do_not_compete_with_each_other():
-    alone = [ballots_of([20] * 3, 6, 1, seed) for seed in (1, 2)]
-    names = ("score", "protected", "valid", "capacity", "prompt", "due")
-    both = [
-        Ballot(*(torch.cat([getattr(x, name) for x in pair]) for name in names)) for pair in zip(*alone, strict=True)
-    ]
-    for due in ([True, True], [True, False]):
-        shares, held = Shares([0, 1, 2]), [torch.arange(20).expand(2, 2, 20) for _ in both]
-        for layer, ballot in enumerate(both):
-            ballot.due = torch.tensor(due)
-            for index, keep in Global().keep(layer, ballot, shares).items():
-                rows = [list(zip(x, k, strict=True)) for x, k in zip(held[index], keep, strict=True)]
-                held[index] = _padded([[x[k].tolist() for x, k in row] for row in rows])
-        for b, ballots in enumerate(alone):
-            wanted = best_of_all(ballots, 6, 0.0) if due[b] else [[list(range(20))] * 2] * 3
-            assert [[x[x >= 0].tolist() for x in layer[b]] for layer in held] == wanted
-
-
-def _padded(rows):
-    width = max(len(x) for row in rows for x in row)
-    return torch.tensor([[x + [-1] * (width - len(x)) for x in row] for row in rows])
-
-
-@pytest.mark.parametrize("schedule", ["prefill", "every", "blocks:7+every"])
-@pytest.mark.parametrize("name", ["snapkv", "knorm", "h2o+criticalkv"])
-def test_a_cache_holds_the_budget_in_total(tiny_llama, name, schedule):
-    model = tiny_llama()
-    options = {"window": 3} if name == "snapkv" else {}
-    cache = ag.EvictionCache(model, f"{name}@global", 10, schedule, **options)
-    model(torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(3)), past_key_values=cache)
-    counts = [layer.store.lengths.view(2, -1).sum(1) for layer in cache.evicting_layers]
-    assert torch.stack(counts).sum(0).tolist() == [60, 60]
-    assert len({int(x) for count in counts for x in count}) > 1  # layers differ
-    for _ in range(3):
-        model(torch.full((2, 1), 7), past_key_values=cache)
-    later = torch.stack([layer.store.lengths.view(2, -1).sum(1) for layer in cache.evicting_layers]).sum(0)
-    assert later.tolist() == ([60, 60] if "every" in schedule else [78, 78])
-
-
-def test_floor_out_of_range():
-    with pytest.raises(UserError, match="floor=1.5: expected a share from 0 to 1"):
-        ag.policy("knorm@global", 0.5, floor=1.5)

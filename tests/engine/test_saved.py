@@ -16,6 +16,7 @@ from ag.engine.saved import FORMAT, SCHEMA
 from ag.engine.scorers import SCORERS
 from ag.engine.scorers.base import Needs, Scorer
 from ag.errors import UserError
+from tests.support.batches import columns, padded, row, step
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
 
@@ -46,12 +47,6 @@ CASES = {
 LENGTHS = 41, 23, 9
 
 
-def slow_but(cases, *fast):
-    """All cases; slow are those that are not named."""
-    assert set(fast) <= set(cases)
-    return [pytest.param(case, marks=() if case in fast else pytest.mark.slow) for case in cases]
-
-
 def made(model, name):
     spec, budget, schedule, options, gates = CASES[name]
     if gates is not None:
@@ -62,128 +57,85 @@ def made(model, name):
 class Text:
     """A padded batch that goes on with the same tokens in every cache."""
 
-    def __init__(self):
-        self.drawn, longest = torch.Generator().manual_seed(0), max(LENGTHS)
-        self.mask = torch.stack([torch.arange(longest) >= longest - n for n in LENGTHS]).long()
-        self.ids = self.tokens(longest) * self.mask
+    def __init__(self, side="left"):
+        self.drawn, (self.ids, self.first) = (
+            torch.Generator().manual_seed(0),
+            padded([*map(row, LENGTHS)], side).values(),
+        )
+
+    def begin(self, model, cache):
+        self.mask = self.first
+        step(model, cache, self.ids, self.mask)
 
     def tokens(self, count):
         return torch.randint(3, 128, (len(self.mask), count), generator=self.drawn)
 
-    @torch.no_grad()
     def feed(self, model, caches, ids):
         self.mask = torch.cat([self.mask, torch.ones_like(ids)], 1)
-        positions = (self.mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        return [model(ids, attention_mask=self.mask, position_ids=positions, past_key_values=x).logits for x in caches]
-
-    def begin(self, model, cache):
-        self.mask = (self.ids > 0).long()
-        positions = (self.mask.cumsum(1) - 1).clamp_min(0)
-        with torch.no_grad():
-            model(self.ids, attention_mask=self.mask, position_ids=positions, past_key_values=cache)
+        return [step(model, cache, ids, self.mask) for cache in caches]
 
 
-def held(cache):
-    return [
-        [[head.tolist() for head in row] for row in cache.kept_positions(i)] for i in range(len(cache.evicting_layers))
-    ]
+def loaded_too(model, cache, file):
+    """Save a cache; return it and what was loaded."""
+    cache.save(file)
+    return cache, ag.EvictionCache.load(file, model)
 
 
-def bits(x):
-    return x.view(torch.uint8 if x.dtype == torch.bool else {4: torch.int32, 8: torch.int64}[x.element_size()])
+FAST = {"full", "h2o-caote", "snapkv-slots", "over-budget", "kvzip", "flags", "ring-blocks"}
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(CASES, "full", "h2o-caote", "snapkv-slots", "over-budget", "kvzip", "flags", "ring-blocks")
-)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in FAST else pytest.mark.slow) for x in CASES])
 @pytest.mark.filterwarnings("ignore::ag.errors.BudgetWarning")
 def test_a_loaded_cache_goes_on_as_the_saved_one(tiny_llama, tmp_path, name):
     """A ragged batch, saved after the prompt and after tokens behind it; tokens one by one, a later turn, a beam."""
-    model, text, file = tiny_llama(), Text(), tmp_path / "context.cache"
+    model, text = tiny_llama(), Text("right" if name.startswith("h2o") else "left")
     cache = made(model, name)
     text.begin(model, cache)
     for sizes in [1] * 7, (1, 1, 5, 1):
-        before = held(cache)
-        cache.save(file)
-        loaded = ag.EvictionCache.load(file, model)
+        before = columns(cache)
+        _, loaded = loaded_too(model, cache, tmp_path / "context.cache")
         assert type(loaded) is ag.EvictionCache and repr(loaded.policy) == repr(cache.policy)
         assert loaded.policy.scorer == cache.policy.scorer and loaded.policy.allocator == cache.policy.allocator
-        assert held(loaded) == held(cache) == before and loaded.nbytes == cache.nbytes
+        assert columns(loaded) == columns(cache) == before and loaded.nbytes == cache.nbytes
         assert str(loaded.report()) == str(cache.report())
         for size in sizes:
             one, other = text.feed(model, [cache, loaded], text.tokens(size))
-            assert torch.equal(bits(one), bits(other))
-            assert held(loaded) == held(cache)
+            assert torch.equal(one, other)
+            assert columns(loaded) == columns(cache)
     for each in (cache, loaded):
         each.reorder_cache(torch.tensor([2, 0, 0]))
     text.mask = text.mask[[2, 0, 0]]
     one, other = text.feed(model, [cache, loaded], text.tokens(1))
-    assert torch.equal(bits(one), bits(other))
-    assert held(loaded) == held(cache) != before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["tiny_mistral", "tiny_qwen3"])
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "ring"])
-def test_other_models(request, tmp_path, family, name):
-    model, text = request.getfixturevalue(family)(), Text()
-    cache = made(model, name)
-    text.begin(model, cache)
-    cache.save(tmp_path / "c")
-    loaded = ag.EvictionCache.load(tmp_path / "c", model)
-    for _ in range(10):
-        assert torch.equal(*text.feed(model, [cache, loaded], text.tokens(1)))
+    assert torch.equal(one, other)
+    assert columns(loaded) == columns(cache) != before
 
 
 def test_rows_that_a_window_emptied(tiny_mistral, tmp_path, monkeypatch):
     """A flagged prompt fills a window of 120; behind 121 tokens without flags a row holds three."""
-    model, drawn = tiny_mistral(sliding_window=120), torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 128, (1, 260), generator=drawn)
+    model, ids = tiny_mistral(sliding_window=120), row(260)[None]
     ag.attach(model, gates_for(model, covers="all", recent_tokens=3, sink_tokens=0))
     monkeypatch.setattr(ag.AttentionGates, "flags", lambda self, logits: torch.ones_like(logits) * logits.shape[2] > 1)
     cache = ag.EvictionCache(model, "gates")
     with torch.no_grad():
-        model(ids[:, :130], past_key_values=cache)
-        assert [len(head) for head in cache.kept_positions(1)[0]] == [119, 119]
-        for t in range(130, 251):
-            model(ids[:, t : t + 1], past_key_values=cache)
+        for part in ids[:, :251].split([130, *[1] * 121], 1):
+            model(part, past_key_values=cache)
         assert [len(head) for head in cache.kept_positions(1)[0]] == [3, 3]
-        cache.save(tmp_path / "c")
-        loaded = ag.EvictionCache.load(tmp_path / "c", model)
-        assert held(loaded) == held(cache) and loaded.nbytes == cache.nbytes
+        caches = loaded_too(model, cache, tmp_path / "c")
+        assert caches[0].nbytes == caches[1].nbytes
         for t in range(251, 260):
-            one, other = (model(ids[:, t : t + 1], past_key_values=x).logits for x in (cache, loaded))
-            assert torch.equal(bits(one), bits(other))
-    assert held(loaded) == held(cache)
+            assert torch.equal(*(model(ids[:, t : t + 1], past_key_values=x).logits for x in caches))
+    assert columns(caches[0]) == columns(caches[1])
 
 
-@pytest.mark.parametrize("name", ["full", "flags", "ring", "snapkv"])
-def test_what_crop_takes_back_after_loading(tiny_llama, tmp_path, name):
-    """Saved between a draft and its crop: what it takes back is what the original takes back."""
-    model, text = tiny_llama(), Text()
-    cache = made(model, name)
-    text.begin(model, cache)
-    text.feed(model, [cache], text.tokens(1))
-    text.feed(model, [cache], text.tokens(6))
-    cache.save(tmp_path / "c")
-    loaded = ag.EvictionCache.load(tmp_path / "c", model)
-    for each in (cache, loaded):
-        each.crop(5)
-    text.mask = text.mask[:, :-5]
-    for size in (1, 1, 3, 1):
-        assert torch.equal(*text.feed(model, [cache, loaded], text.tokens(size)))
-    assert held(cache) == held(loaded)
-
-
-@pytest.mark.parametrize("name", ["flags", "ring", "snapkv", "late"])
-def test_what_crop_refuses_after_loading(tiny_llama, tmp_path, name, monkeypatch):
-    """Every number of tokens that the original would not take back, the loaded one does not either."""
+@pytest.mark.parametrize("name", ["full", "flags", "ring", "snapkv", "late"])
+def test_what_crop_takes_back_and_refuses_after_loading(tiny_llama, tmp_path, name, monkeypatch):
+    """Of every number of tokens the loaded cache does what the original does, and goes on alike."""
     monkeypatch.setitem(CASES, "late", ("knorm", 12, "steps:4", {}, None))
     model, text = tiny_llama(), Text()
     cache = made(model, name)
     text.begin(model, cache)
-    for _ in range(9):
-        text.feed(model, [cache], text.tokens(1))
+    for size in [1] * 9:
+        text.feed(model, [cache], text.tokens(size))
     cache.crop(1)
     text.mask = text.mask[:, :-1]
     text.feed(model, [cache], text.tokens(2))
@@ -194,47 +146,27 @@ def test_what_crop_refuses_after_loading(tiny_llama, tmp_path, name, monkeypatch
             each.crop(number)
         except UserError as error:
             return str(error)
-        at = text.mask.shape[1] - number
-        mask, ids = torch.cat([text.mask[:, :at], torch.ones(3, 4, dtype=torch.long)], 1), torch.full((3, 4), 9)
-        with torch.no_grad():
-            outs = [
-                model(ids[:, :1], attention_mask=mask[:, : at + n], past_key_values=each).logits for n in (1, 2, 3, 4)
-            ]
-        return torch.cat(outs).tolist(), held(each)
+        mask = torch.cat([text.mask[:, : text.mask.shape[1] - number], torch.ones(3, 4, dtype=torch.long)], 1)
+        new = torch.full((3, 1), 9)
+        outs = [step(model, each, new, mask[:, : mask.shape[1] - n]) for n in (3, 2, 1, 0)]
+        return torch.cat(outs).tolist(), columns(each)
 
     found = []
     for number in range(1, 14):
         one, other = copy.deepcopy(cache), ag.EvictionCache.load(tmp_path / "c", model)
         found.append(outcome(one, number))
         assert found[-1] == outcome(other, number)
-    assert {type(x) for x in found} == {str, tuple}
-
-
-def test_padding_on_the_right(tiny_llama, tmp_path):
-    """Later tokens of a shorter sequence follow its own last one, not the padding."""
-    model, text = tiny_llama(), Text()
-    cache, mask = made(model, "h2o"), text.mask.flip(1)
-    with torch.no_grad():
-        model(text.ids.flip(1) * mask, attention_mask=mask, past_key_values=cache)
-        cache.save(tmp_path / "c")
-        loaded = ag.EvictionCache.load(tmp_path / "c", model)
-        for _ in range(4):
-            ids, mask = text.tokens(1), torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
-            one, other = (model(ids, attention_mask=mask, past_key_values=x).logits for x in (cache, loaded))
-            assert torch.equal(one, other)
-    assert held(cache) == held(loaded)
+    assert {type(x) for x in found} == ({tuple} if name == "full" else {str, tuple})
 
 
 def test_generate_goes_on_and_checks_the_text(tiny_llama, tmp_path):
     """One context, many questions, in another process's words: each answer is that of a copy."""
     model, greedy = tiny_llama(), {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    drawn = torch.Generator().manual_seed(4)
-    context, ask, other = (torch.randint(3, 128, (1, n), generator=drawn) for n in (60, 7, 60))
+    context, ask, other = (row(n, seed)[None] for n, seed in ((60, 0), (7, 1), (60, 2)))
     cache = ag.EvictionCache(model, "h2o@heads", 0.4, "every")
     first = model.generate(context, past_key_values=cache, **greedy)
     ids = torch.cat([first, ask], 1)
-    cache.save(tmp_path / "c")
-    loaded = ag.EvictionCache.load(tmp_path / "c", model)
+    _, loaded = loaded_too(model, cache, tmp_path / "c")
     with refuses(UserError, "column 0", "cache.reset()"):
         model.generate(torch.cat([other, ids[:, 60:]], 1), past_key_values=loaded, **greedy)
     found = model.generate(ids, past_key_values=loaded, **greedy)
@@ -246,10 +178,10 @@ def test_generate_goes_on_and_checks_the_text(tiny_llama, tmp_path):
 
 def test_only_what_is_held_is_written(tiny_llama, tmp_path):
     """Of 400 tokens 20 a head stay: in 3 layers of 2 heads 20 keys and values of 16 numbers, and little beside them."""
-    model, ids = tiny_llama(), torch.randint(3, 128, (1, 400), generator=torch.Generator().manual_seed(0))
+    model = tiny_llama()
     cache = ag.EvictionCache(model, "snapkv", 20, window=4)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(row(400)[None], past_key_values=cache)
     cache.save(tmp_path / "c")
     tensors = safetensors.torch.load_file(tmp_path / "c")
     assert sum(x.nbytes for name, x in tensors.items() if re.search("keys|values", name)) == 3 * 2 * 20 * 16 * 2 * 4
@@ -262,38 +194,25 @@ def test_only_what_is_held_is_written(tiny_llama, tmp_path):
         assert torch.equal(tensors[f"layers.{index}.store.values"], rows.values.flatten(0, 1))
 
 
-@pytest.mark.parametrize("threshold", [0.3, 0.7])
-def test_gates_of_a_folder(tiny_llama, tmp_path, threshold):
-    model, text = tiny_llama(), Text()
-    gates = gates_for(model)
-    gates.save_pretrained(tmp_path / "gates")
-    cache = ag.EvictionCache(model, f"gates:{tmp_path / 'gates'}", threshold=threshold)
+def test_gates_are_compared(tiny_llama, tmp_path):
+    """Those of a folder, and attached ones."""
+    model, text, file = tiny_llama(), Text(), tmp_path / "c"
+    gates_for(model).save_pretrained(tmp_path / "gates")
+    cache = ag.EvictionCache(model, f"gates:{tmp_path / 'gates'}", threshold=0.3)
     text.begin(model, cache)
-    cache.save(tmp_path / "c")
-    loaded = ag.EvictionCache.load(tmp_path / "c", model)
-    for _ in range(4):
-        assert torch.equal(*text.feed(model, [cache, loaded], text.tokens(1)))
+    assert torch.equal(*text.feed(model, loaded_too(model, cache, file), text.tokens(1)))
     gates_for(model, seed=1).save_pretrained(tmp_path / "gates")
-    with refuses(UserError, "other gates", str(tmp_path / "c")):
-        ag.EvictionCache.load(tmp_path / "c", model)
-
-
-def test_attached_gates_are_compared(tiny_llama, tmp_path):
-    model, text = tiny_llama(), Text()
+    with refuses(UserError, "other gates", str(file)):
+        ag.EvictionCache.load(file, model)
     cache = made(model, "ring")
     text.begin(model, cache)
-    cache.save(tmp_path / "c")
-    ag.detach(model)
-    ag.attach(model, gates_for(model, seed=1, **RING))
-    with refuses(UserError, "other gates"):
-        ag.EvictionCache.load(tmp_path / "c", model)
-    ag.detach(model)
-    ag.attach(model, gates_for(model, **RING).at(threshold=0.4))
-    with refuses(UserError, "other gates"):
-        ag.EvictionCache.load(tmp_path / "c", model)
-    ag.detach(model)
-    with refuses(UserError, "ag.attach"):
-        ag.EvictionCache.load(tmp_path / "c", model)
+    cache.save(file)
+    for others in (gates_for(model, seed=1, **RING), gates_for(model, **RING).at(threshold=0.4), None):
+        ag.detach(model)
+        if others is not None:
+            ag.attach(model, others)
+        with refuses(UserError, "ag.attach" if others is None else "other gates"):
+            ag.EvictionCache.load(file, model)
 
 
 def test_under_autocast(tiny_llama, tmp_path):
@@ -304,9 +223,7 @@ def test_under_autocast(tiny_llama, tmp_path):
         text.begin(model, cache)
         store = cache.evicting_layers[0].store
         assert (store.pool.keys.dtype, store.pool.values.dtype) == (torch.float32, torch.bfloat16)
-        cache.save(tmp_path / "c")
-        loaded = ag.EvictionCache.load(tmp_path / "c", model)
-        assert torch.equal(*text.feed(model, [cache, loaded], text.tokens(1)))
+        assert torch.equal(*text.feed(model, loaded_too(model, cache, tmp_path / "c"), text.tokens(1)))
     with refuses(UserError, "values"):
         ag.EvictionCache.load(tmp_path / "c", model)
 
@@ -317,61 +234,12 @@ def test_instructions_of_a_tokenizer(tiny_llama, tiny_tokenizer, tmp_path):
     cache = ag.EvictionCache(model, ag.policy("kvzip+caote", 12).with_tokenizer(tiny_tokenizer))
     assert cache.policy.scorer.inner.ask
     text.begin(model, cache)
-    cache.save(tmp_path / "c")
-    loaded = ag.EvictionCache.load(tmp_path / "c", model)
+    cache, loaded = loaded_too(model, cache, tmp_path / "c")
     assert loaded.policy.scorer == cache.policy.scorer
     for each in (cache, loaded):
         each.reset()
         text.begin(model, each)
-    assert held(loaded) == held(cache)
-
-
-#: Attributes that a fresh cache of the same policy and model has too, or that follow from those that are written.
-FIXED = {
-    "cache": {"policy", "gates", "decoder", "evicting_layers", "layers", "layer_class_to_replicate", "offloading",
-              "sharing", "pool", "decision", "repetition"},
-    "text": {"policy", "gates", "rotation", "layers", "now", "_alike", "_counters", "_ahead"},
-    "shares": {"open", "votes"},
-    "layer": {"policy", "gates", "rotation", "keys", "values", "is_initialized", "_ran", "gate_type", "recent", "pool",
-              "_until_full"},
-    "gate": {"window"},
-    "store": {"batch", "kv_heads", "gate_type", "_in_order", "_held", "_table", "_room", "_shared", "_prompt", "_runs",
-              "_indexed", "_counted", "_since", "_ahead", "_going", "_slots_going", "_numbers", "slots", "_reserved",
-              "_mine", "_ones"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("steps", [0, 2], ids=["prompt", "decoding"])
-@pytest.mark.parametrize("name", ["full", "h2o", "pyramidkv-steps", "kvzip", "ranked", "ring"])
-def test_no_attribute_is_forgotten(tiny_llama, name, steps):
-    """Whatever a part has that is not fixed is written; a new attribute must be put on one of the two lists."""
-    model, text = tiny_llama(), Text()
-    cache = made(model, name)
-    text.begin(model, cache)
-    for _ in range(steps):
-        text.feed(model, [cache], text.tokens(1))
-
-    def written(kind, part):
-        return vars(part).keys() - FIXED[kind]
-
-    assert written("cache", cache) == {"text", "parts"}
-    shares = set() if cache.decision is None else {"shares"}
-    assert cache.parts.keys() == {"text", "layers.0", "layers.1", "layers.2"} | shares
-    assert written("text", cache.text) == cache.text.state_dict().keys()
-    if cache.decision is not None:
-        assert (
-            vars(cache.decision).keys() == {"policy", "shares", "_of", "_allowed", "_found", "_looked"}
-            and cache.decision is cache.parts["shares"]
-        )
-        assert written("shares", cache.decision.shares) == cache.decision.shares.state_dict().keys()
-    for index, layer in enumerate(cache.evicting_layers):
-        assert layer is cache.parts[f"layers.{index}"]
-        names = {"_scoring": "scoring_seconds", "gate_memory": "gate"}  # a property stands for the stopwatch
-        state = layer.state_dict()
-        assert {names.get(x, x) for x in written("layer", layer)} == state.keys()
-        assert written("gate", layer.gate_memory) == state["gate"].keys()
-        columns = {"keys", "values", "ranks", "gate"}
-        assert {x.strip("_") for x in written("store", layer.store)} == state["store"].keys() - columns
+    assert columns(loaded) == columns(cache)
 
 
 # ---- what is refused
@@ -388,21 +256,17 @@ def saved(tiny_llama, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "dtype", "named"),
     [
-        ({"num_hidden_layers": 2}, ("num_layers=3", "2")),
-        ({"num_key_value_heads": 4}, ("num_kv_heads=2", "4")),
-        ({"head_dim": 32}, ("head_dim=16", "32")),
+        ({"num_hidden_layers": 2}, torch.float32, ("num_layers=3", "2")),
+        ({"num_key_value_heads": 4}, torch.float32, ("num_kv_heads=2", "4")),
+        ({"head_dim": 32}, torch.float32, ("head_dim=16", "32")),
+        ({}, torch.bfloat16, ("dtype='torch.float32'", "torch.bfloat16")),
     ],
 )
-def test_another_geometry(tiny_llama, saved, change, named):
+def test_another_model(tiny_llama, saved, change, dtype, named):
     with refuses(UserError, str(saved[1]), *named):
-        ag.EvictionCache.load(saved[1], tiny_llama(**change))
-
-
-def test_another_type(tiny_llama, saved):
-    with refuses(UserError, "dtype='torch.float32'", "torch.bfloat16"):
-        ag.EvictionCache.load(saved[1], tiny_llama().bfloat16())
+        ag.EvictionCache.load(saved[1], tiny_llama(**change).to(dtype))
 
 
 def rewritten(file, change=lambda head, tensors: None, **metadata):
@@ -415,29 +279,17 @@ def rewritten(file, change=lambda head, tensors: None, **metadata):
     safetensors.torch.save_file(tensors, file, kept | {"cache": json.dumps(head)})
 
 
-def test_another_schema(saved):
+def test_no_such_file_and_no_cache(saved, tmp_path):
     model, file = saved
+    (tmp_path / "text").write_text("hello")
+    safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "weights")
+    (tmp_path / "short").write_bytes(file.read_bytes()[:-5])
+    for name in ("nowhere", "text", "weights", "short", "."):
+        with refuses(UserError, str(tmp_path / name)):
+            ag.EvictionCache.load(tmp_path / name, model)
     rewritten(file, schema=str(SCHEMA + 1))
     with refuses(UserError, str(file), f"schema='{SCHEMA + 1}'", f"expected {SCHEMA}"):
         ag.EvictionCache.load(file, model)
-
-
-def test_no_such_file_and_no_cache(saved, tmp_path):
-    model, file = saved
-    with refuses(UserError, "nowhere"):
-        ag.EvictionCache.load(tmp_path / "nowhere", model)
-    (tmp_path / "text").write_text("hello")
-    with refuses(UserError, "text", "EvictionCache.save"):
-        ag.EvictionCache.load(tmp_path / "text", model)
-    safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "weights")
-    with refuses(UserError, "weights", "EvictionCache.save"):
-        ag.EvictionCache.load(tmp_path / "weights", model)
-    for size in (4, 100, file.stat().st_size - 5):
-        (tmp_path / "short").write_bytes(file.read_bytes()[:size])
-        with refuses(UserError, "short"):
-            ag.EvictionCache.load(tmp_path / "short", model)
-    with refuses(UserError, str(tmp_path)):
-        ag.EvictionCache.load(tmp_path, model)
 
 
 def forge(name, value):
@@ -447,105 +299,84 @@ def forge(name, value):
     return change
 
 
-def drop(*path):
+def put(*path, **values):
     def change(head, tensors):
-        part = head["state"]
-        for key in path[:-1]:
+        part = head
+        for key in path:
             part = part[key]
-        del part[path[-1]]
+        part.update(values)
 
     return change
 
 
+STORE = "layers.1.store."
+
+
 def forge_gate(head, tensors):
-    head["state"]["layers.1"]["store"]["gate"] = {"tensor": "layers.1.store.gate"}
-    tensors["layers.1.store.gate"] = torch.ones(len(tensors["layers.1.store.ranks"]))
+    head["state"]["layers.1"]["store"]["gate"] = {"tensor": STORE + "gate"}
+    tensors[STORE + "gate"] = torch.ones(len(tensors[STORE + "ranks"]))
 
 
+#: By name: the cache that is damaged, and how.
 FORGED = {
-    "long rows": forge("layers.1.store.lengths", lambda x: x + 10**6),
-    "rows below zero": forge("layers.1.store.lengths", lambda x: x - 100),
-    "few keys": forge("layers.2.store.keys", lambda x: x[:-1]),
-    "wide ranks": forge("layers.2.store.ranks", lambda x: x[:, None].expand(-1, 2).contiguous()),
-    "lengths of another type": forge("layers.1.store.lengths", lambda x: x.int()),
-    "lengths as a table": forge("layers.1.store.lengths", lambda x: x[:, None]),
-    "a row less": forge("layers.1.store.lengths", lambda x: x[:-1]),
-    "ranks below zero": forge("layers.1.store.ranks", lambda x: x - 1),
-    "ranks beyond the text": forge("layers.1.store.ranks", lambda x: x.where(x < x.max(), 41)),
-    "a token twice": forge("layers.1.store.ranks", lambda x: x.where(x != x[1], x[0])),
-    "ranks out of order": forge("layers.1.store.ranks", lambda x: x.flip(0)),
-    "no window": lambda head, tensors: head["state"]["layers.0"].update(window=0),
-    "lengths that wrap": forge("layers.1.store.lengths", lambda x: x.where(torch.arange(len(x)) < 5, 2**63 - 1)),
-    "precise keys": forge("layers.2.store.keys", lambda x: x.double()),
-    "coarse values": forge("layers.2.store.values", lambda x: x.half()),
-    "what gates said, without gates": forge_gate,
-    "a text that is no mask": forge("text.valid", lambda x: x.long()),
-    "ranks of another type": forge("layers.2.store.ranks", lambda x: x.long()),
-    "keys of another type": forge("layers.2.store.keys", lambda x: x.int()),
-    "keys of another width": forge("layers.2.store.keys", lambda x: x[:, :8].contiguous()),
-    "other sequences": forge("text.valid", lambda x: x[:2]),
-    "no records": drop("layers.0", "memory"),
-    "no layer": drop("layers.2"),
-    "no shares": drop("shares"),
-    "no policy": lambda head, tensors: head.pop("policy"),
-    "no gates": lambda head, tensors: head.pop("gates"),
-    "a number for the model": lambda head, tensors: head.update(base_model=3),
-    "a model without geometry": lambda head, tensors: head["base_model"].update(fingerprint=None),
-    "a number for a tensor": lambda head, tensors: head["state"]["text"].update(valid=3),
-    "a text for a number": lambda head, tensors: head["state"]["layers.0"].update(columns_seen="3"),
-    "an attribute more": lambda head, tensors: head["state"]["layers.0"].update(run=3),
-    "a tensor that is not there": lambda head, tensors: tensors.pop("layers.0.store.values"),
-    "a share of a layer that has none": lambda head, tensors: head["state"]["shares"]["settled"]["items"].append(
-        [7, 3]
-    ),
-    "marks of other sequences": lambda head, tensors: head["state"]["shares"].update(
-        over_budget={"tensor": "text.valid"}
-    ),
-    "a part more": lambda head, tensors: head["state"].update(more={}),
-    "shares of other layers": lambda head, tensors: head["state"]["shares"].update(layers=[0, 1]),
+    "long rows": ("h2o", forge(STORE + "lengths", lambda x: x + 10**6)),
+    "rows below zero": ("h2o", forge(STORE + "lengths", lambda x: x - 100)),
+    "lengths of another type": ("h2o", forge(STORE + "lengths", lambda x: x.int())),
+    "lengths as a table": ("h2o", forge(STORE + "lengths", lambda x: x[:, None])),
+    "a row less": ("h2o", forge(STORE + "lengths", lambda x: x[:-1])),
+    "lengths that wrap": ("h2o", forge(STORE + "lengths", lambda x: x.where(torch.arange(len(x)) < 5, 2**63 - 1))),
+    "few keys": ("h2o", forge(STORE + "keys", lambda x: x[:-1])),
+    "precise keys": ("h2o", forge(STORE + "keys", lambda x: x.double())),
+    "keys of another type": ("h2o", forge(STORE + "keys", lambda x: x.int())),
+    "keys of another width": ("h2o", forge(STORE + "keys", lambda x: x[:, :8].contiguous())),
+    "coarse values": ("h2o", forge(STORE + "values", lambda x: x.half())),
+    "wide ranks": ("h2o", forge(STORE + "ranks", lambda x: x[:, None].expand(-1, 2).contiguous())),
+    "ranks below zero": ("h2o", forge(STORE + "ranks", lambda x: x - 1)),
+    "ranks beyond the text": ("h2o", forge(STORE + "ranks", lambda x: x.where(x < x.max(), 41))),
+    "ranks out of order": ("h2o", forge(STORE + "ranks", lambda x: x.flip(0))),
+    "ranks of another type": ("h2o", forge(STORE + "ranks", lambda x: x.long())),
+    "a token twice": ("h2o", forge(STORE + "ranks", lambda x: x.where(x != x[1], x[0]))),
+    "what gates said, without gates": ("h2o", forge_gate),
+    "a text that is no mask": ("h2o", forge("text.valid", lambda x: x.long())),
+    "other sequences": ("h2o", forge("text.valid", lambda x: x[:2])),
+    "no window": ("h2o", put("state", "layers.0", window=0)),
+    "a text for a number": ("h2o", put("state", "layers.0", columns_seen="3")),
+    "an attribute more": ("h2o", put("state", "layers.0", run=3)),
+    "a number for a tensor": ("h2o", put("state", "text", valid=3)),
+    "a part more": ("h2o", put("state", more={})),
+    "shares of other layers": ("h2o", put("state", "shares", layers=[0, 1])),
+    "marks of other sequences": ("h2o", put("state", "shares", over_budget={"tensor": "text.valid"})),
+    "a share too many": ("h2o", lambda head, tensors: head["state"]["shares"]["settled"]["items"].append([7, 3])),
+    "no records": ("h2o", lambda head, tensors: head["state"]["layers.0"].pop("memory")),
+    "no layer": ("h2o", lambda head, tensors: head["state"].pop("layers.2")),
+    "no shares": ("h2o", lambda head, tensors: head["state"].pop("shares")),
+    "no policy": ("h2o", lambda head, tensors: head.pop("policy")),
+    "no gates": ("h2o", lambda head, tensors: head.pop("gates")),
+    "a number for the model": ("h2o", put(base_model=3)),
+    "a model without geometry": ("h2o", put("base_model", fingerprint=None)),
+    "a tensor that is not there": ("h2o", lambda head, tensors: tensors.pop(STORE + "values")),
+    "precise keys beside flags": ("ring", forge(STORE + "keys", lambda x: x.double())),
+    "flags of another type": ("ring", forge(STORE + "gate", lambda x: x.float())),
+    "flags without any": ("ring", forge(STORE + "gate", lambda x: x[:, None][:, :0])),
+    "no flags": ("ring", put("state", "layers.1", "store", gate=None)),
 }
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_damage(saved, name):
-    model, file = saved
-    rewritten(file)
-    ag.EvictionCache.load(file, model)
-    rewritten(file, FORGED[name])
-    with refuses(UserError, str(file), "damaged"):
-        ag.EvictionCache.load(file, model)
-
-
-def in_store(**changes):
-    return lambda head, tensors: head["state"]["layers.1"]["store"].update(changes)
-
-
-FORGED_FLAGS = {
-    "lengths of another type": forge("layers.1.store.lengths", lambda x: x.int()),
-    "precise keys": forge("layers.1.store.keys", lambda x: x.double()),
-    "precise values": forge("layers.1.store.values", lambda x: x.double()),
-    "flags of another type": forge("layers.1.store.gate", lambda x: x.float()),
-    "flags without any": forge("layers.1.store.gate", lambda x: x[:, None][:, :0]),
-    "no flags": in_store(gate=None),
-}
-
-
-@pytest.mark.parametrize("name", FORGED_FLAGS)
-def test_flags_that_a_kernel_could_not_work_with(tiny_llama, tmp_path, name):
-    model, file, text = tiny_llama(), tmp_path / "c", Text()
-    cache = made(model, "ring")
+def test_damage(tiny_llama, tmp_path, name):
+    (case, change), model, file, text = FORGED[name], tiny_llama(), tmp_path / "c", Text()
+    cache = made(model, case)
     text.begin(model, cache)
-    text.feed(model, [cache], text.tokens(2))
     cache.save(file)
     rewritten(file)
     ag.EvictionCache.load(file, model)
-    rewritten(file, FORGED_FLAGS[name])
+    rewritten(file, change)
     with refuses(UserError, str(file), "damaged"):
         ag.EvictionCache.load(file, model)
 
 
 def test_nothing_to_save_yet(tiny_llama, tmp_path):
-    model, ids = tiny_llama(), torch.randint(3, 128, (1, 20), generator=torch.Generator().manual_seed(0))
+    model, ids = tiny_llama(), row(20)[None]
     cache = ag.EvictionCache(model, "snapkv", 12, window=4)
     with refuses(UserError, "EvictionCache.save", "nothing", "prompt"):
         cache.save(tmp_path / "c")

@@ -1,4 +1,4 @@
-"""Every scorer against its formula in plain loops (``attention_by_hand``), and the identities between them."""
+"""Every scorer and its options against its formula in plain loops (``attention_by_hand``)."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
 from ag.engine.scorers.tova import Tova
 from ag.engine.select import select
-from tests.support.attention_by_hand import Scene, agree, group_mean, pool
+from tests.support.attention_by_hand import REDUCE, Scene, agree, by_group, pool, pooled_before, within
 from tests.support.bounds import hold
 
 EPS = torch.finfo(torch.float32).eps
@@ -33,11 +33,6 @@ def scene(request):
     return Scene(seed=11, **SCENES[request.param])
 
 
-def by_head(scene, of_head):
-    """The group's mean of a list for each query head."""
-    return {(b, g): group_mean([of_head(b, h) for h in scene.query_heads(g)]) for b, g in scene.places()}
-
-
 def protected_tokens(scene, scorer, capacity):
     mask = scorer.protected(scene.seen, torch.tensor(capacity))
     return {(b, g): [p for i, p in enumerate(scene.held[b][g]) if mask[b, g, i]] for b, g in scene.places()}
@@ -49,63 +44,43 @@ def newest(scene, count, first=0):
     }
 
 
-def prefix(scene, window):
-    """What a test should skip: the tokens of the window."""
-    return lambda b, g, p: p >= scene.lengths[b] - window
-
-
-def pooled_prefix(scene, of_head, window, kernel, kind, first_pool=False):
-    """The group's mean over the tokens before the window, pooled there; 0 on the window."""
-    result = {}
-    for b, g in scene.places():
-        before = [i for i, p in enumerate(scene.held[b][g]) if p < scene.lengths[b] - window]
-        heads = [[of_head(b, h)[i] for i in before] for h in scene.query_heads(g)]
-        if first_pool:
-            score = group_mean([pool(x, kernel, kind) for x in heads])
-        else:
-            score = pool(group_mean(heads), kernel, kind)
-        result[b, g] = score + [0.0] * (len(scene.held[b][g]) - len(before))
-    return result
-
-
 def test_streaming_llm(scene):
     scorer = StreamingLLM(sinks=2)
     agree(scene, scorer.score, {x: [float(p) for p in scene.held[x[0]][x[1]]] for x in scene.places()})
     assert protected_tokens(scene, scorer, [8] * len(scene.lengths)) == newest(scene, 0, first=2)
-    assert StreamingLLM().sinks == 4
 
 
-def test_streaming_llm_keeps_the_first_and_the_newest():
-    seen = Scene(lengths=(20,)).seen
-    scorer, capacity = StreamingLLM(), torch.tensor([9])
-    keep = select(scorer.score(seen), scorer.protected(seen, capacity), seen.key_valid, torch.full((1, 2), 9))
-    assert keep[0, 1].nonzero().flatten().tolist() == [0, 1, 2, 3, 15, 16, 17, 18, 19]
+@pytest.mark.parametrize("how", REDUCE)
+@pytest.mark.parametrize("window", [None, 1, 4, 50])
+def test_h2o_sums_what_queries_pay(scene, window, how):
+    wanted = by_group(scene, lambda b, h: scene.column_sums(b, h, window), how)
+    agree(scene, H2O(window=window, group=how).score, wanted)
+    if window is not None:
+        assert torch.equal(
+            H2O(window=window, group=how).score(scene.seen), Scissorhands(window=window, group=how).score(scene.seen)
+        )
 
 
-def test_h2o_sums_every_query(scene):
-    agree(scene, H2O().score, by_head(scene, scene.column_sums))
+@pytest.mark.parametrize("window", [None, 4, 50])
+def test_h2o_divided_by_the_queries_that_saw_the_key(window):
+    scene = Scene(seed=3, lengths=(12, 5), ragged=True)
 
+    def of_head(b, h):
+        visible = scene.dense(b, h)[2][-(window or 99) :].sum(0).tolist()
+        return [x / n for x, n in zip(scene.column_sums(b, h, window), visible, strict=True)]
 
-@pytest.mark.parametrize("window", [1, 4, 50])
-def test_h2o_with_a_window(scene, window):
-    agree(scene, H2O(window=window).score, by_head(scene, lambda b, h: scene.column_sums(b, h, window)))
+    agree(scene, H2O(window=window, normalize="count").score, by_group(scene, of_head))
 
 
 @pytest.mark.parametrize(
     ("recent", "counts"), [(0.5, [3, 4, 0]), (0.25, [1, 2, 0]), (3, [3, 3, 3]), (0, [0, 0, 0]), (1.0, [7, 8, 1])]
 )
-def test_h2o_defaults_and_protection(recent, counts):
+def test_h2o_protects_a_share_of_the_budget(recent, counts):
     scene = Scene(lengths=(13, 9, 5), ragged=True)
-    assert (H2O().recent, H2O().window, H2O().sinks) == (0.5, None, 0)
     got = protected_tokens(scene, H2O(recent=recent, sinks=1), [7, 8, 1])  # floor(7 / 2) = 3
     assert got == {
         (b, g): [p for p in scene.held[b][g] if p < 1 or p >= scene.lengths[b] - counts[b]] for b, g in scene.places()
     }
-
-
-@pytest.mark.parametrize("window", [1, 5, 400])
-def test_scissorhands_sums_a_window(scene, window):
-    agree(scene, Scissorhands(window=window).score, by_head(scene, lambda b, h: scene.column_sums(b, h, window)))
 
 
 @pytest.mark.parametrize("window", [4, 400])
@@ -119,19 +94,13 @@ def test_scissorhands_counts_what_is_not_below_uniform(scene, window):
                 total[j] += bool(visible[i, j]) and float(a[i, j]) >= (1 - 1e-12) / seen
         return total
 
-    agree(scene, Scissorhands(window=window, count=True).score, by_head(scene, counted))
+    agree(scene, Scissorhands(window=window, count=True).score, by_group(scene, counted))
 
 
 def test_uniform_attention_counts_for_every_key_that_is_seen():
     scene = Scene(lengths=(150,), heads=1, kv_heads=1, sharp=0.0)
     score = Scissorhands(count=True).score(scene.seen)
     assert score[0, 0].tolist() == [150.0 - p for p in range(150)]
-
-
-def test_scissorhands_defaults():
-    scene = Scene(lengths=(30,))
-    assert (Scissorhands().window, Scissorhands().recent, Scissorhands().count) == (400, 10, False)
-    assert protected_tokens(scene, Scissorhands(), [20]) == newest(scene, 10)
 
 
 def test_tova_averages_the_layer(scene):
@@ -148,52 +117,47 @@ def test_tova_averages_the_layer(scene):
     agree(scene, Tova().score, expected)
 
 
-def test_tova_in_layer_scope_keeps_the_same_in_every_head():
-    scene = Scene(lengths=(15, 8))
-    score, bound = Tova().score(scene.seen), scene.bound(Tova().score)
-    for b, n in enumerate((15, 8)):
-        assert torch.equal(score[b, 0, :n], score[b, 1, :n])
-        hold(score[b, 0, :n].sum(), 1.0, bound[b, 0, :n].sum())
-
-
-def test_tova_by_kv_head(scene):
-    agree(scene, Tova(scope="kv_head").score, by_head(scene, lambda b, h: scene.column_sums(b, h, 1)))
-    assert protected_tokens(scene, Tova(), [4] * len(scene.lengths)) == newest(scene, 1)
-    assert protected_tokens(scene, Tova(recent=0), [4] * len(scene.lengths)) == newest(scene, 0)
+@pytest.mark.parametrize("how", REDUCE)
+def test_tova_by_kv_head(scene, how):
+    wanted = by_group(scene, lambda b, h: scene.column_sums(b, h, 1), how)
+    agree(scene, Tova(scope="kv_head", group=how).score, wanted)
 
 
 @pytest.mark.parametrize("kind", ["max", "avg"])
-@pytest.mark.parametrize(("window", "kernel"), [(3, 5), (2, 7), (1, 1), (4, 3)])
-def test_snapkv_pools_the_prefix_only(scene, window, kernel, kind):
-    scorer = SnapKV(window=window, kernel=kernel, pooling=kind)
-    expected = pooled_prefix(scene, lambda b, h: scene.column_sums(b, h, window), window, kernel, kind)
-    agree(scene, scorer.score, expected, skip=prefix(scene, window))
+@pytest.mark.parametrize(
+    ("window", "kernel", "how"), [(3, 5, "mean"), (2, 7, "mean"), (1, 1, "mean"), (4, 3, "sum"), (4, 3, "max")]
+)
+def test_snapkv_pools_the_prefix_only(scene, window, kernel, how, kind):
+    scorer = SnapKV(window=window, kernel=kernel, pooling=kind, group=how)
+    sums = by_group(scene, lambda b, h: scene.column_sums(b, h, window), how)
+    agree(scene, scorer.score, pooled_before(scene, sums, window, kernel, kind), skip=within(scene, window))
     assert protected_tokens(scene, scorer, [9] * len(scene.lengths)) == newest(scene, window)
 
 
-def test_snapkv_defaults_and_protection():
-    scorer = SnapKV()
-    assert (scorer.window, scorer.kernel, scorer.pooling) == (32, 7, "max")
+@pytest.mark.parametrize("kind", ["max", "avg"])
+def test_pooling_before_the_group_matters_for_max_alone(scene, kind):
+    options = {"window": 3, "kernel": 5, "pooling": kind}
+
+    def of_head(b, h):
+        before = sum(p < scene.lengths[b] - 3 for p in scene.held[b][h // scene.group])
+        values = scene.column_sums(b, h, 3)
+        return pool(values[:before], 5, kind) + [0.0] * (len(values) - before)
+
+    score = SnapKV(**options, pool_then_reduce=True).score
+    agree(scene, score, by_group(scene, of_head), skip=within(scene, 3))
+    if scene.group > 1 and max(scene.lengths) > 4 + 3:
+        assert scene.alike(score, SnapKV(**options).score) == (kind == "avg")
+
+
+def test_snapkv_protects_its_window_recents_and_sinks():
     scene = Scene(lengths=(50,))
-    assert protected_tokens(scene, scorer, [40]) == newest(scene, 32)
     assert protected_tokens(scene, SnapKV(window=4, recent=7, sinks=2), [40]) == newest(scene, 7, first=2)
     assert protected_tokens(scene, SnapKV(window=9, recent=7), [40]) == newest(scene, 9)
 
 
-def test_average_pooling_damps_both_ends_of_the_prefix():
-    """Uniform attention in the window: 0.6 and 0.8 of it at the edges with a kernel of 5 (spec 2.4)."""
-    scene = Scene(lengths=(24,), sharp=0.0)
-
-    def damped(seen):
-        score = SnapKV(window=4, kernel=5, pooling="avg").score(seen)[0, 0, :20]
-        return score / score[10]
-
-    hold(damped(scene.seen), torch.tensor([0.6, 0.8] + [1.0] * 16 + [0.8, 0.6]), scene.bound(damped))
-
-
-@pytest.mark.parametrize("gamma", [0.0, 1.0, 200.0])
-@pytest.mark.parametrize("window", [1, 5])
-def test_cake_is_mean_and_unbiased_variance(scene, gamma, window):
+@pytest.mark.parametrize("how", REDUCE)
+@pytest.mark.parametrize(("window", "gamma"), [(1, 200.0), (5, 0.0), (5, 1.0), (5, 200.0)])
+def test_cake_is_mean_and_unbiased_variance(scene, gamma, window, how):
     def indicator(b, h):
         a = scene.dense(b, h)[0][-window:]
         result = []
@@ -204,15 +168,8 @@ def test_cake_is_mean_and_unbiased_variance(scene, gamma, window):
             result.append(mean + gamma * (squares / (len(column) - 1) if len(column) > 1 else 0.0))
         return result
 
-    expected = pooled_prefix(scene, indicator, window, 5, "avg", first_pool=True)  # as in the paper's code
-    agree(scene, Cake(window=window, gamma=gamma).score, expected, skip=prefix(scene, window))
-
-
-def test_cake_defaults():
-    scorer = Cake()
-    assert (scorer.window, scorer.kernel, scorer.pooling, scorer.gamma) == (32, 5, "avg", 200.0)
-    scene = Scene(lengths=(50,))
-    assert protected_tokens(scene, scorer, [40]) == newest(scene, 32)
+    wanted = pooled_before(scene, by_group(scene, indicator, how), window, 5, "avg")
+    agree(scene, Cake(window=window, gamma=gamma, group=how).score, wanted, skip=within(scene, window))
 
 
 def unit(vector):
@@ -227,18 +184,6 @@ def test_keydiff_is_the_cosine_to_the_mean_direction(scene):
         mean = unit([sum(x) / len(keys) for x in zip(*keys, strict=True)])
         expected[b, g] = [-sum(x * y for x, y in zip(key, mean, strict=True)) for key in keys]
     agree(scene, KeyDiff().score, expected)
-    assert protected_tokens(scene, KeyDiff(), [8] * len(scene.lengths)) == newest(scene, 0)
-
-
-def test_keydiff_ranks_by_the_mean_cosine_to_all_keys_whatever_their_lengths():
-    scene = Scene(seed=4, lengths=(15,))
-    score, bound = KeyDiff().score(scene.seen), scene.bound(KeyDiff().score)
-    for _, g in scene.places():
-        keys = torch.tensor([unit(k) for k in scene.k[0, g]], dtype=torch.float64)
-        similar = (keys @ keys.T).sum(1)
-        assert score[0, g].argsort().tolist() == (-similar).argsort().tolist()
-    scene._parts[1][:] *= torch.rand(15)[:, None] + 0.1
-    hold(KeyDiff().score(scene.seen), score, bound + scene.bound(KeyDiff().score))
 
 
 def test_keydiff_of_keys_that_are_equal_or_cancel():
@@ -256,20 +201,17 @@ def test_knorm(scene):
         for b, g in scene.places()
     }
     agree(scene, KNorm().score, expected)
-    assert protected_tokens(scene, KNorm(), [4] * len(scene.lengths)) == newest(scene, 0)
 
 
 def test_gates_are_the_probability():
     scene = Scene(lengths=(9, 4), gate=True)
     assert torch.equal(Gates().score(scene.seen), scene.gate)
-    assert protected_tokens(scene, Gates(), [4, 4]) == newest(scene, 0)
     assert protected_tokens(scene, Gates(sinks=1, recent=2), [4, 4]) == newest(scene, 2, first=1)
 
 
 def test_a_layer_without_a_gate_keeps_the_first_tokens():
     seen = Scene(lengths=(9,)).seen
     score = Gates().score(seen)
-    assert score.dtype == torch.float32
     keep = select(score, torch.zeros_like(seen.key_valid), seen.key_valid, torch.full((1, 2), 4))
     assert keep[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3]
 
@@ -292,10 +234,8 @@ def test_random_is_uniform_and_uncorrelated():
     flat = torch.stack(draws).flatten(0, 1).double()  # 18 series of 3,000
     counts = torch.stack([(row * 10).floor().long().bincount(minlength=10) for row in flat])
     chi = ((counts - 300.0) ** 2 / 300).sum(1)  # 9 degrees of freedom: 99.99 % are below 33.7
-    assert counts.shape == (18, 10)
     assert float(chi.max()) < 34
-    assert float(flat.min()) >= 0
-    assert float(flat.max()) < 1
+    assert float(flat.min()) >= 0 and float(flat.max()) < 1
     correlation = torch.corrcoef(flat) - torch.eye(18)
     assert float(correlation.abs().max()) < 0.08  # 4.4 standard deviations of 1 / sqrt(3000)
     lagged = torch.stack([torch.corrcoef(torch.stack([row[:-lag], row[lag:]]))[0, 1] for row in flat for lag in (1, 2)])
@@ -334,45 +274,3 @@ def test_scores_by_query_head_are_not_negative_and_cover_every_token(name):
             mine = score[b, g, : len(scene.held[b][g])]
             for h in scene.query_heads(g):
                 assert torch.equal(heads[b, h, : len(mine)], mine - mine.min())
-
-
-def kept(scene, scorer, capacity):
-    count = torch.full((len(scene.lengths),), capacity)
-    limit = count[:, None].expand(-1, scene.kv_heads)
-    return select(scorer.score(scene.seen), scorer.protected(scene.seen, count), scene.seen.key_valid, limit)
-
-
-@pytest.mark.parametrize("kind", ["max", "avg"])
-def test_snapkv_of_one_query_is_tova_by_kv_head(scene, kind):
-    snapkv, tova = SnapKV(window=1, kernel=1, pooling=kind), Tova(scope="kv_head")
-    before = scene.seen.key_valid & (scene.seen.age >= 1)
-    assert torch.equal(snapkv.score(scene.seen)[before], tova.score(scene.seen)[before])
-    assert torch.equal(kept(scene, snapkv, 5), kept(scene, tova, 5))
-
-
-def test_cake_without_variance_ranks_like_snapkv(scene):
-    snapkv = SnapKV(window=4, kernel=5, pooling="avg")
-    for capacity in range(4, 13):
-        assert torch.equal(kept(scene, Cake(window=4, gamma=0.0), capacity), kept(scene, snapkv, capacity))
-
-
-def test_h2o_of_a_window_is_snapkv_before_pooling(scene):
-    hold(H2O(window=4).sums(scene.seen), SnapKV(window=4).sums(scene.seen), 2 * scene.bound(SnapKV(window=4).sums))
-    assert torch.equal(H2O(window=4, recent=4).score(scene.seen), Scissorhands(window=4).score(scene.seen))
-    assert torch.equal(
-        kept(scene, H2O(window=4, recent=4), 6), kept(scene, SnapKV(window=4, kernel=1, pooling="avg"), 6)
-    )
-
-
-def test_h2o_of_a_window_over_everything_is_h2o(scene):
-    bound = 2 * scene.bound(H2O().score)  # of two that round apart
-    hold(H2O(window=max(scene.lengths)).score(scene.seen), H2O().score(scene.seen), bound)
-
-
-def test_h2o_favours_the_first_tokens():
-    """Uniform attention over 200 tokens: the first is paid 5.9, the last 0.005 (spec 2.2)."""
-    scene = Scene(lengths=(200,), sharp=0.0)
-    score, bound = (x[0, 0] for x in (H2O().score(scene.seen), scene.bound(H2O().score)))
-    hold(score[0], sum(1 / t for t in range(1, 201)), bound[0])
-    assert round(float(score[0]), 1) == 5.9
-    hold(score[-1], 0.005, bound[-1])

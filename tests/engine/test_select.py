@@ -37,56 +37,40 @@ def by_hand(score, protected, valid, capacity):
 
 
 @given(cases())
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_select(case):
     score, protected, valid, capacity = case
-    before = [x.clone() for x in case]
     keep = select(*case)
     assert keep.dtype == torch.bool
-    assert keep.shape == score.shape
-    assert not (keep & ~valid).any()
-    assert bool(keep[protected & valid].all())
-    assert torch.equal(keep.sum(-1), torch.minimum(capacity, valid.sum(-1)))
     for b in range(score.shape[0]):
         for g in range(score.shape[1]):
             wanted = by_hand(*(x[b, g].tolist() for x in (score, protected, valid)), int(capacity[b, g]))
             assert keep[b, g].nonzero().flatten().tolist() == wanted
-    assert all(torch.equal(x, y) or x.is_floating_point() for x, y in zip(case, before, strict=True))
 
 
-@given(cases(), st.integers(0, 12), st.sampled_from([0.0, 0.2, 0.5]))
-@settings(max_examples=300)
+def over_heads(score, protected, valid, capacity, floor):
+    """One sequence: the protected, the floor of each head, then the best over all heads; lower head, lower index."""
+    heads, n = len(score), len(score[0])
+    least, kept = int(capacity * floor), []
+    for g in range(heads):
+        mine = {p for p in range(n) if protected[g][p] and valid[g][p]}
+        rivals = sorted((p for p in range(n) if valid[g][p] and p not in mine), key=lambda p, g=g: (-score[g][p], p))
+        kept.append(mine | set(rivals[: max(0, least - len(mine))]))
+    rest = [(-score[g][p], g, p) for g in range(heads) for p in range(n) if valid[g][p] and p not in kept[g]]
+    for _, g, p in sorted(rest)[: max(0, heads * capacity - sum(map(len, kept)))]:
+        kept[g].add(p)
+    return [sorted(x) for x in kept]
+
+
+@given(cases(), st.integers(0, 12), st.sampled_from([0.0, 0.2, 0.5, 1.0]))
+@settings(max_examples=200)
 def test_select_over_heads(case, extra, floor):
     score, protected, valid, _ = case
-    batch, heads, _ = score.shape
     capacity = (protected & valid).sum(-1).amax(1) + extra
     keep = select_over_heads(score, protected, valid, capacity, floor)
-    held = valid.sum((1, 2))
-    assert torch.equal(keep.sum((1, 2)), torch.minimum(capacity * heads, held))
-    assert not (keep & ~valid).any()
-    assert bool(keep[protected & valid].all())
-    for b in range(batch):
-        assert bool((keep[b].sum(-1) >= torch.minimum((capacity[b] * floor).long(), valid[b].sum(-1))).all())
-        kept = [(-float(score[b, g, p]), g, p) for g, p in (keep[b] & ~protected[b]).nonzero().tolist()]
-        lost = [(-float(score[b, g, p]), g, p) for g, p in (valid[b] & ~protected[b] & ~keep[b]).nonzero().tolist()]
-        for value, g, p in lost:  # within a head nothing worse stays, ties to the lower index
-            assert all(other < (value, g, p) for other in kept if other[1] == g)
-        if not floor:  # and over the heads as well
-            assert not kept or not lost or max(kept) < min(lost)
-
-
-def test_ties_keep_the_lower_index():
-    score = torch.zeros(1, 1, 6)
-    valid = torch.tensor([[[True, True, False, True, True, True]]])
-    protected = torch.tensor([[[False, False, False, False, False, True]]])
-    keep = select(score, protected, valid, torch.tensor([[4]]))
-    assert keep[0, 0].nonzero().flatten().tolist() == [0, 1, 3, 5]
-
-
-def test_ties_over_heads_keep_the_lower_head_then_the_lower_index():
-    score, none = torch.zeros(1, 3, 4), torch.zeros(1, 3, 4, dtype=torch.bool)
-    keep = select_over_heads(score, none, ~none, torch.tensor([2]), 0.0)
-    assert keep[0].tolist() == [[True] * 4, [True, True, False, False], [False] * 4]
+    for b in range(len(score)):
+        wanted = over_heads(*(x[b].tolist() for x in (score, protected, valid)), int(capacity[b]), floor)
+        assert [x.nonzero().flatten().tolist() for x in keep[b]] == wanted
 
 
 @settings(max_examples=200)

@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -207,3 +208,32 @@ def agree(
         compared += len(slots)
     assert compared
     return compared
+
+
+REDUCE: dict[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "sum": sum, "max": max}
+
+
+def by_group(
+    scene: Scene, of_head: Callable[[int, int], Sequence[float]], how: str = "mean"
+) -> dict[tuple[int, int], list[float]]:
+    """Combine the lists ``of_head(b, h)`` over each group."""
+    return {
+        (b, g): [REDUCE[how](x) for x in zip(*(of_head(b, h) for h in scene.query_heads(g)), strict=True)]
+        for b, g in scene.places()
+    }
+
+
+def pooled_before(
+    scene: Scene, scores: dict[tuple[int, int], list[float]], window: int, kernel: int, kind: str
+) -> dict[tuple[int, int], list[float]]:
+    """Pool lists by KV head on the tokens before a window; 0 on the window."""
+    result = {}
+    for (b, g), values in scores.items():
+        before = sum(p < scene.lengths[b] - window for p in scene.held[b][g])
+        result[b, g] = pool(values[:before], kernel, kind) + [0.0] * (len(values) - before)
+    return result
+
+
+def within(scene: Scene, window: int) -> Callable[[int, int, int], bool]:
+    """Tell the tokens of a window, which are protected and whose score does not count."""
+    return lambda b, g, p: p >= scene.lengths[b] - window

@@ -118,6 +118,16 @@ def tiny_qwen3() -> TinyModel:
 
 
 @pytest.fixture(scope="session")
+def tiny_gemma3() -> TinyModel:
+    """`tiny_gemma3(seed=0, sliding_window=12, **config)`: every other layer of four has a window, the first too."""
+    from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig  # few tests need this import
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    sizes = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 12, "layer_types": kinds}
+    return _factory(Gemma3TextConfig, Gemma3ForCausalLM, **sizes, query_pre_attn_scalar=16)
+
+
+@pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token a printable ASCII character, ids below the tiny models' 128."""
     characters = [*string.printable[:95], "\n"]

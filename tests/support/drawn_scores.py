@@ -1,4 +1,4 @@
-"""Scorers whose scores are drawn: of any sign, the same for every model, and too far apart for rounding to matter."""
+"""A scorer whose scores are drawn: of any sign, the same for every model, and too far apart for rounding to matter."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.rows import AttentionRows, Statistic, attention
 from ag.engine.scorers import SCORERS
-from ag.engine.scorers.base import RowScorer, Scorer
+from ag.engine.scorers.base import Scorer
 
 RANKS = 64
 
@@ -44,29 +43,9 @@ class Drawn(Scorer):
         return scores - 16.0 * (seen.layer == self.lowered)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DrawnRow(RowScorer):
-    """What one query pays whose logits are drawn: multiples of 1/64 from 1 to 2, alike for all heads of a group.
-
-    Attributes:
-        seed: of what is drawn.
-    """
-
-    seed: int = 0
-
-    def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
-        """Return the statistic of the query."""
-        places, _ = numbers(self.seed, seen.layer, seen.k.shape[1])
-        logits = 1 + places.expand(len(seen.k), -1, -1).gather(2, seen.key_ranks.clamp(0, RANKS - 1)) / RANKS
-        logits = logits.masked_fill(~seen.key_valid, float("-inf")).repeat_interleave(seen.group, 1)[:, :, None]
-        counted = torch.ones(len(logits), 1, dtype=torch.bool)
-        return AttentionRows(logits, lambda: seen.values, counted).total(statistic)
-
-
 @contextmanager
 def registered() -> Iterator[None]:
-    """Let policies name them, as ``drawn`` and ``drawn_row``."""
+    """Let policies name it, as ``drawn``."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, scorer in (("drawn", Drawn), ("drawn_row", DrawnRow)):
-            patch.setitem(SCORERS, name, scorer)
+        patch.setitem(SCORERS, "drawn", Drawn)
         yield

@@ -180,6 +180,22 @@ def check(model: Any, rows: Sequence[Tensor], result: Run) -> None:
         hold(result.logits[b], wanted, bound)
 
 
+def alone_too(
+    model: Any, policy: Policy, rows: Sequence[Tensor], passes: Sequence[Sequence[int]], side: str = "left"
+) -> Run:
+    """Feed rows in a padded batch, whose logits must be those of its record, and each alone, which must hold the same.
+
+    Returns the batch's run.
+    """
+    batch = feed(ag.EvictionCache(model, policy), model, rows, passes, side)
+    check(model, rows, batch)
+    for b, row in enumerate(rows):
+        alone = feed(ag.EvictionCache(model, policy), model, [row], [[n[b]] for n in passes if n[b]])
+        together = [held for held, n in zip(batch.held, passes, strict=True) if n[b]]
+        assert [[layer[b] for layer in held] for held in together] == [[layer[0] for layer in x] for x in alone.held]
+    return batch
+
+
 def observed_calls(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[AttentionCall, Tensor]]]:
     """By layer, the q, k, v of all that comes from now on, and which of them are tokens."""
     calls: dict[int, list[tuple[AttentionCall, Tensor]]] = defaultdict(list)

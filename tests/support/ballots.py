@@ -1,0 +1,86 @@
+"""Ballots made by hand, decisions that show them, and what selections keep, in lists."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ag
+from ag.engine.allocators.base import Ballot
+from ag.engine.decide import Decision
+
+
+def ballots_of(
+    lengths: Sequence[int],
+    capacity: int,
+    protected: int = 0,
+    seed: int = 0,
+    heads: int = 2,
+    preference: Sequence[float] | None = None,
+    levels: int | None = None,
+) -> list[Ballot]:
+    """One ballot per layer of a batch of one, ``lengths`` tokens each; ``levels`` distinct scores make ties."""
+    make = torch.Generator().manual_seed(seed)
+    result = []
+    for layer, n in enumerate(lengths):
+        score = torch.rand(1, heads, n, generator=make)
+        if levels:
+            score = (score * levels).floor()
+        guard = (torch.arange(n) >= n - protected).expand(1, heads, n)
+        wish = None if preference is None else torch.tensor([preference[layer]], dtype=torch.float64)
+        valid = torch.ones(1, heads, n, dtype=torch.bool)
+        numbers = torch.tensor([capacity]), torch.tensor([n])
+        result.append(Ballot(score, guard, valid, *numbers, due=torch.tensor([True]), preference=wish))
+    return result
+
+
+class Scripted(Decision):
+    """A decision whose layers show ready-made ballots."""
+
+    def __init__(self, allocator: str, ballots: list[Ballot], **options: Any) -> None:
+        super().__init__(ag.policy(f"knorm@{allocator}", budget=1, **options), list(range(len(ballots))))
+        self._script: list[Ballot] = ballots
+
+    def _ballot(self, seen: Any, due: Any, records: Any) -> Ballot:
+        ballot: Ballot = self._script[seen.layer]
+        return ballot
+
+    def show(self, layer: int) -> dict[int, Tensor]:
+        """Show one layer; return the masks."""
+        seen: Any = SimpleNamespace(layer=layer, decoding=False, q=self._script[layer].score)
+        return self.decide(seen)
+
+    def run(self, watch: Callable[[list[list[list[int]]]], object] = lambda held: None) -> list[list[list[int]]]:
+        """Show all layers; return the tokens that each head of each layer holds at the end."""
+        held: list[list[list[int]]] = []
+        for layer, ballot in enumerate(self._script):
+            held.append([list(range(ballot.score.shape[2])) for _ in range(ballot.score.shape[1])])
+            watch(held)
+            for index, keep in self.show(layer).items():
+                for g, tokens in enumerate(held[index]):
+                    flags = keep[0, g].tolist()
+                    assert not any(flags[len(tokens) :])
+                    held[index][g] = [t for t, flag in zip(tokens, flags, strict=False) if flag]
+            watch(held)
+        return held
+
+
+def best(ballot: Ballot, g: int, count: int) -> list[int]:
+    """The protected and the ``count`` best others, ties to the lower index."""
+    n = ballot.score.shape[2]
+    rivals = [p for p in range(n) if not ballot.protected[0, g, p]]
+    chosen = sorted(rivals, key=lambda p: (-float(ballot.score[0, g, p]), p))[:count]
+    return sorted({*chosen, *(p for p in range(n) if ballot.protected[0, g, p])})
+
+
+def two_stages(
+    score: Sequence[float], product: Sequence[float], protected: Sequence[bool], count: int, first: float
+) -> list[int]:
+    """The protected and the best of ``score`` up to a share of the count, then the best of the product; sorted."""
+    kept = [p for p, safe in enumerate(protected) if safe]
+    for values, limit in ((score, int(first * count)), (product, count)):
+        rest = sorted((p for p in range(len(score)) if p not in kept), key=lambda p, v=values: (-v[p], p))  # type: ignore[misc]
+        kept += rest[: max(0, limit - len(kept))]
+    return sorted(kept)
