@@ -1,13 +1,15 @@
-"""Every command that README.md and docs/ show is run here, reduced, or checked to be what it says."""
+"""Commands and Python that the pages show are run here, reduced, or checked to be what they say."""
 
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import ag
 from ag import models
@@ -17,20 +19,22 @@ from ag.compare import CompareConfig
 from ag.config import Config
 from ag.config.command_line import parse
 from ag.evaluate.__main__ import EvaluateConfig
+from ag.evaluate.comparison.cells import list_cells
 from ag.explain import ExplainConfig
+from ag.gates.calibration import Calibration
 from ag.generate import GenerateConfig
 from ag.model.wheels import Source
 from tests.support import ROOT
+from tests.support.gates_for import gates_for
 from tests.support.warm import started
 
 SCHEMAS = {
     "ag.generate": GenerateConfig,
     "ag.evaluate": EvaluateConfig,
-    "ag.compare": CompareConfig,
     "ag.explain": ExplainConfig,
     "ag.bench": BenchConfig,
 }
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("kernels/*/*.md")})
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 SMALL = [
     "data.val_samples=2",
@@ -86,6 +90,15 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, t
         monkeypatch.chdir(tmp_path)
         assert main(words[3:]) == 2  # nothing was measured there
         assert "PART/rows.jsonl" in capsys.readouterr().err
+    elif program == "ag.compare" and not {"--help", "--recipes"} & set(words):
+        monkeypatch.chdir(tmp_path)
+        for export in re.findall(r"(?:gates:|flags:|adapter=)([A-Z][\w/]*)", " ".join(words)):
+            shutil.copytree(ROOT / "recipes" / "gates" / "smollm2", export, dirs_exist_ok=True)
+        assert list_cells(parse(words[3:], CompareConfig, program).config)
+    elif program == "ag.compare":
+        with pytest.raises(SystemExit, match="0"):
+            parse(words[3:], CompareConfig, program)
+        assert {"--help": "policies=", "--recipes": "compare_small"}[words[3]] in capsys.readouterr().out
     elif program in SCHEMAS:
         with pytest.raises(SystemExit) as done:
             parse([*words[3:], "--print"], SCHEMAS[program], program, "mode" if program == "ag.bench" else "")
@@ -107,14 +120,48 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, t
         assert program in ("venv", "pip"), f"{words}: no test knows this command"
 
 
-LINKING = sorted({*PAGES, *ROOT.glob("*.md"), *ROOT.glob("kernels/*/*.md")})
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_links_and_runs_is_there(page):
+    text = BLOCK.sub("", page.read_text())
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
+    assert [x for x in targets if "://" not in x and not (page.parent / x).exists()] == []
+    scripts = re.findall(r"`(?:\w+=\S+ )*(?:bash|python) ([\w./]+\.(?:sh|py))", text)
+    assert [x for x in scripts if not (ROOT / x).is_file()] == []
 
 
-@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
-    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", BLOCK.sub("", page.read_text()))
-    lost = [x for x in targets if "://" not in x and not (page.parent / x).exists()]
-    assert lost == []
+#: Python of the pages that no other test runs: what is put for its names of folders and sizes.
+PYTHON = {
+    "engine.md": {},
+    "exported_format.md": {},
+    "gates.md": {"PATH": "EXPORT"},
+    "tasks.md": {"[1024, 4096]": "[300]", "8192": "900", "[0, 0.5, 1]": "[1]"},
+}
+ELSEWHERE = ("deepcopy", "What do you like?")  # test_examples, tests/engine/test_every_token
+
+
+@pytest.mark.parametrize("page", PYTHON)
+def test_python_of_a_page_runs(page, tiny_llama, tiny_tokenizer, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = tiny_llama(max_position_embeddings=1024).eval()
+    gates = gates_for(model)
+    gates.calibration = Calibration((0.2, 0.4), (1.0, -1.0))
+    gates.save_pretrained("EXPORT")
+    ids = torch.randint(3, 128, (1, 20), generator=torch.Generator().manual_seed(0))
+    cache = ag.EvictionCache(model, "h2o", budget=8, schedule="every")
+    names = {"ag": ag, "model": model, "tokenizer": tiny_tokenizer, "gates": gates, "ids": ids, "cache": cache}
+    blocks = [block for language, block in BLOCK.findall((ROOT / "docs" / page).read_text()) if language == "python"]
+    ran = [block for block in blocks if not any(mark in block for mark in ELSEWHERE)]
+    for block in ran:
+        for old, new in PYTHON[page].items():
+            assert old in block
+            block = block.replace(old, new)
+        with torch.no_grad():
+            exec(compile(block, page, "exec"), names | {"token": ids[:, -1:]})
+    assert ran
+    if page == "engine.md":
+        assert cache.seen_tokens == 220 and [len(head) for head in cache.kept_positions(0)[0]] == [8, 8]
+    if page == "tasks.md":
+        assert len(capsys.readouterr().out.splitlines()) == 2 * 5  # policies and samples
 
 
 @pytest.fixture
