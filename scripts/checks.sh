@@ -41,8 +41,7 @@ tests() {
 
 docs() {
     export NO_MKDOCS_2_WARNING=1
-    step "$bin/python" -m mkdocs --quiet build --strict --site-dir build/site
-    step "$bin/python" scripts/site_links.py build/site
+    step "$bin/python" -m mkdocs build --strict --site-dir build/site
 }
 
 package() {

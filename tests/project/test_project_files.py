@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -13,18 +12,12 @@ import yaml
 
 import ag
 from ag.engine.scorers import SCORERS
+from scripts import docs_site
 from tests.support import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FORMS = [path for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")) if path.stem != "config"]
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def loaded(path):
@@ -133,18 +126,16 @@ def site():
 
 
 def test_every_page_is_in_the_navigation_once():
-    outside = script("docs_site").OUTSIDE
     written = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
-    assert sorted(site()) == sorted([*written, *outside])
-    assert {str(path.relative_to(ROOT)) for path in ROOT.glob("kernels/*/README.md")} < set(outside.values())
+    assert sorted(site()) == sorted([*written, *docs_site.OUTSIDE])
+    assert {str(path.relative_to(ROOT)) for path in ROOT.glob("kernels/*/README.md")} < set(docs_site.OUTSIDE.values())
 
 
 def test_links_hold_on_the_site():
-    hook = script("docs_site")
-    read = {page: (ROOT / hook.OUTSIDE.get(page, f"docs/{page}")).read_text() for page in site()}
+    read = {page: (ROOT / docs_site.OUTSIDE.get(page, f"docs/{page}")).read_text() for page in site()}
     for page, text in read.items():
-        turned = hook.turned(text, page, "https://example.org/ag/")
-        for _, _, target, _ in hook.LINK.findall("".join(hook.FENCE.split(turned)[::2])):
+        turned = docs_site.turned(text, page, "https://example.org/ag/")
+        for _, _, target, _ in docs_site.LINK.findall("".join(docs_site.FENCE.split(turned)[::2])):
             if target.startswith("https://example.org/ag/"):
                 assert (ROOT / target.removeprefix("https://example.org/ag/blob/HEAD/")).exists(), (page, target)
             elif ":" not in target:
@@ -171,7 +162,7 @@ def test_links_hold_on_the_site():
     ],
 )
 def test_link_is_turned(page, link, repository, expected):
-    assert script("docs_site").turned(link, page, repository) == expected
+    assert docs_site.turned(link, page, repository) == expected
 
 
 def test_reference_names_all_that_is_public():
@@ -192,16 +183,6 @@ def test_what_is_public_is_imported_for_tools_that_do_not_run_it():
     ]
     imports = [node for node in checked.body if isinstance(node, ast.ImportFrom)]
     assert {name.asname: node.module for node in imports for name in node.names} == ag._PUBLIC
-
-
-def test_lost_links_of_a_built_site_are_named(tmp_path):
-    (tmp_path / "b").mkdir()
-    (tmp_path / "index.html").write_text(
-        '<a href="b/#here"><a href="b/index.html#gone"><a href="c/"><img src="x.png"><a href="https://h"><a href="#a">'
-    )
-    (tmp_path / "b" / "index.html").write_text('<h2 id="here"><a href="../">')
-    lost = ["index.html: b/index.html#gone", "index.html: c/", "index.html: x.png", "index.html: #a"]
-    assert script("site_links").lost(tmp_path) == lost
 
 
 @pytest.fixture
