@@ -147,7 +147,7 @@ def test_links_hold_on_the_site():
     ("page", "link", "repository", "expected"),
     [
         ("index.md", "[a](docs/engine.md#x)", "", "[a](engine.md#x)"),
-        ("index.md", "![a](docs/figures/decode.png)", "", "![a](figures/decode.png)"),
+        ("index.md", "![a](docs/figures/stream.png)", "", "![a](figures/stream.png)"),
         ("extending/kernel.md", "[a](../../kernels/column_max/README.md)", "", "[a](../kernels/column_max.md)"),
         ("exported_format.md", "[a](../SECURITY.md)", "", "[a](security.md)"),
         ("engine.md", "[a](../ag/engine/layer.py)", "", "a"),
