@@ -1,4 +1,4 @@
-"""Scorers, wrappers, allocators and tasks of other packages: modules that are named, and entry points."""
+"""Parts of other packages (scorers, tasks, kinds of gates, losses, ...): modules that are named, and entry points."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -19,6 +20,9 @@ GROUPS = {
     "ag.wrappers": ("ag.engine.wrappers", "WRAPPERS"),
     "ag.allocators": ("ag.engine.allocators", "ALLOCATORS"),
     "ag.tasks": ("ag.evaluate.tasks.registry", "TASKS"),
+    "ag.gate_kinds": ("ag.gates.gate", "KINDS"),
+    "ag.losses": ("ag.training.objectives", "OBJECTIVES"),
+    "ag.data_kinds": ("ag.data", "KINDS"),
 }
 
 
@@ -64,6 +68,30 @@ def discover(group: str) -> None:
             raise UserError(f"{what}: there is another {point.name} already; rename it or uninstall one of the two.")
 
 
+def part(group: str, key: str, name: str, base: Any) -> Any:
+    """Return the class that a name stands for.
+
+    Args:
+        group: one of :data:`GROUPS` whose table holds classes.
+        key: the key that names it, for messages.
+        name: as it was given.
+        base: the class that it has to derive from.
+
+    Raises:
+        UserError: there is none of that name (the nearest is suggested), or its methods cannot be called as those of
+            the base are.
+    """
+    discover(group)
+    module, table = GROUPS[group]
+    known: dict[str, Any] = getattr(import_module(module), table)
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; plugins=[MODULE] adds others"
+        raise UserError(f"{key}={name}: expected one of {', '.join(known)}{hint}")
+    check_part(name, known[name], base)
+    return known[name]
+
+
 def check_part(name: str, kind: Any, base: Any) -> None:
     """Refuse an entry of a table whose methods cannot be called as those of its base are.
 
@@ -86,7 +114,7 @@ def _check_methods(name: str, kind: Any, base: Any) -> None:
         raise UserError(
             f"{kind.__name__} ({name!r}) lacks {', '.join(lacking)}, which a {base.__name__} has to define."
         )
-    for place, owner in enumerate(kind.__mro__):
+    for place, owner in enumerate(kind.__mro__[: kind.__mro__.index(base)]):
         for method, own in vars(owner).items():
             above = next((vars(other)[method] for other in kind.__mro__[place + 1 :] if method in vars(other)), None)
             if method.startswith("__") or above is None or not inspect.isfunction(own):

@@ -26,13 +26,14 @@ from ag.config.recipes import dump
 from ag.errors import UserError
 from ag.gates import export
 from ag.gates.calibration import Calibration
-from ag.gates.gate import AttentionGates
+from ag.gates.gate import AttentionGates, gate_kind
 from ag.model import base as models
 from ag.model.hooks import decoder_of
 from ag.model.quiet import quiet
 from ag.model.support import check_attention
 from ag.training.loggers import build_loggers, read_metrics
 from ag.training.module import GatedLM
+from ag.training.objectives import objective
 from ag.training.sharded import ShardedStrategy, gather
 
 EXIT_NOT_FINITE = 3
@@ -85,7 +86,7 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
         KeyboardInterrupt: on Ctrl-C before the first step, and on a second one.
     """
     check_trainer(config)
-    data.check(config.data)
+    check_parts(config)
     L.seed_everything(config.seed, workers=True, verbose=False)
     base, tokenizer = models.load_base(config.model)
     (decoder_of if config.train == "lora" else check_attention)(base)  # what is not supported, before the data are read
@@ -164,6 +165,17 @@ def _sizes(gates: AttentionGates) -> dict[str, object]:
     """Return what the shapes of gates follow from, by the name that a user knows."""
     keys = asdict(gates.config)
     return gates.fingerprint | {f"gate.{name}": keys[name] for name in SIZES}
+
+
+def check_parts(config: Config) -> None:
+    """Find a kind of data or of gates, and a loss, that nobody has registered, before anything is loaded.
+
+    Raises:
+        UserError: naming what there is.
+    """
+    data.check(config.data)
+    gate_kind(config.gate.kind)
+    objective(config.loss.objective)
 
 
 def check_trainer(config: Config) -> None:

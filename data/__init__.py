@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ag.data import facts, own, sft, text, worked
+from ag.data.facts import Facts
+from ag.data.kinds import DataKind
 from ag.data.module import DataModule
-from ag.data.problems import ANY
-from ag.data.problems import KINDS as PROBLEMS
+from ag.data.sft import Supervised
 from ag.data.sources import DataError
-from ag.data.templates import WITH_CONTEXT, find_task, is_own
+from ag.data.text import Text
+from ag.data.worked import Worked
+from ag.plugins import part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,41 +19,30 @@ if TYPE_CHECKING:
     from ag.config import Config
     from ag.config.sections import DataConfig
 
-__all__ = ["DataError", "DataModule", "build", "check"]
+__all__ = ["KINDS", "DataError", "DataKind", "DataModule", "build", "check"]
 
-_BUILDERS = {"sft": sft.build, "text": text.build, "facts": facts.build, "worked": worked.build}
+#: The kinds of data by the name that ``data.kind`` gives them.
+KINDS: dict[str, type[DataKind]] = {"sft": Supervised, "text": Text, "facts": Facts, "worked": Worked}
 
 
 def check(data: DataConfig) -> None:
-    """Refuse a name that nothing here knows, before anything is loaded.
+    """Refuse a kind or a name that nothing knows, before anything is loaded.
 
     Raises:
-        DataError: naming what there is.
+        UserError: (DataError) naming what there is.
     """
-    if data.kind == "sft" and not is_own(data):
-        find_task(data.name)
-    if data.question == "after" and data.kind == "sft" and data.name not in WITH_CONTEXT:
-        raise DataError(
-            f"data.question=after with data.name={data.name}: expected a task whose text comes before the question "
-            f"({', '.join(WITH_CONTEXT)}), or data.kind=facts; leave it out"
-        )
-    if data.kind == "worked" and data.name not in (ANY, *PROBLEMS):
-        raise DataError(f"data.name={data.name} with data.kind=worked: expected {ANY} or one of {', '.join(PROBLEMS)}")
+    _kind(data).check(data)
 
 
 def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
-    """Read, tokenise and batch what ``config.data`` names.
-
-    Args:
-        config: the run; ``data`` and ``seed`` are read.
-        tokenizer: the model's tokenizer.
-        context: the model's longest input in tokens.
+    """Read, tokenise and batch what ``config.data`` names; see :meth:`ag.data.kinds.DataKind.build`.
 
     Returns:
         The data module; its batches are described at :class:`ag.data.collate.Collator`.
-
-    Raises:
-        DataError: the data cannot be used; the message names the place and the fix.
     """
-    reads = own.build if config.data.kind == "sft" and is_own(config.data) else _BUILDERS[config.data.kind]
-    return reads(config, tokenizer, context)
+    return _kind(config.data).build(config, tokenizer, context)
+
+
+def _kind(data: DataConfig) -> DataKind:
+    made: DataKind = part("ag.data_kinds", "data.kind", data.kind, DataKind)()
+    return made

@@ -11,8 +11,9 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, NamedTuple
 
-from ag.data import sft
+from ag.data.kinds import DataKind
 from ag.data.module import DataModule
+from ag.data.sft import from_examples
 from ag.data.templates import Example
 
 if TYPE_CHECKING:
@@ -156,24 +157,22 @@ TIMES = (
 )
 
 
-def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
-    """Generate the questions and tokenise them as a supervised task.
+class Facts(DataKind):
+    """Generated passages that hide facts, with a question about one of them."""
 
-    ``data.train_samples`` and ``data.val_samples`` say how many (default 2000 and 200).
+    def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+        """Generate the questions and tokenise them as a supervised task.
 
-    Args:
-        config: the run; ``data`` and ``seed`` are read.
-        tokenizer: the model's tokenizer.
-        context: the model's longest input in tokens.
-    """
-    data = config.data
+        ``data.train_samples`` and ``data.val_samples`` say how many (default 2000 and 200).
+        """
+        data = config.data
 
-    def rows(split: str, number: int) -> list[Example]:
-        return [generate(config.seed, split, i, data.prompt_min, data.prompt_max) for i in range(number)]
+        def rows(split: str, number: int) -> list[Example]:
+            return [generate(config.seed, split, i, data.prompt_min, data.prompt_max) for i in range(number)]
 
-    train = rows("train", TRAIN_ROWS if data.train_samples is None else data.train_samples)
-    validation = rows("validation", VALIDATION_ROWS if data.val_samples is None else data.val_samples)
-    return sft.from_examples(config, tokenizer, context, train, validation)
+        train = rows("train", TRAIN_ROWS if data.train_samples is None else data.train_samples)
+        validation = rows("validation", VALIDATION_ROWS if data.val_samples is None else data.val_samples)
+        return from_examples(config, tokenizer, context, train, validation)
 
 
 def generate(seed: int, split: str, index: int, shortest: int, longest: int) -> Example:

@@ -20,8 +20,8 @@ import numpy as np
 from jinja2 import TemplateError
 
 from ag.data.collate import Collator, Row, end_tokens, padding_token, start_tokens
+from ag.data.encode import Encoder
 from ag.data.module import Counts, DataModule
-from ag.data.sft import Encoder
 from ag.data.sources import DataError, Record, Source, check_fields, held_out, local_folder
 from ag.data.templates import Example
 

@@ -1,9 +1,6 @@
-"""Supervised tasks: a prompt and a response, with the loss on the response only.
+"""Supervised data: a prompt and a response, with the loss on the response only.
 
-The prompt is tokenised by itself, so that training sees the prompt tokens that serving feeds. The response is
-tokenised together with the prompt's last line, whose tokens are then taken off; only where the two merge over
-the border is it tokenised by itself (doing so always would give SentencePiece tokenizers a second leading
-space). It ends with the answer, and without EOS unless ``data.eos`` asks for it: the choices compare so.
+A response ends with the answer, and without EOS unless ``data.eos`` asks for it: the choices compare so.
 """
 
 from __future__ import annotations
@@ -13,40 +10,51 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ag.data.collate import Answer, Collator, Row, end_tokens, padding_token, start_tokens, tokenize
-from ag.data.module import Counts, DataModule
+from ag.data import own
+from ag.data.collate import Collator, end_tokens, padding_token
+from ag.data.encode import Encoder
+from ag.data.kinds import DataKind
+from ag.data.module import DataModule
 from ag.data.sources import DataError, Source, local_folder
-from ag.data.templates import Example, examples, find_task
+from ag.data.templates import WITH_CONTEXT, Example, examples, find_task, is_own
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ag.config import Config
+    from ag.config import Config, DataConfig
 
 
-def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
-    """Read and tokenise the task ``config.data.name``.
+class Supervised(DataKind):
+    """Prompts with responses: a task of the table, or rows of one's own."""
 
-    Args:
-        config: the run; ``data`` and ``seed`` are read.
-        tokenizer: the model's tokenizer.
-        context: the model's longest input in tokens.
+    def check(self, data: DataConfig) -> None:
+        """Refuse a task that is not in the table, and a question after eviction where no text comes before it."""
+        if not is_own(data):
+            find_task(data.name)
+        if data.question == "after" and data.name not in WITH_CONTEXT:
+            raise DataError(
+                f"data.question=after with data.name={data.name}: expected a task whose text comes before the question "
+                f"({', '.join(WITH_CONTEXT)}), or data.kind=facts; leave it out"
+            )
 
-    Raises:
-        DataError: unknown task, missing folder, split or field, or a response that does not fit.
-    """
-    data = config.data
-    task = find_task(data.name)
-    folder: Path | None = local_folder(data.root, task.folder) if data.root else None
-    source = Source(task.hub, task.subset, task.revision, folder)
+    def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+        """Read and tokenise the task ``config.data.name``, or rows of that folder or hub id (:mod:`ag.data.own`).
 
-    def read(split: str, limit: int | None) -> list[Example]:
-        return list(itertools.islice(examples(task, source.read(split), source.where(split)), limit))
+        Raises:
+            DataError: unknown task, missing folder, split or field, or a response that does not fit.
+        """
+        data = config.data
+        if is_own(data):
+            return own.build(config, tokenizer, context)
+        task = find_task(data.name)
+        folder: Path | None = local_folder(data.root, task.folder) if data.root else None
+        source = Source(task.hub, task.subset, task.revision, folder)
 
-    train, validation = read("train", data.train_samples), read("validation", data.val_samples)
-    return from_examples(config, tokenizer, context, train, validation)
+        def read(split: str, limit: int | None) -> list[Example]:
+            return list(itertools.islice(examples(task, source.read(split), source.where(split)), limit))
+
+        train, validation = read("train", data.train_samples), read("validation", data.val_samples)
+        return from_examples(config, tokenizer, context, train, validation)
 
 
 def from_examples(
@@ -76,91 +84,3 @@ def from_examples(
     groups = encoder.encode(validation, "validation", every_choice=True)
     collator = Collator(padding_token(tokenizer))
     return DataModule(train_rows, groups, collator, config.data, config.seed, encoder.counts)
-
-
-class Encoder:
-    """Turns prompts and answers into rows of at most ``limit`` tokens."""
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        limit: int,
-        before: str = " ",
-        end: Sequence[int] = (),
-        question: str = "before",
-    ) -> None:
-        """Keep the tokenizer.
-
-        Args:
-            tokenizer: the model's tokenizer.
-            limit: longest row in tokens.
-            before: text between a prompt and its answer.
-            end: tokens behind the answer.
-            question: ``after``: a row's prompt is its context alone; the question follows it, and carries no loss.
-        """
-        self.tokenizer, self.limit, self.before, self.end = tokenizer, limit, before, list(end)
-        self.question = question
-        self.start = start_tokens(tokenizer)
-        self.counts = Counts()
-
-    def encode(self, questions: Sequence[Example], split: str, *, every_choice: bool) -> list[list[Row]]:
-        """Encode questions: a list of rows each.
-
-        Args:
-            questions: the questions of a split.
-            split: its name, for messages.
-            every_choice: a row for each choice, marked with its answer; otherwise one, of the right choice.
-
-        Raises:
-            DataError: a response does not fit with one token of the prompt before it.
-        """
-        asked = [
-            (number, choice)
-            for number, question in enumerate(questions)
-            for choice in (range(len(question.choices)) if every_choice else [question.target])
-        ]
-        prompts = tokenize(self.tokenizer, [question.prompt for question in questions])
-        borders: list[int | None] = [None] * len(questions)
-        if self.question == "after":
-            contexts = tokenize(self.tokenizer, [question.context for question in questions])
-            borders = [len(divided(context, prompt)[0]) for context, prompt in zip(contexts, prompts, strict=True)]
-        answers = [self.before + questions[number].choices[choice] for number, choice in asked]
-        lines = [questions[number].prompt.rsplit("\n", 1)[-1] for number, _ in asked]
-        before = tokenize(self.tokenizer, lines)
-        joint = tokenize(self.tokenizer, [line + answer for line, answer in zip(lines, answers, strict=True)])
-        alone = tokenize(self.tokenizer, answers)
-        groups: list[list[Row]] = [[] for _ in questions]
-        for (number, choice), line, both, response in zip(asked, before, joint, alone, strict=True):
-            if len(both) > len(line) and both[: len(line)] == line:
-                response = both[len(line) :]
-            row = self._row(prompts[number], borders[number], response + self.end, f"{split} row {number + 1}")
-            answer = Answer(number, choice, questions[number].target) if every_choice else None
-            groups[number].append(row._replace(answer=answer))
-        return groups
-
-    def _row(self, prompt: list[int], border: int | None, response: list[int], place: str) -> Row:
-        room = self.limit - len(self.start) - len(response)
-        if room < 1:
-            raise DataError(
-                f"the response of {place} has {len(response)} tokens, too many for a row of {self.limit} "
-                "with some of its prompt: raise data.max_length, or use a model with a longer context"
-            )
-        lost = max(0, len(prompt) - room)
-        self.counts.truncated += lost > 0
-        self.counts.truncated_tokens += lost
-        head = self.start + prompt[lost:]
-        tokens = np.array(head + response, dtype=np.int32)
-        if border is None:
-            return Row(tokens, len(head))
-        read = max(1, border - lost + len(self.start))
-        return Row(tokens, read, loss=np.arange(len(tokens)) >= len(head))
-
-
-def divided(context: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
-    """Divide the tokens of a text where those of its beginning end.
-
-    What is read is the same wherever the border is: a token that reaches over it belongs to the second part.
-    """
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(context, whole[:-1], strict=False))
-    border = max(1, sum(1 for _ in same))
-    return whole[:border], whole[border:]

@@ -18,6 +18,7 @@ import numpy as np
 
 from ag.data.cache import cached, tokenizer_identity
 from ag.data.collate import Collator, Row, padding_token, start_tokens, tokenize
+from ag.data.kinds import DataKind
 from ag.data.module import Counts, DataModule
 from ag.data.sources import DataError, Source, check_fields, held_out, local_folder
 
@@ -35,62 +36,60 @@ ROW_SETTINGS = ("text_field", "packing", "max_length", "prompt_min", "prompt_max
 Cut = Callable[[Iterable[list[int]]], Iterator[Row]]
 
 
-def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
-    """Read and tokenise the documents of ``config.data.name``.
+class Text(DataKind):
+    """Plain documents."""
 
-    Without a validation split, the first ``data.val_samples`` training documents are held out.
+    def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+        """Read and tokenise the documents of ``config.data.name``.
 
-    Args:
-        config: the run; ``data`` and ``seed`` are read.
-        tokenizer: the model's tokenizer.
-        context: the model's longest input in tokens.
+        Without a validation split, the first ``data.val_samples`` training documents are held out.
 
-    Raises:
-        DataError: missing folder, split or field, lengths that do not fit, or no row at all.
-    """
-    data = config.data
-    folder = local_folder(data.root, data.name) if data.root else None
-    source = Source(data.name, data.subset, data.revision, folder)
-    first = held_out(source, data)
-    counts = Counts()
-    cut: Packed | Windows | Repeated
-    end = None
-    if data.packing == "packed":
-        cut = Packed.of(data, tokenizer, context)
-        end = None if data.cross_documents else cut.end
-        if end is not None and cut.start == [end]:
-            raise DataError(
-                f"data.cross_documents=false tells documents apart by their end-of-sequence token, and the tokenizer "
-                f"{tokenizer.name_or_path} also begins them with it: use data.cross_documents=true"
-            )
-    elif data.packing == "repeated":
-        cut = Repeated.of(data, tokenizer, context, config.seed, counts)
-    else:
-        cut = Windows.of(data, tokenizer, context, config.seed, counts)
+        Raises:
+            DataError: missing folder, split or field, lengths that do not fit, or no row at all.
+        """
+        data = config.data
+        folder = local_folder(data.root, data.name) if data.root else None
+        source = Source(data.name, data.subset, data.revision, folder)
+        first = held_out(source, data)
+        counts = Counts()
+        cut: Packed | Windows | Repeated
+        end = None
+        if data.packing == "packed":
+            cut = Packed.of(data, tokenizer, context)
+            end = None if data.cross_documents else cut.end
+            if end is not None and cut.start == [end]:
+                raise DataError(
+                    f"data.cross_documents=false tells documents apart by their end-of-sequence token, and the "
+                    f"tokenizer {tokenizer.name_or_path} also begins them with it: use data.cross_documents=true"
+                )
+        elif data.packing == "repeated":
+            cut = Repeated.of(data, tokenizer, context, config.seed, counts)
+        else:
+            cut = Windows.of(data, tokenizer, context, config.seed, counts)
 
-    def rows(split: str, cut: Cut, limit: int | None, start: int = 0, stop: int | None = None) -> TextRows:
-        return TextRows(source, split, data.text_field, data.streaming, tokenizer, cut, limit, start, stop)
+        def rows(split: str, cut: Cut, limit: int | None, start: int = 0, stop: int | None = None) -> TextRows:
+            return TextRows(source, split, data.text_field, data.streaming, tokenizer, cut, limit, start, stop)
 
-    train = rows("train", cut.train, data.train_samples, start=first)
-    if first:
-        validation = rows("train", cut.validation, data.val_samples, stop=first)
-    else:
-        validation = rows("validation", cut.validation, data.val_samples)
-    if data.streaming:
-        training: Iterable[Row] = train
-    else:
-        training = _kept(train, data, counts, context, config.seed)
-    before = counts.skipped
-    groups = [(row,) for row in _kept(validation, data, counts, context, config.seed)]
-    counts.val_skipped = counts.skipped - before
-    return DataModule(
-        train=training,
-        validation=groups,
-        collator=Collator(padding_token(tokenizer), end, whole=data.packing == "repeated"),
-        data=data,
-        seed=config.seed,
-        counts=counts,
-    )
+        train = rows("train", cut.train, data.train_samples, start=first)
+        if first:
+            validation = rows("train", cut.validation, data.val_samples, stop=first)
+        else:
+            validation = rows("validation", cut.validation, data.val_samples)
+        if data.streaming:
+            training: Iterable[Row] = train
+        else:
+            training = _kept(train, data, counts, context, config.seed)
+        before = counts.skipped
+        groups = [(row,) for row in _kept(validation, data, counts, context, config.seed)]
+        counts.val_skipped = counts.skipped - before
+        return DataModule(
+            train=training,
+            validation=groups,
+            collator=Collator(padding_token(tokenizer), end, whole=data.packing == "repeated"),
+            data=data,
+            seed=config.seed,
+            counts=counts,
+        )
 
 
 def _kept(rows: TextRows, data: DataConfig, counts: Counts, *more: object) -> Sequence[Row]:

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ag.data.collate import Collator, Row, end_tokens, padding_token
+from ag.data.encode import Encoder
+from ag.data.kinds import DataKind
 from ag.data.module import Counts, DataModule
-from ag.data.problems import Problem, generate
-from ag.data.sft import Encoder
+from ag.data.problems import ANY, KINDS, Problem, generate
 from ag.data.sources import DataError
 from ag.data.templates import Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ag.config import Config
+    from ag.config import Config, DataConfig
 
 TRAIN_ROWS = 4000
 VALIDATION_ROWS = 200
@@ -45,26 +46,31 @@ def encode(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], limi
     return rows
 
 
-def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
-    """Generate and tokenise problems; the loss is on the solution.
+class Worked(DataKind):
+    """Generated problems with a written-out solution."""
 
-    ``data.train_samples`` and ``data.val_samples`` say how many (default 4000 and 200).
+    def check(self, data: DataConfig) -> None:
+        """Refuse a name that no kind of problem has."""
+        if data.name not in (ANY, *KINDS):
+            raise DataError(f"data.name={data.name} with data.kind=worked: expected {ANY} or one of {', '.join(KINDS)}")
 
-    Args:
-        config: the run; ``data`` and ``seed`` are read.
-        tokenizer: the model's tokenizer.
-        context: the model's longest input in tokens.
+    def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
+        """Generate and tokenise problems; the loss is on the solution.
 
-    Raises:
-        DataError: a problem does not fit.
-    """
-    data = config.data
+        ``data.train_samples`` and ``data.val_samples`` say how many (default 4000 and 200).
 
-    def rows(split: str, number: int) -> list[Row]:
-        made = [generate(config.seed, split, i, data.solution_min, data.solution_max, data.name) for i in range(number)]
-        return encode(tokenizer, made, min(data.max_length, context))
+        Raises:
+            DataError: a problem does not fit.
+        """
+        data = config.data
 
-    train = rows("train", TRAIN_ROWS if data.train_samples is None else data.train_samples)
-    validation = rows("validation", VALIDATION_ROWS if data.val_samples is None else data.val_samples)
-    collator = Collator(padding_token(tokenizer))
-    return DataModule(train, [[row] for row in validation], collator, data, config.seed, Counts())
+        def rows(split: str, number: int) -> list[Row]:
+            made = [
+                generate(config.seed, split, i, data.solution_min, data.solution_max, data.name) for i in range(number)
+            ]
+            return encode(tokenizer, made, min(data.max_length, context))
+
+        train = rows("train", TRAIN_ROWS if data.train_samples is None else data.train_samples)
+        validation = rows("validation", VALIDATION_ROWS if data.val_samples is None else data.val_samples)
+        collator = Collator(padding_token(tokenizer))
+        return DataModule(train, [[row] for row in validation], collator, data, config.seed, Counts())

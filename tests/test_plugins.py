@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ag
-from ag import plugins
+from ag import data, fit, plugins
 from ag.compare import CompareConfig
 from ag.config import Config
 from ag.continuation import generate
@@ -20,8 +20,11 @@ from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.tasks import TASKS, make
 from ag.evaluate.tasks.perplexity import Continuation
 from ag.explain import ExplainConfig
+from ag.gates.gate import KINDS
 from ag.generate import GenerateConfig
-from tests.support.refused import refuses
+from ag.training.loggers import read_metrics
+from ag.training.objectives import OBJECTIVES
+from tests.support.refused import names, refuses
 
 MODULE = """
 from dataclasses import dataclass
@@ -45,10 +48,37 @@ class Mine(Continuation):
 REGISTER = "SCORERS['oldest'] = Oldest\nSCORERS['flat'] = Flat\n"
 
 
+TRAINED = """
+from ag.data import KINDS as DATA
+from ag.data.facts import Facts
+from ag.gates.gate import KINDS, LinearGate
+from ag.training.objectives import OBJECTIVES, NextToken
+
+class Half(LinearGate):
+    def mix(self, hidden, valid, left_padded, first):
+        return 0.5 * super().mix(hidden, valid, left_padded, first)
+
+class Twice(NextToken):
+    def tokens(self, model, hidden, teacher, labels, chunk):
+        values, rows = super().tokens(model, hidden, teacher, labels, chunk)
+        return 2 * values, rows
+
+class Fewer(Facts):
+    pass
+
+class Short(LinearGate):
+    def mix(self, hidden): ...
+
+KINDS |= {"half": Half, "short": Short}
+OBJECTIVES["twice"] = Twice
+DATA["fewer"] = Fewer
+"""
+
+
 @pytest.fixture(autouse=True)
 def tables():
     """What a test registers is forgotten, and entry points are looked for anew."""
-    known = (SCORERS, WRAPPERS, ALLOCATORS, TASKS)
+    known = (SCORERS, WRAPPERS, ALLOCATORS, TASKS, KINDS, data.KINDS, OBJECTIVES)
     before = [dict(table) for table in known]
     plugins.discover.cache_clear()
     yield
@@ -95,6 +125,31 @@ def test_a_named_module_works_in_every_command(package, tiny_llama, tiny_tokeniz
     )
     [made] = generate(told).values()
     assert made.evicted == pytest.approx(6 / 11)
+
+
+def test_a_run_takes_gates_data_and_a_loss_of_a_module(package, tiny_llama, tiny_tokenizer, tmp_path, capsys):
+    package(TRAINED)
+    tiny_llama(max_position_embeddings=1024).save_pretrained(tmp_path / "base")
+    tiny_tokenizer.save_pretrained(tmp_path / "base")
+    words = ["plugins=[my_parts.parts]", f"model.name={tmp_path / 'base'}", f"output={tmp_path / 'runs'}"]
+    words += ["train=gates", "loss.beta=0", "data.train_samples=4", "data.val_samples=2", "trainer.accelerator=cpu"]
+    words += ["trainer.progress=false", "trainer.log_every=1", "data.prompt_min=20", "data.prompt_max=30"]
+    own = ["gate.kind=half", "loss.objective=twice", "data.kind=fewer"]
+    assert fit.main([*words, *own]) == 0
+    [run] = (tmp_path / "runs" / "none").iterdir()
+    [row] = read_metrics(run / "metrics.csv")
+    assert row["val/twice_loss"] == pytest.approx(2 * row["val/lm_loss"], rel=1e-6)
+    assert "train/twice_loss" in row and "train/lm_loss" not in row
+    gates = ag.AttentionGates.from_pretrained(run / "export")
+    assert type(gates.layers["0"]).__name__ == "Half"
+    for wrong, parts in (
+        ("gate.kind=hlf", "gate.kind=hlf attention linear mlp half"),
+        ("gate.kind=short", "Short.mix(self, hidden)"),
+        ("loss.objective=twise", "loss.objective=twise lm kl twice"),
+        ("data.kind=fever", "data.kind=fever sft text facts worked fewer"),
+    ):
+        assert fit.main([*words, *own, wrong]) == 2
+        names(capsys.readouterr().err.splitlines()[-1], "ag.fit: error: ", *parts.split(" "))
 
 
 def test_a_wrong_shape_names_the_scorer(package, tiny_llama):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-def _key(default: Any, doc: str) -> Any:
-    return field(default=default, metadata={"doc": doc})
+def _key(default: Any, doc: str, words: str = "") -> Any:
+    return field(default=default, metadata={"doc": doc, "words": words})
 
 
 @dataclass
@@ -25,8 +25,10 @@ class GateConfig:
     granularity: Literal["kv_head", "query_head"] = _key(
         "kv_head", "one logit per KV head, or one per query head (a KV entry goes when all its heads drop it)"
     )
-    kind: Literal["attention", "linear", "mlp"] = _key(
-        "attention", "attention block; or a map of each token by itself: linear, or mlp of two layers"
+    kind: str = _key(
+        "attention",
+        "attention block; or a map of each token by itself: linear, or mlp of two layers; or one of plugins",
+        words="attention | linear | mlp | a kind of your own",
     )
     hidden: int = _key(64, "kind=mlp: units of the hidden layer")
     window: int = _key(0, "kind=attention: newest tokens that a token's gate looks at, its own included; 0: all")

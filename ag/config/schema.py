@@ -38,7 +38,7 @@ class Config:
     output: str = key("runs", "folder of the run folders")
     resume: str | None = key(None, "run folder to continue")
     init: str | None = key(None, "exported gates to start from, of the same sizes")
-    plugins: list[str] = key([], "modules to import first, which add tasks, kinds of gates, scorers, ... of your own")
+    plugins: list[str] = key([], "modules to import first, which add kinds of gates and data, losses, ... of your own")
     plan: bool = key(False, "print the memory and time of a step, without loading weights, and stop")
     tflops: float | None = key(
         None, "plan: 10^12 operations a second of one device; null: measured on matrix products here", low=1e-6

@@ -57,9 +57,11 @@ class LoraConfig:
 class DataConfig:
     """What the model is trained and validated on."""
 
-    kind: Literal["sft", "text", "facts", "worked"] = key(
+    kind: str = key(
         "facts",
-        "sft: prompt and response; text: plain documents; generated: facts of the quickstart, worked problems",
+        "sft: prompt and response; text: plain documents; generated: facts of the quickstart, worked problems; or one "
+        "of plugins",
+        words="sft | text | facts | worked | a kind of your own",
     )
     name: str = key(
         "facts",
@@ -111,8 +113,10 @@ class DataConfig:
 class LossConfig:
     """What is minimised: objective + alpha * |mean gate - beta|; the objective alone where shares are drawn."""
 
-    objective: Literal["lm", "kl", "regress"] = key(
-        "lm", "lm: cross-entropy; kl: to the model with open gates and no adapter; regress: no backward"
+    objective: str = key(
+        "lm",
+        "lm: cross-entropy; kl: to the model with open gates and no adapter; regress: no backward; or one of plugins",
+        words="lm | kl | regress | a loss of your own",
     )
     alpha: float = key(1.0, "weight of the eviction loss", low=0)
     beta: float = key(0.28, "target of the mean gate", low=0, high=1)

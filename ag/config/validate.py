@@ -68,7 +68,7 @@ def _objective(config: Run) -> None:
     train, objective = config.train, config.loss.objective
     regress_steps, max_steps = config.warmup.regress_steps, config.trainer.max_steps
     _refuse(
-        train == "lora" and objective != "lm",
+        train == "lora" and objective in ("kl", "regress"),
         f"loss.objective={objective} with train=lora: there are no gates to train; use loss.objective=lm",
     )
     _refuse(

@@ -22,6 +22,7 @@ from ag.gates.calibration import Calibration
 from ag.gates.memory import GateMemory
 from ag.kernels.gated_attention import gated_attention
 from ag.model.geometry import fingerprint
+from ag.plugins import part
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -185,6 +186,16 @@ class MLPGate(TokenGate):
 KINDS: dict[str, type[AttentionGate]] = {"attention": AttentionGate, "linear": LinearGate, "mlp": MLPGate}
 
 
+def gate_kind(name: str) -> type[AttentionGate]:
+    """Return the class of a kind of gates.
+
+    Raises:
+        UserError: there is none of that name, or its methods cannot be called as those of :class:`AttentionGate`.
+    """
+    found: type[AttentionGate] = part("ag.gate_kinds", "gate.kind", name, AttentionGate)
+    return found
+
+
 class AttentionGates(nn.Module):
     """The gates of a whole model.
 
@@ -205,12 +216,11 @@ class AttentionGates(nn.Module):
         self.adapter: Adapter | None = None
         #: What the last validation measured, or the export records: the boundary of each share. None: not measured.
         self.calibration: Calibration | None = None
-        if config.kind not in KINDS:
-            raise UserError(f"gate.kind={config.kind!r}: expected {' or '.join(KINDS)}.")
+        kind = gate_kind(config.kind)
         heads = geometry["num_kv_heads" if config.granularity == "kv_head" else "num_heads"]
         self.layers = nn.ModuleDict(
             {
-                str(index): KINDS[config.kind](geometry["hidden_size"], heads, geometry["num_kv_heads"], config)
+                str(index): kind(geometry["hidden_size"], heads, geometry["num_kv_heads"], config)
                 for index in range(config.first_layer, geometry["num_layers"])
                 if index not in geometry["windowed_layers"]
             }

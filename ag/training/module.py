@@ -23,6 +23,7 @@ from ag.kernels.gated_attention.masks import sink_mask
 from ag.model.hooks import decoder_of, instrument
 from ag.training import losses
 from ag.training.metrics import EvictedShare, LogitCounts, MultipleChoiceAccuracy
+from ag.training.objectives import MEASURED, REGRESS, objective
 from ag.training.sharded import shard, whole
 
 SAMPLES = 4  # validation rows whose flags are kept for the pictures
@@ -42,7 +43,8 @@ class GatedLM(L.LightningModule):
         self.config, self.model, self.gates = config, model, gates
         self.strict_loading = False  # checkpoints hold trainable weights only
         instrument(model)
-        self.nll, self.objective = MeanMetric(), MeanMetric()
+        self.objective = objective(config.loss.objective)
+        self.nll, self.objective_mean = MeanMetric(), MeanMetric()
         self.soft, self.hard = MeanMetric(), MeanMetric()
         self.accuracy, self.accuracy_norm = MultipleChoiceAccuracy(), MultipleChoiceAccuracy(normalise=True)
         if gates is not None:
@@ -74,14 +76,16 @@ class GatedLM(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
-        if self.config.loss.objective == "regress" or self.global_step < self.config.warmup.regress_steps:
+        if self.config.loss.objective == REGRESS or self.global_step < self.config.warmup.regress_steps:
             return self._regress(batch)
         self._forget("train/regress_loss")
         boundary, teacher = self._drawn_boundary(batch) if self.config.loss.draws_share else (None, None)
         gating = self._gating(batch, boundary=boundary) if self.gates is not None else None
-        name, values, rows = self._objective(batch, self.hidden(batch, gating), teacher)
-        loss = losses.sample_mean(values, rows, len(batch["input_ids"]))
-        self._log(f"train/{name}", loss, prog_bar=True, sync_dist=True)
+        hidden = self.hidden(batch, gating)
+        if teacher is None and self.objective.needs_teacher:
+            teacher = self._teacher(batch)
+        loss = losses.sample_mean(*self._tokens(batch, hidden, teacher), len(batch["input_ids"]))
+        self._log(f"train/{self.config.loss.objective}_loss", loss, prog_bar=True, sync_dist=True)
         if gating is not None and self.gates is not None:
             means = losses.gate_means(self.gates, gating)
             if boundary is None:
@@ -99,7 +103,7 @@ class GatedLM(L.LightningModule):
         """Measure a batch under hard flags."""
         gating = None if self.gates is None else self._gating(batch, hard=True)
         dense = self._open(batch) if self.config.loss.draws_share else None
-        teacher = None if dense is None and self.config.loss.objective != "kl" else self._teacher(batch, dense)
+        teacher = None if dense is None and not self.objective.needs_teacher else self._teacher(batch, dense)
         hidden = self.hidden(batch, gating)
         nll, rows = losses.token_nll(self.model, hidden, batch["labels"], self.config.loss.chunk_tokens)
         right = torch.ones_like(rows, dtype=torch.bool)
@@ -110,9 +114,8 @@ class GatedLM(L.LightningModule):
             right = ((batch["choice"] == batch["target"]) & (batch["question"] >= 0))[rows]
         if right.any():
             self.nll.update(nll[right])
-        if self.config.loss.objective == "kl" and teacher is not None:
-            values, _ = losses.token_kl(self.model, hidden, teacher, batch["labels"], self.config.loss.chunk_tokens)
-            self.objective.update(values[right])
+        if self.config.loss.objective not in MEASURED:
+            self.objective_mean.update(self._tokens(batch, hidden, teacher)[0][right])
         if gating is not None:
             self._measure_gates(batch, gating, dense or gating, keep_samples=batch_idx == 0)
 
@@ -124,8 +127,8 @@ class GatedLM(L.LightningModule):
         """Log the validation metrics."""
         loss = nll = self.nll.compute()
         values: dict[str, Tensor] = {"lm_loss": nll, "perplexity": nll.exp()}
-        if self.config.loss.objective == "kl":
-            loss = values["kl_loss"] = self.objective.compute()
+        if self.config.loss.objective not in MEASURED:
+            loss = values[f"{self.config.loss.objective}_loss"] = self.objective_mean.compute()
         if self.accuracy.update_called:  # on every rank, also on one that had no question
             values["accuracy"] = self.accuracy.compute()
             values["accuracy_norm"] = self.accuracy_norm.compute()
@@ -225,14 +228,9 @@ class GatedLM(L.LightningModule):
                 f"{odd[0]}; resume with the recipe it was made with."
             )
 
-    def _objective(
-        self, batch: dict[str, Tensor], hidden: Tensor, teacher: Tensor | None = None
-    ) -> tuple[str, Tensor, Tensor]:
+    def _tokens(self, batch: dict[str, Tensor], hidden: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
         chunk = self.config.loss.chunk_tokens
-        if self.config.loss.objective == "kl":
-            teacher = self._teacher(batch) if teacher is None else teacher
-            return "kl_loss", *losses.token_kl(self.model, hidden, teacher, batch["labels"], chunk)
-        return "lm_loss", *losses.token_nll(self.model, hidden, batch["labels"], chunk)
+        return self.objective.tokens(self.model, hidden, teacher, batch["labels"], chunk)
 
     @torch.no_grad()
     def _drawn_boundary(self, batch: dict[str, Tensor]) -> tuple[float, Tensor]:

@@ -18,7 +18,9 @@ def test_help_lists_every_key_with_type_default_and_line(capsys: pytest.CaptureF
     for key in KEYS.values():
         [line] = [line for line in lines if line.startswith(f"  {key.name}=")]
         assert f"{key.doc} ({key.expected()})" in line
-    assert any(line.startswith("  loss.objective=lm ") and "(lm | kl | regress)" in line for line in lines)
+    assert any(
+        line.startswith("  loss.objective=lm ") and "(lm | kl | regress | a loss of your own)" in line for line in lines
+    )
     assert any(line.startswith("  trainer.progress=true ") for line in lines)
     assert any(line.startswith("  data.root=null ") for line in lines)
     assert any(line.startswith("  loss.alpha=1.0 ") and "(number, at least 0)" in line for line in lines)

@@ -4,7 +4,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import ag.data
-from ag.data import sft
+from ag.data import encode
 from ag.data.sources import DataError
 from ag.data.templates import Example
 from tests.support.refused import refuses
@@ -84,7 +84,7 @@ def test_response_is_tokenised_alone_where_the_joint_text_merges_over_the_border
     merges = [("a", " "), ("a ", "b")]
     tok = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, merges)), eos_token="</s>")
     assert tok("a b")["input_ids"] == [3]
-    (group,) = sft.Encoder(tok, 10).encode([Example("a", ["b"], 0)], "train", every_choice=False)
+    (group,) = encode.Encoder(tok, 10).encode([Example("a", ["b"], 0)], "train", every_choice=False)
     assert group[0].tokens.tolist() == [0, 2, 1] and group[0].prompt_length == 1
 
 
@@ -106,10 +106,10 @@ def test_long_prompt_loses_its_left_part(make_config, boolq, bos_tokenizer, limi
 
 
 def test_where_a_text_is_divided():
-    assert sft.divided([1, 2, 3], [1, 2, 3, 4, 5]) == ([1, 2, 3], [4, 5])
-    assert sft.divided([1, 2, 3], [1, 2, 7, 4]) == ([1, 2], [7, 4])  # a token over the border
-    assert sft.divided([1, 2, 3], [1, 2, 3]) == ([1, 2], [3])
-    assert sft.divided([9], [1, 2]) == ([1], [2])
+    assert encode.divided([1, 2, 3], [1, 2, 3, 4, 5]) == ([1, 2, 3], [4, 5])
+    assert encode.divided([1, 2, 3], [1, 2, 7, 4]) == ([1, 2], [7, 4])  # a token over the border
+    assert encode.divided([1, 2, 3], [1, 2, 3]) == ([1, 2], [3])
+    assert encode.divided([9], [1, 2]) == ([1], [2])
 
 
 @pytest.mark.parametrize("kind", ["boolq", "facts"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ag
+from ag import data
 from ag.config import Config, DataConfig
 from ag.data import build, templates
 from ag.engine.allocators import ALLOCATORS
@@ -17,22 +18,30 @@ from ag.engine.scorers.base import grouped
 from ag.engine.wrappers import WRAPPERS
 from ag.evaluate.tasks import TASKS, make
 from ag.gates.gate import KINDS
+from ag.training.objectives import OBJECTIVES, objective
 from tests.support import ROOT
 from tests.support.bounds import bounded, hold, of_nats
 from tests.support.gates_for import gates_for
 
 FOLDER = ROOT / "docs" / "extending"
-REGISTRIES = (SCORERS, WRAPPERS, ALLOCATORS, TASKS, KINDS, templates.TASKS)
+REGISTRIES = (SCORERS, WRAPPERS, ALLOCATORS, TASKS, KINDS, data.KINDS, OBJECTIVES, templates.TASKS)
+
+BATCH = ("input_ids", "attention_mask", "labels", "prompt_length")
 
 
 @pytest.fixture
 def example():
-    """``example(page)``: run the code of a page and return its names; what it registers is forgotten afterwards."""
+    """``example(page)``: run the code of a page (its one block, or that at a place) and return its names.
+
+    What it registers is forgotten afterwards.
+    """
     known = [dict(registry) for registry in REGISTRIES]
 
-    def run(page):
+    def run(page, place=0, of=1):
         path = FOLDER / f"{page}.md"
-        (block,) = re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+        blocks = re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+        assert len(blocks) == of
+        block = blocks[place]
         assert len(block.splitlines()) <= 40
         names = {"__name__": "page"}
         exec(compile(block, str(path), "exec"), names)
@@ -142,7 +151,7 @@ def test_kernel_page(example, monkeypatch):
 
 
 def test_dataset_page(example, tiny_tokenizer, tmp_path):
-    example("dataset")
+    example("dataset", 0, of=2)
     row = {"question": "what is wet?", "choices": {"label": ["A", "B"], "text": ["sand", "rain"]}, "answerKey": "B"}
     (tmp_path / "commonsense_qa").mkdir()
     for split in ("train", "validation"):
@@ -155,6 +164,30 @@ def test_dataset_page(example, tiny_tokenizer, tmp_path):
     assert tiny_tokenizer.decode(ids[prompt:]) == " rain"
     (batch,) = module.val_dataloader()
     assert (batch["choice"].tolist(), batch["target"].tolist()) == ([0, 1], [1, 1])
+
+
+def test_the_data_kind_of_the_dataset_page_makes_rows(example, tiny_tokenizer):
+    example("dataset", 1, of=2)
+    module = build(Config(data=DataConfig(kind="counting", batch_size=90)), tiny_tokenizer, 512)
+    (batch,) = module.train_dataloader()
+    for ids, real, labels, prompt in zip(*map(batch.get, BATCH), strict=True):
+        first, *rest = map(int, tiny_tokenizer.decode(ids[real]).split())
+        assert first >= 10 and rest == list(range(first + 1, first + 8))
+        assert (labels[:prompt] == -100).all() and torch.equal(labels[real][prompt:], ids[real][prompt:])
+
+
+def test_loss_page(example):
+    example("loss")
+    loss = objective("hidden")
+    torch.manual_seed(0)
+    hidden, teacher = torch.randn(2, 2, 5, 8).unbind(0)
+    labels = torch.full((2, 5), -100)
+    labels[0, 2], labels[1, 3] = 7, 7  # which the columns before them predict
+    values, rows = loss.tokens(torch.nn.Identity(), hidden, teacher, labels, 1024)
+    wanted = [((bounded(hidden[row, at]) - bounded(teacher[row, at])) ** 2).mean(-1) for row, at in ((0, 1), (1, 2))]
+    assert loss.needs_teacher and rows.tolist() == [0, 1]
+    for value, expected in zip(values, wanted, strict=True):
+        hold(value, expected)
 
 
 def test_gate_kind_page(example, tiny_llama, tmp_path):

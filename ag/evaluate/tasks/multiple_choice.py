@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ag.data.sft import Encoder
+from ag.data.encode import Encoder
 from ag.data.templates import TASKS, WITH_CONTEXT, examples
 from ag.engine import EvictionCache
 from ag.errors import UserError, require

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import start_tokens, tokenize
-from ag.data.sft import divided
+from ag.data.encode import divided
 from ag.engine import EvictionCache
 from ag.errors import require
 from ag.evaluate.tasks.base import PromptTask, Sample, Tags

@@ -1,0 +1,78 @@
+"""What ``loss.objective`` minimises, by name: to add one, write its class and a line in OBJECTIVES."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from ag.plugins import part
+from ag.training.losses import token_kl, token_nll
+
+REGRESS = "regress"  # every step is one of the warm start: no backward through the model, so no objective
+MEASURED = ("lm", REGRESS)  # of these, validation has nothing to measure beside the cross-entropy
+
+
+class Objective(ABC):
+    """A loss of each token that carries one. It is logged as ``NAME_loss``, a mean over samples.
+
+    Attributes:
+        needs_teacher: whether it is given the hidden states of the model with open gates and without adapters.
+    """
+
+    needs_teacher: ClassVar[bool] = False
+
+    @abstractmethod
+    def tokens(
+        self, model: nn.Module, hidden: Tensor, teacher: Tensor | None, labels: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the loss of each token.
+
+        Args:
+            model: the language model, for its head.
+            hidden: its final hidden states under the gates ``[B, T, d]``.
+            teacher: those of the model with open gates and without adapters; None unless ``needs_teacher``.
+            labels: ``[B, T]``, aligned with the input, -100 where there is no loss.
+            chunk: tokens whose logits exist at once.
+
+        Returns:
+            The losses ``[N]``, float32, and the row ``[N]`` of each.
+        """
+
+
+class NextToken(Objective):
+    """Cross-entropy of the next token, in nats."""
+
+    def tokens(
+        self, model: nn.Module, hidden: Tensor, teacher: Tensor | None, labels: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return :func:`ag.training.losses.token_nll`."""
+        return token_nll(model, hidden, labels, chunk)
+
+
+class Distillation(Objective):
+    """KL divergence from the model with open gates and no adapter, in nats."""
+
+    needs_teacher: ClassVar[bool] = True
+
+    def tokens(
+        self, model: nn.Module, hidden: Tensor, teacher: Tensor | None, labels: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return :func:`ag.training.losses.token_kl`."""
+        assert teacher is not None
+        return token_kl(model, hidden, teacher, labels, chunk)
+
+
+#: The objectives by the name that ``loss.objective`` gives them, beside ``regress``.
+OBJECTIVES: dict[str, type[Objective]] = {"lm": NextToken, "kl": Distillation}
+
+
+def objective(name: str) -> Objective:
+    """Make the objective of a name; that of ``regress`` measures validation alone.
+
+    Raises:
+        UserError: there is none of that name, or its methods cannot be called as those of an :class:`Objective`.
+    """
+    made: Objective = NextToken() if name == REGRESS else part("ag.losses", "loss.objective", name, Objective)()
+    return made

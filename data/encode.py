@@ -1,0 +1,111 @@
+"""Prompts and answers as rows of tokens.
+
+The prompt is tokenised by itself, so that training sees the prompt tokens that serving feeds. The response is
+tokenised together with the prompt's last line, whose tokens are then taken off; only where the two merge over
+the border is it tokenised by itself (doing so always would give SentencePiece tokenizers a second leading
+space).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ag.data.collate import Answer, Row, start_tokens, tokenize
+from ag.data.module import Counts
+from ag.data.sources import DataError
+from ag.data.templates import Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Encoder:
+    """Turns prompts and answers into rows of at most ``limit`` tokens."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int,
+        before: str = " ",
+        end: Sequence[int] = (),
+        question: str = "before",
+    ) -> None:
+        """Keep the tokenizer.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            limit: longest row in tokens.
+            before: text between a prompt and its answer.
+            end: tokens behind the answer.
+            question: ``after``: a row's prompt is its context alone; the question follows it, and carries no loss.
+        """
+        self.tokenizer, self.limit, self.before, self.end = tokenizer, limit, before, list(end)
+        self.question = question
+        self.start = start_tokens(tokenizer)
+        self.counts = Counts()
+
+    def encode(self, questions: Sequence[Example], split: str, *, every_choice: bool) -> list[list[Row]]:
+        """Encode questions: a list of rows each.
+
+        Args:
+            questions: the questions of a split.
+            split: its name, for messages.
+            every_choice: a row for each choice, marked with its answer; otherwise one, of the right choice.
+
+        Raises:
+            DataError: a response does not fit with one token of the prompt before it.
+        """
+        asked = [
+            (number, choice)
+            for number, question in enumerate(questions)
+            for choice in (range(len(question.choices)) if every_choice else [question.target])
+        ]
+        prompts = tokenize(self.tokenizer, [question.prompt for question in questions])
+        borders: list[int | None] = [None] * len(questions)
+        if self.question == "after":
+            contexts = tokenize(self.tokenizer, [question.context for question in questions])
+            borders = [len(divided(context, prompt)[0]) for context, prompt in zip(contexts, prompts, strict=True)]
+        answers = [self.before + questions[number].choices[choice] for number, choice in asked]
+        lines = [questions[number].prompt.rsplit("\n", 1)[-1] for number, _ in asked]
+        before = tokenize(self.tokenizer, lines)
+        joint = tokenize(self.tokenizer, [line + answer for line, answer in zip(lines, answers, strict=True)])
+        alone = tokenize(self.tokenizer, answers)
+        groups: list[list[Row]] = [[] for _ in questions]
+        for (number, choice), line, both, response in zip(asked, before, joint, alone, strict=True):
+            if len(both) > len(line) and both[: len(line)] == line:
+                response = both[len(line) :]
+            row = self._row(prompts[number], borders[number], response + self.end, f"{split} row {number + 1}")
+            answer = Answer(number, choice, questions[number].target) if every_choice else None
+            groups[number].append(row._replace(answer=answer))
+        return groups
+
+    def _row(self, prompt: list[int], border: int | None, response: list[int], place: str) -> Row:
+        room = self.limit - len(self.start) - len(response)
+        if room < 1:
+            raise DataError(
+                f"the response of {place} has {len(response)} tokens, too many for a row of {self.limit} "
+                "with some of its prompt: raise data.max_length, or use a model with a longer context"
+            )
+        lost = max(0, len(prompt) - room)
+        self.counts.truncated += lost > 0
+        self.counts.truncated_tokens += lost
+        head = self.start + prompt[lost:]
+        tokens = np.array(head + response, dtype=np.int32)
+        if border is None:
+            return Row(tokens, len(head))
+        read = max(1, border - lost + len(self.start))
+        return Row(tokens, read, loss=np.arange(len(tokens)) >= len(head))
+
+
+def divided(context: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
+    """Divide the tokens of a text where those of its beginning end.
+
+    What is read is the same wherever the border is: a token that reaches over it belongs to the second part.
+    """
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(context, whole[:-1], strict=False))
+    border = max(1, sum(1 for _ in same))
+    return whole[:border], whole[border:]
