@@ -6,10 +6,7 @@ import pytest
 import torch
 
 import ag
-from ag.engine import gated, layer
-from ag.engine.attend import attend_rows
 from ag.engine.store import PagedStore
-from ag.errors import UserError
 from tests.support.gates_for import gates_for
 
 PROMPT, NEW = 60, 3
@@ -39,31 +36,6 @@ def test_uneven_heads_are_not_gathered(tiny_llama, monkeypatch):
                 for _ in range(NEW):
                     model(ids[:, :1], past_key_values=cache)
         assert cache.seen_tokens == PROMPT + NEW
-
-
-@pytest.mark.parametrize("version", ["cpp", "reference"])
-def test_no_choice_of_kernel_changes_logits(tiny_mistral, monkeypatch, version):
-    """Beside layers with a sliding window, of which some tokens are out of sight."""
-    model = tiny_mistral(sliding_window=24)
-    ag.attach(model, gates_for(model, recent_tokens=5))
-    for policy in (("full",), ("gates",)):
-        monkeypatch.setenv("AG_KERNELS", version)
-        try:
-            found, held = logits(model, model, *policy)
-        except UserError as error:
-            pytest.skip(str(error))
-        for place in (layer, gated):
-            monkeypatch.setattr(place, "attend_one", by_mask)
-        expected, held_by_mask = logits(model, model, *policy)
-        monkeypatch.undo()
-        assert held == held_by_mask
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def by_mask(call, store):
-    held = store.padded()
-    ranks = held.ranks if held.valid is None else held.ranks.masked_fill(~held.valid, -1)
-    return attend_rows(call, held, ranks.amax(1).view(store.batch, -1).amax(1, keepdim=True))
 
 
 def test_gradients_flow_through_a_decoded_token(tiny_llama):

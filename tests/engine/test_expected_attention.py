@@ -12,6 +12,7 @@ from ag.model.hooks import rotate
 from tests.support.attention_by_hand import Scene, agree, rotation
 from tests.support.bounded import FUNCTION
 from tests.support.bounds import hold
+from tests.support.refused import refuses
 
 EPS = torch.finfo(torch.float32).eps
 SCENES = {
@@ -74,20 +75,6 @@ def test_equals_loops(shape, options):
     agree(scene, ExpectedAttention(**options).score, expected)
 
 
-def test_defaults_and_protection():
-    scorer = ExpectedAttention()
-    assert (scorer.sinks, scorer.future, scorer.covariance, scorer.mixture, scorer.eps) == (4, 512, True, False, 0.0)
-    scene = Scene(lengths=(9,))
-    assert scorer.protected(scene.seen, torch.tensor([5]))[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3]
-
-
-def test_a_large_eps_ranks_by_the_values():
-    scene = Scene(seed=2, lengths=(14,))
-    score = ExpectedAttention(eps=1e6, sinks=0, future=3).score(scene.seen)
-    for g in range(2):
-        assert score[0, g].argsort().tolist() == scene.values(0, g).norm(dim=-1).argsort().tolist()
-
-
 def test_the_closed_form_is_the_mean_over_gaussian_queries():
     """E exp(s q k) for q of a normal distribution, by 200,000 draws: within 5 deviations of their mean."""
     make = torch.Generator().manual_seed(0)
@@ -133,19 +120,5 @@ def test_places_that_begin_later_change_nothing(tiny_llama):
 
 def test_a_rotation_that_depends_on_the_length_is_refused(tiny_llama):
     model = tiny_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
-    with pytest.raises(UserError, match=r"ag.policy\('expected_attention', budget=0.5\): LlamaModel rotates keys by d"):
+    with refuses(UserError, "'expected_attention', budget=0.5", "LlamaModel", "rotates"):
         ag.EvictionCache(model, "expected_attention", 0.5)
-
-
-@pytest.mark.parametrize(("options", "message"), [({"future": 0}, "future"), ({"eps": -1.0}, "eps")])
-def test_values_out_of_range(options, message):
-    with pytest.raises(UserError, match=message):
-        ag.policy("expected_attention", 0.5, **options)
-
-
-def test_mixture_needs_a_covariance_and_wrappers_weigh_values():
-    with pytest.raises(UserError, match="mixture"):
-        ag.policy("expected_attention", 0.5, mixture=True, covariance=False)
-    assert ag.policy("expected_attention+caote", 0.5).scorer.inner.values is False
-    with pytest.raises(UserError, match="values=True has no meaning, because caote weighs values; leave it out"):
-        ag.policy("expected_attention+caote", 0.5, values=True)

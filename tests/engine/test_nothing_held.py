@@ -45,19 +45,6 @@ def test_an_early_layer_loses_all_to_later_ones_in_the_middle_of_a_prompt(tiny_l
     assert counts(state(cache)) == counts(state(plain)) == [0, 5, 1]
 
 
-def test_an_early_layer_of_like_keys_loses_all_under_keydiff(tiny_qwen2):
-    """A large part of its keys that is the same for all of them, in the pair of dimensions that RoPE turns least."""
-    model = tiny_qwen2()
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.bias.view(2, 16)[:, [7, 15]] = 1000.0
-    ids = torch.randint(3, 128, (1, 100), generator=torch.Generator().manual_seed(0))
-    cache = ag.EvictionCache(model, "keydiff+criticalkv@global", 23)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    found = counts(state(cache))
-    assert found[0] == 0 and sum(found) == 23 * 2 * 3
-
-
 # ---- after it
 
 
@@ -125,19 +112,6 @@ def test_files_copies_other_sequences_and_drafts(tiny_llama, tmp_path, schedule,
     if schedule == "prefill":  # the token was a draft
         cache.crop(1)
         assert state(cache) == held
-
-
-def test_what_a_cache_says_of_a_layer_without_tokens(tiny_llama):
-    model = tiny_llama()
-    cache = ag.EvictionCache(model, "drawn@global", 1, lowered=1)
-    feed(cache, model, [ROW], [[PROMPT]])
-    report = cache.report()
-    assert (report.kept[1], report.nbytes[1], sum(map(sum, report.kept))) == ([0, 0], 0, 6)
-    assert str(report).splitlines()[3].split()[:6] == ["1", "0", "0.0", "0", "0.0%", "0"]
-    assert [head.tolist() for head in cache.kept_positions(1)[0]] == [[], []]
-    assert cache.kept_share() == pytest.approx(6 / (PROMPT * 6))
-    holding = sum(n > 0 for layer in report.kept for n in layer)
-    assert cache.nbytes == holding * 16 * (2 * 16 * 4 + 4)  # a page each, with ranks
 
 
 # ---- padding alone

@@ -5,7 +5,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ag.engine import observe
-from ag.engine.observe import Context, Keys, Queries
 from ag.engine.rows import FUSED, AttentionRows, attention
 from ag.kernels.row_statistics import Values, cpu
 from ag.kernels.row_statistics.reference import differences
@@ -77,16 +76,6 @@ def test_totals_are_the_same_in_blocks(scene, block, monkeypatch):
                 assert not got[a.shape[1] :].any()
 
 
-def test_every_query_pays_one(scene):
-    if scene.window is None and scene.seen.q.shape[2] == max(scene.lengths):
-        paid = scene.seen.total(attention).sum(-1)
-        bound = scene.bound(lambda seen: seen.total(attention).sum(-1))
-        for b in range(len(scene.lengths)):
-            for h in range(scene.heads):
-                blind = sum(not bool(row.any()) for row in scene.dense(b, h)[2])
-                hold(paid[b, h], float(scene.lengths[b] - blind), bound[b, h])
-
-
 def test_moments(scene):
     for last in (1, 4, 100):
         rows = scene.seen.rows(last)
@@ -152,32 +141,6 @@ def test_free_slots_are_never_seen():
     for part in ("a", "s", "o"):
         assert torch.equal(getattr(quiet.rows(5), part), getattr(loud.rows(5), part))
     assert torch.equal(quiet.total(attention), loud.total(attention))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_scored_in_float32(dtype):
-    scene = Scene(seed=4, lengths=(20, 9), dtype=dtype, sharp=3.0)
-    total, bound = scene.seen.total(attention), scene.bound(lambda seen: seen.total(attention))
-    assert total.dtype == torch.float32
-    for b in range(2):
-        for h in range(scene.heads):
-            want = scene.dense(b, h)[0].sum(0)
-            hold(total[b, h, : len(want)], want, bound[b, h, : len(want)])
-
-
-def test_a_row_of_a_batch_is_what_it_is_alone():
-    batch = Scene(seed=6, lengths=(13, 5), padding="left")
-    whole, parts = batch.seen, batch.seen.total(attention)
-    ranks = torch.arange(5).expand(1, 2, 5)
-    alone = observe.Observation(
-        keys=Keys(k=whole.k[1:, :, :5], v=whole.v[1:, :, :5], ranks=ranks, valid=torch.ones(1, 2, 5).bool()),
-        queries=Queries(q=whole.q[1:, :, -5:], ranks=ranks[:, 0], valid=torch.ones(1, 5).bool()),
-        context=Context(scaling=whole.scaling),
-    )
-    bound = 2 * batch.bound(lambda seen: seen.total(attention))  # of two that round apart
-    hold(alone.total(attention), parts[1:, :, :5], bound[1:, :, :5])
-    bound = 2 * batch.bound(lambda seen: seen.rows(3).a)
-    hold(alone.rows(3).a, whole.rows(3).a[1:, ..., :5], bound[1:, ..., :5])
 
 
 def test_a_decision_changes_nothing_of_what_others_see():

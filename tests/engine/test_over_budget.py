@@ -8,18 +8,8 @@ import torch
 
 import ag
 from ag.errors import BudgetWarning
+from tests.support.batches import padded, row
 from tests.support.gates_for import gates_for
-
-
-def row(length):
-    return torch.randint(3, 128, (1, length), generator=torch.Generator().manual_seed(length))
-
-
-def padded(*lengths):
-    ids, mask = (torch.zeros(len(lengths), max(lengths), dtype=torch.long) for _ in range(2))
-    for b, length in enumerate(lengths):
-        ids[b, -length:], mask[b, -length:] = row(length)[0], 1
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 @pytest.fixture
@@ -30,7 +20,7 @@ def model(tiny_llama):
 def read(model, spec, budget, length, **options):
     cache = ag.EvictionCache(model, spec, budget, **options)
     with torch.no_grad():
-        model(row(length), past_key_values=cache)
+        model(row(length)[None], past_key_values=cache)
     return cache
 
 
@@ -56,7 +46,7 @@ def test_each_sequence_of_a_batch_by_itself(model):
     """A budget of 24, 40 and 10 tokens: the second holds the window, and the third prompt is shorter than it."""
     cache = ag.EvictionCache(model, "snapkv", 0.4)
     with pytest.warns(BudgetWarning), torch.no_grad():
-        model(**padded(61, 100, 25), past_key_values=cache)
+        model(**padded([row(61), row(100), row(25)]), past_key_values=cache)
     counts = cache.evicting_layers[0].store.lengths.view(3, 2).tolist()
     assert counts == [[32] * 2, [40] * 2, [25] * 2]
     assert cache.over_budget.tolist() == [True, False, True]
@@ -75,7 +65,7 @@ def test_a_prompt_within_the_budget_may_grow_over_it(model):
         for start, stop in ((0, 12), *((n, n + 1) for n in range(12, 18))):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                model(row(20)[:, start:stop], past_key_values=cache)
+                model(row(20)[None, start:stop], past_key_values=cache)
                 over = cache.over_budget.tolist()  # looks, which steps do rarely
             told.append((len(caught), over, cache.report().kept[0][0]))
     assert [held for *_, held in told] == [12, 13, 14, 15, 16, 16, 16]
@@ -112,7 +102,7 @@ def test_shares_of_all_tokens_and_of_the_prompt(model, spec, budget, schedule, o
     """Prompts of 20 and 13 tokens, then 12 more: both shares from the columns that are held."""
     if spec == "gates":
         ag.attach(model, gates_for(model, covers="all", recent_tokens=3))
-    batch = padded(20, 13)
+    batch = padded([row(20), row(13)])
     cache = ag.EvictionCache(model, spec, budget, schedule, **options)
     model.generate(**batch, past_key_values=cache, max_new_tokens=13, min_new_tokens=13, do_sample=False)
     assert cache.seen_tokens == 32  # the last one was not read
@@ -130,7 +120,7 @@ def test_the_share_of_a_prompt_that_is_still_coming(model):
     assert cache.kept_share(prompt=True) == 1.0
     cache.expect(torch.ones(1, 20, dtype=torch.bool))
     with torch.no_grad():
-        model(row(20)[:, :10], past_key_values=cache)
+        model(row(20)[None, :10], past_key_values=cache)
         assert cache.kept_share(prompt=True) == cache.kept_share() == 4 / 10
-        model(row(20)[:, 10:], past_key_values=cache)
+        model(row(20)[None, 10:], past_key_values=cache)
     assert cache.kept_share(prompt=True) == cache.kept_share() == 4 / 20

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ag
+from tests.support.batches import padded, row
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
 
@@ -26,17 +27,7 @@ IDS = [f"{spec}-{budget}" for spec, budget, _ in POLICIES]
 
 
 def rows(lengths=LENGTHS, seed=0):
-    make = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 128, (length,), generator=make) for length in lengths]
-
-
-def padded(parts, side):
-    ids = torch.zeros(len(parts), max(map(len, parts)), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, part in enumerate(parts):
-        columns = slice(0, len(part)) if side == "right" else slice(ids.shape[1] - len(part), None)
-        ids[row, columns], mask[row, columns] = part, 1
-    return {"input_ids": ids, "attention_mask": mask}
+    return [row(n, n + seed) for n in lengths]
 
 
 @pytest.fixture
@@ -65,13 +56,13 @@ def test_a_batch_generates_what_its_rows_do_alone(make, spec, budget, options, s
     batch, together = padded(rows(), side), cache_of(spec, budget, options)
     text = model.generate(**batch, past_key_values=together, **GREEDY)
     mask = torch.cat([batch["attention_mask"], torch.ones(len(LENGTHS), NEW, dtype=torch.long)], 1)
-    for row, part in enumerate(rows()):
+    for b, part in enumerate(rows()):
         single = cache_of(spec, budget, options)
         expected = alone(model, single, part)
-        assert text[row][mask[row].bool()].tolist() == expected.tolist()
-        columns = mask[row].nonzero().flatten()
+        assert text[b][mask[b].bool()].tolist() == expected.tolist()
+        columns = mask[b].nonzero().flatten()
         for layer in range(3):
-            mine = [head.tolist() for head in together.kept_positions(layer)[row]]
+            mine = [head.tolist() for head in together.kept_positions(layer)[b]]
             assert mine == held(single, layer, 0, columns)
 
 
@@ -80,21 +71,9 @@ def test_a_full_cache_generates_what_transformers_does_with_single_rows(make, si
     model, cache_of = make
     batch = padded(rows(), side)
     text = model.generate(**batch, past_key_values=cache_of("full", None, {}), **GREEDY)
-    for row, part in enumerate(rows()):
+    for b, part in enumerate(rows()):
         expected = model.generate(part[None], attention_mask=torch.ones(1, len(part)), **GREEDY)[0, len(part) :]
-        assert text[row, -NEW:].tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("spec", ["full", "h2o", "snapkv"])
-def test_in_chunks_some_of_which_hold_nothing_but_padding(make, side, spec):
-    model, cache_of = make
-    lengths, budget = (30, 4, 11), None if spec == "full" else 8
-    options = {"window": 4} if spec == "snapkv" else {}
-    cache = cache_of(spec, budget, options)
-    text = model.generate(**padded(rows(lengths), side), past_key_values=cache, prefill_chunk_size=7, **GREEDY)
-    for row, part in enumerate(rows(lengths)):
-        assert text[row, -NEW:].tolist() == alone(model, cache_of(spec, budget, options), part)[-NEW:].tolist()
+        assert text[b, -NEW:].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -102,18 +81,18 @@ def test_beams_and_a_second_turn(make, side):
     model, cache_of = make
     batch = padded(rows(), side)
     text = model.generate(**batch, past_key_values=cache_of("h2o", 8, {}), num_beams=3, **GREEDY)
-    for row, part in enumerate(rows()):
-        assert text[row, -NEW:].tolist() == alone(model, cache_of("h2o", 8, {}), part, num_beams=3)[-NEW:].tolist()
+    for b, part in enumerate(rows()):
+        assert text[b, -NEW:].tolist() == alone(model, cache_of("h2o", 8, {}), part, num_beams=3)[-NEW:].tolist()
     together = cache_of("h2o", 8, {})
     text = model.generate(**batch, past_key_values=together, **GREEDY)
     turns = padded(rows((9, 5, 7), seed=1), side)
     ids = torch.cat([text, turns["input_ids"]], 1)
     mask = torch.cat([batch["attention_mask"], torch.ones_like(text[:, :NEW]), turns["attention_mask"]], 1)
     second = model.generate(ids, attention_mask=mask, past_key_values=together, **GREEDY)
-    for row, (part, turn) in enumerate(zip(rows(), rows((9, 5, 7), seed=1), strict=True)):
+    for b, (part, turn) in enumerate(zip(rows(), rows((9, 5, 7), seed=1), strict=True)):
         single = cache_of("h2o", 8, {})
         first = alone(model, single, part)
-        assert second[row, -NEW:].tolist() == alone(model, single, torch.cat([first, turn]))[-NEW:].tolist()
+        assert second[b, -NEW:].tolist() == alone(model, single, torch.cat([first, turn]))[-NEW:].tolist()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -127,10 +106,10 @@ def test_by_hand_and_without_positions(make, side):
         last = model(**batch, position_ids=positions, past_key_values=together).logits[:, -1]
         given = batch["attention_mask"].sum(1, keepdim=True) if side == "left" else None
         then = model(new[:, :1], attention_mask=mask, position_ids=given, past_key_values=together).logits[:, -1]
-        for row, part in enumerate(rows()):
+        for b, part in enumerate(rows()):
             single = cache_of("h2o", 8, {})
-            hold(model(part[None], past_key_values=single).logits[0, -1], last[row], of_logits(model))
-            hold(model(new[row : row + 1, :1], past_key_values=single).logits[0, -1], then[row], of_logits(model))
+            hold(model(part[None], past_key_values=single).logits[0, -1], last[b], of_logits(model))
+            hold(model(new[b : b + 1, :1], past_key_values=single).logits[0, -1], then[b], of_logits(model))
 
 
 def test_prefill_gives_the_state_of_each_last_token(make):
@@ -138,9 +117,9 @@ def test_prefill_gives_the_state_of_each_last_token(make):
     policies = [ag.policy("full"), ag.policy("h2o", 8), ag.policy("h2o", 8, "blocks:7"), ag.policy("gates")]
     batch = padded(rows(), "right")
     found = ag.engine.read_prompt(model, policies, **batch)
-    for row, part in enumerate(rows()):
+    for b, part in enumerate(rows()):
         for (_, together), (_, single) in zip(found, ag.engine.read_prompt(model, policies, part[None]), strict=True):
-            hold(together[row], single[0], of_logits(model))
+            hold(together[b], single[0], of_logits(model))
 
 
 @pytest.mark.parametrize("version", ["", "reference"])

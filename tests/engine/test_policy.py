@@ -13,29 +13,20 @@ from hypothesis import strategies as st
 import ag
 import ag.gates.export
 from ag.engine.allocators import ALLOCATORS
-from ag.engine.allocators.base import LayerAllocator
 from ag.engine.allocators.heads import Heads
 from ag.engine.allocators.pyramid import Pyramid
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.decide import Decision
 from ag.engine.scorers import SCORERS
-from ag.engine.scorers.base import Needs, RowScorer, Scorer
-from ag.engine.scorers.cake import Cake
-from ag.engine.scorers.controls import KNorm, Random
-from ag.engine.scorers.expected_attention import ExpectedAttention
+from ag.engine.scorers.base import Needs, RowScorer
+from ag.engine.scorers.controls import KNorm
 from ag.engine.scorers.gates import Gates
 from ag.engine.scorers.h2o import H2O
-from ag.engine.scorers.keydiff import KeyDiff
-from ag.engine.scorers.kvzip import KVzip
-from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
-from ag.engine.scorers.streaming_llm import StreamingLLM
-from ag.engine.scorers.tova import Tova
 from ag.engine.spec import ALIASES, FLAGS, PolicySpec, named
 from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.engine.wrappers.caote import Caote, FastCaote
-from ag.engine.wrappers.criticalkv import CriticalKV
-from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue
+from ag.engine.wrappers.obcache import OBCacheKey
 from ag.engine.wrappers.vatp import Vatp
 from ag.errors import BudgetWarning, UserError
 from ag.gates.gate import AttentionGates
@@ -43,52 +34,35 @@ from tests.support.attention_by_hand import Scene
 from tests.support.gates_for import gates_for
 from tests.support.refused import names, refuses
 
-BASES = {
-    "streaming_llm": StreamingLLM(),
-    "h2o": H2O(),
-    "scissorhands": Scissorhands(),
-    "tova": Tova(),
-    "snapkv": SnapKV(),
-    "cake": Cake(),
-    "gates": Gates(),
-    "random": Random(),
-    "knorm": KNorm(),
-    "keydiff": KeyDiff(),
-    "kvzip": KVzip(),
-    "expected_attention": ExpectedAttention(),
-}
-COMBINED = {
-    "h2o+vatp": Vatp(inner=H2O()),
-    "scissorhands+caote": Caote(inner=Scissorhands()),
-    "snapkv+fastcaote": FastCaote(inner=SnapKV()),
-    "h2o+obcache_value": OBCacheValue(inner=H2O()),
-    "snapkv+obcache_key": OBCacheKey(inner=SnapKV()),
-    "cake+obcache_joint": OBCacheJoint(inner=Cake()),
-    "knorm+caote": Caote(inner=KNorm()),
-    "snapkv+criticalkv": CriticalKV(inner=SnapKV()),
-    "expected_attention+criticalkv": CriticalKV(inner=ExpectedAttention(values=False)),
-    "gates+fastcaote": FastCaote(inner=Gates()),
-    "pyramidkv+caote": Caote(inner=SnapKV()),
-}
+ROWLESS = {"caote", "fastcaote", "criticalkv"}  # wrappers that need no attention rows
+#: Scorers that some wrappers refuse, and why.
+ALONE = {"full": "nothing is evicted", "streaming_llm": "position", "random": "random"}
+WITHOUT_ROWS = ("gates", "knorm", "keydiff", "kvzip", "expected_attention")
 
 
-@pytest.mark.parametrize("spec", BASES | COMBINED, ids=str)
-def test_a_text_names_its_parts(spec):
-    policy = ag.policy(spec, budget=64)
-    assert policy.scorer == (BASES | COMBINED)[spec]
-    assert str(policy.spec) == spec
-    assert policy.by_gates == spec.startswith("gates")
+@pytest.mark.parametrize("allocator", [None, *ALLOCATORS])
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_a_text_names_its_parts(scorer, allocator):
+    text = scorer if allocator is None else f"{scorer}@{allocator}"
+    policy = ag.policy(text, budget=64)
+    assert policy.scorer == SCORERS[scorer]()
+    assert str(policy.spec) == text
+    assert policy.by_gates == (scorer == "gates")
     assert eval(repr(policy)) == policy
-    assert set(BASES) == set(SCORERS)
+    if allocator is not None:
+        assert policy.allocator == ALLOCATORS[allocator]()
 
 
-@pytest.mark.parametrize("allocator", ALLOCATORS)
-@pytest.mark.parametrize("spec", ["snapkv", "h2o+caote", "gates", "random", "streaming_llm"])
-def test_any_scorer_with_any_allocator(spec, allocator):
-    policy = ag.policy(f"{spec}@{allocator}", budget=0.5)
-    assert policy.allocator == ALLOCATORS[allocator]()
-    assert policy.scorer == ag.policy(spec, budget=0.5).scorer
-    assert eval(repr(policy)) == policy
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("scorer", ["full", *SCORERS])
+def test_wrappers_act_on_scorers_or_are_refused_with_the_reason(scorer, wrapper):
+    if scorer in ALONE or (scorer in WITHOUT_ROWS and wrapper not in ROWLESS):
+        with refuses(UserError, wrapper, scorer, ALONE.get(scorer, "no attention rows")):
+            ag.policy(f"{scorer}+{wrapper}", budget=None if scorer == "full" else 64)
+    else:
+        made = ag.policy(f"{scorer}+{wrapper}", budget=64)
+        assert (type(made.scorer), type(made.scorer.inner)) == (WRAPPERS[wrapper], SCORERS[scorer])
+        assert eval(repr(made)) == made
 
 
 @pytest.mark.parametrize(
@@ -109,52 +83,32 @@ def test_aliases(alias, same):
     assert eval(repr(short)) == short != long  # each keeps its own name
 
 
-def test_cake_alone_is_its_indicator():
-    assert ag.policy("cake@uniform", budget=64).allocator == Uniform()
+GIVEN = [
+    ("full", {}),
+    ("gates", {}),
+    ("gates", {"budget": 0.5, "recent": 3}),
+    ("snapkv+caote@preference", {"budget": 0.25, "window": 16, "tau1": 1.6, "tau2": 0.4}),
+    ("h2o+vatp", {"budget": 256, "norm": "inf", "sinks": 4, "window": 16, "recent": 0.25}),
+    ("tova", {"budget": 1, "scope": "kv_head", "recent": 0}),
+    ("cake@heads", {"budget": 99, "gamma": 3.5, "floor": 0.0}),
+    ("cake", {"budget": 1024, "tau": "mistral-0.3-7b-32k"}),
+    ("pyramidkv", {"budget": 99, "beta": 7, "pooling": "avg", "schedule": "blocks:128+every"}),
+    ("random", {"budget": 9, "seed": -3, "schedule": "steps:16"}),
+    ("h2o", {"budget": 9, "window": None}),
+    ("h2o", {"budget": 9}),
+    ("h2o", {"budget": 10}),
+]
 
 
-@pytest.mark.parametrize(
-    ("spec", "given"),
-    [
-        ("full", {}),
-        ("gates", {}),
-        ("gates", {"budget": 0.5, "recent": 3}),
-        ("snapkv+caote@preference", {"budget": 0.25, "window": 16, "tau1": 1.6, "tau2": 0.4}),
-        ("h2o+vatp", {"budget": 256, "norm": "inf", "sinks": 4, "window": 16, "recent": 0.25}),
-        ("tova", {"budget": 1, "scope": "kv_head", "recent": 0}),
-        ("scissorhands", {"budget": 1.0, "count": True}),
-        ("cake@heads", {"budget": 99, "gamma": 3.5, "floor": 0.0}),
-        ("pyramidkv", {"budget": 99, "beta": 7, "pooling": "avg", "schedule": "blocks:128+every"}),
-        ("random", {"budget": 9, "seed": -3, "schedule": "steps:16"}),
-        ("h2o", {"budget": 9, "window": None}),
-    ],
-)
-def test_a_repr_makes_the_policy_again(spec, given):
-    policy = ag.policy(spec, **given)
-    again = eval(repr(policy))
-    assert again == policy
-    assert (again.scorer, again.allocator) == (policy.scorer, policy.allocator)
-    assert repr(again) == repr(policy)
-
-
-def test_the_text_of_a_repr():
-    assert repr(ag.policy("full")) == "ag.policy('full')"
-    assert repr(ag.policy("h2o", 64, window=8)) == "ag.policy('h2o', budget=64, window=8)"
-    assert repr(ag.policy("h2o", 0.5, "every")) == "ag.policy('h2o', budget=0.5, schedule='every')"
-
-
-def test_policies_differ_by_everything_that_was_given():
-    policies = [
-        ag.policy("h2o", budget=64),
-        ag.policy("h2o", budget=65),
-        ag.policy("h2o", budget=64, window=8),
-        ag.policy("h2o", budget=64, schedule="every"),
-        ag.policy("tova", budget=64),
-        ag.policy("full"),
-        ag.policy("gates"),
-    ]
-    for i, one in enumerate(policies):
-        assert [one == other for other in policies] == [i == j for j in range(len(policies))]
+def test_a_repr_makes_the_policy_again_and_no_two_are_equal():
+    policies = [ag.policy(spec, **given) for spec, given in GIVEN]
+    for i, policy in enumerate(policies):
+        again = eval(repr(policy))
+        assert (again.scorer, again.allocator, repr(again)) == (policy.scorer, policy.allocator, repr(policy))
+        assert hash(again) == hash(policy)
+        assert [again == other for other in policies] == [i == j for j in range(len(policies))]
+    assert repr(policies[0]) == "ag.policy('full')"
+    assert repr(ag.policy("h2o", 0.5, "every", window=8)) == "ag.policy('h2o', budget=0.5, schedule='every', window=8)"
 
 
 # ---- options
@@ -169,6 +123,13 @@ def test_options_go_to_the_part_that_has_them():
     policy = ag.policy("h2o+caote@heads", budget=64, sinks=2, recent=0.25, window=5, floor=0.1)
     assert policy.scorer == Caote(inner=H2O(sinks=2, recent=0.25, window=5))
     assert policy.allocator == Heads(floor=0.1)
+    made = ag.policy("snapkv+obcache_key", 64, group="pre", obc_window=16, window=8).scorer
+    assert made == OBCacheKey(group="pre", obc_window=16, inner=SnapKV(window=8)) and made.needs.lookback == 15
+    fast = ag.policy("h2o+fastcaote", 64, greedy=True, pool_stage="final").scorer
+    assert fast == FastCaote(inner=H2O(), greedy=True, pool_stage="final")
+    assert ag.policy("cake@uniform", budget=64).allocator == Uniform()
+    assert ag.policy("cake", budget=64, gamma=3).scorer.gamma == 3  # a whole number stands for a float
+    assert ag.policy("expected_attention+caote", 0.5).scorer.inner.values is False  # which the wrapper weighs
 
 
 def test_one_window_observes_for_scores_and_preferences():
@@ -179,132 +140,136 @@ def test_one_window_observes_for_scores_and_preferences():
     assert ag.policy("h2o@preference", budget=64, window=16).allocator.observers == 32
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "scope"),
-    [("vatp", "layer"), ("caote", "kv_head"), ("fastcaote", "kv_head")]
-    + [(f"obcache_{part}", "kv_head") for part in ("value", "key", "joint")],
-)
-def test_the_scope_of_tova_under_a_wrapper(wrapper, scope):
+@pytest.mark.parametrize("wrapper", ["vatp", "caote", "fastcaote", "obcache_value", "obcache_key", "obcache_joint"])
+def test_the_scope_of_tova_under_a_wrapper(wrapper):
+    scope = "layer" if wrapper == "vatp" else "kv_head"
     assert ag.policy(f"tova+{wrapper}", budget=64).scorer.inner.scope == scope
-    assert ag.policy(f"tova+{wrapper}", budget=64, scope="kv_head").scorer.inner.scope == "kv_head"
     if wrapper != "vatp":
-        with pytest.raises(UserError, match=f"scope=layer .*{wrapper}"):
+        with refuses(UserError, "scope=layer", wrapper):
             ag.policy(f"tova+{wrapper}", budget=64, scope="layer")
 
 
-@pytest.mark.parametrize(
-    ("spec", "options", "message"),
-    [
-        ("h2o", {"widnow": 3}, r"Unknown option 'widnow' in 'h2o': expected one of .*group, normalize, .*window\?"),
-        ("h2o", {"postions": "slot"}, r"Unknown option 'postions'.*did you mean positions\?"),
-        ("snapkv", {"beta": 3}, "Unknown option 'beta' in 'snapkv'"),
-        ("snapkv@pyramid", {"tau1": 3}, "Unknown option 'tau1'.*: expected one of beta, budget_of, evict_before_att"),
-        ("cake", {"taus": "x"}, r"Unknown option 'taus'.*did you mean tau\?"),
-        ("snapkv+caote", {"norm": 2}, "Unknown option 'norm'"),
-        ("h2o+vatp", {"inner": 2}, "Unknown option 'inner' in 'h2o\\+vatp': expected one of budget_of, evict_"),
-        ("h2o+obcache_key", {"inner": 2}, "Unknown option 'inner'"),
-        ("cake", {"kind": "uniform"}, "Unknown option 'kind'"),
-        ("full", {"window": 3}, "Unknown option 'window' in 'full': expected one of positions$"),
-        ("full", {"strict": False}, "Policy 'full': strict has no meaning, because nothing is evicted; leave it out"),
-        ("gates", {"recent": 5}, "recent has no meaning, because without a budget the gates' flags decide"),
-        ("gates", {"evict_before_attend": True}, "evict_before_attend has no meaning, because without a budget the"),
-    ],
-)  # fmt: skip
-def test_unknown_options(spec, options, message):
-    with pytest.raises(UserError, match=message):
-        ag.policy(spec, budget=None if spec in ("full", "gates") else 64, **options)
+BUDGET = {"budget": 64}
+#: What is given, and what the error names.
+REFUSED = [
+    # options that a policy has not
+    ("h2o", {"widnow": 3} | BUDGET, "'widnow' 'h2o' group, window?"),
+    ("h2o", {"postions": "slot"} | BUDGET, "'postions' positions?"),
+    ("snapkv", {"beta": 3} | BUDGET, "'beta' 'snapkv'"),
+    ("snapkv@pyramid", {"tau1": 3} | BUDGET, "'tau1' beta, budget_of,"),
+    ("cake", {"taus": "x"} | BUDGET, "'taus' tau?"),
+    ("snapkv+caote", {"norm": 2} | BUDGET, "'norm'"),
+    ("h2o+vatp", {"inner": 2} | BUDGET, "'inner' 'h2o+vatp'"),
+    ("cake", {"kind": "uniform"} | BUDGET, "'kind'"),
+    ("h2o", {"tau": "gpt"} | BUDGET, "'tau'"),
+    ("full", {"window": 3}, "'window' 'full' positions"),
+    ("full", {"strict": False}, "'full' strict"),
+    ("gates", {"recent": 5}, "recent flags"),
+    ("gates", {"evict_before_attend": True}, "evict_before_attend budget"),
+    # values
+    ("snapkv", {"window": 0} | BUDGET, "SnapKV: window=0"),
+    ("snapkv", {"kernel": 4} | BUDGET, "SnapKV: kernel=4 odd"),
+    ("snapkv", {"kernel": -1} | BUDGET, "SnapKV: kernel=-1 odd"),
+    ("cake", {"pooling": "mean"} | BUDGET, "Cake: pooling='mean' max avg"),
+    ("snapkv", {"window": "32"} | BUDGET, "SnapKV: window='32' int"),
+    ("snapkv", {"window": 32.0} | BUDGET, "SnapKV: window=32.0 int"),
+    ("snapkv", {"window": True} | BUDGET, "SnapKV: window=True int"),
+    ("h2o", {"window": 0} | BUDGET, "H2O: window=0 None"),
+    ("h2o", {"recent": -1} | BUDGET, "H2O: recent=-1"),
+    ("h2o", {"recent": 1.5} | BUDGET, "H2O: recent=1.5 share"),
+    ("h2o", {"recent": "all"} | BUDGET, "H2O: recent='all' float"),
+    ("scissorhands", {"window": 0} | BUDGET, "Scissorhands: window=0"),
+    ("scissorhands", {"count": 1} | BUDGET, "Scissorhands: count=1 bool"),
+    ("tova", {"scope": "head"} | BUDGET, "Tova: scope='head' layer kv_head"),
+    ("tova", {"group": "sum"} | BUDGET, "Tova: group='sum' mean scope=kv_head"),
+    ("tova+obcache_key", {"obc_window": 16} | BUDGET, "obc_window=16 Tova"),
+    ("streaming_llm", {"sinks": -1} | BUDGET, "StreamingLLM: sinks=-1"),
+    ("h2o+vatp", {"norm": 3} | BUDGET, "Vatp: norm=3 inf"),
+    ("snapkv@pyramid", {"beta": 0} | BUDGET, "Pyramid: beta=0"),
+    ("snapkv@preference", {"tau1": 0} | BUDGET, "Preference: tau1=0"),
+    ("snapkv@preference", {"tau2": float("nan")} | BUDGET, "Preference: tau2=nan"),
+    ("snapkv@preference", {"observers": 0} | BUDGET, "Preference: observers=0"),
+    ("snapkv@heads", {"floor": 1.1} | BUDGET, "Heads: floor=1.1 share"),
+    ("knorm@global", {"floor": 1.5} | BUDGET, "Global: floor=1.5 share"),
+    ("cake", {"official_order": True, "pool_then_reduce": True} | BUDGET, "Cake: official_order=True pool_then_reduce"),
+    ("cake+caote", {"official_order": True} | BUDGET, "official_order caote"),
+    ("cake", {"tau": "mistral-0.3-7b-32k", "budget": 0.25}, "tau"),
+    ("cake", {"tau": "gpt", "budget": 128}, "tau"),
+    ("expected_attention", {"future": 0} | BUDGET, "future=0"),
+    ("expected_attention", {"eps": -1.0} | BUDGET, "eps=-1.0"),
+    ("expected_attention", {"mixture": True, "covariance": False} | BUDGET, "mixture covariance"),
+    ("expected_attention+caote", {"values": True} | BUDGET, "values=True caote"),
+    ("kvzip", {"schedule": "every"} | BUDGET, "schedule='every' prefill"),
+    ("kvzip", {"schedule": "blocks:8"} | BUDGET, "schedule='blocks:8' prefill"),
+    ("kvzip", {"evict_before_attend": True} | BUDGET, "evict_before_attend"),
+    ("kvzip", {"chunk": 0} | BUDGET, "chunk=0"),
+    ("kvzip", {"ask": "seven"} | BUDGET, "ask='seven' ids"),
+    ("kvzip+criticalkv", {"normalize": True} | BUDGET, "normalize=True criticalkv"),
+    # names
+    ("gate", BUDGET, "'gate' full, gates?"),
+    ("ful", BUDGET, "full?"),
+    ("pyramidv", BUDGET, "pyramidkv?"),
+    ("gates_:x", BUDGET, "'gates_' gates?"),
+    ("", BUDGET, "''"),
+    ("h2o+caot", BUDGET, "'caot' 'h2o+caot' vatp, caote?"),
+    ("h2o@pyramd", BUDGET, "'pyramd' 'h2o@pyramd' uniform, pyramid?"),
+    ("gates:runs/x@head", BUDGET, "'head' 'gates:runs/x@head' heads?"),
+    ("gates:runs/x+vapt@heads", BUDGET, "'vapt' vatp?"),
+    ("pyramidkv@heads", BUDGET, "pyramidkv snapkv@pyramid"),
+    # schedules
+    ("full@pyramid", {}, "pyramid full"),
+    ("full", {"schedule": "every"}, "every full"),
+    *(
+        ("h2o", {"schedule": x} | BUDGET, "prefill, blocks:m, every, steps:n")
+        for x in ("", "never", "blocks:0", "every+")
+    ),
+    *(
+        ("h2o", {"schedule": x} | BUDGET, "one part")
+        for x in ("every+steps:2", "blocks:8+blocks:9", "prefill+blocks:8")
+    ),
+    # budgets
+    *(("snapkv", {"budget": x}, "tokens share") for x in (0, -0.5, 1.0001, 64.0, float("nan"), True, "0.25", [1])),
+    *((x, {}, "budget") for x in ("h2o", "random", "snapkv+caote", "pyramidkv", "gates@uniform", "gates+caote")),
+    ("gates", {"schedule": "every"}, "budget"),
+    ("full", BUDGET, "budget=64"),
+    # flags decide themselves how much stays
+    ("flags:x", {"budget": 0.3}, "'flags:x' budget=0.3 gates:x"),
+    ("flags:x@heads", {}, "'flags:x@heads' @heads gates:x budget"),
+    ("flags+caote", {}, "'flags+caote' +caote gates budget"),
+    ("flags", {"schedule": "blocks:8+every"}, "'flags' schedule=blocks:8+every gates budget"),
+    ("flags", {"recent": 3}, "'flags' recent"),
+    ("flags", {"share": 0.3}, "'flags' share=0.3 flags:PATH gates.at(share=0.3)"),
+    ("gates:x", {"budget": 0.5, "share": 0.3}, "'gates:x' budget=0.5 share=0.3 flags:x"),
+]
 
 
-@pytest.mark.parametrize(
-    ("spec", "options", "message"),
-    [
-        ("snapkv", {"window": 0}, "SnapKV: window=0: expected 1 or more"),
-        ("cake", {"window": -1}, "Cake: window=-1: expected 1 or more"),
-        ("snapkv", {"kernel": 4}, "SnapKV: kernel=4: expected an odd number"),
-        ("snapkv", {"kernel": -1}, "SnapKV: kernel=-1: expected an odd number"),
-        ("snapkv", {"pooling": "mean"}, "SnapKV: pooling='mean': expected max or avg"),
-        ("cake", {"pooling": "mean"}, "Cake: pooling='mean': expected max or avg"),
-        ("snapkv", {"window": "32"}, "SnapKV: window='32': expected int"),
-        ("snapkv", {"window": 32.0}, "SnapKV: window=32.0: expected int"),
-        ("snapkv", {"window": True}, "SnapKV: window=True: expected int"),
-        ("h2o", {"window": 0}, "H2O: window=0: expected 1 or more, or None"),
-        ("h2o", {"recent": -1}, "H2O: recent=-1: expected 0 or more"),
-        ("h2o", {"recent": 1.5}, "H2O: recent=1.5: expected tokens, or a share up to 1.0"),
-        ("h2o", {"recent": "all"}, "H2O: recent='all': expected int or float"),
-        ("scissorhands", {"window": 0}, "Scissorhands: window=0: expected 1 or more"),
-        ("scissorhands", {"count": 1}, "Scissorhands: count=1: expected bool"),
-        ("tova", {"scope": "head"}, "Tova: scope='head': expected layer or kv_head"),
-        ("streaming_llm", {"sinks": -1}, "StreamingLLM: sinks=-1: expected 0 or more"),
-        ("h2o+vatp", {"norm": 3}, "Vatp: norm=3: expected 1 or 2 or inf"),
-        ("h2o+vatp", {"sinks": -1}, "Vatp: sinks=-1: expected 0 or more"),
-        ("snapkv@pyramid", {"beta": 0}, "Pyramid: beta=0: expected 1 or more"),
-        ("snapkv@preference", {"tau1": 0}, "Preference: tau1=0: expected more than 0"),
-        ("snapkv@preference", {"tau2": float("nan")}, "Preference: tau2=nan: expected more than 0"),
-        ("snapkv@preference", {"observers": 0}, "Preference: observers=0: expected 1 or more"),
-        ("snapkv@heads", {"floor": 1.1}, "Heads: floor=1.1: expected a share from 0 to 1"),
-    ],
-)
-def test_values_out_of_range(spec, options, message):
-    with pytest.raises(UserError, match=message):
-        ag.policy(spec, budget=64, **options)
-
-
-def test_a_whole_number_stands_for_a_float():
-    assert ag.policy("cake", budget=64, gamma=3).scorer.gamma == 3
-
-
-# ---- names
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("gate", r"Unknown policy 'gate' in 'gate': expected one of full, streaming_llm, .*; did you mean gates\?"),
-        ("ful", r"did you mean full\?"),
-        ("snapk", r"did you mean snapkv\?"),
-        ("pyramidv", r"did you mean pyramidkv\?"),
-        ("gates_:x", r"Unknown policy 'gates_'.*did you mean gates\?"),
-        ("", "Unknown policy ''"),
-        ("h2o+caot", r"Unknown wrapper 'caot' in 'h2o\+caot': expected one of vatp, .*; did you mean caote\?"),
-        ("h2o+obcache", r"did you mean obcache_\w+\?"),
-        ("h2o@pyramd", r"Unknown allocator 'pyramd' in 'h2o@pyramd': .* uniform, .*; did you mean pyramid\?"),
-        ("gates:runs/x@head", r"Unknown allocator 'head' in 'gates:runs/x@head'.*did you mean heads\?"),
-        ("gates:runs/x+vapt@heads", r"Unknown wrapper 'vapt'.*did you mean vatp\?"),
-        ("pyramidkv@heads", "pyramidkv stands for snapkv@pyramid, allocator included; name the parts instead"),
-    ],
-)  # fmt: skip
-def test_unknown_names(spec, message):
-    with pytest.raises(UserError, match=message):
-        ag.policy(spec, budget=64)
+@pytest.mark.parametrize(("spec", "given", "parts"), REFUSED, ids=str)
+def test_what_is_refused(spec, given, parts, monkeypatch):
+    monkeypatch.setattr(AttentionGates, "from_pretrained", lambda path: None)
+    with refuses(UserError, *parts.split()):
+        ag.policy(spec, **given)
 
 
 @pytest.mark.parametrize(
     ("text", "character"),
     [
         ("+caote", 1),
-        ("@heads", 1),
         (":x", 1),
         ("full:x", 5),
         ("h2o:x", 4),
         ("gates:", 7),
         ("gates:+caote", 7),
-        ("gates:@heads", 7),
         ("h2o+", 5),
-        ("h2o@", 5),
         ("h2o@+vatp", 5),
-        ("h2o++vatp", 5),
         ("h2o+vatp+caote", 9),
         ("h2o@heads+vatp", 10),
-        ("h2o@heads@heads", 10),
         ("gates:runs/a+b@", 16),
         ("gates:runs/a@heads+vatp", 19),
         ("gates:runs/a+vatp+caote", 18),
     ],
 )
 def test_a_sign_out_of_place_is_pointed_at(text, character):
-    with pytest.raises(
-        UserError, match=rf"at character {character}: expected|at character {character}: \w+ takes no path"
-    ):
+    with refuses(UserError, f"at character {character}:"):
         ag.policy(text, budget=64)
 
 
@@ -315,60 +280,12 @@ def test_a_far_name_gets_no_suggestion(spec):
     assert "did you mean" not in str(caught.value)
 
 
-# ---- combinations (section 13, point 6)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize(
-    ("head", "reason"),
-    [
-        ("full", "nothing is evicted"),
-        ("streaming_llm", "its score is the position alone"),
-        ("random", "its scores are random"),
-        ("knorm", "it has no attention rows to act on"),
-        ("gates", "it has no attention rows to act on"),
-    ],
-)
-def test_wrappers_are_refused_with_the_reason(head, reason, wrapper):
-    budget = None if head == "full" else 64
-    if head in ("knorm", "gates") and wrapper in ("caote", "fastcaote", "criticalkv"):
-        assert ag.policy(f"{head}+{wrapper}", budget=budget).scorer == WRAPPERS[wrapper](inner=BASES[head])
-    else:
-        with pytest.raises(UserError, match=f"{wrapper} .*{head}, .*{reason}"):
-            ag.policy(f"{head}+{wrapper}", budget=budget)
-
-
-@pytest.mark.parametrize(
-    ("spec", "schedule", "message"),
-    [
-        ("full@pyramid", "prefill", "allocator pyramid cannot act on full"),
-        ("full", "every", "schedule every cannot act on full"),
-    ],
-)
-def test_full_takes_no_parts(spec, schedule, message):
-    with pytest.raises(UserError, match=message):
-        ag.policy(spec, schedule=schedule)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("head", ["h2o", "scissorhands", "tova", "snapkv", "cake"])
-def test_every_wrapper_acts_on_every_scorer_with_rows(head, wrapper):
-    scorer = ag.policy(f"{head}+{wrapper}", budget=64).scorer
-    assert type(scorer) is WRAPPERS[wrapper]
-    assert type(scorer.inner) is SCORERS[head]
-
-
-# ---- schedules
-
-
 @pytest.mark.parametrize(
     ("schedule", "block", "steps"),
     [
         ("prefill", None, None),
         ("blocks:128", 128, None),
-        ("every", None, 1),
         ("steps:16", None, 16),
-        ("blocks:7+every", 7, 1),
         ("every+blocks:7", 7, 1),
         ("blocks:7+steps:3", 7, 3),
         ("prefill+every", None, 1),
@@ -379,84 +296,13 @@ def test_schedules(schedule, block, steps):
     assert (policy.block, policy.steps) == (block, steps)
 
 
-@pytest.mark.parametrize(
-    "schedule", ["", "never", "blocks", "blocks:0", "blocks:-1", "blocks:1.5", "steps:", "every+", "blocks:8,every"]
-)
-def test_unknown_schedules(schedule):
-    with pytest.raises(UserError, match="schedule=.*prefill, blocks:m, every, steps:n"):
-        ag.policy("h2o", budget=64, schedule=schedule)
-
-
-@pytest.mark.parametrize("schedule", ["every+every", "every+steps:2", "blocks:8+blocks:9", "prefill+blocks:8"])
-def test_schedules_that_contradict_themselves(schedule):
-    with pytest.raises(UserError, match="schedule=.* one part"):
-        ag.policy("h2o", budget=64, schedule=schedule)
-
-
 # ---- budgets
 
 
-@pytest.mark.parametrize(
-    "budget", [0, -1, -0.5, 0.0, 1.0001, 2.5, 64.0, float("nan"), float("inf"), True, False, "0.25", "abc", [1]]
-)
-def test_budgets_out_of_range(budget):
-    with pytest.raises(UserError, match=r"expected tokens \(an int of at least 1\) or a share \(a float in \(0, 1\]\)"):
-        ag.policy("snapkv", budget=budget)
-
-
-@pytest.mark.parametrize("spec", ["h2o", "random", "snapkv+caote", "pyramidkv", "gates@uniform", "gates+caote"])
-def test_a_missing_budget(spec):
-    with pytest.raises(UserError, match="budget"):
-        ag.policy(spec)
-
-
-def test_gates_that_evict_while_decoding_need_a_budget():
-    with pytest.raises(UserError, match="budget"):
-        ag.policy("gates", schedule="every")
-
-
-def test_full_takes_no_budget():
-    with pytest.raises(UserError, match="budget=64 "):
-        ag.policy("full", budget=64)
-
-
-def test_gates_with_and_without_a_budget():
-    assert ag.policy("gates").budget is None
-    assert ag.policy("gates", budget=0.3).scorer == Gates()
-
-
-@pytest.mark.parametrize(
-    ("text", "changes", "parts"),
-    [
-        ("flags:x", {"budget": 0.3}, "'flags:x' budget=0.3 gates:x"),
-        ("flags", {"budget": 64}, "'flags' budget=64 gates"),
-        ("flags:x@heads", {}, "'flags:x@heads' @heads gates:x budget"),
-        ("flags:x+caote", {"budget": 0.5}, "'flags:x+caote' budget=0.5 gates:x"),
-        ("flags+caote", {}, "'flags+caote' +caote gates budget"),
-        ("flags", {"schedule": "blocks:8+every"}, "'flags' schedule=blocks:8+every gates budget"),
-        ("flags", {"schedule": "steps:4"}, "'flags' schedule=steps:4 gates budget"),
-        ("flags", {"recent": 3}, "'flags' recent"),
-        ("flags", {"share": 0.3}, "'flags' share=0.3 flags:PATH gates.at(share=0.3)"),
-        ("gates:x", {"budget": 0.5, "share": 0.3}, "'gates:x' budget=0.5 share=0.3 flags:x"),
-    ],
-)
-def test_flags_decide_themselves_how_much_stays(text, changes, parts, monkeypatch):
-    monkeypatch.setattr(AttentionGates, "from_pretrained", lambda path: None)
-    with refuses(UserError, *parts.split()):
-        ag.policy(text, **changes)
-
-
 def test_budgets_in_tokens_and_as_a_share():
-    lengths = torch.tensor([1, 3, 7, 100, 1024])
-    assert ag.policy("h2o", budget=64).capacity(lengths).tolist() == [64] * 5
-    assert ag.policy("h2o", budget=1).capacity(lengths).tolist() == [1] * 5
-    assert ag.policy("h2o", budget=1.0).capacity(lengths).tolist() == lengths.tolist()
-    assert ag.policy("h2o", budget=0.25).capacity(lengths).tolist() == [1, 1, 1, 25, 256]
-
-
-def test_shares_are_exact():
     """floor(share x tokens) as a person works it out: 0.29 of 100 tokens are 29, not 28."""
     lengths = torch.arange(1, 400)
+    assert ag.policy("h2o", budget=64).capacity(lengths).tolist() == [64] * 399
     for percent in range(1, 101):
         wanted = [max(1, int(Fraction(percent, 100) * n)) for n in lengths.tolist()]
         assert ag.policy("h2o", budget=percent / 100).capacity(lengths).tolist() == wanted
@@ -521,7 +367,7 @@ def test_a_score_that_is_not_finite_names_layer_and_scorer(monkeypatch):
         Decision(ag.policy("knorm", budget=5), [3]).decide(Scene(lengths=(9,), layer=3).seen)
 
 
-# ---- gates from a folder
+# ---- gates from a folder, texts
 
 
 def test_gates_are_read_from_a_folder(tiny_llama, tmp_path):
@@ -660,28 +506,7 @@ def test_a_folder_without_gates(tmp_path):
         ag.policy(f"gates:{tmp_path / 'nothing'}")
 
 
-# ---- a scorer of one's own
-
-
-def test_a_scorer_of_ones_own_is_checked_like_the_others(monkeypatch):
-    @dataclass(frozen=True, kw_only=True)
-    class Middle(Scorer):
-        """Tokens near the middle."""
-
-        pull: float = 1.0
-
-        def score(self, seen):
-            return -(seen.key_ranks - self.pull * seen.lengths[:, None, None] / 2).abs()
-
-    monkeypatch.setitem(SCORERS, "middle", Middle)
-    policy = ag.policy("middle", budget=4, pull=1, sinks=1)
-    assert decide(policy, Scene(lengths=(11,)))[0, 0].nonzero().flatten().tolist() == [0, 4, 5, 6]
-    assert eval(repr(policy)) == policy
-    assert ag.policy("middle+caote", budget=4).scorer == Caote(inner=Middle())
-    with pytest.raises(UserError, match="vatp .*middle, .*rows"):
-        ag.policy("middle+vatp", budget=4)
-    with pytest.raises(UserError, match="Middle: pull='x': .*float"):
-        ag.policy("middle", budget=4, pull="x")
+# ---- parts of one's own
 
 
 def test_a_wrapper_of_ones_own_says_what_it_accepts(monkeypatch):
@@ -715,40 +540,3 @@ def test_a_wrapper_of_ones_own_says_what_it_accepts(monkeypatch):
     ):
         with refuses(UserError, *words):
             ag.policy(spec, 16, **options)
-
-
-def test_an_allocator_of_ones_own_is_one_class_and_one_line(monkeypatch):
-    @dataclass(frozen=True, kw_only=True)
-    class First(LayerAllocator):
-        """One layer keeps more, the others share what it leaves."""
-
-        extra: int = 2
-
-        def share(self, ballot, place, layers):
-            return ballot.capacity + (self.extra if place == 0 else -self.extra // (layers - 1))
-
-    monkeypatch.setitem(ALLOCATORS, "first", First)
-    policy = ag.policy("knorm@first", budget=5, extra=4)
-    decision, scene = Decision(policy, [1, 2, 4]), Scene(lengths=(12,), queries=3)
-    kept = []
-    for layer in (1, 2, 4):
-        seen = scene.seen
-        seen.layer = layer
-        kept.append(decision.decide(seen)[layer].sum(-1).tolist())
-    assert kept == [[[9, 9]], [[3, 3]], [[3, 3]]]
-    assert eval(repr(policy)) == policy
-    assert PolicySpec.parse("knorm@first").resolved().allocator == "first"
-    with pytest.raises(UserError, match="First: extra='x': .*int"):
-        ag.policy("knorm@first", budget=5, extra="x")
-
-
-def test_published_temperatures_are_looked_up_by_model_and_budget():
-    found = ag.policy("cake", budget=1024, tau="mistral-0.3-7b-32k")
-    assert (found.allocator.tau1, found.allocator.tau2) == (0.8, 0.5)
-    assert repr(found) == "ag.policy('cake', budget=1024, tau='mistral-0.3-7b-32k')"
-    assert hash(found) == hash(ag.policy("cake", budget=1024, tau="mistral-0.3-7b-32k"))
-    for model, budget in (("mistral-0.3-7b-32k", 512), ("mistral-0.3-7b-32k", 0.25), ("gpt", 128)):
-        with pytest.raises(UserError, match="tau"):
-            ag.policy("cake", budget=budget, tau=model)
-    with pytest.raises(UserError, match="Unknown option 'tau'"):
-        ag.policy("h2o", budget=128, tau="gpt")

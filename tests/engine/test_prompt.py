@@ -1,6 +1,5 @@
 """Several policies that read a prompt together are as each is alone."""
 
-import copy
 import gc
 import weakref
 
@@ -86,23 +85,6 @@ def test_memory_goes_with_the_cache(tiny_llama, spec):
         assert all(keys() is None for keys in held)
     finally:
         gc.enable()
-
-
-def test_copies_go_their_own_ways(tiny_llama):
-    """A copied cache shares the model, and pages until one writes into them."""
-    model = tiny_llama().eval()
-    ids = torch.randint(3, 128, (1, 30), generator=torch.Generator().manual_seed(0))
-    ((cache, _),) = read_prompt(model, [ag.policy("snapkv@preference", 12, "every", window=4)], ids)
-    copied = copy.deepcopy(cache)
-    assert copied.decoder is cache.decoder
-    with torch.no_grad():
-        for token in (5, 6, 7):
-            model(torch.tensor([[token]]), past_key_values=copied)
-        assert (cache.seen_tokens, copied.seen_tokens) == (30, 33)
-        logits = [model(torch.tensor([[9]]), past_key_values=x).logits for x in (cache, copy.deepcopy(copied))]
-        ((alone, _),) = read_prompt(model, [cache.policy], ids)
-        assert torch.equal(model(torch.tensor([[9]]), past_key_values=alone).logits, logits[0])
-    assert not torch.equal(*logits)
 
 
 @pytest.mark.parametrize("spec", ["full", "snapkv@preference", "gates"])

@@ -105,17 +105,6 @@ def test_all_sinks_stay_under_a_budget_below_them(tiny_llama, tmp_path, sinks):
         kept(model, f"gates:{tmp_path / 'gates'}", budget=2, strict=True, **sinks)
 
 
-def test_values_out_of_range():
-    with pytest.raises(UserError, match="sinks"):
-        Gates(sinks=-1)
-    with pytest.raises(UserError, match="recent"):
-        Gates(recent=-1)
-    with pytest.raises(UserError, match="recent_share"):
-        Gates(recent_share=1.5)
-    with refuses(UserError, "recent_share=0.5", "recent=3", "leave one out"):
-        ag.policy("gates", 8, recent=3, recent_share=0.5)
-
-
 @pytest.mark.parametrize("name", ["trained_sinks", "trained_recent"])
 def test_what_the_gates_say_is_no_option(name):
     for budget in (8, None):

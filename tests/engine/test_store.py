@@ -2,10 +2,6 @@
 
 import copy
 import gc
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -304,18 +300,6 @@ def test_memory_is_at_most_a_tenth_more_than_what_is_kept():
     assert kept <= store.nbytes <= 1.1 * kept
 
 
-@pytest.mark.parametrize("length", [1, 5, 9])
-def test_passes_of_several_tokens_stay_in_their_rows(length):
-    store = made(1, 2, torch.empty(1, 2), torch.empty(1, 2))
-    k = torch.arange(240.0).view(1, 2, 60, 2)
-    for start in range(0, 60 - length, length):
-        passed = k[:, :, start : start + length]
-        store.append(passed, -passed, torch.arange(start, start + length)[None], None)
-        stored = store.padded()
-        assert torch.equal(stored.keys, k[0, :, : start + length])
-        assert torch.equal(stored.values, -k[0, :, : start + length])
-
-
 def test_a_fifth_of_8k_tokens_takes_less_than_0205_of_all():
     """Heads as uneven as can be, and equal ones: a page is 0.2 % of a full row."""
     ranks = torch.arange(8192)[None]
@@ -329,84 +313,6 @@ def test_a_fifth_of_8k_tokens_takes_less_than_0205_of_all():
         store.retain(torch.arange(8192) < (torch.tensor(shares) * 8192).long()[:, None])
         assert 0.199 * full.nbytes <= store.nbytes <= 0.205 * full.nbytes
         assert store.pool.nbytes == store.nbytes
-
-
-RESIDENT = """
-import os, sys, torch
-from pathlib import Path
-from ag.engine.pool import Pool
-from ag.engine.store import PagedStore
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-def peak(keep):
-    before, most, layers = resident(), 0, []
-    for _ in range(12):
-        k = torch.ones(1, 2, 16384, 64)
-        store = PagedStore(1, 2, Pool.growing(k, k))
-        store.append(k, k, torch.arange(16384)[None], None)
-        if keep < 1:
-            store.retain(torch.arange(16384).expand(2, -1) < keep * 16384)
-        store.write()
-        layers.append(store)
-        most = max(most, resident() - before)
-    print(most, sum(store.nbytes for store in layers), flush=True)
-
-for keep in map(float, sys.argv[1:]):
-    child = os.fork()  # each has a memory of its own
-    if child == 0:
-        peak(keep)
-        os._exit(0)
-    os.waitpid(child, 0)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux to tell the memory of the process")
-def test_the_process_gives_memory_back():
-    """Layer after layer of 17 MB is stored and cut to a fifth: the peak is far below that of all of them."""
-
-    # in processes of their own, whose malloc gives large pieces back at once and keeps none for later
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
-    command = [sys.executable, "-c", RESIDENT, "0.2", "1"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    evicted, held, full, everything = map(int, done.stdout.split())
-    assert held <= 0.22 * everything
-    assert full >= 0.9 * everything
-    assert evicted <= 0.6 * full  # one whole layer on the way
-
-
-@pytest.mark.parametrize("uneven", [False, True])
-def test_one_in_one_out_moves_nothing(uneven):
-    """1,000 decode steps stay in the same memory, and take one page more a row at most."""
-    store = made(1, 2, torch.empty(1, 2), torch.empty(1, 2))
-    lengths = [512, 600] if uneven else [512, 512]
-    prompt = torch.arange(600)[None]
-    k = prompt[:, None, :, None].expand(1, 2, 600, 2).float()
-    store.append(k, k, prompt, torch.arange(600) < torch.tensor(lengths)[None, :, None])
-    store.write()
-    expected = [list(range(length)) for length in lengths]
-    generator, before, place = torch.Generator().manual_seed(0), store.nbytes, None
-    for step in range(600, 1600):
-        k = torch.full((1, 2, 1, 2), float(step))
-        store.append(k, k, torch.full((1, 1), step), None)
-        place = place or store.pool.keys.data_ptr()
-        held = store.padded().ranks
-        keep = torch.ones(2, int(store.lengths.max()), dtype=torch.bool)
-        for i, row in enumerate(expected):
-            row.append(step)
-            at = int(torch.randint(0, len(row), (), generator=generator))
-            keep[i, at] = False
-            row.remove(int(held[i, at]))
-        store.retain(keep)
-        assert store.lengths.tolist() == lengths
-    assert store.pool.keys.data_ptr() == place and store.nbytes <= before + 2 * store.pool.page_nbytes()
-    assert [row.tolist() for row in store.kept()] == expected
-    rows = store.padded()
-    assert torch.equal(rows.keys[:, :512, 0], rows.ranks[:, :512].float())
-    assert torch.equal(rows.values[:, :512, 1], rows.ranks[:, :512].float())
-    assert (rows.valid is None) != uneven
 
 
 @pytest.mark.parametrize("gone", [[], [1]])
@@ -447,19 +353,6 @@ def test_rows_of_equal_length_are_read_without_a_copy():
     assert stored.valid is None
     assert stored.keys.data_ptr() == store.pool.keys.data_ptr()
     assert stored.values.data_ptr() == store.pool.values.data_ptr()
-
-
-def test_a_row_that_kept_nothing():
-    store = made(1, 2, torch.empty(1, 8), torch.empty(1, 8))
-    k = tokens(1, 2, 5)
-    store.append(k, k, torch.arange(5)[None], torch.tensor([[[False] * 5, [True, False, True, False, True]]]))
-    store.write()
-    stored = store.padded()
-    assert stored.valid.tolist() == [[False] * 3, [True] * 3]
-    assert torch.equal(stored.keys[1], k[0, 1, ::2])
-    store.append(k[:, :, :1], k[:, :, :1], torch.full((1, 1), 5), None)
-    assert store.lengths.tolist() == [1, 4]
-    assert store.padded().ranks[0, :1].tolist() == [5]
 
 
 def test_what_stands_for_a_gate_of_a_prompt_takes_no_memory_behind_it():

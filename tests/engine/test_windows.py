@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import DynamicCache
 
 import ag
 from ag.errors import UserError
+from tests.support.batches import row
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
-from tests.support.held import contents, feed
+from tests.support.held import alone_too, contents
 from tests.support.refused import refuses
 
 WINDOW, PROMPT, NEW = 24, 70, 20
@@ -25,21 +26,15 @@ POLICIES = [
 ]
 
 
-@pytest.fixture
-def alternating():
-    torch.manual_seed(0)
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
-    config = Gemma3TextConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, sliding_window=WINDOW, layer_types=types, initializer_range=0.15,
-        query_pre_attn_scalar=16, eos_token_id=2, bos_token_id=1, pad_token_id=0, attn_logit_softcapping=None,
-        final_logit_softcapping=None,
-    )  # fmt: skip
-    return Gemma3ForCausalLM(config).eval()
-
-
 def text(length=PROMPT + NEW, seed=0):
-    return torch.randint(3, 128, (1, length), generator=torch.Generator().manual_seed(seed))
+    return row(length, seed)[None]
+
+
+def with_window(request, family):
+    """A model all of whose layers have a window, or the first and the last of three."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    more = {"num_hidden_layers": 3, "layer_types": kinds} if family == "tiny_gemma3" else {}
+    return request.getfixturevalue(family)(sliding_window=WINDOW, **more)
 
 
 @torch.no_grad()
@@ -49,12 +44,11 @@ def decode(model, cache, ids, prompt=PROMPT):
     return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
 
 
-@pytest.mark.parametrize("family", ["tiny_mistral", "alternating"])
+@pytest.mark.parametrize("family", ["tiny_mistral", "tiny_gemma3"])
 @pytest.mark.filterwarnings("ignore::ag.errors.BudgetWarning")
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda x: "-".join(map(str, x)))
 def test_windowed_layers_hold_what_the_newest_query_saw(request, family, policy):
-    model = request.getfixturevalue(family)
-    model = model if family == "alternating" else model(sliding_window=WINDOW)
+    model = with_window(request, family)
     ids, cache, plain = text(), ag.EvictionCache(model, *policy), DynamicCache(config=model.config)
     decode(model, cache, ids)
     decode(model, plain, ids)
@@ -63,7 +57,7 @@ def test_windowed_layers_hold_what_the_newest_query_saw(request, family, policy)
         for head in cache.kept_positions(layer)[0]:
             seen = set(range(newest - WINDOW + 1, newest + 1))
             assert set(head.tolist()) <= seen
-            if policy == ("full",) or family == "alternating":
+            if policy == ("full",) or family == "tiny_gemma3":
                 assert set(head.tolist()) == seen
     plain_bytes = sum(x.nbytes for layer in plain.layers for x in (layer.keys, layer.values))
     assert cache.report().plain_nbytes == plain_bytes
@@ -72,12 +66,11 @@ def test_windowed_layers_hold_what_the_newest_query_saw(request, family, policy)
     assert cache.nbytes <= pages * 16 * (2 * 16 * 4 + 4)
 
 
-@pytest.mark.parametrize("family", ["tiny_mistral", "alternating"])
+@pytest.mark.parametrize("family", ["tiny_mistral", "tiny_gemma3"])
 @pytest.mark.parametrize("sizes", [[70, *[1] * 9, 7, 1, 1, 30, 1], [10, 33, 40, 1, 1], [1, 1, 60, 2, 1]])
 def test_full_equals_the_plain_model(request, family, sizes):
     """Turns of any length, some longer than the window."""
-    model = request.getfixturevalue(family)
-    model = model if family == "alternating" else model(sliding_window=WINDOW)
+    model = with_window(request, family)
     ids, cache = text(sum(sizes)), ag.EvictionCache(model, "full")
     with torch.no_grad():
         found = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(sizes, 1)], 1)
@@ -126,15 +119,6 @@ def test_crop_within_a_pass_and_beyond(tiny_mistral, spec):
 def test_sequences_of_different_lengths_forget_by_their_own(tiny_mistral):
     """In a padded batch, also where a later turn has tokens for one of them alone."""
     model, rows = tiny_mistral(sliding_window=WINDOW), [text(60)[0], text(48, 3)[0]]
-    for policy in (("full",), ("h2o", 16, "every")):
-        passes = [(40, 28), (1, 1), (1, 0), (5, 2), (0, 1), (1, 1), (12, 15)]
-        for side in ("left", "right"):
-            batch = feed(ag.EvictionCache(model, *policy), model, rows, passes, side)
-            for b, row in enumerate(rows):
-                mine = [[n[b]] for n in passes if n[b]]
-                alone = feed(ag.EvictionCache(model, *policy), model, [row], mine)
-                together = [held for held, n in zip(batch.held, passes, strict=True) if n[b]]
-                assert [[layer[b] for layer in held] for held in together] == [
-                    [layer[0] for layer in held] for held in alone.held
-                ]
-                hold(batch.logits[b], alone.logits[0].double(), of_logits(model))
+    passes = [(40, 28), (1, 1), (1, 0), (5, 2), (0, 1), (1, 1), (12, 15)]
+    for policy, side in ((ag.policy("full"), "left"), (ag.policy("h2o", 16, "every"), "right")):
+        alone_too(model, policy, rows, passes, side)
