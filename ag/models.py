@@ -1,45 +1,31 @@
-"""``python -m ag.models NAME`` prints the folder of a base model, and fetches it first where that is needed."""
+"""``python -m ag.models``: see :mod:`ag.commands.models`."""
 
-from __future__ import annotations
-
-import argparse
 import logging
 import sys
-from pathlib import Path
 
-from ag.config.command_line import command
+from ag.commands.models import ModelsConfig as ModelsConfig
+from ag.commands.models import main as main
+from ag.config.command_line import Invocation
 from ag.errors import UserError
 
-ACCEPT = "accept_license="
 
+def show(asked: Invocation[ModelsConfig]) -> int:
+    """Print the folder of a model, fetched where that is needed; returns the exit code.
 
-@command("ag.models")
-def main(arguments: list[str]) -> int:
-    """Print the folder of a model; exit code 2 and one line when it cannot be found or made."""
-    parser = argparse.ArgumentParser(prog="python -m ag.models", description="Print where a base model lies.")
-    parser.add_argument("name", help="smollm2, gemma3-270m, a hub id or a folder")
-    parser.add_argument(
-        "accept", nargs="?", metavar=f"{ACCEPT}NAME", help="accept a model's licence and fetch it (gemma3-270m: gemma)"
-    )
-    parser.add_argument("--verify", action="store_true", help="check the hashes of a converted wheel")
-    options = parser.parse_args(arguments)
-    from ag.model import gemma3, smollm2  # these load torch and transformers, which no help needs
-    from ag.model.base import SOURCES, resolve
+    Raises:
+        UserError: it cannot be found or made, or its licence is another one.
+    """
+    from ag.model.base import resolve
+    from ag.model.wheels import SOURCES
 
-    if options.accept is None:
-        path = Path(resolve(options.name))
-    elif not options.accept.startswith(ACCEPT):
-        raise UserError(f"{options.accept!r} behind {options.name}: expected {ACCEPT}NAME, or nothing")
-    elif options.name != gemma3.ALIAS:
-        raise UserError(f"{options.accept} is for {gemma3.ALIAS} alone: leave it out for {options.name}")
-    else:
-        path = gemma3.get(options.accept.removeprefix(ACCEPT))
-    if options.verify:
-        next((source for source in SOURCES if source.is_ready(path)), smollm2.SOURCE).verify(path)
-    print(path)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    name, accepted = asked.config.model, asked.config.accept_license
+    licensed = {source.name: source for source in SOURCES if source.license}
+    if accepted is not None and name not in licensed:
+        raise UserError(f"accept_license={accepted} is for {', '.join(licensed)} alone: leave it out for {name}")
+    print(resolve(name) if accepted is None else licensed[name].get(accepted))
     return 0
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     sys.exit(main())

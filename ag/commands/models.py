@@ -1,0 +1,19 @@
+"""Print the folder of a base model, fetching it first where that is needed: ``python -m ag.models smollm2``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ag.config.command_line import keyed
+from ag.config.sections import key
+
+
+@dataclass
+class ModelsConfig:
+    """What ``python -m ag.models`` can be told."""
+
+    model: str = key("smollm2", "smollm2, gemma3-270m, a hub id or a folder; may also stand as the first word")
+    accept_license: str | None = key(None, "the licence that you accept, which fetches the model (gemma3-270m: gemma)")
+
+
+main = keyed("ag.models", ModelsConfig, "ag.models:show", first="model")
