@@ -96,7 +96,7 @@ def check_part(name: str, kind: Any, base: Any) -> None:
     """Refuse an entry of a table whose methods cannot be called as those of its base are.
 
     Args:
-        name: of the entry.
+        name: name of the entry.
         kind: the entry.
         base: the class that it has to derive from.
 

@@ -27,7 +27,7 @@ class Counts:
         truncated: rows whose prompt lost its left part.
         truncated_tokens: tokens that those prompts lost.
         skipped: documents too short for one window.
-        val_skipped: those of them that are validation documents.
+        val_skipped: the part of them that are validation documents.
     """
 
     truncated: int = 0
@@ -58,7 +58,7 @@ class DataModule(LightningDataModule):
         truncated: rows whose prompt lost its left part.
         truncated_tokens: tokens that those prompts lost.
         skipped: documents too short for one window (text; streamed training documents are not counted).
-        val_skipped: those of them that are validation documents.
+        val_skipped: the part of them that are validation documents.
     """
 
     def __init__(

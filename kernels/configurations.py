@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
 
     Attributes:
         rows: queries of a tile; tokens for ``_split`` and ``_attend``.
-        warps: of a program, 32 threads each.
+        warps: warps of a program, 32 threads each.
         stages: tiles that are loaded ahead, that at work included.
         keys: keys of a tile where the kernel chooses them, a multiple of :func:`ag.kernels.tuned.key_block`; else 0.
     """

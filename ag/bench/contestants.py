@@ -37,8 +37,8 @@ class Contestant:
     """One way to hold keys and values.
 
     Attributes:
-        name: of the row in the table.
-        policy: of this engine; None: plain transformers with its own cache.
+        name: name of the row in the table.
+        policy: policy of this engine; None: plain transformers with its own cache.
         keep: share of the prompt that the policy keeps; None: all.
         attention: implementation, for plain transformers.
         backend: what torch's attention is pinned to, for plain transformers; None: torch's choice.

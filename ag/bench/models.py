@@ -101,7 +101,7 @@ def gates_for(model: PreTrainedModel, share: float = 0.03, **settings: Any) -> A
 
     Args:
         model: they are made for it.
-        share: of its parameters, were they attention gates.
+        share: largest share of its parameters, counted for attention gates.
         settings: what else their configuration says.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())

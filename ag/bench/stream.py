@@ -31,11 +31,11 @@ class Runner:
     """A contestant at work.
 
     Attributes:
-        name: of its row.
+        name: name of its row.
         cache: its own, which has read the prompt.
         token: the next one to be fed, ``[B, 1]``.
         grows: whether what it takes in is cropped after its turn.
-        seconds: of each step.
+        seconds: time of each step.
         first_bytes: allocated for keys and values, and for what the gates remember, after the first turn.
     """
 

@@ -46,8 +46,8 @@ class Adapter:
 
     Attributes:
         source: folder of the export, for messages.
-        sha256: of its weights.
-        name: of one of its tensors that is not zero, as PEFT calls it.
+        sha256: hash of its weights.
+        name: one of its tensors that is not zero, as PEFT calls it.
         tensor: its values; another adapter has others.
     """
 

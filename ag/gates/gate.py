@@ -90,7 +90,7 @@ class AttentionGate(nn.Module):
         Args:
             hidden: hidden states ``[B, T, d]`` of the new tokens.
             ranks: ``[B, T]`` long, the place of each among its sequence's own tokens.
-            real: ``[B, T]`` bool, False on padding; None: there is none.
+            real: ``[B, T]`` bool, False on padding; None without padding.
             memory: what is remembered of the tokens before, and of these afterwards.
 
         Returns:

@@ -56,7 +56,7 @@ class GateMemory(Attributes):
             k: keys ``[B, T, h' d']``.
             v: values ``[B, T, h' d']``.
             ranks: ``[B, T]`` long, the place of each token among its sequence's own ones.
-            real: ``[B, T]`` bool, False on padding; None: there is none.
+            real: ``[B, T]`` bool, False on padding; None without padding.
         """
         self.settle()
         self._seen += ranks.shape[1]

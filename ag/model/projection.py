@@ -55,7 +55,7 @@ def projected_norms(v: Tensor, weight: Tensor, order: int) -> Tensor:
     Args:
         v: values ``[B, Hkv, N, D]`` float32.
         weight: ``[H, D, M]`` float32.
-        order: of the norm: 1, or 2.
+        order: order of the norm: 1, or 2.
     """
     group = len(weight) // v.shape[1]
     out = v.new_empty(len(v), len(weight), v.shape[2])

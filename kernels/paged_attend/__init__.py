@@ -21,7 +21,7 @@ def paged_attend(
             closed.
         ranks: ``[B, T]`` long, of the queries; one below 0 sees nothing.
         scaling: factor of the logits.
-        window: distance from which on no query sees a token; None: there is none.
+        window: distance from which on no query sees a token; None without a sliding window.
         recent: newest tokens that a query sees whatever their gates, its own included; None: gates do not matter.
 
     Returns:

@@ -24,7 +24,7 @@ def pool_append(
     Args:
         pages: the rows; each has a page for its new token, and none of what is written is shared with another row.
             ``lengths`` changes in place too.
-        new: one token of each row, in the pool's types; None: there is none.
+        new: one token of each row, in the pool's types; None if none comes.
         victims: ``[R, V]`` int32, slots of the tokens that go, the new one's among them, each row's distinct; -1: none.
         records: ``[R, C, S]`` float32 each, numbers of each token by slot, which go with it; those of a new token and
             of free slots are 0.

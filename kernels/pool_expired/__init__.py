@@ -20,7 +20,7 @@ def pool_expired(pages: Pages, ranks: Tensor, recent: int | None, window: int | 
         pages: the rows, without their new tokens; with ``recent`` their gate column is bool: open or closed.
         ranks: ``[B]`` long, of the new tokens; below 0 where a sequence has none, from which nothing goes.
         recent: newest tokens that a query sees whatever their gates, its own included; None: gates do not matter.
-        window: distance from which on no query sees a token, not below ``recent``; None: there is none.
+        window: distance from which on no query sees a token, not below ``recent``; None without a sliding window.
 
     Returns:
         ``[R, 2]`` int32, the slots of both; -1 where a row does not hold such a token.

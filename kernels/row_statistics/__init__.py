@@ -23,7 +23,7 @@ def row_statistics(
         kind: which statistic.
         logits: scaled ``[B, H, w, N]``, ``-inf`` where a row does not see the key; a row that sees nothing gives 0.
         counted: ``[B, w]`` bool.
-        values: of the keys, for all kinds but ``attention``.
+        values: values of the keys, for all kinds but ``attention``.
         outputs: ``o - centre`` ``[B, H, w, D]`` where they are known, which saves the C++ version time.
 
     Returns:

@@ -31,7 +31,7 @@ def pair_statistics(kind: Kind, a: Tensor, s: Tensor, values: Values | None = No
         kind: which statistic.
         a: weights ``[B, H, w, N]`` that sum to 1 in each row, or to 0 where it sees nothing.
         s: logits ``[B, H, w, N]``, 0 where the row does not see the key.
-        values: of the keys, for all kinds but ``attention``.
+        values: values of the keys, for all kinds but ``attention``.
 
     Returns:
         ``[B, H, w, N]``.

@@ -78,7 +78,7 @@ class Cell:
         """Make the row of what became of its samples.
 
         Args:
-            outcomes: of the samples.
+            outcomes: outcomes of the samples.
             loaded: the samples.
             prefill: what later tokens of a prompt see; see :class:`Row`.
             conditions: see :func:`ag.evaluate.comparison.conditions.conditions`.

@@ -20,7 +20,7 @@ def conditions(config: CompareConfig, command: str) -> dict[str, Any]:
     """Return what a row holds of this process at this moment: fields of :class:`Row`.
 
     Args:
-        config: of the comparison.
+        config: settings of the comparison.
         command: the command line, or what :func:`called` returns.
     """
     device = torch.device(config.device)

@@ -40,16 +40,16 @@ class Row:
     """What came out of one cell.
 
     Attributes:
-        key: of the cell; the same for the same question asked again.
+        key: key of the cell; the same for the same question asked again.
         policy: repr of the policy.
         label: what tables call the policy.
-        budget: asked for: a share of the prompt, or tokens per KV head; None: none.
+        budget: what was asked for: a share of the prompt, or tokens per KV head; None without a budget.
         kept: share of the prompts' (token, layer, KV head) entries that was held, measured in the cache; of all tokens
             seen where eviction goes on.
         task: its name.
         metric: what its scores are.
         higher_is_better: whether more of the metric is better.
-        mean: of the scores; None when there is a problem.
+        mean: mean of the scores; None when there is a problem.
         error: standard error of the mean; None for a single sample.
         n: samples scored.
         too_long: samples left out because they do not fit the model.
@@ -60,23 +60,23 @@ class Row:
             over samples.
         prefill: what later prompt tokens see: ``dense`` (everything), ``sparse`` (what gates keep), ``blocks:m``.
         model: hub id or folder.
-        versions: of the libraries.
+        versions: versions of the libraries.
         problem: why there is no result.
         question: ``after``: read when the context had been evicted, ``before``: part of the prompt; None: no question.
         nats: negative log-likelihood of the right answers per token, the mean over samples; None: not measured.
         hits: share of the samples in which each token of the right answer is the likeliest; None: not measured.
-        floor: the mean up to which a full cache shows that the model cannot do the task; None: there is none.
+        floor: the mean up to which a full cache shows that the model cannot do the task; None where there is none.
         over_budget: samples in which more is protected than the budget allows, and stays; None: not known.
 
     What follows is None where it is not known, as in rows of earlier versions:
 
     Attributes:
         untouched: samples that the policy cannot change; see :meth:`ag.evaluate.comparison.cells.Cell.untouched`.
-        dtype: of the model's weights.
-        quantization: of the model's weights, ``none`` or ``nf4``.
+        dtype: type of the model's weights.
+        quantization: quantization of the model's weights, ``none`` or ``nf4``.
         prompt_mean: tokens of a sample that a policy may evict, the mean over samples.
-        prompt_min: of the shortest.
-        prompt_max: of the longest.
+        prompt_min: tokens of the shortest prompt.
+        prompt_max: tokens of the longest prompt.
         task_options: the task's options with their values, defaults included.
         hardware: the GPU, or the CPU that it ran on.
         threads: that computed on the CPU.

@@ -53,7 +53,7 @@ def compare(
 
     Args:
         mine: scores of one policy.
-        theirs: those of the other.
+        theirs: scores of the other, on the same samples.
         parts: of each sample the differences of its parts, such as blocks of a book, and their weights; the interval is
             then that of :func:`bootstrap_parts`. None: a sample has no parts.
 
@@ -84,7 +84,7 @@ def bootstrap_parts(parts: Sequence[tuple[Vector, Vector]], level: float = 0.95)
 
     Args:
         parts: of each sample its parts' differences ``[k]`` and weights ``[k]``.
-        level: of the interval.
+        level: confidence level of the interval.
     """
     n, counts = len(parts), np.array([len(values) for values, _ in parts])
     values, weights = (

@@ -36,7 +36,7 @@ def fill(
     """Run the cells that have no row yet; a cell that another process works on is waited for.
 
     Args:
-        config: of the comparison.
+        config: settings of the comparison.
         cells: its cells.
         results: its folder.
         console: where progress is shown.
@@ -127,7 +127,7 @@ class _Worker:
         """Run cells and write what came out of them; returns why that failed, None where it did not.
 
         Args:
-            cells: of one task.
+            cells: cells of one task.
             done: by cell, the outcomes of its first samples, which are not run again; those of others are added.
             progress: is told.
         """

@@ -18,7 +18,7 @@ class Subset:
     Attributes:
         prompt: with places for ``{context}`` and ``{input}``.
         most: tokens that an answer may have.
-        metric: of one answer, one reference and the possible classes.
+        metric: function of one answer, one reference and the possible classes.
         first_line: only the first line of an answer counts.
         chat: a chat template may go around the prompt.
     """
