@@ -85,4 +85,4 @@ class CompareConfig(SharedModel):
         )
 
 
-main = keyed("ag.compare", CompareConfig, "ag.evaluate.comparison.run:run")
+main = keyed("ag.compare", CompareConfig, "ag.evaluate.comparison.compare:run")

@@ -20,8 +20,9 @@ from ag.config.recipes import load_config
 from ag.engine.spec import FLAGS, FULL, GATES, PolicySpec, named
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import list_cells
-from ag.evaluate.comparison.findings import OVER, OVER_NOTE, Entry
-from ag.evaluate.comparison.run import compare
+from ag.evaluate.comparison.compare import compare
+from ag.evaluate.comparison.entries import Entry
+from ag.evaluate.comparison.tables import OVER, OVER_NOTE
 
 TASK = "responses"
 

@@ -5,7 +5,7 @@ import sys
 from rich.console import Console
 
 from ag.commands.compare import CompareConfig
-from ag.evaluate.comparison.run import compare
+from ag.evaluate.comparison.compare import compare
 
 model, folder, output = sys.argv[1:]
 config = CompareConfig(

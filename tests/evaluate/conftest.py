@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ag.compare import CompareConfig
-from ag.evaluate.comparison.run import compare
+from ag.evaluate.comparison.compare import compare
 
 POLICIES = ["full", "h2o", "tova"]
 

@@ -189,7 +189,7 @@ def test_a_pack_is_made_and_used_where_little_is_installed(checkout, tmp_path):
     tests = rows["quantised"]["result"]["tests"]
     assert (rows["quantised"]["commit"], tests["skipped"]) == ("c0ffee1", tests["tests"])
     code = (
-        "import ag.bench.run, ag.evaluate.comparison.run, ag.evaluate.preset, ag.run, scripts.gpu.fit\n"
+        "import ag.bench.run, ag.evaluate.comparison.compare, ag.evaluate.preset, ag.run, scripts.gpu.fit\n"
         "import ag; from pathlib import Path; from scripts.gpu.__main__ import _model\n"
         f"model, tokenizer = ag.load_base(_model(Path({str(work)!r})))\n"
         "ids = tokenizer('The capital of France is', return_tensors='pt')\n"

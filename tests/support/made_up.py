@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison.findings import Comparison, Entry, _tested
+from ag.evaluate.comparison.entries import Entry
+from ag.evaluate.comparison.findings import Comparison, _tested
 from ag.evaluate.comparison.results import Row
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.tasks.base import Tags

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ag.evaluate.comparison import by_position
-from ag.evaluate.comparison.findings import Comparison, Entry, pair
+from ag.evaluate.comparison.entries import Entry, pair
+from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.results import tag_values
-from ag.evaluate.comparison.shares import held
+from ag.evaluate.comparison.shares import held, shown
 from ag.evaluate.comparison.statistics import bootstrap, mean_and_error
 
 SEVERAL = 2  # kept shares that make a curve
@@ -99,6 +100,16 @@ def looks(comparison: Comparison) -> dict[str, Look]:
     return found
 
 
+def every(comparison: Comparison) -> dict[str, list[Chart]]:
+    """Return all charts that there are results for, by the file that shows them."""
+    found = {"lead": leading(comparison)}
+    for task in comparison.tasks:
+        found[f"quality_{task}"] = quality(comparison, task)
+        found[f"nats_{task}"] = quality(comparison, task, nats=True)
+        found[f"positions_{task}"] = along(comparison, task)
+    return {name: drawn for name, drawn in found.items() if drawn}
+
+
 def leading(comparison: Comparison) -> list[Chart]:
     """Return nats over the full cache by kept share: of the first task that asks after eviction, and of the first text.
 
@@ -148,8 +159,8 @@ def _over_full(comparison: Comparison, title: str, entries: Sequence[Entry], nat
     return Chart(_titled(title, entries), KEPT, y_label, lines, looks(comparison)[full.row.label] if full else None)
 
 
-def quality(comparison: Comparison, task: str, nats: bool = False) -> Chart | None:
-    """Return the metric of a task, or the nats of its right answers, by kept share, with standard errors."""
+def quality(comparison: Comparison, task: str, nats: bool = False) -> list[Chart]:
+    """Return the metric of a task, or the nats of its right answers, by kept share, with standard errors, if any."""
 
     def point(entry: Entry) -> Point | None:
         if (measured := entry.measure(nats)) is None:
@@ -162,7 +173,7 @@ def quality(comparison: Comparison, task: str, nats: bool = False) -> Chart | No
     metric = "nats per answer token" if nats else entries[0].row.metric
     lines = _lines(comparison, entries, point)
     title = f"{task}: nats of the right answer" if nats else task
-    return Chart(_titled(title, entries), KEPT, f"{metric} ({which} is better)", lines) if lines else None
+    return [Chart(_titled(title, entries), KEPT, f"{metric} ({which} is better)", lines)] if lines else []
 
 
 def along(comparison: Comparison, task: str) -> list[Chart]:
@@ -185,10 +196,10 @@ def along(comparison: Comparison, task: str) -> list[Chart]:
             else:
                 continue
             points = [
-                Point(x, y, y - (error or 0.0), y + (error or 0.0), f"{entry.shown}: {y:{form}} from {x:,}")
+                Point(x, y, y - (error or 0.0), y + (error or 0.0), f"{shown(entry)}: {y:{form}} from {x:,}")
                 for x, (y, error) in means.items()
             ]
-            lines += [Line(looks(comparison)[entry.row.label], short(entry.shown), points)] if points else []
+            lines += [Line(looks(comparison)[entry.row.label], short(shown(entry)), points)] if points else []
         if lines:
             title = f"{task} at budget {budget}" if budget else task
             y_label = f"nats a token over {comparison.baseline}" if compared else "nats a token"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ag.evaluate.comparison.findings import SIGNIFICANT, Entry, pair
+from ag.evaluate.comparison.entries import Entry, pair
+from ag.evaluate.comparison.findings import SIGNIFICANT
 from ag.evaluate.comparison.statistics import Paired
 
 LOST = 0.5  # of what the full cache scores above its floor: more is far

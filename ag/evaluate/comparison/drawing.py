@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 
 from ag.evaluate.comparison import charts
 from ag.evaluate.comparison.charts import Chart, Look, short
-from ag.evaluate.comparison.findings import Comparison, Entry, Wins
+from ag.evaluate.comparison.entries import Entry
+from ag.evaluate.comparison.findings import Comparison, Wins
+from ag.evaluate.comparison.shares import shown
 from ag.gates.figures import DPI
 
 FILES = Path(__file__).parent / "page_files"
@@ -59,18 +61,12 @@ def save(comparison: Comparison) -> None:
 
 def draw(comparison: Comparison) -> Iterator[tuple[str, Figure]]:
     """Return all plots, each with its file's name without the ending."""
-    if lead := charts.leading(comparison):
-        yield "lead", panels(lead)
+    for name, drawn in charts.every(comparison).items():
+        yield name, panels(drawn)
     for task in comparison.tasks:
         entries = [entry for entry in comparison.of_task(task) if entry.outcomes]
-        if found := charts.quality(comparison, task):
-            yield f"quality_{task}", panels([found])
-        if found := charts.quality(comparison, task, nats=True) if "nats" in comparison.columns(task) else None:
-            yield f"nats_{task}", panels([found])
         if any("depth" in outcome.tags for entry in entries for outcome in entry.outcomes):
             yield f"depths_{task}", depths(task, entries)
-        if any(outcome.blocks for entry in entries for outcome in entry.outcomes):
-            yield f"positions_{task}", panels(charts.along(comparison, task))
     wins = [(budget, comparison.wins(budget)) for budget in comparison.budgets]
     if any(len(matrix.names) > 1 for _, matrix in wins):
         yield "wins", win_matrix(wins)
@@ -209,7 +205,7 @@ def depths(task: str, entries: Sequence[Entry]) -> Figure:
         depths, lengths = (sorted({place[which] for place in scores}) for which in (0, 1))
         means = [[np.mean(scores.get((depth, length), np.nan)) for length in lengths] for depth in depths]
         _heat(axes, means, lengths, [f"{depth:g}" for depth in depths], cmap="viridis")
-        axes.set_title(f"{short(entry.shown)}: {entry.row.mean:.2f}", fontsize=8)
+        axes.set_title(f"{short(shown(entry))}: {entry.row.mean:.2f}", fontsize=8)
     figure.suptitle(f"{task}: {entries[0].row.metric} by length (tokens) and depth of the needle", fontsize=11)
     return figure
 

@@ -10,113 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ag.commands.compare import CompareConfig
-from ag.engine.spec import PolicySpec
 from ag.evaluate.comparison.cells import Cell
-from ag.evaluate.comparison.results import Results, Row, tag_values
+from ag.evaluate.comparison.entries import Entry, pair
+from ag.evaluate.comparison.results import Results, Row
 from ag.evaluate.comparison.shares import apart, at_budget, differing, held, may_pair, percent
-from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error, sign_flips
-from ag.evaluate.comparison.views import View
-from ag.evaluate.tasks import Outcome, unit
+from ag.evaluate.comparison.statistics import sign_flips
+from ag.evaluate.tasks import unit
 
 SIGNIFICANT = 0.05
-NATS = ("nats", "nats difference", "hits")  # of tasks with a right answer
-OVER = "over budget"
-OVER_NOTE = "samples in which more is protected (sinks, recent, window) than the budget allows, and stays"
-COLUMNS = ("policy", "budget", "kept", OVER, "score", "difference", "p", *NATS, "n", "left out", "prefill", "KV MB")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A cell with all that came out of it.
-
-    Attributes:
-        row: its row.
-        outcomes: of its samples.
-        views: what it kept of a few prompts.
-        spec: what its policy is made of.
-        paired: against the baseline on the same task; None for the baseline itself and where either has no result.
-        paired_nats: the same of the right answers' negative log-likelihoods; None where these were not measured.
-    """
-
-    row: Row
-    outcomes: list[Outcome]
-    views: list[View]
-    spec: PolicySpec
-    paired: Paired | None = None
-    paired_nats: Paired | None = None
-
-    @property
-    def budget(self) -> str:
-        """The budget as it is written: 1 is a token, 1.0 the whole prompt; empty without one."""
-        return "" if self.row.budget is None else str(self.row.budget)
-
-    @property
-    def name(self) -> str:
-        """The policy and its budget."""
-        return self.row.name
-
-    @property
-    def shown(self) -> str:
-        """What pictures call it: its name and the share that it holds."""
-        return self.name if self.shares is None else f"{self.name} ({percent(self.shares[0])})"
-
-    @property
-    def shares(self) -> tuple[float, float] | None:
-        """The shares that it holds: of the tokens of all prompts, and of a prompt on average; None without a result."""
-        if self.row.kept is None or not self.outcomes:
-            return None
-        return self.row.kept, sum(outcome.kept for outcome in self.outcomes) / len(self.outcomes)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all prompts."""
-        return sum(outcome.tokens for outcome in self.outcomes)
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether gates take part, whatever the row is called."""
-        return self.spec.reads_gates
-
-    @property
-    def evicts(self) -> bool:
-        """Whether anything may go."""
-        return self.spec.evicts
-
-    @property
-    def scores(self) -> dict[str, float]:
-        """The score of each sample."""
-        return {outcome.sample: outcome.score for outcome in self.outcomes}
-
-    @property
-    def nats(self) -> tuple[float, float | None] | None:
-        """Mean and standard error of the right answers' negative log-likelihood per token, where it was measured."""
-        found = tag_values(self.outcomes, "nats")
-        return mean_and_error(list(found.values())) if found else None
-
-    def measure(self, nats: bool) -> tuple[float, float, float] | None:
-        """Return kept share, mean and standard error of the score or of the nats; None where they are not known."""
-        found = self.nats if nats else (self.row.mean, self.row.error)
-        if self.row.kept is None or found is None or found[0] is None:
-            return None
-        return self.row.kept, found[0], found[1] or 0.0
-
-    def cells(self) -> dict[str, str]:
-        """Return its line in a table, as texts by column; see COLUMNS."""
-        row, paired = self.row, self.paired
-        texts = dict.fromkeys(COLUMNS, "") | {"policy": row.label, "budget": self.budget, "prefill": row.prefill}
-        texts |= {"n": f"{row.n}", "left out": row.left_out + (f" ({row.cut} cut)" if row.cut else "")}
-        if row.mean is None or row.kept is None:
-            return texts | {"score": f"none: {row.problem}", "n": "0"}
-        texts |= {"kept": f"{row.kept:.1%}", "KV MB": f"{row.kv_bytes / 1e6:.2f}", "score": _mean(row.mean, row.error)}
-        texts |= {OVER: f"{row.over_budget} of {row.n}" if row.over_budget else ""}
-        if paired is not None:
-            p = "< 0.001" if paired.p < 0.001 else f"{paired.p:.3f}"
-            texts |= {"difference": _interval(paired), "p": p}
-        if self.nats is not None:
-            texts |= {"nats": _mean(*self.nats), "hits": "" if row.hits is None else f"{row.hits:.4f}"}
-        if self.paired_nats is not None:
-            texts |= {"nats difference": _interval(self.paired_nats)}
-        return texts
 
 
 @dataclass(frozen=True)
@@ -209,13 +110,6 @@ class Comparison:
     def baseline_of(self, entry: Entry) -> Entry | None:
         """Return what an entry was tested against; None for the baseline itself and where either has no result."""
         return _baseline(entry, self.baseline, self.entries)
-
-    def columns(self, task: str) -> tuple[str, ...]:
-        """Return the columns of a task's table."""
-        measured = any(entry.nats is not None for entry in self.of_task(task))
-        over = any(entry.row.over_budget for entry in self.of_task(task))
-        absent = {*(() if measured else NATS), *(() if over else (OVER,))}
-        return tuple(column for column in COLUMNS if column not in absent)
 
     def counted(self, task: str) -> str:
         """Say how many samples of a task were run, in its unit, how many were left out and why, and when was asked.
@@ -322,43 +216,6 @@ def _tested(entry: Entry, baseline: str, entries: Sequence[Entry]) -> Entry:
     if other is None:
         return entry
     return replace(entry, paired=pair(entry, other), paired_nats=pair(entry, other, nats=True))
-
-
-def pair(entry: Entry, other: Entry, nats: bool = False) -> Paired | None:
-    """Compare the scores of two entries, or the nats of their right answers; None where they share no sample."""
-    if nats:
-        mine, theirs = _matched(*(tag_values(one.outcomes, "nats") for one in (entry, other)))
-        return compare(mine, theirs) if mine else None
-    mine, theirs = _matched(entry.scores, other.scores)
-    return compare(mine, theirs, _parts(entry, other)) if mine else None
-
-
-def _parts(one: Entry, other: Entry) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:
-    """Return for each sample that both have the differences of its blocks and their tokens; None without blocks."""
-    theirs = {outcome.sample: outcome for outcome in other.outcomes}
-    found = []
-    for outcome in one.outcomes:
-        if outcome.sample in theirs:
-            mine, same = outcome.blocks, theirs[outcome.sample].blocks
-            if not mine or mine.keys() != same.keys():
-                return None
-            differences = np.array([nats - same[start] for start, nats in mine.items()])
-            found.append((differences, np.diff([*mine, outcome.tokens]).astype(np.float64)))
-    return found
-
-
-def _matched(mine: Mapping[str, float], theirs: Mapping[str, float]) -> tuple[list[float], list[float]]:
-    """Return the numbers of the samples that both have, in the same order."""
-    both = [sample for sample in mine if sample in theirs]
-    return [mine[sample] for sample in both], [theirs[sample] for sample in both]
-
-
-def _mean(mean: float, error: float | None) -> str:
-    return f"{mean:.4f}" + ("" if error is None else f" ± {error:.4f}")
-
-
-def _interval(paired: Paired) -> str:
-    return f"{paired.difference:+.4f} [{paired.low:+.4f}, {paired.high:+.4f}]"
 
 
 def _gains(entries: Sequence[Entry]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

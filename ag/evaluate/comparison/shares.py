@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+
+from ag.evaluate.comparison.entries import Entry
 
 SPARE = 0.02  # of a prompt, by which two shares may differ and count as equal
 OF_SHARE = 0.2  # and of the smaller one, which is less where little is held
 APART = "Not compared with each other, because they hold different shares:"
-
-
-class Holding(Protocol):
-    """What is asked of a result; :class:`ag.evaluate.comparison.findings.Entry` says what each part is."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-
-    @property
-    def budget(self) -> str: ...  # noqa: D102
-
-    @property
-    def evicts(self) -> bool: ...  # noqa: D102
-
-    @property
-    def shares(self) -> tuple[float, float] | None: ...  # noqa: D102
-
-    @property
-    def tokens(self) -> int: ...  # noqa: D102
-
-
-H = TypeVar("H", bound=Holding)
 
 
 def percent(share: float) -> str:
@@ -37,7 +16,7 @@ def percent(share: float) -> str:
     return f"{_number(share)} %"
 
 
-def held(entries: Sequence[Holding]) -> str:
+def held(entries: Sequence[Entry]) -> str:
     """Return as text what a policy holds: a share for each budget, from the least to the most of the tasks."""
     shares: dict[str, list[float]] = {}
     for entry in entries:
@@ -52,12 +31,17 @@ def _number(share: float) -> str:
     return f"{100 * share:.{0 if share >= 0.0995 else 1}f}"
 
 
+def shown(entry: Entry) -> str:
+    """Return what pictures call a result: its name and the share that it holds."""
+    return entry.name if entry.shares is None else f"{entry.name} ({percent(entry.shares[0])})"
+
+
 def agree(one: float, other: float) -> bool:
     """Whether two kept shares count as equal: at most 2 % of the prompt apart, and a fifth of the smaller one."""
     return abs(one - other) <= min(SPARE, OF_SHARE * min(one, other)) + 1e-9  # 0.27 - 0.25 is a little over 0.02
 
 
-def hold_alike(one: Holding, other: Holding) -> bool:
+def hold_alike(one: Entry, other: Entry) -> bool:
     """Whether two results hold equally much: the same share of all tokens, and of a prompt on average.
 
     With prompts of different lengths the two differ: a budget in tokens is a large share of a short prompt and a small
@@ -73,12 +57,12 @@ def hold_alike(one: Holding, other: Holding) -> bool:
     return mine != theirs and agree(one.shares[0] * mine / mean, other.shares[0] * theirs / mean)
 
 
-def may_pair(one: Holding, other: Holding) -> bool:
+def may_pair(one: Entry, other: Entry) -> bool:
     """Whether two results of a task may be paired: they hold equally much, or one of them is the full cache."""
     return not (one.evicts and other.evicts) or hold_alike(one, other)
 
 
-def at_budget(entries: Sequence[H], budget: str) -> list[H]:
+def at_budget(entries: Sequence[Entry], budget: str) -> list[Entry]:
     """Return those results of a task that evict and may be compared at a budget.
 
     The one that holds least of those that were told this budget sets the share: others may protect more than it. What
@@ -92,7 +76,7 @@ def at_budget(entries: Sequence[H], budget: str) -> list[H]:
     return [entry for entry in evicting if not budget or (least is not None and hold_alike(entry, least))]
 
 
-def apart(entries: Sequence[Holding], budget: str) -> list[str]:
+def apart(entries: Sequence[Entry], budget: str) -> list[str]:
     """Say which results of a task may not be compared at a budget, and what they hold instead of what others hold."""
     evicting, least = _evicting(entries, budget)
     if not budget or least is None:
@@ -100,7 +84,7 @@ def apart(entries: Sequence[Holding], budget: str) -> list[str]:
     return [differing(entry, least) for entry in evicting if not hold_alike(entry, least)]
 
 
-def differing(entry: Holding, other: Holding) -> str:
+def differing(entry: Entry, other: Entry) -> str:
     """Say what a result holds, and another one that holds another share."""
     assert entry.shares is not None and other.shares is not None
     which = 0 if not agree(entry.shares[0], other.shares[0]) else 1
@@ -108,7 +92,7 @@ def differing(entry: Holding, other: Holding) -> str:
     return f"{entry.name} holds {100 * entry.shares[which]:.1f} %{of}, {other.name} {100 * other.shares[which]:.1f} %"
 
 
-def _evicting(entries: Sequence[H], budget: str) -> tuple[list[H], H | None]:
+def _evicting(entries: Sequence[Entry], budget: str) -> tuple[list[Entry], Entry | None]:
     """Return what evicts under a budget or none, and which of those that were told the budget holds least."""
     found = [one for one in entries if one.shares is not None and one.evicts and one.budget in ("", budget)]
     return found, min((one for one in found if one.budget == budget), key=lambda one: one.shares or (), default=None)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ag.evaluate.comparison.distance import Distance, ahead, better, certain, distance
-from ag.evaluate.comparison.findings import SIGNIFICANT, Comparison, Entry
+from ag.evaluate.comparison.entries import Entry
+from ag.evaluate.comparison.findings import SIGNIFICANT, Comparison
 from ag.evaluate.comparison.shares import at_budget, hold_alike
 from ag.evaluate.comparison.statistics import Paired
 

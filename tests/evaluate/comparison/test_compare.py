@@ -23,10 +23,10 @@ from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.comparison import work
 from ag.evaluate.comparison.cells import list_cells
+from ag.evaluate.comparison.compare import compare
 from ag.evaluate.comparison.progress import Progressing
-from ag.evaluate.comparison.report import terminal_table
 from ag.evaluate.comparison.results import Results
-from ag.evaluate.comparison.run import compare
+from ag.evaluate.comparison.tables import printed
 from ag.evaluate.tasks import Outcome
 from ag.gates import export
 from ag.gates.calibration import Calibration
@@ -350,9 +350,9 @@ def test_rows_say_in_how_many_samples_more_is_protected_than_the_budget_allows(c
     assert table.count(" of 6 |") == 1 and "\nover budget: samples in which more is protected" in table
     assert ">6 of 6<" in (comparison.folder / "report.html").read_text()
     assert "warning" not in out.getvalue()
-    Console(file=out, width=80).print(terminal_table(comparison))
-    printed = out.getvalue()
-    assert printed.count("*80.0%") == 1 and "* over budget: there are samples in which more is protected" in printed
+    Console(file=out, width=80).print(printed(comparison))
+    told = out.getvalue()
+    assert told.count("*80.0%") == 1 and "* over budget: there are samples in which more is protected" in told
     assert capsys.readouterr().err == ""
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ag.compare import CompareConfig, main
+from ag.evaluate.comparison.compare import compare
 from ag.evaluate.comparison.conditions import called, conditions, measured, prompts
 from ag.evaluate.comparison.results import ROWS
-from ag.evaluate.comparison.run import compare
 from tests.support import made_up
 
 LATER = ("dtype", "quantization", "prompt_mean", "prompt_min", "prompt_max", "task_options", "hardware", "threads")

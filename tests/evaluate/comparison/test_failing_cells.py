@@ -11,7 +11,7 @@ from ag.engine.scorers import SCORERS
 from ag.engine.scorers.controls import KNorm
 from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.evaluate import tasks
-from ag.evaluate.comparison.run import compare
+from ag.evaluate.comparison.compare import compare
 from tests.support.refused import names
 from tests.support.shapes import shaped
 

@@ -15,10 +15,11 @@ from matplotlib.image import imread
 
 import ag
 from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison import by_position, charts, drawing, findings
-from ag.evaluate.comparison.findings import Comparison, Entry
+from ag.evaluate.comparison import charts, drawing, findings, tables
+from ag.evaluate.comparison.entries import Entry
+from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.page import embedded, render, viewer
-from ag.evaluate.comparison.report import markdown
+from ag.evaluate.comparison.tables import markdown
 from ag.evaluate.comparison.views import View, pieces
 from ag.evaluate.tasks import Outcome
 from tests.evaluate.comparison.test_results import ROW, VALUES
@@ -162,15 +163,15 @@ def test_a_policy_has_one_colour_in_all_plots(streamed):
 
 
 def test_a_table_by_position(streamed):
-    head, lines = by_position.table(streamed, "ppl_stream")
-    assert head == ["policy", "held at the end", "from 4", "from 6"]
-    assert lines == [
+    head, lines, _ = tables.along(streamed, "ppl_stream")
+    assert [one.name for one in head] == ["policy", "held at the end", "from 4", "from 6"]
+    assert [[cell.text for cell in cells] for cells in lines] == [
         ["full", "75.0%", "1.500", "3.000"],
         ["tova 0.5", "25.0%", "+0.300", "+0.500"],
         ["h2o 0.5", "25.0%", "+0.000", "+0.000"],
     ]
     assert "| tova 0.5 | 25.0% | +0.300 | +0.500 |" in markdown(streamed)
-    assert by_position.table(replace(streamed, entries=[entry("full", None, "x", [1.0])]), "x") is None
+    assert tables.along(replace(streamed, entries=[entry("full", None, "x", [1.0])]), "x") is None
 
 
 def test_differences_are_paired_by_text_and_block(streamed):

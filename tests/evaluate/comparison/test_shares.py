@@ -7,10 +7,11 @@ import pytest
 
 from ag.engine.spec import PolicySpec
 from ag.evaluate.comparison import charts, drawing
-from ag.evaluate.comparison.findings import Comparison, Entry, _tested
+from ag.evaluate.comparison.entries import Entry
+from ag.evaluate.comparison.findings import Comparison, _tested
 from ag.evaluate.comparison.page import render
-from ag.evaluate.comparison.report import markdown
 from ag.evaluate.comparison.shares import agree, at_budget, held, hold_alike, percent
+from ag.evaluate.comparison.tables import markdown
 from ag.evaluate.comparison.verdict import judge, verdicts
 from ag.evaluate.tasks import Outcome
 from tests.support import made_up
@@ -177,7 +178,7 @@ def test_what_a_policy_holds_by_budget_and_over_tasks():
 def test_every_legend_says_what_was_kept(mixed):
     comparison = of(mixed)
     labels = ["full (100 %)", "h2o (25 %)", "snapkv (32 %)", "mine (25 %)", "flags (63 %)", "fitting (26 %)"]
-    quality, [lead] = charts.quality(comparison, "ppl"), charts.leading(comparison)
+    [quality], [lead] = charts.quality(comparison, "ppl"), charts.leading(comparison)
     assert [line.name for line in quality.lines] == labels
     assert [line.name for line in lead.lines] == labels[1:]
     assert [line.name for line in quality.lines if line.level] == labels[:1]  # it alone is held against other shares

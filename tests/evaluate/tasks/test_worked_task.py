@@ -15,7 +15,7 @@ from ag.config.recipes import dump
 from ag.data.problems import generate
 from ag.data.worked import encode
 from ag.errors import BudgetWarning, UserError
-from ag.evaluate.comparison.run import compare
+from ag.evaluate.comparison.compare import compare
 from ag.evaluate.tasks import make
 from ag.gates import export
 from tests.support.gates_for import gates_for

@@ -13,10 +13,12 @@ from ag.config.command_line import Invocation
 from ag.config.recipes import dump
 from ag.errors import BudgetWarning
 from ag.evaluate.comparison.cells import list_cells
+from ag.evaluate.comparison.drawing import save
 from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.report import terminal_table, write
+from ag.evaluate.comparison.page import render
 from ag.evaluate.comparison.results import CorruptRowWarning, Results
 from ag.evaluate.comparison.shares import APART
+from ag.evaluate.comparison.tables import markdown, printed
 from ag.evaluate.comparison.work import fill
 
 
@@ -27,7 +29,7 @@ def run(asked: Invocation[CompareConfig]) -> int:
         return 0
     console = Console()
     comparison = compare(asked.config, console, asked.line)
-    console.print(terminal_table(comparison))
+    console.print(printed(comparison))
     for task in comparison.tasks:
         remark = comparison.uninformative(task)
         console.print(f"{task}: {comparison.counted(task)}{remark and f'; {remark}'}", soft_wrap=True)
@@ -66,7 +68,9 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
         console.print(f"warning: {warning.message}", soft_wrap=True)
     comparison = Comparison.of(config, cells, rows, results)
     (results.folder / "config.yaml").write_text(dump(config))
-    write(comparison)
+    (results.folder / "table.md").write_text(markdown(comparison), encoding="utf-8")
+    save(comparison)
+    (results.folder / "report.html").write_text(render(comparison), encoding="utf-8")
     if comparison.hidden:
         console.print(f"{len(comparison.hidden)} rows of earlier commands are in the folder and not shown.")
     return comparison

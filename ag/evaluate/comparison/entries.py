@@ -1,0 +1,115 @@
+"""What came out of a cell, and how it compares with another one on the same samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ag.engine.spec import PolicySpec
+from ag.evaluate.comparison.results import Row, tag_values
+from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error
+from ag.evaluate.comparison.views import View
+from ag.evaluate.tasks import Outcome
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A cell with all that came out of it.
+
+    Attributes:
+        row: its row.
+        outcomes: of its samples.
+        views: what it kept of a few prompts.
+        spec: what its policy is made of.
+        paired: against the baseline on the same task; None for the baseline itself and where either has no result.
+        paired_nats: the same of the right answers' negative log-likelihoods; None where these were not measured.
+    """
+
+    row: Row
+    outcomes: list[Outcome]
+    views: list[View]
+    spec: PolicySpec
+    paired: Paired | None = None
+    paired_nats: Paired | None = None
+
+    @property
+    def budget(self) -> str:
+        """The budget as it is written: 1 is a token, 1.0 the whole prompt; empty without one."""
+        return "" if self.row.budget is None else str(self.row.budget)
+
+    @property
+    def name(self) -> str:
+        """The policy and its budget."""
+        return self.row.name
+
+    @property
+    def shares(self) -> tuple[float, float] | None:
+        """The shares that it holds: of the tokens of all prompts, and of a prompt on average; None without a result."""
+        if self.row.kept is None or not self.outcomes:
+            return None
+        return self.row.kept, sum(outcome.kept for outcome in self.outcomes) / len(self.outcomes)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(outcome.tokens for outcome in self.outcomes)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether gates take part, whatever the row is called."""
+        return self.spec.reads_gates
+
+    @property
+    def evicts(self) -> bool:
+        """Whether anything may go."""
+        return self.spec.evicts
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The score of each sample."""
+        return {outcome.sample: outcome.score for outcome in self.outcomes}
+
+    @property
+    def nats(self) -> tuple[float, float | None] | None:
+        """Mean and standard error of the right answers' negative log-likelihood per token, where it was measured."""
+        found = tag_values(self.outcomes, "nats")
+        return mean_and_error(list(found.values())) if found else None
+
+    def measure(self, nats: bool) -> tuple[float, float, float] | None:
+        """Return kept share, mean and standard error of the score or of the nats; None where they are not known."""
+        found = self.nats if nats else (self.row.mean, self.row.error)
+        if self.row.kept is None or found is None or found[0] is None:
+            return None
+        return self.row.kept, found[0], found[1] or 0.0
+
+
+def pair(entry: Entry, other: Entry, nats: bool = False) -> Paired | None:
+    """Compare the scores of two entries, or the nats of their right answers; None where they share no sample."""
+    if nats:
+        mine, theirs = _matched(*(tag_values(one.outcomes, "nats") for one in (entry, other)))
+        return compare(mine, theirs) if mine else None
+    mine, theirs = _matched(entry.scores, other.scores)
+    return compare(mine, theirs, _parts(entry, other)) if mine else None
+
+
+def _parts(one: Entry, other: Entry) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:
+    """Return for each sample that both have the differences of its blocks and their tokens; None without blocks."""
+    theirs = {outcome.sample: outcome for outcome in other.outcomes}
+    found = []
+    for outcome in one.outcomes:
+        if outcome.sample in theirs:
+            mine, same = outcome.blocks, theirs[outcome.sample].blocks
+            if not mine or mine.keys() != same.keys():
+                return None
+            differences = np.array([nats - same[start] for start, nats in mine.items()])
+            found.append((differences, np.diff([*mine, outcome.tokens]).astype(np.float64)))
+    return found
+
+
+def _matched(mine: Mapping[str, float], theirs: Mapping[str, float]) -> tuple[list[float], list[float]]:
+    """Return the numbers of the samples that both have, in the same order."""
+    both = [sample for sample in mine if sample in theirs]
+    return [mine[sample] for sample in both], [theirs[sample] for sample in both]

@@ -1,0 +1,228 @@
+"""The tables of a comparison: made once for the page, ``table.md`` and the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from rich import box
+from rich.table import Table as Printed
+
+from ag.evaluate.comparison import by_position
+from ag.evaluate.comparison.conditions import measured, prompts
+from ag.evaluate.comparison.entries import Entry
+from ag.evaluate.comparison.findings import Comparison
+from ag.evaluate.comparison.shares import APART
+from ag.evaluate.comparison.statistics import Paired
+from ag.evaluate.comparison.verdict import headlines, verdicts
+
+NATS = ("nats", "nats difference", "hits")  # of tasks with a right answer
+OVER = "over budget"
+OVER_NOTE = "samples in which more is protected (sinks, recent, window) than the budget allows, and stays"
+COLUMNS = ("policy", "budget", "kept", OVER, "score", "difference", "p", *NATS, "n", "left out", "prefill", "KV MB")
+TEXTS = ("policy", "prefill")  # columns that hold no numbers
+NOTES = {
+    "kept": "share of the prompt's (token, layer, KV head) entries that was held; of all tokens where eviction goes on",
+    OVER: OVER_NOTE,
+    "score": "mean over samples, with its standard error",
+    "difference": "to the baseline on the same samples, with a 95 % bootstrap interval",
+    "p": "sign-flip test of that difference",
+    "nats": "negative log-likelihood of the right answer, given token by token: the mean per token, with its error",
+    "nats difference": "to the baseline on the same samples, with a 95 % bootstrap interval; lower is better",
+    "hits": "share of the samples in which each token of the right answer is the likeliest",
+    "left out": "samples too long for the model or too short for the task; how many were cut in the middle",
+    "prefill": "what later tokens of a prompt see of earlier ones: all, what gates keep, what blocks left",
+    "KV MB": "allocated for keys and values after a prompt, or at the end where eviction goes on, the mean",
+}
+
+
+BY_POSITION = (
+    "Of {0} the nats a token in blocks that begin at these positions, of the others the difference to it; without a "
+    "sign the nats of those that hold another share than it does."
+)
+END = "held@end"  # tag of a stream's outcome
+MOST_BLOCKS = 12  # columns of a table by position
+
+
+class Head(NamedTuple):
+    """The head of a column: its name, a note on it, what stands in small below it, whether numbers follow."""
+
+    name: str
+    note: str = ""
+    small: str = ""
+    number: bool = True
+
+
+class Cell(NamedTuple):
+    """A cell: its text, what it is sorted by (None at the end), and what stands in small behind it."""
+
+    text: str
+    value: float | str | None = None
+    small: str = ""
+
+
+class Table(NamedTuple):
+    """A table, whose first column names the lines; ``foot`` is a last line that is not sorted."""
+
+    head: Sequence[Head]
+    lines: Sequence[Sequence[Cell]]
+    foot: Sequence[Cell] = ()
+
+
+def leaderboard(comparison: Comparison) -> Table:
+    """Return the mean score of each policy and budget by task, and averages over tasks that share a metric."""
+    rows = {task: [entry.row for entry in comparison.of_task(task)] for task in comparison.tasks}
+    most = {task: max(row.n for row in found) for task, found in rows.items()}
+    head = [Head("policy", number=False)]
+    for task, (row, *_) in rows.items():
+        head.append(Head(task, small=f"{row.metric} {'↑' if row.higher_is_better else '↓'}, n = {most[task]}"))
+    head += [Head(f"average {metric}", small="↑") for metric in comparison.averaged]
+    lines = []
+    for name, found, averages in comparison.leaders():
+        cells = [Cell(name, name)]
+        for one in found:
+            if one is None or one.mean is None or one.kept is None:
+                cells.append(Cell("" if one is None else "none"))
+            else:
+                fewer = "" if one.n == most[one.task] else f", n = {one.n}"
+                cells.append(Cell(f"{one.mean:.4f}", one.mean, f"{100 * one.kept:.0f} %{fewer}"))
+        lines.append(cells + [Cell("none" if mean is None else f"{mean:.4f}", mean) for mean in averages])
+    remarks = [comparison.uninformative(task) for task in comparison.tasks]
+    foot = [Cell(text) for text in ("full cache", *remarks, *("" for _ in comparison.averaged))] if any(remarks) else []
+    return Table(head, lines, foot)
+
+
+def results(comparison: Comparison, task: str, *more: str) -> Table:
+    """Return all results of a task; columns that nothing stands in are left out, and ``more`` are added."""
+    entries = comparison.of_task(task)
+    lines = [line(entry) for entry in entries]
+    absent = {column for column in (*NATS, OVER) if not any(found[column].text for found in lines)}
+    columns = [column for column in (*COLUMNS, *more) if column not in absent]
+    names = {"score": entries[0].row.metric, "difference": f"against {comparison.baseline}"}
+    head = [Head(names.get(name, name), NOTES.get(name, ""), number=name not in TEXTS) for name in columns]
+    return Table(head, [[found[column] for column in columns] for found in lines])
+
+
+def line(entry: Entry) -> dict[str, Cell]:
+    """Return the line of an entry by column."""
+    row, paired = entry.row, entry.paired
+    cut = f" ({row.cut} cut)" if row.cut else ""
+    found = dict.fromkeys(COLUMNS, Cell("")) | {
+        "policy": Cell(row.label, row.label),
+        "budget": Cell(entry.budget, row.budget),
+        "n": Cell(f"{row.n}", row.n),
+        "left out": Cell(f"{row.left_out}{cut}", row.too_long + row.too_short),
+        "prefill": Cell(row.prefill, row.prefill),
+        "seconds": Cell(f"{row.seconds:.1f}", row.seconds),
+    }
+    if row.mean is None or row.kept is None:
+        return found | {"score": Cell(f"none: {row.problem}")}
+    found |= {
+        "kept": Cell(f"{row.kept:.1%}", row.kept),
+        OVER: Cell(f"{row.over_budget} of {row.n}" if row.over_budget else "", row.over_budget),
+        "score": Cell(_mean(row.mean, row.error), row.mean),
+        "KV MB": Cell(f"{row.kv_bytes / 1e6:.2f}", row.kv_bytes),
+    }
+    if paired is not None:
+        found |= {"difference": _difference(paired), "p": Cell(_p(paired.p), paired.p)}
+    if entry.nats is not None:
+        found["nats"] = Cell(_mean(*entry.nats), row.nats)
+        found["hits"] = Cell("" if row.hits is None else f"{row.hits:.4f}", row.hits)
+    if entry.paired_nats is not None:
+        found["nats difference"] = _difference(entry.paired_nats)
+    return found
+
+
+def along(comparison: Comparison, task: str) -> Table | None:
+    """Return a task by position, None where its outcomes have no blocks.
+
+    It holds the baseline's nats, the others' differences to it (nats too where it has no result), and the share that
+    each held at the end. Of more than 12 blocks it shows as many as are evenly spaced.
+    """
+    entries = [entry for entry in comparison.of_task(task) if entry.outcomes and entry.outcomes[0].blocks]
+    if not entries:
+        return None
+    starts = sorted({start for entry in entries for outcome in entry.outcomes for start in outcome.blocks})
+    starts = starts[:: -(-len(starts) // MOST_BLOCKS)]
+    lines = []
+    for entry in entries:
+        base = comparison.baseline_of(entry)
+        if base is None:
+            texts = {start: f"{fmean(nats):.3f}" for start, nats in by_position.curve(entry.outcomes).items()}
+        else:
+            texts = {start: f"{mean:+.3f}" for start, (mean, _) in by_position.difference(entry, base).items()}
+        ends = [float(outcome.tags[END]) for outcome in entry.outcomes if END in outcome.tags]
+        held = f"{fmean(ends):.1%}" if ends else ""
+        lines.append([Cell(entry.name), Cell(held), *(Cell(texts.get(start, "")) for start in starts)])
+    names = ["held at the end", *(f"from {start:,}" for start in starts)]
+    return Table([Head("policy", number=False), *map(Head, names)], lines)
+
+
+def markdown(comparison: Comparison) -> str:
+    """Return the comparison as Markdown: verdicts, the leaderboard, a table for each task, how it was measured."""
+    judged = verdicts(comparison)
+    first = headlines(judged)
+    parts = [f"- {one}." for one in [*first, *(one for one in judged if one not in first)]]
+    parts += ["", "## Scores\n"] if judged else []
+    parts.append(_markdown(leaderboard(comparison)))
+    parts += [*(f"- {name}: `{one}`" for name, one in comparison.meanings.items()), ""] if comparison.meanings else []
+    for task in comparison.tasks:
+        row = comparison.of_task(task)[0].row
+        which = "higher" if row.higher_is_better else "lower"
+        parts.append(f"## {task}\n\n{row.metric}, {which} is better; {comparison.counted(task)}\n")
+        parts.append(f"{prompts(entry.row for entry in comparison.of_task(task))}\n")
+        if comparison.uninformative(task):
+            parts.append(f"**{comparison.uninformative(task)}**\n")
+        table = results(comparison, task)
+        parts.append(_markdown(table))
+        if OVER in [column.name for column in table.head]:
+            parts.append(f"{OVER}: {OVER_NOTE}.\n")
+        if by := along(comparison, task):
+            parts.append(f"### {task} by position\n\n{BY_POSITION.format(comparison.baseline)}\n\n{_markdown(by)}")
+    if apart := comparison.apart():
+        parts += [f"{APART}\n", *(f"- {one}" for one in apart), ""]
+    parts.append("## How it was measured\n")
+    for what, text in measured([entry.row for entry in comparison.entries]):
+        parts.append(f"- {what}: `{text}`" if what == "command" else f"- {what}: {text}")
+    return "\n".join([*parts, ""])
+
+
+def _markdown(table: Table) -> str:
+    def one(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |\n"
+
+    rule = "|---|" + "---:|" * (len(table.head) - 1) + "\n"
+    lines = [one([cell.text for cell in cells]) for cells in table.lines]
+    return one([column.name for column in table.head]) + rule + "".join(lines)
+
+
+def printed(comparison: Comparison) -> Printed:
+    """Return the table that the command prints."""
+    over = any(entry.row.over_budget for entry in comparison.entries)
+    table = Printed(box=box.SIMPLE_HEAD, pad_edge=False, caption=f"* {OVER}: there are {OVER_NOTE}" if over else None)
+    for column in ("task", "policy"):
+        table.add_column(column, overflow="fold")
+    nats = ["nats"] if any(entry.nats is not None for entry in comparison.entries) else []
+    for column in ("kept", "score", f"to {comparison.baseline}", "p", *nats):
+        table.add_column(column, justify="right", no_wrap=True)
+    for entry in comparison.entries:
+        cells = {column: cell.text for column, cell in line(entry).items()}
+        difference = cells["difference"].partition(" ")[0]
+        kept = f"*{cells['kept']}" if entry.row.over_budget else cells["kept"]  # little room: table.md says how many
+        score = cells["score"] if entry.row.problem is None else "none"  # the command says why in a line of its own
+        shown = (kept, score, difference, cells["p"], *(cells[column] for column in nats))
+        table.add_row(entry.row.task, entry.name, *shown)
+    return table
+
+
+def _mean(mean: float, error: float | None) -> str:
+    return f"{mean:.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def _difference(paired: Paired) -> Cell:
+    return Cell(f"{paired.difference:+.4f} [{paired.low:+.4f}, {paired.high:+.4f}]", paired.difference)
+
+
+def _p(p: float) -> str:
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
