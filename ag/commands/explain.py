@@ -38,4 +38,4 @@ class ExplainConfig(SharedModel):
             raise ValueError(f"continuation={self.continuation}: expected fewer than tokens={self.tokens}")
 
 
-main = keyed("ag.explain", ExplainConfig, "ag.evaluate.pictures:run")
+main = keyed("ag.explain", ExplainConfig, "ag.evaluate.explain:run")

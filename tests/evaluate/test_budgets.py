@@ -12,7 +12,7 @@ from ag.config.command_line import parse
 from ag.continuation import _policy
 from ag.engine.spec import parse_budget
 from ag.errors import UserError
-from ag.evaluate import pictures
+from ag.evaluate import explain
 from ag.evaluate.comparison import cells
 from ag.evaluate.preset import translate
 
@@ -46,7 +46,7 @@ def test_one_is_a_token_and_one_point_nought_the_whole_prompt(text, budget):
         return parse(words, schema, "ag.x").config
 
     generated = _policy(config(ag.generate.GenerateConfig, "policy=h2o", "prompt=x", f"budget={text}"))
-    explained = pictures._policies(config(ag.explain.ExplainConfig, "policies=[h2o]", f"budget={text}"))["h2o"]
+    explained = explain._policies(config(ag.explain.ExplainConfig, "policies=[h2o]", f"budget={text}"))["h2o"]
     _, compared = cells.list_cells(config(ag.compare.CompareConfig, "policies=[full,h2o]", f"budgets=[{text}]"))
     words = config(ag.evaluate.__main__.EvaluateConfig, "policies=[h2o]", f"budgets=[{text}]", "root=x")
     [evaluated] = cells.list_cells(translate(words).config)

@@ -8,7 +8,7 @@ from matplotlib.image import imread
 
 import ag
 from ag.errors import UserError
-from ag.evaluate import inside_plots, pictures
+from ag.evaluate import explain, inside_plots
 from ag.explain import ExplainConfig, main
 from ag.gates import export
 from tests.support.gates_for import gates_for
@@ -134,11 +134,11 @@ def test_each_curve_says_what_was_kept(words, tiny_folder, tiny_llama, tiny_toke
 
 def test_without_a_budget_gates_are_their_flags(tmp_path, tiny_llama):
     export.save(tmp_path / "gates", gates_for(tiny_llama()), base_model="tiny")
-    plan = pictures._policies(
+    plan = explain._policies(
         ExplainConfig(policies=["flags", "mine=gates"], gates=str(tmp_path / "gates"), budget=None)
     )
     assert [(name, one.spec.path, one.budget) for name, one in plan.items()] == [
         (name, str(tmp_path / "gates"), None) for name in ("flags", "mine", "gates")
     ]
     with refuses(UserError, "policies=[flags]", "gates=EXPORT", "flags:EXPORT"):
-        pictures._policies(ExplainConfig(policies=["flags"]))
+        explain._policies(ExplainConfig(policies=["flags"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.engine import EvictionCache, Policy, read_prompt
+from ag.errors import require
 from ag.evaluate.tasks.follow import feed
 
 Tags = Mapping[str, str | int | float]
@@ -180,6 +181,21 @@ class Task(ABC):
         Raises:
             UserError: a policy cannot do the task.
         """
+
+
+def require_whole(task: Task, *names: str, least: int = 1) -> None:
+    """Require that options are whole numbers, lists of them where the default is one, or None where that is it.
+
+    Raises:
+        UserError: one is something else, or lower than ``least``.
+    """
+    defaults: dict[str, Any] = {one.name: one.default for one in fields(task)}
+    for name in names:
+        value, several = getattr(task, name), isinstance(defaults[name], tuple)
+        numbers = value if several and isinstance(value, list | tuple) else [value]
+        fits = len(numbers) > 0 and all(type(number) is int and number >= least for number in numbers)
+        what = f"numbers, for example {list(defaults[name])}" if several else f"a whole number, at least {least}"
+        require(task, name, fits or (value is None and defaults[name] is None), what)
 
 
 @dataclass(frozen=True)

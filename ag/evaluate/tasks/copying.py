@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ag.errors import require
-from ag.evaluate.tasks.base import LeftOut, Sample
+from ag.evaluate.tasks.base import LeftOut, Sample, require_whole
 from ag.evaluate.tasks.generated import Generated, Variant, join, sentences
 from ag.evaluate.tasks.questions import Puzzle, QuestionTask
 from ag.evaluate.tasks.words import draw_distinct, uuid4
@@ -38,9 +37,7 @@ class KeyValues(QuestionTask):
     def __post_init__(self) -> None:
         """Check the numbers."""
         super().__post_init__()
-        numbers = all(type(n) is int and n > 0 for n in self.pairs)
-        require(self, "pairs", numbers and len(self.pairs) > 0, "numbers of entries, for example [8,64]")
-        require(self, "repeats", type(self.repeats) is int and self.repeats > 0, "a whole number, at least 1")
+        require_whole(self, "pairs", "repeats")
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Generate the objects; see :meth:`ag.evaluate.tasks.Task.read`."""

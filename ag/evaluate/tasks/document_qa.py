@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from ag.data.sources import DataError, Record, check_fields
 from ag.errors import UserError
 from ag.evaluate.tasks.generated import Generated, Variant
+from ag.evaluate.tasks.held_out import HeldOut
 from ag.evaluate.tasks.questions import Puzzle
-from ag.evaluate.tasks.rows import HeldOut
 
 SOURCES = {"qa_1": ("rajpurkar/squad_v2", "squad_v2", None), "qa_2": ("hotpotqa/hotpot_qa", "hotpot_qa", "distractor")}
 ONLY = "Answer the question based on the given documents. Give only the answer, in a few words."

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ag.errors import require
+from ag.evaluate.tasks.base import require_whole
 from ag.evaluate.tasks.generated import Generated, Variant
 from ag.evaluate.tasks.questions import Puzzle
 from ag.evaluate.tasks.words import draw_distinct, shuffled_words
@@ -34,7 +35,7 @@ class CommonWords(Generated):
     def __post_init__(self) -> None:
         """Check the number."""
         super().__post_init__()
-        require(self, "common", type(self.common) is int and self.common > 0, "a whole number, at least 1")
+        require_whole(self, "common")
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
         """Draw the example and the words; ``size`` of them are uncommon; see :meth:`Generated.build`."""

@@ -17,10 +17,10 @@ from typing import Any, ClassVar, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import start_tokens, tokenize
-from ag.errors import UserError, require
-from ag.evaluate.tasks.base import LeftOut, Sample
+from ag.errors import UserError
+from ag.evaluate.tasks.base import LeftOut, Sample, require_whole
+from ag.evaluate.tasks.held_out import HeldOut
 from ag.evaluate.tasks.questions import SPARE, Puzzle, QuestionTask, share_named
-from ag.evaluate.tasks.rows import HeldOut
 
 NOISE = (
     "The street is quiet this morning.",
@@ -77,11 +77,7 @@ class Generated(QuestionTask):
     def __post_init__(self) -> None:
         """Check the numbers."""
         super().__post_init__()
-        numbers = all(type(n) is int and n > 0 for n in self.lengths)
-        require(self, "lengths", numbers and len(self.lengths) > 0, "numbers of tokens, for example [1024,4096]")
-        require(self, "repeats", type(self.repeats) is int and self.repeats > 0, "a whole number, at least 1")
-        tokens = self.generate is None or (type(self.generate) is int and self.generate > 0)
-        require(self, "generate", tokens, "a number of tokens, at least 1")
+        require_whole(self, "lengths", "repeats", "generate")
 
     @abstractmethod
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import tokenize
 from ag.data.sources import DataError, Record, Source, check_fields, local_folder
-from ag.errors import UserError, require
-from ag.evaluate.tasks.base import LeftOut, Sample
+from ag.errors import UserError
+from ag.evaluate.tasks.base import LeftOut, Sample, require_whole
 from ag.evaluate.tasks.longbench_subsets import SUBSETS
 from ag.evaluate.tasks.questions import Asked, QuestionTask
 
@@ -60,8 +60,7 @@ class LongBench(QuestionTask):
     def __post_init__(self) -> None:
         """Check the length."""
         super().__post_init__()
-        fits = self.max_length is None or (type(self.max_length) is int and self.max_length > 1)
-        require(self, "max_length", fits, "a number of tokens, at least 2")
+        require_whole(self, "max_length", least=2)
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the rows; see :meth:`ag.evaluate.tasks.Task.read`."""

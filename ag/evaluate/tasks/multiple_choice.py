@@ -16,8 +16,8 @@ from ag.engine import EvictionCache
 from ag.errors import UserError, require
 from ag.evaluate.tasks.base import LeftOut, PromptTask, Sample, Tags
 from ag.evaluate.tasks.follow import score
+from ag.evaluate.tasks.held_out import HeldOut
 from ag.evaluate.tasks.questions import WHEN
-from ag.evaluate.tasks.rows import HeldOut
 
 # where the test rows have public labels they are what is published; of the others the validation rows
 TESTED = ("arc_challenge", "arc_easy", "openbookqa", "mmlu")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from ag.errors import require
+from ag.evaluate.tasks.base import require_whole
 from ag.evaluate.tasks.generated import Generated, Variant, hide, join, noise, sentences
 from ag.evaluate.tasks.questions import Puzzle
 from ag.evaluate.tasks.words import NOUNS, draw_distinct, number, uuid4, word_key
@@ -60,7 +61,7 @@ class Needles(Generated):
             require(self, name, getattr(self, name) in known, f"one of {', '.join(known)}")
         most = len(NOUNS) if self.key == "noun" else 10_000
         require(self, "keys", type(self.keys) is int and 0 < self.keys <= most, f"1 to {most}")
-        require(self, "values", type(self.values) is int and self.values > 0, "a whole number, at least 1")
+        require_whole(self, "values")
         require(self, "queries", type(self.queries) is int and 0 < self.queries <= self.keys, f"1 to keys={self.keys}")
         require(self, "digits", type(self.digits) is int and 3 <= self.digits <= 18, "3 to 18")
         if self.depths is not None:

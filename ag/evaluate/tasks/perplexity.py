@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import start_tokens, tokenize
 from ag.engine import EvictionCache, Policy, read_prompt
-from ag.errors import UserError, require
-from ag.evaluate.tasks.base import LeftOut, Outcome, PromptTask, Sample, Tags, Task
+from ag.errors import UserError
+from ag.evaluate.tasks.base import LeftOut, Outcome, PromptTask, Sample, Tags, Task, require_whole
 from ag.evaluate.tasks.follow import feed, score
-from ag.evaluate.tasks.rows import HeldOut
+from ag.evaluate.tasks.held_out import HeldOut
 from ag.gates.attach import attached_gates
 from ag.gates.gate import AttentionGates
 from ag.model.hooks import lm_logits
@@ -87,9 +87,7 @@ class Continuation(Documents, PromptTask):
 
     def __post_init__(self) -> None:
         """Check the lengths."""
-        for name in ("prompt", "continuation"):
-            value = getattr(self, name)
-            require(self, name, type(value) is int and value > 0, "a number of tokens, at least 1")
+        require_whole(self, "prompt", "continuation")
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the documents; see :meth:`ag.evaluate.tasks.Task.read`."""
@@ -148,10 +146,7 @@ class Stream(Documents):
 
     def __post_init__(self) -> None:
         """Check the lengths."""
-        for name in ("block", "step", "bin", "tokens"):
-            value = getattr(self, name)
-            fits = (type(value) is int and value > 0) or (name == "tokens" and value is None)
-            require(self, name, fits, "a number of tokens, at least 1")
+        require_whole(self, "block", "step", "bin", "tokens")
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the books; see :meth:`ag.evaluate.tasks.Task.read`. None is too long: policies say what they can do."""

@@ -17,7 +17,7 @@ from ag.config.recipes import load_config
 from ag.data.collate import Row
 from ag.engine import EvictionCache
 from ag.errors import UserError, require
-from ag.evaluate.tasks.base import LeftOut, Loaded, PromptTask, Sample, Tags
+from ag.evaluate.tasks.base import LeftOut, Loaded, PromptTask, Sample, Tags, require_whole
 from ag.evaluate.tasks.follow import score
 
 
@@ -78,9 +78,7 @@ class Responses(PromptTask):
 
     def __post_init__(self) -> None:
         """Check the lengths and the run."""
-        for name in ("prompt", "continuation"):
-            value = getattr(self, name)
-            require(self, name, value is None or (type(value) is int and value > 0), "a number of tokens, at least 1")
+        require_whole(self, "prompt", "continuation")
         require(self, "run_folder", self.run_folder is None or isinstance(self.run_folder, str), "a run folder")
         if self.run_folder is not None:
             self.recipe()

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import tokenize
-from ag.errors import require
+from ag.evaluate.tasks.base import require_whole
 from ag.evaluate.tasks.generated import Generated, Variant, hide, join, largest, noise
 from ag.evaluate.tasks.questions import Puzzle
 from ag.evaluate.tasks.words import draw_distinct, number
@@ -37,8 +37,7 @@ class Variables(Generated):
     def __post_init__(self) -> None:
         """Check the numbers."""
         super().__post_init__()
-        for name in ("chains", "hops"):
-            require(self, name, type(value := getattr(self, name)) is int and value > 0, "a whole number, at least 1")
+        require_whole(self, "chains", "hops")
 
     def material(self, tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
         """Return for each length the sentences of filler in its example."""

@@ -18,7 +18,7 @@ from ag.data.problems import ANY, KINDS, answer_of, generate
 from ag.data.worked import encode
 from ag.engine import EvictionCache, Policy, read_prompt
 from ag.errors import require
-from ag.evaluate.tasks.base import LeftOut, Outcome, Sample, Task
+from ag.evaluate.tasks.base import LeftOut, Outcome, Sample, Task, require_whole
 from ag.evaluate.tasks.follow import end_tokens, feed
 from ag.model.hooks import lm_logits
 
@@ -88,12 +88,9 @@ class Worked(Task):
     def __post_init__(self) -> None:
         """Check the options."""
         require(self, "kind", self.kind in (ANY, *KINDS), f"{ANY} or one of {', '.join(KINDS)}")
-        for name in ("problems", "batch"):
-            value = getattr(self, name)
-            require(self, name, type(value) is int and value > 0, "a whole number, at least 1")
-        shortest, longest = self.solution_min, self.solution_max
-        require(self, "solution_min", type(shortest) is int and shortest >= 20, "a number of tokens, at least 20")
-        require(self, "solution_max", type(longest) is int and longest >= shortest, "at least solution_min")
+        require_whole(self, "problems", "batch", "solution_max")
+        require_whole(self, "solution_min", least=20)
+        require(self, "solution_max", self.solution_max >= self.solution_min, "at least solution_min")
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Generate the problems; see :meth:`ag.evaluate.tasks.Task.read`."""

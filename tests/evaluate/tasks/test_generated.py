@@ -187,7 +187,7 @@ def test_key_values(tiny_tokenizer):
         assert task.grade(f' {pairs[key]}"', sample) == 1.0
         assert task.grade(f"no {pairs[key]}", sample) == 0.0
     assert task.load(tiny_tokenizer, None, 1000).too_long == 2
-    with pytest.raises(UserError, match=r"pairs=\[0\]: expected numbers of entries"):
+    with pytest.raises(UserError, match=r"pairs=\[0\]: expected numbers"):
         make("key_values", pairs=[0])
 
 

@@ -171,7 +171,7 @@ def test_every_policy_runs_with_the_adapter_of_the_gates(tiny_llama, tiny_tokeni
         ({"kind": "division"}, "kind='division': expected worked or one of addition, sorting, variables"),
         ({"batch": 0}, "batch=0: expected a whole number, at least 1"),
         ({"problems": 1.5}, "problems=1.5: expected a whole number"),
-        ({"solution_min": 5}, "solution_min=5: expected a number of tokens, at least 20"),
+        ({"solution_min": 5}, "solution_min=5: expected a whole number, at least 20"),
         ({"solution_min": 300, "solution_max": 200}, "solution_max=200: expected at least solution_min"),
     ],
 )
