@@ -233,7 +233,7 @@ class Observing(Gating):
         if self.target == "kvzip_plus":
             self._factors = 1 / hidden.detach().float().norm(dim=-1).clamp_min(1e-12)
 
-    def payable(self, window: int | None = None) -> Tensor:
+    def has_target(self, window: int | None = None) -> Tensor:
         """Return ``[B, T']`` bool: the tokens that gates may evict and some counting query could see."""
         columns = torch.arange(self.prompt.shape[1], device=self.prompt.device)
         first = torch.where(self._queries, columns, columns.numel()).amin(1, keepdim=True)

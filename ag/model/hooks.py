@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
-from ag.model.products import Products
+from ag.model.products import ThreadedLayers
 
 IMPLEMENTATION = "ag"
 
@@ -166,7 +166,7 @@ def instrument(model: nn.Module) -> Attachment:
         module.config._attn_implementation = IMPLEMENTATION
         module._ag_own_config = configs[-1][1]
     base = _unwrapped(model)
-    handles += Products(base, partial(_running, base)).handles
+    handles += ThreadedLayers(base, partial(_running, base)).handles
     attachment = decoder._ag_attachment = Attachment(base, handles, configs, vars(decoder).get("forward"))
     decoder.forward = partial(_decode, decoder, decoder.forward)
     base.generate = partial(_generate, base)

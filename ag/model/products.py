@@ -25,7 +25,7 @@ from ag.kernels.gemv import best_version, cpu
 Forwards = list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]]  # attributes of layers, and what they compute
 
 
-class Products:
+class ThreadedLayers:
     """The linear layers of a model, which share each product of one token among the threads, and its norms.
 
     Args:

@@ -167,7 +167,7 @@ def _above_threshold(
     gates: AttentionGates, observed: Observing, keep: float, scale: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits, what they should be, and which count: ``[L, B, Hkv, T']``; the first two from the threshold on."""
-    mask = observed.payable(observed.window)[:, None]
+    mask = observed.has_target(observed.window)[:, None]
     targets = torch.stack(list(observed.targets.values())).masked_fill(~mask, float("nan"))
     if scale == "global":
         wanted = _standardised(targets.flatten(), keep).view(targets.shape)

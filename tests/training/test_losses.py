@@ -153,7 +153,7 @@ class Seen:
 
     def __init__(self, targets, logits, mask):
         self.targets, self.logits, self.window, self.prompt = targets, logits, None, mask
-        self.payable = lambda window: mask
+        self.has_target = lambda window: mask
 
 
 def test_regression_by_hand(tiny_llama):
@@ -253,7 +253,7 @@ def test_observed_payments(tiny_llama, tiny_mistral, target, covers, prefill, re
         hidden = model(ids, gating=observed, use_cache=False).logits
     real = valid.bool()
     hold(hidden[real], plain.logits[real], bounds[0])
-    payable = observed.payable(observed.window)
+    has_target = observed.has_target(observed.window)
     gated = prompts if covers == "prompt" else lengths
     for layer in range(3):
         for b in range(2):
@@ -262,7 +262,7 @@ def test_observed_payments(tiny_llama, tiny_mistral, target, covers, prefill, re
                 queries = [
                     j for j in range(first, lengths[b]) if j - t >= recent and (window is None or j - t < window)
                 ]
-                assert bool(payable[b, t]) == bool(queries)
+                assert bool(has_target[b, t]) == bool(queries)
                 for kv in range(2) if queries else ():
                     weights = plain.attentions[layer][b, 2 * kv : 2 * kv + 2, queries, t].double()
                     if target == "attention":
@@ -271,7 +271,7 @@ def test_observed_payments(tiny_llama, tiny_mistral, target, covers, prefill, re
                         norm = values[layer][b, t].view(2, 16)[kv].norm()
                         want = (weights.square().mean(1).mean().sqrt() * norm).log()
                     hold(observed.targets[layer][b, kv, t], want, bounds[1])
-            assert not payable[b, gated[b] :].any()
+            assert not has_target[b, gated[b] :].any()
 
 
 @pytest.mark.parametrize(
@@ -302,14 +302,14 @@ def test_observed_repetition(tiny_llama, tiny_mistral, target, covers, prefill, 
     observed = Observing(gates, valid, torch.tensor(prompts), target)
     with torch.no_grad():
         model(ids, gating=observed, use_cache=False)
-    payable, found = observed.payable(observed.window), 0
+    has_target, found = observed.has_target(observed.window), 0
     for layer in range(3):
         for b in range(2):
-            assert not payable[b, prompts[b] :].any()
+            assert not has_target[b, prompts[b] :].any()
             for t in range(prompts[b]):
                 near = [j for j in range(prompts[b], lengths[b]) if window is None or j - t < window]
-                assert bool(payable[b, t]) == any(j - t >= 2 for j in near)
-                for kv in range(2) if payable[b, t] else ():
+                assert bool(has_target[b, t]) == any(j - t >= 2 for j in near)
+                for kv in range(2) if has_target[b, t] else ():
                     value = values[layer][b, t].view(2, 16)[kv]
                     output = model.model.layers[layer].self_attn.o_proj.weight
                     paid = []
@@ -337,10 +337,10 @@ def test_only_what_is_repeated_has_a_target(tiny_llama):
     for observed in (whole, part):
         with torch.no_grad():
             model(ids, gating=observed, use_cache=False)
-    columns = torch.arange(whole.payable().shape[1])
-    assert torch.equal(part.payable(), whole.payable() & (columns >= copied[:, :1]) & (columns < copied[:, 1:]))
-    assert part.payable().sum(1).tolist() == [5, 5] and whole.payable().sum(1).tolist() == [12, 9]
-    other = {layer: torch.where(part.payable()[:, None], x, 50.0) for layer, x in part.targets.items()}
+    columns = torch.arange(whole.has_target().shape[1])
+    assert torch.equal(part.has_target(), whole.has_target() & (columns >= copied[:, :1]) & (columns < copied[:, 1:]))
+    assert part.has_target().sum(1).tolist() == [5, 5] and whole.has_target().sum(1).tolist() == [12, 9]
+    other = {layer: torch.where(part.has_target()[:, None], x, 50.0) for layer, x in part.targets.items()}
     loss = losses.regression_loss(gates, part, 0.5, "global")
     part.targets = other
     assert losses.regression_loss(gates, part, 0.5, "global") == loss
