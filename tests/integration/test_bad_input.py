@@ -13,7 +13,7 @@ from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadMo
 
 from ag import fit
 from ag.callbacks.checkpoint_files import AtomicCheckpointIO, checkpoints
-from ag.gates import export
+from ag.gates import folder
 from ag.model import base as models
 from ag.training.module import GatedLM
 from tests.support.command import column, runs, train
@@ -222,7 +222,7 @@ def test_disk_full_while_exporting(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "fsync", no_space)
+        patch.setattr(folder, "fsync", no_space)
         message = fails(f"train={train_what}", "trainer.max_steps=2")
     assert "export: the export could not be written ([Errno 28] No space left on device)" in message
     [run] = runs(tmp_path / "runs")
