@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 import ag
-from ag.bench.models import gates_for
+from ag.bench.models import build, gates_for
 from ag.bench.sdpa import pinned
 from ag.commands.bench import BenchConfig
 from ag.engine import EvictionCache, Policy, policy
@@ -54,7 +54,7 @@ class Contestant:
 
 
 PLAIN, FULL = Contestant("transformers"), Contestant("full", "full")
-Row = dict[str, Any]
+Row = dict[str, Any]  # of a table, by column
 
 
 def contestants(config: BenchConfig) -> list[Contestant]:
@@ -145,6 +145,16 @@ class Arena:
         self._gates: dict[float, AttentionGates] = {}
         self._static: dict[Contestant, tuple[StaticCache, Callable[[Tensor, Cache], Tensor]]] = {}
         self._sizes = (0, 0)
+
+    @classmethod
+    def of(cls, config: BenchConfig) -> Arena:
+        """Load the model that is asked for, or make one, after looking whether the contestants can be.
+
+        Raises:
+            UserError: for a policy, a share, a model or a device that cannot be.
+        """
+        contestants(config)
+        return cls(build(config.model, config.device, config.dtype, config.seed), config)
 
     def tokens(self, batch: int, length: int) -> Tensor:
         """Draw token ids ``[B, T]``."""

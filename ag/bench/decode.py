@@ -5,36 +5,25 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
-from ag.bench.contestants import FULL, PLAIN, Arena, Contestant, able, contestants, kept, kv_bytes
-from ag.bench.measure import paired, quartiles, seconds_of
-from ag.bench.models import build, token_bytes, weight_bytes
-from ag.commands.bench import BenchConfig
+from ag.bench.contestants import FULL, PLAIN, Arena, Contestant, Row, able, contestants, kept, kv_bytes
+from ag.bench.measure import drift, paired, seconds_of, spread
+from ag.bench.models import token_bytes, weight_bytes
 
-Row = dict[str, Any]
 Held = tuple[float, int]  # the share of the tokens that a cache has, and its bytes
 FIRST = 3  # tokens that are generated before the clock starts
 
 
+prepare = Arena.of
+
+
 @torch.no_grad()
-def measure(config: BenchConfig) -> list[Row]:
-    """Return a row for each context, batch and contestant, also for one that cannot run: with the reason."""
-    plan = contestants(config)
-    arena = Arena(build(config.model, config.device, config.dtype, config.seed), config)
-    rows = []
-    for context in config.context:
-        for batch in config.batch:
-            rows += _compare(arena, plan, context, batch)
-    return rows
-
-
-def _compare(arena: Arena, plan: list[Contestant], context: int, batch: int) -> list[Row]:
-    """Measure the contestants round by round, each with a cache of its own in every round."""
+def measure(arena: Arena, context: int, batch: int) -> list[Row]:
+    """Return a row for each contestant; round by round, each with a cache of its own in every round."""
     config = arena.config
-    plan, skipped = able(plan, lambda one: _begun(arena, one, context, batch))
+    plan, skipped = able(contestants(config), lambda one: _begun(arena, one, context, batch))
     seconds: dict[str, list[float]] = {one.name: [] for one in plan}
     drifts: dict[str, list[float]] = {one.name: [] for one in plan}
     held: dict[str, Held] = {}
@@ -43,25 +32,19 @@ def _compare(arena: Arena, plan: list[Contestant], context: int, batch: int) -> 
             held[name] = found
             if turn >= config.warmup:
                 seconds[name].append(statistics.fmean(times))
-                part = max(1, len(times) // 20)
-                drifts[name].append(statistics.median(times[-part:]) / statistics.median(times[:part]))
+                drifts[name].append(drift(times))
     weights, entry = weight_bytes(arena.model), token_bytes(arena.model)
     everything = weights + entry * context * batch
-    rows: list[Row] = [{"context": context, "batch": batch} | row for row in skipped]
+    rows = skipped
     for one in plan:
         share, size = held[one.name]
-        median, low, high = quartiles(seconds[one.name])
         faster = paired(seconds[FULL.name], seconds[one.name])
         roofline = everything / (weights + share * entry * context * batch)
         rows.append(
             {
-                "context": context,
-                "batch": batch,
                 "contestant": one.name,
                 "kept": share,
-                "ms/token": 1000 * median,
-                "quartile 1": 1000 * low,
-                "quartile 3": 1000 * high,
+                **spread("ms/token", seconds[one.name], 1000),
                 "x full": faster,
                 "x transformers": paired(seconds[PLAIN.name], seconds[one.name]),
                 "roofline": roofline,

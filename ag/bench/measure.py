@@ -66,6 +66,18 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return middle, low, high
 
 
+def spread(column: str, seconds: Sequence[float], scale: float = 1) -> dict[str, float]:
+    """Return the columns of times: their median under a name, and the quartiles, in units of ``1 / scale`` seconds."""
+    median, low, high = quartiles(seconds)
+    return {column: scale * median, "quartile 1": scale * low, "quartile 3": scale * high}
+
+
+def drift(seconds: Sequence[float]) -> float:
+    """Return the median of the last twentieth of the steps over that of the first one."""
+    part = max(1, len(seconds) // 20)
+    return statistics.median(seconds[-part:]) / statistics.median(seconds[:part])
+
+
 def paired(mine: Sequence[float], theirs: Sequence[float]) -> float:
     """Return the median, over rounds, of the quotient of times taken in the same round."""
     return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))

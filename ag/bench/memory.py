@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
 
 import torch
 
 from ag.bench import worker
-from ag.bench.contestants import FULL, Arena, Contestant, contestants, kept, kv_bytes
+from ag.bench.contestants import FULL, Arena, Contestant, Row, contestants, kept, kv_bytes
 from ag.bench.measure import forget_peak, held_bytes, peak_bytes
-from ag.bench.models import build
 from ag.commands.bench import BenchConfig
 
-Row = dict[str, Any]
+
+def prepare(config: BenchConfig) -> tuple[BenchConfig, list[Contestant]]:
+    """Return who takes part; models are loaded in the processes that measure."""
+    return config, contestants(config)
 
 
-def measure(config: BenchConfig) -> list[Row]:
-    """Return a row for each context, batch and contestant."""
-    plan = contestants(config)
-    rows = []
-    for context in config.context:
-        for batch in config.batch:
-            mine: list[Row] = [
-                {"context": context, "batch": batch, "contestant": one.name}
-                | worker.call("memory", config, context, batch, one)
-                for one in plan
-            ]
-            full = next(row for row in mine if row["contestant"] == FULL.name)
-            for row in mine:
-                row["KV of full"] = row["KV bytes"] / full["KV bytes"]
-                row["peak of full"] = row["peak over model"] / max(1, full["peak over model"])
-            rows += mine
+def measure(prepared: tuple[BenchConfig, list[Contestant]], context: int, batch: int) -> list[Row]:
+    """Return a row for each contestant."""
+    config, plan = prepared
+    rows: list[Row] = [{"contestant": one.name} | worker.call("memory", config, context, batch, one) for one in plan]
+    full = next(row for row in rows if row["contestant"] == FULL.name)
+    for row in rows:
+        row["KV of full"] = row["KV bytes"] / full["KV bytes"]
+        row["peak of full"] = row["peak over model"] / max(1, full["peak over model"])
     return rows
 
 
 @torch.no_grad()
 def measure_one(config: BenchConfig, context: int, batch: int, one: Contestant) -> Row:
     """Run one contestant in this process."""
-    arena = Arena(build(config.model, config.device, config.dtype, config.seed), config)
+    arena = Arena.of(config)
     ids = arena.tokens(batch, context)
     loaded = held_bytes(arena.device)
     arena.cache(one)  # makes the gates, if that is what it takes

@@ -16,41 +16,15 @@ from ag.model.geometry import fingerprint
 from ag.model.hooks import decoder_of
 
 RANDOM = "random:"
+COLUMNS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "tie_word_embeddings"),
+)
 GEOMETRIES = {
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-    },
-    "smollm2-135m": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-    },
-    "llama-1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-    },
-    "llama-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
+    "tiny": (64, 128, 2, 4, 2, 256, False),
+    "smollm2-135m": (576, 1536, 30, 9, 3, 49152, True),
+    "llama-1b": (2048, 8192, 16, 32, 8, 128256, True),
+    "llama-8b": (4096, 14336, 32, 32, 8, 128256, False),
 }
 
 
@@ -66,7 +40,8 @@ def build(name: str, device: str, dtype: str, seed: int) -> PreTrainedModel:
     if geometry not in GEOMETRIES:
         raise UserError(f"model={name}: expected random:{', random:'.join(GEOMETRIES)}.")
     rope = {"rope_type": "default", "rope_theta": 500000.0}
-    config = LlamaConfig(max_position_embeddings=1 << 20, rope_parameters=rope, **GEOMETRIES[geometry])  # type: ignore[arg-type]
+    shape: dict[str, Any] = dict(zip(COLUMNS, GEOMETRIES[geometry], strict=True))
+    config = LlamaConfig(max_position_embeddings=1 << 20, rope_parameters=rope, **shape)
     config._attn_implementation = "sdpa"
     before = torch.get_default_dtype()
     torch.manual_seed(seed)

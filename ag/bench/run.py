@@ -17,6 +17,7 @@ from ag.commands.bench import BenchConfig
 from ag.config.command_line import Invocation
 from ag.errors import UserError
 
+#: Each mode prepares what all its cases share, and measures the rows of one context and batch.
 MODULES = {"decode": decode, "stream": stream, "prefill": prefill, "train": train, "memory": memory}
 
 
@@ -47,7 +48,11 @@ def bench(config: BenchConfig, command: str) -> dict[str, Any]:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     described = machine(torch.device(config.device)) | {"sdpa": backends(config)[0] or "torch's choice"}
-    rows = MODULES[config.mode].measure(config)
+    mode = MODULES[config.mode]
+    prepared, rows = mode.prepare(config), []
+    for context in config.context:
+        for batch in config.batch:
+            rows += [{"context": context, "batch": batch} | row for row in mode.measure(prepared, context, batch)]
     return {
         "command": command,
         "date": date.today().isoformat(),

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
-from ag.bench.contestants import Arena, kv_bytes
-from ag.bench.measure import quartiles, seconds_of
-from ag.bench.models import build, gates_for
+from ag.bench.contestants import Arena, Row, kv_bytes
+from ag.bench.measure import drift, seconds_of, spread
+from ag.bench.models import gates_for
 from ag.commands.bench import BenchConfig
 from ag.engine import EvictionCache, policy
 from ag.errors import UserError
 from ag.gates.gate import KINDS
 
-Row = dict[str, Any]
 TURN = 8  # tokens that a contestant generates before the next one's turn
 NEVER = -1e4  # bias with which no flag is open
 
@@ -57,9 +55,8 @@ class Runner:
         return sum(times)
 
 
-@torch.no_grad()
-def measure(config: BenchConfig) -> list[Row]:
-    """Return a row for each context, batch and contestant.
+def prepare(config: BenchConfig) -> Arena:
+    """Return the model that all contestants run.
 
     Raises:
         UserError: for a kind of gates that does not exist, or a context that has no room for the recent window.
@@ -72,12 +69,12 @@ def measure(config: BenchConfig) -> list[Row]:
         raise UserError(
             f"context={small[0]}: expected more than the {config.recent} recent tokens; give a longer one, or recent=N."
         )
-    arena = Arena(build(config.model, config.device, config.dtype, config.seed), config)
-    return [row for context in config.context for batch in config.batch for row in _compare(arena, context, batch)]
+    return Arena.of(config)
 
 
-def _compare(arena: Arena, context: int, batch: int) -> list[Row]:
-    """Run the contestants beside one another, each with a new cache in every round."""
+@torch.no_grad()
+def measure(arena: Arena, context: int, batch: int) -> list[Row]:
+    """Return a row for each contestant; they run beside one another, each with a new cache in every round."""
     config = arena.config
     ratios: dict[str, list[float]] = {}
     rounds: list[list[Runner]] = []
@@ -92,29 +89,21 @@ def _compare(arena: Arena, context: int, batch: int) -> list[Row]:
             rounds.append(runners)
             for name, values in quotients.items():
                 ratios.setdefault(name, []).extend(values)
-    rows = []
-    for mine in zip(*rounds, strict=True):
-        median, low, high = quartiles([second for runner in mine for second in runner.seconds])
-        rows.append(
-            {
-                "context": context,
-                "batch": batch,
-                "contestant": mine[-1].name,
-                "held": _held(mine[-1].cache),
-                "ms/token": 1000 * median,
-                "quartile 1": 1000 * low,
-                "quartile 3": 1000 * high,
-                "over full": statistics.median(ratios[mine[-1].name]),
-                "last/first": statistics.median(drift(runner.seconds) for runner in mine),
-                "last/first over full": statistics.median(
-                    drift(runner.seconds) / drift(runners[0].seconds)
-                    for runner, runners in zip(mine, rounds, strict=True)
-                ),
-                "KV bytes": mine[-1].first_bytes,
-                "KV bytes at the end": kv_bytes(mine[-1].cache),
-            }
-        )
-    return rows
+    return [
+        {
+            "contestant": mine[-1].name,
+            "held": _held(mine[-1].cache),
+            **spread("ms/token", [second for runner in mine for second in runner.seconds], 1000),
+            "over full": statistics.median(ratios[mine[-1].name]),
+            "last/first": statistics.median(drift(runner.seconds) for runner in mine),
+            "last/first over full": statistics.median(
+                drift(runner.seconds) / drift(runners[0].seconds) for runner, runners in zip(mine, rounds, strict=True)
+            ),
+            "KV bytes": mine[-1].first_bytes,
+            "KV bytes at the end": kv_bytes(mine[-1].cache),
+        }
+        for mine in zip(*rounds, strict=True)
+    ]
 
 
 def _runners(arena: Arena, context: int, batch: int) -> list[Runner]:
@@ -154,12 +143,6 @@ def _race(arena: Arena, runners: list[Runner]) -> dict[str, list[float]]:
             turns[runner.name].append(runner.turn(arena, steps))
         left -= steps
     return {name: [a / b for a, b in zip(mine, turns[runners[0].name], strict=True)] for name, mine in turns.items()}
-
-
-def drift(seconds: list[float]) -> float:
-    """Return the median of the last twentieth of the steps over that of the first one."""
-    part = max(1, len(seconds) // 20)
-    return statistics.median(seconds[-part:]) / statistics.median(seconds[:part])
 
 
 def _held(cache: EvictionCache) -> float:

@@ -5,58 +5,52 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ag.bench import worker
-from ag.bench.measure import forget_peak, held_bytes, paired, peak_bytes, quartiles, seconds_of
+from ag.bench.contestants import Row
+from ag.bench.measure import forget_peak, held_bytes, paired, peak_bytes, seconds_of, spread
 from ag.bench.models import build, gates_for
 from ag.commands.bench import BenchConfig
 from ag.config import Config
 from ag.model.base import add_lora
 from ag.training.module import GatedLM
 
-Row = dict[str, Any]
 PLANS = ("lora", "gates", "gates+lora")
 
 
-def measure(config: BenchConfig) -> list[Row]:
-    """Return a row for each context, batch and what is trained; steps take turns, peaks come from fresh processes."""
-    device = torch.device(config.device)
-    rows = []
-    for context in config.context:
-        for batch in config.batch:
-            seconds: dict[str, list[float]] = {plan: [] for plan in PLANS}
-            base = build(config.model, config.device, config.dtype, config.seed)
-            steps = {plan: training_step(config, plan, context, batch, _twin(base))[0] for plan in PLANS}
-            for turn in range(config.warmup + config.rounds):
-                for plan, step in steps.items():
-                    (time,) = seconds_of(device, step)
-                    if turn >= config.warmup:
-                        seconds[plan].append(time)
-            del base, steps, step
-            peaks = {plan: worker.call("train", config, context, batch, plan) for plan in PLANS}
-            for plan in PLANS:
-                median, low, high = quartiles(seconds[plan])
-                rows.append(
-                    {
-                        "context": context,
-                        "batch": batch,
-                        "contestant": plan,
-                        "trained of base": peaks[plan]["trained of base"],
-                        "seconds": median,
-                        "quartile 1": low,
-                        "quartile 3": high,
-                        "time over lora": paired(seconds[plan], seconds["lora"]),
-                        "peak bytes": peaks[plan]["peak bytes"],
-                        "peak over lora": peaks[plan]["peak bytes"] / peaks["lora"]["peak bytes"],
-                        "peak over held": max(0, peaks[plan]["peak bytes"] - peaks[plan]["held"]),
-                    }
-                )
-    return rows
+def prepare(config: BenchConfig) -> BenchConfig:
+    """Return the configuration; models are loaded for each case."""
+    return config
+
+
+def measure(config: BenchConfig, context: int, batch: int) -> list[Row]:
+    """Return a row for what is trained; steps take turns, peaks come from fresh processes."""
+    seconds: dict[str, list[float]] = {plan: [] for plan in PLANS}
+    base = build(config.model, config.device, config.dtype, config.seed)
+    steps = {plan: training_step(config, plan, context, batch, _twin(base))[0] for plan in PLANS}
+    for turn in range(config.warmup + config.rounds):
+        for plan, step in steps.items():
+            (time,) = seconds_of(torch.device(config.device), step)
+            if turn >= config.warmup:
+                seconds[plan].append(time)
+    del base, steps, step
+    peaks = {plan: worker.call("train", config, context, batch, plan) for plan in PLANS}
+    return [
+        {
+            "contestant": plan,
+            "trained of base": peaks[plan]["trained of base"],
+            **spread("seconds", seconds[plan]),
+            "time over lora": paired(seconds[plan], seconds["lora"]),
+            "peak bytes": peaks[plan]["peak bytes"],
+            "peak over lora": peaks[plan]["peak bytes"] / peaks["lora"]["peak bytes"],
+            "peak over held": max(0, peaks[plan]["peak bytes"] - peaks[plan]["held"]),
+        }
+        for plan in PLANS
+    ]
 
 
 def measure_one(config: BenchConfig, context: int, batch: int, plan: str) -> Row:

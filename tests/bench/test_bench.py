@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 import ag
-from ag.bench import contestants, measure, models, stream, worker, write
+from ag.bench import contestants, measure, models, worker, write
 from ag.bench.__main__ import main
 from ag.bench.contestants import Arena, Contestant
 from ag.bench.decode import FIRST
@@ -312,4 +312,4 @@ def test_a_stream_holds_its_size_beside_a_full_cache_that_is_cropped_to_it():
 
 
 def test_drift_is_last_over_first():
-    assert stream.drift([2.0] * 5 + [1.0] * 90 + [3.0] * 5) == 1.5
+    assert measure.drift([2.0] * 5 + [1.0] * 90 + [3.0] * 5) == 1.5
