@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 import ag
+from ag.engine.allocators import ALLOCATORS
 from ag.engine.scorers import SCORERS
+from ag.engine.wrappers import WRAPPERS
 from scripts import docs_site
 from tests.support import ROOT
 
@@ -174,6 +176,12 @@ def test_reference_names_all_that_is_public():
     assert {id(getattr(ag, name)) for name in ag._PUBLIC} | {id(kind) for kind in SCORERS.values()} <= set(
         map(id, found.values())
     )
+
+
+@pytest.mark.parametrize("page", ["engine.md", "sources.md"])
+def test_page_has_every_part_of_a_policy(page):
+    text = (ROOT / "docs" / page).read_text()
+    assert [name for name in [*SCORERS, *WRAPPERS, *ALLOCATORS] if f"`{name}`" not in text] == []
 
 
 def test_what_is_public_is_imported_for_tools_that_do_not_run_it():
