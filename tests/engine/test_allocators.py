@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ag
 from ag.engine.allocators.preference import PUBLISHED_TAU, Preference, official_shares, published_tau, water_fill
 from ag.engine.allocators.pyramid import pyramid
 from ag.engine.allocators.rounding import largest_remainder
@@ -19,7 +18,6 @@ from tests.support.attention_by_hand import Scene
 from tests.support.ballots import Scripted, ballots_of, best
 from tests.support.bounds import hold
 from tests.support.compiled import needs
-from tests.support.held import check, run
 
 
 def rounded(shares, total):
@@ -296,35 +294,3 @@ def test_preference_by_the_rounding_of_the_code():
         differ += total < int(caps.sum()) and sum(got) == total
     assert lost > 5  # the last clip loses some where preferences are spread out
     assert differ > 100
-
-
-def test_cake_with_the_rounding_of_the_code_keeps_the_budget(tiny_llama):
-    """Through the whole model: never more than the budget; other layers than with exact shares somewhere."""
-    differ = 0
-    for seed in range(2):
-        model = tiny_llama(seed=seed, num_hidden_layers=5)
-        row = torch.randint(3, 128, (60,), generator=torch.Generator().manual_seed(seed))
-        kept = []
-        for official in (False, True):
-            policy = ag.policy("cake", 17, "every", window=4, official_int=official)
-            result = run(model, policy, [row], [55])
-            check(model, [row], result)
-            kept.append([len(layer[0][0]) for layer in result.held[0]])
-            assert kept[-1] == [len(layer[0][0]) for layer in result.held[-1]]
-        assert sum(kept[0]) == 17 * 5
-        assert 17 * 5 - 10 <= sum(kept[1]) <= 17 * 5
-        differ += kept[0] != kept[1]
-    assert differ
-
-
-def test_budgets_settle_for_decoding():
-    """Section 13, point 19: the budgets of the prompt's end stay; a prompt that fitted leaves C for every layer."""
-    for allocator in ("pyramid", "preference"):
-        wishes = [1.0, 8.0, 3.0, 2.0]
-        long = Scripted(allocator, ballots_of([60] * 4, 12, 2, preference=wishes))
-        held = long.run()
-        assert {i: x.tolist() for i, x in long.shares.settled.items()} == {i: [len(x[0])] for i, x in enumerate(held)}
-        assert len({len(x[0]) for x in held}) > 1
-        fitted = Scripted(allocator, ballots_of([9] * 4, 12, 2, preference=wishes))
-        fitted.run()
-        assert {i: x.tolist() for i, x in fitted.shares.settled.items()} == {i: [12] for i in range(4)}

@@ -236,20 +236,6 @@ def test_a_model_with_alternating_windows(tiny_gemma3):
         premise(all(9 < n < prompt + 9 for n in held), "flags are mixed")
 
 
-def test_beyond_the_window_of_mistral(tiny_mistral):
-    model = tiny_mistral(sliding_window=7)
-    gates = gates_for(model, sink_tokens=2, recent_tokens=3)
-    ag.attach(model, gates)
-    tokens = row(50)
-    want, _ = by_hand.forward(model, gates, tokens, 30)
-    cache = ag.EvictionCache(model, "gates")
-    mask = torch.ones(1, 50, dtype=torch.long)
-    got = [step(model, cache, tokens[None, :30], mask[:, :30])[0]]
-    got += [step(model, cache, tokens[None, t : t + 1], mask[:, : t + 1])[0] for t in range(30, 50)]
-    hold(torch.cat(got)[29:], want[29:], of_logits(model))
-    hold(torch.cat(got)[:29], want[:29], of_logits(model))
-
-
 @pytest.mark.parametrize(("spec", "recent", "sign"), [("full", 1, 1), ("gates", 1, -1), ("gates", 6, 1)])
 def test_crop_takes_back_the_newest_tokens(tiny_llama, spec, recent, sign):
     model = tiny_llama()

@@ -15,8 +15,6 @@ from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.wrappers.criticalkv import CriticalKV
 from tests.support.attention_by_hand import Scene, agree, group_mean
 from tests.support.ballots import two_stages
-from tests.support.held import feed, observed_calls, seen_by
-from tests.support.pairs import covering
 
 PROMPT, PASSES, BUDGET = 26, [1, 1, 3, 1, 1], 9
 
@@ -94,103 +92,6 @@ def test_heads_share_by_the_first_score_alone():
 
 
 # ---- whole caches
-
-
-class Slow:
-    """All layers under ``BASE+criticalkv@ALLOCATOR``, one sequence, float64; tokens are known by their ranks.
-
-    ``layers`` has of each layer the keys and values ``[Hkv, T, D]`` and the output projection ``[H, D, M]``.
-    """
-
-    def __init__(self, base, allocator, first, layers):
-        self.base, self.allocator, self.first = base, allocator, first
-        heads = len(layers[0][0])
-        self.places = [[(layer, g) for g in range(heads)] for layer in range(len(layers))]
-        self.held = {place: [] for mine in self.places for place in mine}
-        self.keys = {(layer, g): layers[layer][0][g] for layer, g in self.held}
-        self.sizes = {
-            (layer, g): (layers[layer][1][g] @ layers[layer][2].unflatten(0, (heads, -1))[g]).abs().sum(-1).mean(0)
-            for layer, g in self.held
-        }
-
-    def scores(self, place):
-        """The base score of each held token, a dict."""
-        k, mine = self.keys[place], self.held[place]
-        if self.base == "knorm":
-            return {t: -float(k[t].norm()) for t in mine}
-        unit = k / k.norm(dim=-1, keepdim=True)
-        anchor = unit[mine].sum(0)
-        return {t: -float(unit[t] @ anchor / anchor.norm()) for t in mine}
-
-    def shared(self, places, total, least=0):
-        """Share a total among heads: each gets so many at least, then one top-k of the base score decides."""
-        ranked = [sorted((-score, place, t) for t, score in self.scores(place).items()) for place in places]
-        chosen = [x for mine in ranked for x in mine[:least]]
-        chosen += sorted(x for mine in ranked for x in mine[least:])[: total - len(chosen)]
-        return {place: sum(x[1] == place for x in chosen) for place in places}
-
-    def budgets(self, decoding):
-        """Tokens of each head of each layer."""
-        if self.allocator == "uniform":
-            return dict.fromkeys(self.held, BUDGET)
-        if self.allocator == "global" and not decoding:
-            return self.shared(list(self.held), BUDGET * len(self.held))
-        found = {}
-        for layer, places in enumerate(self.places):
-            if self.allocator == "global":  # each layer keeps its total
-                found |= self.shared(places, self.settled[layer])
-            else:
-                found |= self.shared(places, BUDGET * len(places), least=int(0.2 * BUDGET))
-        return found
-
-    def evict(self, decoding):
-        """Keep in each head the best by score, then by the product of size and score, shifted to 0 at least."""
-        for place, count in self.budgets(decoding).items():
-            mine, scores = self.held[place], self.scores(place)
-            lowest = min([0.0, *scores.values()])
-            product = [(scores[t] - lowest + 1e-4) * float(self.sizes[place][t]) for t in mine]
-            kept = two_stages([scores[t] for t in mine], product, [False] * len(mine), count, self.first)
-            self.held[place] = [mine[i] for i in kept]
-
-    def follow(self, block, every):
-        """Feed the prompt in blocks (None: whole) and the passes; what is held after the prompt and after each pass."""
-        block, record, seen = block or PROMPT, [], 0
-        ends = [*range(block, PROMPT, block), PROMPT]
-        for end in ends + [PROMPT + sum(PASSES[: n + 1]) for n in range(len(PASSES))]:
-            for mine in self.held.values():
-                mine += range(seen, end)
-            seen = end
-            if end <= PROMPT or every:
-                self.evict(decoding=end > PROMPT)
-            if end == PROMPT:
-                self.settled = [sum(len(self.held[place]) for place in places) for places in self.places]
-            if end >= PROMPT:
-                record.append([[list(self.held[place]) for place in places] for places in self.places])
-        return record
-
-
-@pytest.mark.parametrize(
-    ("base", "allocator", "schedule", "first"),
-    covering(
-        base=["knorm", "keydiff"],
-        allocator=["uniform", "heads", "global"],
-        schedule=["prefill", "every", "blocks:7+every"],
-        first=[0.0, 0.5, 0.8, 1.0],
-    ),
-)
-def test_what_is_held_is_what_lists_say(tiny_qwen2, base, allocator, schedule, first, monkeypatch):
-    """From the base (``first=1``) to the product within the base's budgets (``first=0``), also while decoding."""
-    model = tiny_qwen2(seed=1)
-    row = 3 + torch.randperm(125, generator=torch.Generator().manual_seed(2))[: PROMPT + sum(PASSES)]  # no two alike
-    calls = observed_calls(monkeypatch)
-    policy = ag.policy(f"{base}+criticalkv@{allocator}", BUDGET, schedule, first=first)
-    result = feed(ag.EvictionCache(model, policy), model, [row], [[PROMPT], *([n] for n in PASSES)])
-    layers = []
-    for layer, seen in calls.items():
-        output = model.model.layers[layer].self_attn.o_proj.weight.detach().double().T.unflatten(0, (4, -1))
-        layers.append((seen_by(seen, "k", 0).double(), seen_by(seen, "v", 0).double(), output))
-    wanted = Slow(base, allocator, first, layers).follow(policy.block, policy.steps == 1)
-    assert [[layer[0] for layer in held] for held in result.held] == wanted
 
 
 @pytest.mark.parametrize("allocator", ["heads", "global", "pyramid", "preference"])

@@ -234,16 +234,6 @@ def test_preference_measures_the_prompts_last_queries(tiny_llama):
     assert shares[0] == shares[1]
 
 
-def test_slots(tiny_llama, monkeypatch):
-    """Before anything goes a slot is a rank, so that the scores are the same."""
-    model, found, scores = tiny_llama(), scores_of(monkeypatch), []
-    for kind in ("original", "slot"):
-        cache = ag.EvictionCache(model, "kvzip@heads", 12, positions=kind, **OPTIONS)
-        model(ROW, past_key_values=cache)
-        scores.append(torch.stack([found[layer] for layer in range(3)]))
-    hold(*scores, of_scores(model, found))
-
-
 def test_prefill_and_repetition_are_shared_with_other_policies(tiny_llama):
     model, passes = tiny_llama(), []
     alike = [ag.policy("kvzip", 0.5, **OPTIONS), ag.policy("kvzip@heads", 0.3, **OPTIONS)]

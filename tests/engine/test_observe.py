@@ -2,18 +2,15 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ag.engine import observe
 from ag.engine.rows import FUSED, AttentionRows, attention
 from ag.kernels.row_statistics import Values, cpu
-from ag.kernels.row_statistics.reference import differences
 from tests.support.attention_by_hand import Scene
 from tests.support.bounds import hold
 from tests.support.compiled import needs
 
 needs_compiler = needs(cpu.KERNEL)
-EPS = torch.finfo(torch.float32).eps
 
 SCENES = {
     "one": {},
@@ -76,63 +73,6 @@ def test_totals_are_the_same_in_blocks(scene, block, monkeypatch):
                 assert not got[a.shape[1] :].any()
 
 
-def test_moments(scene):
-    for last in (1, 4, 100):
-        rows = scene.seen.rows(last)
-        mean, variance = rows.moments()
-        bounds = [scene.bound(lambda seen, i=i, last=last: seen.rows(last).moments()[i]) for i in (0, 1)]
-        for b in range(len(scene.lengths)):
-            for h in range(scene.heads):
-                a = rows_by_hand(scene, b, h, last)[0]
-                count = len(a)
-                for slot in range(a.shape[1]):
-                    column = [float(x) for x in a[:, slot]]
-                    middle = sum(column) / count
-                    spread = sum((x - middle) ** 2 for x in column) / (count - 1) if count > 1 else 0.0
-                    hold(mean[b, h, slot], middle, bounds[0][b, h, slot])
-                    hold(variance[b, h, slot], spread, bounds[1][b, h, slot])
-
-
-def test_differences_of_values_and_outputs(scene):
-    rows = scene.seen.rows(3)
-    apart, along = differences(rows.a, rows.values)
-    bounds = [scene.bound(lambda seen, i=i: differences(seen.rows(3).a, seen.values)[i]) for i in (0, 1)]
-    for b in range(len(scene.lengths)):
-        for h in range(scene.heads):
-            values = scene.values(b, h // scene.group)
-            a = rows_by_hand(scene, b, h, 3)[0]
-            for i, row in enumerate(reversed(a)):
-                if not row.any():  # it sees nothing, and its weights of 0 are all that counts
-                    continue
-                output = sum(weight * value for weight, value in zip(row, values, strict=True))
-                for slot, value in enumerate(values):
-                    change = value - output
-                    place = b, h, -1 - i, slot
-                    hold(apart[place], change @ change, bounds[0][place])
-                    hold(along[place], value @ change, bounds[1][place])
-
-
-def test_age_lengths_and_group(scene):
-    assert scene.seen.lengths.tolist() == list(scene.lengths)
-    assert scene.seen.group == scene.group
-    for b, g in scene.places():
-        held = scene.held[b][g]
-        assert scene.seen.age[b, g, : len(held)].tolist() == [scene.lengths[b] - 1 - p for p in held]
-
-
-def test_over_layer(scene):
-    values = torch.rand(*scene.seen.q.shape[:2], scene.seen.k.shape[2], generator=torch.Generator().manual_seed(5)) + 1
-    got = scene.seen.over_layer(values)
-    for b, g in scene.places():
-        for slot, p in enumerate(scene.held[b][g]):
-            total = 0.0
-            for h in range(scene.heads):
-                other = scene.held[b][h // scene.group]
-                total += float(values[b, h, other.index(p)]) if p in other else 0.0
-            # positive numbers: a sum of so many, and a quotient
-            hold(got[b, g, slot], total / scene.heads, 2 * (scene.heads + 1) * EPS * total / scene.heads)
-
-
 def test_free_slots_are_never_seen():
     quiet, loud = (Scene(seed=1, lengths=(11, 4), ragged=True).seen for _ in range(2))
     free = ~loud.key_valid
@@ -149,30 +89,6 @@ def test_a_decision_changes_nothing_of_what_others_see():
     view = seen.deciding(torch.tensor([False, True, True]), torch.tensor([4, 4, 4]))
     assert view.evicts.tolist() == [[False, False], [True, True], [False, False]]
     assert seen.due is seen.capacity is None and seen.evicts.all()
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the size of the largest tensor that any operation made."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for x in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(x, torch.Tensor):
-                self.size = max(self.size, x.untyped_storage().nbytes() // x.element_size())
-        return made
-
-
-def test_no_tensor_grows_with_the_square_of_the_prompt():
-    sizes = {}
-    for tokens in (512, 1024):
-        seen = Scene(lengths=(tokens,), heads=2, kv_heads=1, dim=4).seen
-        with Largest() as largest:
-            seen.total(attention)
-        sizes[tokens] = largest.size
-    assert sizes[1024] <= 2 * observe.BLOCK * 1024
-    assert sizes[1024] <= 2.1 * sizes[512]
 
 
 @needs_compiler

@@ -67,16 +67,6 @@ def test_a_batch_generates_what_its_rows_do_alone(make, spec, budget, options, s
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_full_cache_generates_what_transformers_does_with_single_rows(make, side):
-    model, cache_of = make
-    batch = padded(rows(), side)
-    text = model.generate(**batch, past_key_values=cache_of("full", None, {}), **GREEDY)
-    for b, part in enumerate(rows()):
-        expected = model.generate(part[None], attention_mask=torch.ones(1, len(part)), **GREEDY)[0, len(part) :]
-        assert text[b, -NEW:].tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
 def test_beams_and_a_second_turn(make, side):
     model, cache_of = make
     batch = padded(rows(), side)
@@ -110,16 +100,6 @@ def test_by_hand_and_without_positions(make, side):
             single = cache_of("h2o", 8, {})
             hold(model(part[None], past_key_values=single).logits[0, -1], last[b], of_logits(model))
             hold(model(new[b : b + 1, :1], past_key_values=single).logits[0, -1], then[b], of_logits(model))
-
-
-def test_prefill_gives_the_state_of_each_last_token(make):
-    model, _ = make
-    policies = [ag.policy("full"), ag.policy("h2o", 8), ag.policy("h2o", 8, "blocks:7"), ag.policy("gates")]
-    batch = padded(rows(), "right")
-    found = ag.engine.read_prompt(model, policies, **batch)
-    for b, part in enumerate(rows()):
-        for (_, together), (_, single) in zip(found, ag.engine.read_prompt(model, policies, part[None]), strict=True):
-            hold(together[b], single[0], of_logits(model))
 
 
 @pytest.mark.parametrize("version", ["", "reference"])

@@ -3,7 +3,6 @@
 import warnings
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
 
 import pytest
 import torch
@@ -18,13 +17,12 @@ from ag.engine.allocators.pyramid import Pyramid
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.decide import Decision
 from ag.engine.scorers import SCORERS
-from ag.engine.scorers.base import Needs, RowScorer
 from ag.engine.scorers.controls import KNorm
 from ag.engine.scorers.gates import Gates
 from ag.engine.scorers.h2o import H2O
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.spec import ALIASES, FLAGS, PolicySpec, named
-from ag.engine.wrappers import WRAPPERS, Wrapper
+from ag.engine.wrappers import WRAPPERS
 from ag.engine.wrappers.caote import Caote, FastCaote
 from ag.engine.wrappers.obcache import OBCacheKey
 from ag.engine.wrappers.vatp import Vatp
@@ -504,39 +502,3 @@ def test_a_scorer_whose_name_begins_with_gates_is_not_gates(monkeypatch, tiny_ll
 def test_a_folder_without_gates(tmp_path):
     with pytest.raises(ag.gates.export.ExportError, match=str(tmp_path / "nothing")):
         ag.policy(f"gates:{tmp_path / 'nothing'}")
-
-
-# ---- parts of one's own
-
-
-def test_a_wrapper_of_ones_own_says_what_it_accepts(monkeypatch):
-    @dataclass(frozen=True, kw_only=True)
-    class Picky(Wrapper):
-        """Acts on rows of a short window, which it needs precisely."""
-
-        inner: RowScorer
-
-        @classmethod
-        def accepts(cls, inner, options, spec):
-            super().accepts(inner, options, spec)
-            if options.setdefault("window", 4) > 8:
-                raise UserError(f"Policy '{spec}': window={options['window']}: {spec.wrapper} takes 8 or less.")
-
-        @cached_property
-        def needs(self):
-            return replace(self.inner.needs, precise=True)
-
-        def score(self, seen):
-            return self.inner.score(seen)
-
-    monkeypatch.setitem(WRAPPERS, "picky", Picky)
-    scorer = ag.policy("snapkv+picky", budget=16).scorer
-    assert scorer.inner.window == 4
-    assert scorer.needs == Needs(rows=True, lookback=3, observers=4, precise=True)
-    for spec, options, words in (
-        ("snapkv+picky", {"window": 9}, ["window=9", "picky"]),
-        ("knorm+picky", {}, ["picky", "knorm", "no attention rows"]),
-        ("random+picky", {}, ["picky", "random", "its scores are random"]),
-    ):
-        with refuses(UserError, *words):
-            ag.policy(spec, 16, **options)

@@ -300,21 +300,6 @@ def test_memory_is_at_most_a_tenth_more_than_what_is_kept():
     assert kept <= store.nbytes <= 1.1 * kept
 
 
-def test_a_fifth_of_8k_tokens_takes_less_than_0205_of_all():
-    """Heads as uneven as can be, and equal ones: a page is 0.2 % of a full row."""
-    ranks = torch.arange(8192)[None]
-    k = tokens(1, 3, 8192)
-    full = made(1, 3, k, k)
-    full.append(k, k, ranks, None)
-    full.write()
-    for shares in ([0.2, 0.2, 0.2], [0.05, 0.2, 0.35], [0.0, 0.0, 0.6]):
-        store = made(1, 3, k, k)
-        store.append(k, k, ranks, None)
-        store.retain(torch.arange(8192) < (torch.tensor(shares) * 8192).long()[:, None])
-        assert 0.199 * full.nbytes <= store.nbytes <= 0.205 * full.nbytes
-        assert store.pool.nbytes == store.nbytes
-
-
 @pytest.mark.parametrize("gone", [[], [1]])
 def test_free_slots_are_not_kept(gone):
     """Rows that are equally long, below the width of ``keep``, which is True there."""

@@ -45,12 +45,6 @@ def test_no_query_counts():
     assert triton_column_sums(q.float(), k.float(), **options, mean=True).abs().sum() == 0
 
 
-def test_two_runs_agree_to_the_bit():
-    q, k, options = inputs(40, 2, 1)
-    first, second = (triton_column_sums(q.float(), k.float(), **options) for _ in range(2))
-    assert torch.equal(first, second)
-
-
 @pytest.mark.parametrize("name", HARD)
 @pytest.mark.parametrize("power", [1, 2])
 def test_hard_inputs(name, power):

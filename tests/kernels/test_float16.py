@@ -36,19 +36,10 @@ def test_queries_that_see_nothing_get_zeros(tensors):
     assert out[:, :, :40].abs().sum() == 0 and torch.isfinite(out).all()
 
 
-def test_prefill(tensors):
+def test_prefill_and_sums_over_columns(tensors):
     q, k, v = tensors
-    keep = torch.ones(1, 2, LENGTH, dtype=torch.bool)
+    keep, every = torch.ones(1, 2, LENGTH, dtype=torch.bool), torch.ones(1, LENGTH, dtype=torch.bool)
     assert torch.equal(chunked_gated_prefill(q, k, v, keep, None, 0.1), v[:, :, :1].expand_as(v))
-
-
-def test_column_sums(tensors):
-    q, k, _ = tensors
-    sums = chunked_column_sums(q, k, 0.1, torch.ones(1, LENGTH, dtype=torch.bool))
-    assert (sums[:, :, 0] == LENGTH).all() and (sums[:, :, 1:] == 0).all()
-
-
-def test_column_max(tensors):
-    q, k, _ = tensors
-    most = chunked_column_max(q, k, 0.1, torch.ones(1, LENGTH, dtype=torch.bool))
-    assert (most[:, :, 0] == 1).all() and (most[:, :, 1:] == 0).all()
+    for function, paid in ((chunked_column_sums, LENGTH), (chunked_column_max, 1)):
+        found = function(q, k, 0.1, every)
+        assert (found[:, :, 0] == paid).all() and (found[:, :, 1:] == 0).all()

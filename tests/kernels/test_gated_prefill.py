@@ -65,12 +65,6 @@ def test_nothing_or_everything_kept(monkeypatch, share, short):
         assert torch.equal(out, tensors[2].repeat_interleave(2, 1))
 
 
-def test_heads_that_keep_much_use_other_blocks(monkeypatch):
-    tensors, options = inputs(300, 4, 2, 8)
-    monkeypatch.setattr("ag.kernels.gated_prefill.chunked.LONG", 10)
-    hold(chunked_gated_prefill(*tensors, **options), reference_gated_prefill(*exactly(tensors), **options))
-
-
 @pytest.mark.parametrize("short", [0, 256], ids=["blocks", "short"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_lower_precision(monkeypatch, dtype, short):

@@ -129,14 +129,6 @@ def test_cpp_depends_neither_on_threads_nor_on_where_pages_lie():
         assert torch.equal(output, outputs[0])
 
 
-@pytest.mark.parametrize("forced", ["reference", pytest.param("cpp", marks=needs_compiler)])
-def test_the_environment_forces_a_version(fresh, forced):
-    version = {"reference": reference_paged_attend, "cpp": cpu.paged_attend}[forced]
-    fresh.setenv("AG_KERNELS", forced)
-    arguments = given([40, 9], 4, 3, dim=16)
-    assert torch.equal(paged_attend(*arguments), version(*arguments))
-
-
 def test_float64_is_left_to_pytorch_and_a_gate_is_not_needed(fresh):
     q, pages, *others = given([40, 9], 2, 3, dim=16, dtype=torch.float64)
     check(paged_attend, q, pages, *others, dtype=torch.float64)

@@ -1,13 +1,10 @@
 """Sums of row statistics: every version against the formulas in float64, pair by pair where that is needed."""
 
-import logging
-import shutil
 from itertools import product
 
 import pytest
 import torch
 
-from ag.errors import UserError
 from ag.kernels.row_statistics import Values, cpu, reference_row_statistics, row_statistics
 from ag.kernels.row_statistics.reference import KINDS
 from tests.support.bounds import bounded, hold
@@ -211,29 +208,6 @@ def test_arguments_need_not_be_contiguous():
     assert not part.centred.is_contiguous()
     for kind in KINDS:
         assert torch.equal(cpu.row_statistics(kind, *strided, part), cpu.row_statistics(kind, logits, counted, alone))
-
-
-def test_without_a_compiler_pytorch_takes_over_and_says_so_once(fresh, caplog):
-    fresh.delenv("CXX", raising=False)
-    fresh.setattr(shutil, "which", lambda name: None)
-    caplog.set_level(logging.INFO)
-    logits, counted, *_ = tile()
-    for _ in range(2):
-        found = row_statistics("attention", logits.float(), counted)
-    assert torch.equal(found, reference_row_statistics("attention", logits.float(), counted))
-    assert caplog.messages == ["row_statistics: reference (cpp: there is no C++ compiler (install g++))"]
-    fresh.setenv("AG_KERNELS", "cpp")
-    with pytest.raises(UserError, match=r"AG_KERNELS=cpp: row_statistics .*C\+\+"):
-        row_statistics("attention", logits.float(), counted)
-
-
-@needs_compiler
-def test_the_environment_forces_a_version(fresh):
-    logits, counted, *_ = tile(rows=40, keys=70)
-    for name, version in {"cpp": cpu.row_statistics, "reference": reference_row_statistics}.items():
-        fresh.setenv("AG_KERNELS", name)
-        wanted = version("attention", logits.float(), counted)
-        assert torch.equal(row_statistics("attention", logits.float(), counted), wanted)
 
 
 def test_float64_is_left_to_pytorch(fresh):

@@ -1,9 +1,11 @@
-"""The memory of tensors that Python can reach."""
+"""The memory of tensors: of those that Python can reach, and of those that operations make."""
 
 import gc
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def storages() -> dict[int, int]:
@@ -11,3 +13,16 @@ def storages() -> dict[int, int]:
     gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not isinstance(x, FakeTensor)]
     return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many elements the largest tensor has that any operation made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(x, torch.Tensor):
+                self.size = max(self.size, x.untyped_storage().nbytes() // x.element_size())
+        return made
