@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from ag.callbacks import AtomicCheckpointIO, newest_valid
-from ag.errors import UserError
 from ag.training.loggers import read_metrics
-from tests.support.refused import refuses
 from tests.support.tiny_run import fit, weights
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -82,13 +80,6 @@ def test_raised_max_steps_continues_in_the_epoch(tmp_path: Path) -> None:
     torch.testing.assert_close(weights(more), weights(whole), rtol=0, atol=0)
 
 
-def test_resuming_a_finished_run_trains_nothing(tmp_path: Path) -> None:
-    _, first = fit(tmp_path)
-    runner, second = fit(tmp_path, ckpt_path=newest_valid(tmp_path))
-    assert runner.global_step == 6
-    torch.testing.assert_close(weights(second), weights(first), rtol=0, atol=0)
-
-
 @pytest.mark.slow
 def test_patience_stops_early_and_counts_across_a_resume(tmp_path: Path) -> None:
     losses = [0.5, 0.6, 0.6, 0.6, 0.6, 0.6]
@@ -118,11 +109,6 @@ def test_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, damage: str) -
     # the damaged file does not take the place of a good one
     fit(tmp_path, checkpoint={"every_steps": 1, "keep_last": 1}, trainer={"max_steps": 3}, ckpt_path=found)
     assert names(tmp_path) == ["step=000003.ckpt"]
-
-
-def test_no_checkpoint_at_all(tmp_path: Path) -> None:
-    with refuses(UserError, str(tmp_path)):
-        newest_valid(tmp_path)
 
 
 def test_failing_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

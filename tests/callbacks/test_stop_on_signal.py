@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import time
@@ -120,16 +119,3 @@ def test_handlers_are_given_back(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a bug"):
         fit(tmp_path / "failed", module={"fail_batch": 1})
     assert [signal.getsignal(signum) for signum in SIGNALS] == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_gets_the_signal_and_both_stop(tmp_path: Path, rank: int) -> None:
-    options: dict[str, Any] = {"trainer": {"devices": 2, "strategy": "ddp"}, "batches": 40}
-    process = start(tmp_path, module={"pause": 0.2}, **options)
-    (other,) = re.findall(r"rank 1 is process (\d+)\n", "\n".join(wait_for(process, "batch 3")))
-    os.kill(int(other) if rank else process.pid, signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 143, errors
-    steps = torch.load(newest_valid(tmp_path), weights_only=True)["global_step"]
-    assert 4 <= steps <= 7

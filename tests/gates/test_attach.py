@@ -47,15 +47,6 @@ def test_own_attention_implementation_can_still_be_changed(tiny_llama):
     assert out.attentions[0].shape == (2, 4, 40, 40)
 
 
-def test_an_attached_model_costs_no_gate(tiny_llama, monkeypatch):
-    model = tiny_llama()
-    gates = gates_for(model)
-    ag.attach(model, gates)
-    monkeypatch.setattr(ag.gates.gate.AttentionGate, "forward", lambda *args: pytest.fail("a gate ran"))
-    model(IDS)
-    model.generate(IDS, max_new_tokens=2, do_sample=False)
-
-
 def test_attaching_twice_and_wrong_gates_are_errors(tiny_llama):
     model = tiny_llama()
     ag.attach(model, gates_for(model))

@@ -71,22 +71,6 @@ def test_a_damaged_table(tmp_path: Path, table: object, parts: str) -> None:
         AttentionGates.from_pretrained(folder)
 
 
-def test_exports_from_before_have_none(tmp_path: Path) -> None:
-    folder = make_export(tmp_path / "e")
-    info = read_json(folder)
-    del info["calibration"], info["weights"]
-    reseal(folder, info | {"schema_version": "1.2"})
-    loaded = AttentionGates.from_pretrained(folder)
-    assert_same(loaded, make_gates())
-    assert loaded.calibration is None
-    reseal(folder, info | {"schema_version": "1.2", "calibration": None})
-    with refuses(ExportError, "unknown", "calibration"):
-        AttentionGates.from_pretrained(folder)
-    reseal(folder, info | {"schema_version": "1.3"})
-    with refuses(ExportError, "missing", "calibration"):
-        AttentionGates.from_pretrained(folder)
-
-
 def test_gates_of_two_layers_from_before_have_biases_of_0(tmp_path: Path) -> None:
     gates = make_gates(config=GateConfig(kind="mlp", hidden=9))
     export.save(tmp_path / "e", gates)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -184,23 +183,6 @@ def look_after_a_kill(folder: Path) -> tuple[bool, bool]:
     return under_way, True
 
 
-def kill_at_random(path: str) -> None:
-    folder, gates, adapter, rng = Path(path), make_gates(), make_adapter(), random.Random(0)
-    write_version(folder, 0, gates, adapter)
-
-    def write_forever() -> None:
-        for number in range(1, 10**6):
-            write_version(folder, number, gates, adapter)
-
-    looks = []
-    for _ in range(20):
-        assert not child(write_forever, kill_after=rng.uniform(0.01, 0.15))
-        looks.append(look_after_a_kill(folder))
-    write_version(folder, 99, gates, adapter)
-    assert version_of(folder) == 99 and hidden(folder) == []
-    print(json.dumps({"under_way": sum(look[0] for look in looks), "absent": sum(look[1] for look in looks)}))
-
-
 def kill_at_every_operation(path: str) -> None:
     folder, gates, adapter = Path(path), make_gates(), make_adapter()
     looks, operation, finished = [], 0, False
@@ -216,13 +198,6 @@ def kill_at_every_operation(path: str) -> None:
         finished = child(write_and_die)
         looks.append((*look_after_a_kill(folder), version_of(folder) if folder.exists() else None))
     print(json.dumps(looks))
-
-
-@pytest.mark.slow
-def test_random_kills_never_leave_half_an_export(tmp_path: Path) -> None:
-    seen = json.loads(run_here(f"test_export_killed.kill_at_random({str(tmp_path / 'e')!r})"))
-    assert seen["under_way"] >= 5
-    assert seen["absent"] <= seen["under_way"]
 
 
 @pytest.mark.slow

@@ -198,24 +198,32 @@ def test_keys_of_a_newer_schema_are_named(tmp_path: Path, place: tuple[str, ...]
         AttentionGates.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("schema", ["1.0", "1.1"])
-def test_gates_from_before_cover_the_prompt_and_look_at_all_of_it(tmp_path: Path, schema: str) -> None:
-    """Schemas before 1.2 lacked three keys; a file of theirs that has one of them is no such file."""
+#: What each schema brought: in the content, and in the gate.
+BROUGHT = {"1.1": ["adapter"], "1.2": ["hidden", "window", "covers"], "1.3": ["calibration"], "1.4": ["weights"]}
+
+
+@pytest.mark.parametrize("schema", ["1.0", "1.1", "1.2", "1.3"])
+def test_exports_from_before(tmp_path: Path, schema: str) -> None:
+    """They load with what was the case then; a file with a key of a later schema, or without its own, is none."""
     folder = make_export(tmp_path / "e")
-    info = read_json(folder)
-    for name in ("hidden", "window", "covers"):
-        del info["gate"][name]
-    del info["calibration"], info["weights"]
-    if schema == "1.0":
-        del info["adapter"]
-    reseal(folder, info | {"schema_version": schema})
+    info, later = read_json(folder), sum((names for since, names in BROUGHT.items() if since > schema), [])
+    old = {name: value for name, value in info.items() if name not in later} | {"schema_version": schema}
+    old["gate"] = {name: value for name, value in info["gate"].items() if name not in later}
+    reseal(folder, old)
     loaded = AttentionGates.from_pretrained(folder)
     assert_same(loaded, make_gates())
-    assert (loaded.config.covers, loaded.config.window) == ("prompt", 0)
+    assert (loaded.config.covers, loaded.config.window, loaded.calibration) == ("prompt", 0, None)
     assert read_info(folder)["gate"]["covers"] == "prompt"
-    change("gate", "covers", value="all")(folder)
-    with refuses(ExportError, "unknown", "covers"):
-        AttentionGates.from_pretrained(folder)
+    for name in later:
+        gate = name in info["gate"]
+        reseal(folder, old | ({"gate": old["gate"] | {name: info["gate"][name]}} if gate else {name: info[name]}))
+        with refuses(ExportError, "unknown", name):
+            AttentionGates.from_pretrained(folder)
+    for name in BROUGHT.get(schema, []):
+        gate = {key: value for key, value in old["gate"].items() if key != name}
+        reseal(folder, {key: value for key, value in old.items() if key != name} | {"gate": gate})
+        with refuses(ExportError, "missing", name):
+            AttentionGates.from_pretrained(folder)
 
 
 def test_flipped_bits_never_load_as_something_else(tmp_path: Path) -> None:

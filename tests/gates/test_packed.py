@@ -13,7 +13,7 @@ from ag.gates import export, packed
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
 from tests.support.bounds import hold
-from tests.support.exports import assert_same, change, make_gates, read_json, reseal, reweigh
+from tests.support.exports import change, make_gates, reweigh
 from tests.support.refused import refuses
 
 EPS = torch.finfo(torch.float32).eps
@@ -51,15 +51,6 @@ def test_each_weight_is_within_half_a_step_of_its_row(tmp_path: Path, config: Ga
     export.save(tmp_path / "wide", gates)
     wide = sum(file.stat().st_size for file in (tmp_path / "wide").glob("*.safetensors"))
     assert size < 0.6 * wide  # the header is most of the rest
-
-
-def test_exports_from_before_are_float32(tmp_path: Path) -> None:
-    export.save(tmp_path / "e", make_gates())
-    info = read_json(tmp_path / "e")
-    assert info["weights"] == "float32"
-    del info["weights"]
-    reseal(tmp_path / "e", info | {"schema_version": "1.3"})
-    assert_same(AttentionGates.from_pretrained(tmp_path / "e"), make_gates())
 
 
 def test_damages(tmp_path: Path) -> None:

@@ -113,14 +113,6 @@ def test_any_header_of_the_weights(exported, header, length):
     assert load_with(folder, stated.to_bytes(8, "little") + text + raw[-64:]) is None
 
 
-@any_file
-@given(size=st.integers(0, 40), cut=st.integers(1, 4000))
-def test_any_length_of_the_weights(exported, size, cut):
-    folder, raw, _ = exported
-    assert load_with(folder, raw[:size]) is None
-    assert load_with(folder, raw[:-cut]) is None
-
-
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),

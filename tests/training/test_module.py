@@ -292,7 +292,7 @@ def test_a_run_of_regression_only(tiny_llama, tmp_path):
     )
     run.fit(module, loader(*[data] * 60))
     assert values[-1] < 0.3 * values[0]
-    # at the minimum each row and head is within a token of its share (see test_losses.py)
+    # at the minimum each row and head is within a token of its share
     kept = float(run.callback_metrics["train/gate_mean_hard"])
     assert abs(kept - 0.3) <= len(ROWS) / sum(prompt for prompt, _ in ROWS)
 
