@@ -116,7 +116,7 @@ class Forward(Holdings, Interceptor):
         except PoolFullError as error:
             if self.pool is None or self.text.before:
                 raise
-            held = [len(layer.store.pages()) for layer in self.evicting_layers if layer.store is not None]
+            held = [len(layer.store.table.numbers()) for layer in self.evicting_layers if layer.store is not None]
             layers, columns = len(self.evicting_layers), self.text.prompt_columns
             self.reset()
             pages = max(sum(held) + error.pages, (sum(held) + error.pages) * layers // max(len(held), 1))

@@ -15,16 +15,17 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from ag.engine.attend import attend_many, attend_one, attend_one_weights, attend_rows
 from ag.engine.decide import Decision
+from ag.engine.lookback import Lookback
 from ag.engine.observe import Context, Keys, Observation, Queries, StoredKeys
 from ag.engine.passes import Pass
 from ag.engine.policy import Policy
 from ag.engine.pool import PAGE, Pool
 from ag.engine.positions import Original
+from ag.engine.records import Records, fit, joined
 from ag.engine.stopwatch import Stopwatch
 from ag.engine.store import PagedStore, Rows
 from ag.errors import UserError
@@ -33,7 +34,7 @@ from ag.gates.memory import GateMemory
 from ag.model.geometry import fingerprint
 from ag.model.hooks import AttentionCall, UnsupportedModelError
 from ag.model.projection import output_weight
-from ag.stateful import Attributes
+from ag.stateful import Attributes, Stateful
 
 
 @dataclass
@@ -89,7 +90,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
     STATE: ClassVar[Mapping[str, Any]] = {
         **dict.fromkeys(("columns_seen", "_number", "evicted_at", "_open"), int),
         **{"scoring_seconds": float, "window": int | None, "_settled": bool, "_alike": bool},
-        **{"memory": dict, "_lookback": tuple | None},
+        "memory": dict,
     }
 
     def __init__(self, policy: Policy, rotation: Original, gates: AttentionGates | None = None) -> None:
@@ -103,6 +104,8 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         self.recent: int | None = None
         #: What the layer's gate looks back at.
         self.gate_memory = GateMemory(0 if gates is None else gates.config.window)
+        #: What the scorer looks back at.
+        self.lookback = Lookback()
         self.reset()
 
     def reset(self) -> None:
@@ -124,9 +127,13 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         self.evicted_at = 0
         self._scoring = Stopwatch()
         #: What the scorer recorded, ``[..., N]`` by slot of the store.
-        self.memory: dict[str, Tensor] = {}
-        self._lookback: tuple[Tensor, Tensor, Tensor] | None = None  # last queries, their ranks and validity
-        self.gate_memory.reset()
+        self.memory: Records = {}
+        for part in self._parts.values():
+            part.reset()
+
+    @property
+    def _parts(self) -> dict[str, Stateful]:
+        return {"gate": self.gate_memory, "lookback": self.lookback}
 
     @property
     def nbytes(self) -> int:
@@ -236,7 +243,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         for stage in () if idle else (*stages, self._settle):
             stage(step)
         if now.ends_prompt and not self._decides_again:  # no later decision needs these
-            self.memory, self._lookback = {}, None
+            self._forget_scores()
         assert step.out is not None
         return step.out.masked_fill(~now.real[:, None, :, None], 0.0) if now.padded else step.out
 
@@ -301,13 +308,18 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             decision: decides what stays.
             layers: all layers of the cache.
         """
-        assert self._lookback is not None
+        assert self.lookback.queries is not None
         step = Step(call, now, decision, layers, fresh=False, unrotated=call, logits=None)
-        q, ranks, valid = self._lookback
+        q, ranks, valid = self.lookback.queries
         step.seen = self._seen(step, Queries(q=q, ranks=ranks, valid=valid))
         self._decide(step)
         self._retain(step)
-        self.memory, self._lookback = {}, None
+        self._forget_scores()
+
+    def _forget_scores(self) -> None:
+        """Forget what only decisions need."""
+        self.memory = {}
+        self.lookback.reset()
 
     def _store(self, step: Step) -> None:
         """Store the new tokens, beside the probability that a gate gave them."""
@@ -520,9 +532,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         ranks, valid, gate = (None if x is None else x.unflatten(0, shape) for x in store.ledger())
         assert ranks is not None
         filled = torch.ones_like(ranks, dtype=torch.bool) if valid is None else valid
-        for name, x in self.memory.items():
-            if x.shape[-1] != ranks.shape[-1]:
-                self.memory[name] = _by_slot(x, ranks.shape[-1])
+        fit(self.memory, ranks.shape[-1])
         # what a prompt brings is at hand, and others that read it may look at what comes of it later
         held = self._held(step) if now.reading or not self.rotation.in_place else step.held
         q = queries.q if held is None else self.rotation.queries(queries.q, held, queries.ranks)
@@ -555,9 +565,9 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         )
 
     def _with_lookback(self, step: Step, last: int) -> Queries:
-        """Put the last queries of earlier passes before the new ones, and remember the last of all."""
+        """Return the new queries, behind the last ones of earlier passes where somebody looks back at those."""
         now, q = step.now, step.unrotated.q
-        new = Queries(
+        queries = Queries(
             q=q,
             ranks=now.ranks,
             valid=now.real,
@@ -567,19 +577,11 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             weights=step.weights,
         )
         if last == 0:
-            return new
-        ranks, valid = now.ranks, now.real
-        if self._lookback is not None:
-            before = self._lookback
-            q, ranks, valid = (
-                torch.cat(pair, dim)
-                for pair, dim in zip(((before[0], q), (before[1], ranks), (before[2], valid)), (2, 1, 1), strict=True)
-            )
+            return queries
+        queries = self.lookback.before(queries)
         if not now.ends_prompt or self._decides_again:  # else nobody looks back at these
-            newest = torch.where(valid, ranks, -1).argsort(dim=1, stable=True)[:, -last:]
-            index = newest[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1])
-            self._lookback = q.gather(2, index), ranks.gather(1, newest), valid.gather(1, newest)
-        return replace(new, q=q, ranks=ranks, valid=valid)
+            self.lookback.remember(queries, last)
+        return queries
 
     # ---- what goes
 
@@ -595,20 +597,11 @@ class EvictionLayer(CacheLayerMixin, Attributes):
     def join(self, other: EvictionLayer) -> None:
         """Append the sequences of the same layer of another cache, in the same pool; no column is taken back then."""
         assert self.store is not None and other.store is not None
-        self.memory = {
-            name: joined(self.memory.get(name), other.memory.get(name), self.store.batch, other.store.batch)
-            for name in {*self.memory, *other.memory}
-        }
-        if self._lookback is not None and other._lookback is not None:
-            counts = [before[1].shape[1] for before in (self._lookback, other._lookback)]
-            q, ranks, valid = (
-                torch.cat([_later(x, max(counts), dim) for x in pair])
-                for pair, dim in zip(zip(self._lookback, other._lookback, strict=True), (2, 1, 1), strict=True)
-            )
-            self._lookback = q, ranks, valid
+        self.memory = joined(self.memory, other.memory, self.store.batch, other.store.batch)
         self.store.join(other.store)
         self._alike, self._until_full = self._alike and other._alike, None
-        self.gate_memory.join(other.gate_memory)
+        for name, part in self._parts.items():
+            part.join(other._parts[name])
         self._settled, self._open = self._settled and other._settled, min(self._open, other._open)
         self.columns_seen = self.evicted_at = max(self.columns_seen, other.columns_seen)
 
@@ -618,10 +611,8 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         if self.store is not None:
             self.store.select(indices)
         self.memory = {name: x[indices.to(x.device)] for name, x in self.memory.items()}
-        if self._lookback is not None:
-            q, ranks, valid = (x[indices.to(x.device)] for x in self._lookback)
-            self._lookback = q, ranks, valid
-        self.gate_memory.select(indices)
+        for part in self._parts.values():
+            part.select(indices)
 
     def crop(self, counts: Tensor) -> None:
         """Forget the newest tokens; ``counts`` ``[B]`` of each sequence stay."""
@@ -629,18 +620,20 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         if self.store is not None:
             self.store.crop(counts, self.memory)
             self._open = 0
-        if self.gate_memory:
-            self.gate_memory.crop(counts)
+        for part in self._parts.values():
+            part.crop(counts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later passes depend on, with what is held and what the gate looks back at."""
         store = None if self.store is None else self.store.state_dict()
-        return {**super().state_dict(), "gate": self.gate_memory.state_dict(), "store": store}
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        return {**super().state_dict(), **parts, "store": store}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state over; keys and values are to be the model's."""
         own = dict(state)
-        self.gate_memory.load_state_dict(own.pop("gate"))
+        for name, part in self._parts.items():
+            part.load_state_dict(own.pop(name))
         held = own.pop("store")
         super().load_state_dict(own)
         if self.window is not None and self.window < 1:
@@ -658,27 +651,3 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             raise ValueError("lengths")
         self.store = self._new_store(batch, geometry["num_kv_heads"], Pool.growing(held["keys"], held["values"]))
         self.store.load_state_dict(held)
-
-
-def _by_slot(x: Tensor, slots: int) -> Tensor:
-    """Return numbers of each token by slot, of so many slots; tokens that came since have 0."""
-    return x[..., :slots] if x.shape[-1] >= slots else F.pad(x, (0, slots - x.shape[-1]))
-
-
-def joined(mine: Tensor | None, others: Tensor | None, batch: int, more: int) -> Tensor:
-    """Append what a scorer recorded of other sequences, ``[B, ..., N]``; None: nothing, which is 0."""
-    known = mine if mine is not None else others
-    assert known is not None
-    parts = [
-        known.new_zeros(count, *known.shape[1:]) if x is None else x
-        for x, count in zip((mine, others), (batch, more), strict=True)
-    ]
-    for dim in range(2, known.ndim - 1):  # rows of queries: the last ones are the newest
-        parts = [_later(x, max(part.shape[dim] for part in parts), dim) for x in parts]
-    slots = max(x.shape[-1] for x in parts)
-    return torch.cat([F.pad(x, (0, slots - x.shape[-1])) for x in parts])
-
-
-def _later(x: Tensor, size: int, dim: int) -> Tensor:
-    """Pad a dimension with zeros in front."""
-    return F.pad(x, (*[0] * (2 * (x.ndim - 1 - dim)), size - x.shape[dim], 0))

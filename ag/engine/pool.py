@@ -49,9 +49,9 @@ def listed(pages: Tensor, counts: Tensor) -> Tensor:
 
 
 class Holder(Protocol):
-    """What holds pages of a pool; see :class:`ag.engine.store.PagedStore`."""
+    """What holds pages of a pool; see :class:`ag.engine.table.PageTable`."""
 
-    def pages(self) -> Tensor:
+    def numbers(self) -> Tensor:
         """Return the numbers of its pages, row after row, ``[n]`` long on the CPU; shared ones several times."""
 
     def renumber(self, numbers: Tensor) -> None:
@@ -169,7 +169,7 @@ class Pool:
 
     @property
     def holders(self) -> int:
-        """Stores that have rows in it."""
+        """Tables that have pages of it."""
         return len(self._holders)
 
     @property
@@ -261,7 +261,7 @@ class Pool:
         """Give memory of free pages back where there is much of it, and put pages in the order of rows again."""
         if self.fixed or self.free <= (self.size - self.free) // LOOSE_SHARE + 1:
             return
-        held = torch.cat([holder.pages() for holder in self._holders]) if self._holders else torch.zeros(0).long()
+        held = torch.cat([holder.numbers() for holder in self._holders]) if self._holders else torch.zeros(0).long()
         order, first = held.unique(return_inverse=True)
         places = torch.full((len(order),), len(held)).scatter_reduce_(0, first, torch.arange(len(held)), "amin")
         order = order[places.argsort()]  # by the first row that holds them

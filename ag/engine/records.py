@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 Records = dict[str, Tensor]
 
@@ -35,3 +36,33 @@ def latest(records: Records, name: str, new: Tensor, counted: Tensor, last: int)
         order = torch.where(columns < before + missing, (columns - missing) % (before + missing), columns)
         new = new.gather(2, order[:, None, :, None].expand_as(new))
     records[name] = new[:, :, -last:]
+
+
+def fit(records: Records, slots: int) -> None:
+    """Give all records so many slots; tokens that came since they were noted have 0."""
+    for name, x in records.items():
+        if x.shape[-1] != slots:
+            records[name] = x[..., :slots] if x.shape[-1] > slots else F.pad(x, (0, slots - x.shape[-1]))
+
+
+def joined(mine: Records, others: Records, batch: int, more: int) -> Records:
+    """Return the records of ``batch`` sequences and of ``more`` others; what one side lacks is 0."""
+    return {name: _joined(mine.get(name), others.get(name), batch, more) for name in {*mine, *others}}
+
+
+def _joined(mine: Tensor | None, others: Tensor | None, batch: int, more: int) -> Tensor:
+    known = mine if mine is not None else others
+    assert known is not None
+    parts = [
+        known.new_zeros(count, *known.shape[1:]) if x is None else x
+        for x, count in zip((mine, others), (batch, more), strict=True)
+    ]
+    for dim in range(2, known.ndim - 1):  # rows of queries: the last ones are the newest
+        parts = [later(x, max(part.shape[dim] for part in parts), dim) for x in parts]
+    slots = max(x.shape[-1] for x in parts)
+    return torch.cat([F.pad(x, (0, slots - x.shape[-1])) for x in parts])
+
+
+def later(x: Tensor, size: int, dim: int) -> Tensor:
+    """Pad a dimension with zeros in front."""
+    return F.pad(x, (*[0] * (2 * (x.ndim - 1 - dim)), size - x.shape[dim], 0))

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.engine.pool import PAGE, Pool, listed, pages_for
+from ag.engine.pool import PAGE, Pool, pages_for
 from ag.engine.records import Records
 from ag.engine.select import closing_order
+from ag.engine.table import PageTable
 from ag.kernels.pages import New, Pages
 from ag.kernels.pool_append import pool_append
 from ag.kernels.pool_expired import pool_expired
@@ -47,23 +48,6 @@ class Ledger(NamedTuple):
     gate: Tensor | None
 
 
-@dataclass
-class _Held:
-    """The pages of a store as the host knows them, which outlives it until they are given back."""
-
-    pool: Pool
-    pages: Tensor  # [R, most] int32; behind a row's last page 0
-    counts: Tensor  # [R] long, pages of each row
-
-    def numbers(self) -> Tensor:
-        """Return all of them, row after row, ``[n]`` long."""
-        return listed(self.pages, self.counts)
-
-
-def _give_back(held: _Held) -> None:
-    held.pool.drop(held.pages, held.counts)
-
-
 class PagedStore:
     """Keys and values of one layer.
 
@@ -81,42 +65,32 @@ class PagedStore:
         self.batch, self.kv_heads, self.gate_type = batch, kv_heads, gate
         self._in_order = in_order
         rows, device = batch * kv_heads, pool.keys.device
-        self._held = _Held(pool, torch.zeros(rows, 0, dtype=torch.int32), torch.zeros(rows, dtype=torch.long))
-        self._table = self._held.pages.to(device)
+        #: The pages of the rows.
+        self.table = PageTable(rows, pool)
         self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self._counted: Tensor | None = torch.zeros(rows, dtype=torch.long)  # the same on the host; None: only there
         self._since = 0  # tokens that came to each row since they were counted
-        #: Slots of the longest row as far as the host knows: no row holds more tokens.
-        self.slots = 0
         #: Whether slots are in the order of ranks.
         self.ordered = True
         self._ahead = False  # whether it made room ahead since tokens were last laid out
         self._reserved = False  # whether the host is to look rarely
-        self._runs: dict[int, tuple[int, int] | None] = {}  # what _even_run found, by pages
-        self._indexed: Tensor | None = None  # what _index returned last
         self._numbers = torch.empty(0, device=device)  # what _taken compared with last
         self._room = 0  # free slots that each row has at least, as far as the host knows
-        self._shared = False  # whether somebody else may hold some page
-        self._mine = True  # whether nobody else holds the pages that the next tokens come into
         self._ones: Tensor | None = None  # what a gate says of new tokens that it was not asked about
         #: The tokens of a prompt that is not written yet.
         self._prompt: Rows | None = None
         #: Slots [R, V] int32 of tokens that go when the next one comes, and the records that go with them.
         self._going: tuple[Tensor, Records] | None = None
         self._slots_going: Tensor | None = None  # the memory of those slots, the same at each step
-        pool.enlist(self)
-        weakref.finalize(self, _give_back, self._held).atexit = False
+        weakref.finalize(self, self.table.drop).atexit = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedStore:
         """Return a store of the same tokens, which shares the pages."""
         self.write()
-        new = type(self)(self.batch, self.kv_heads, self.pool, self.gate_type, in_order=self._in_order)
+        new = copy(self)
         memo[id(self)] = new
-        self.pool.share(self.pages())
-        new._held.pages, new._held.counts = self._held.pages.clone(), self._held.counts.clone()
-        new._table, new._lengths, new.slots = self._table.clone(), self._lengths.clone(), self.slots
-        new.ordered, new._known, new._room, new._shared = self.ordered, self._known, self._room, True
-        self._shared, self._mine, new._mine = True, False, False
+        new.table, new._lengths, new._slots_going = self.table.copy(), self._lengths.clone(), None
+        weakref.finalize(new, new.table.drop).atexit = False
         return new
 
     # ---- what it holds
@@ -124,14 +98,14 @@ class PagedStore:
     @property
     def pool(self) -> Pool:
         """Where its pages are from."""
-        return self._held.pool
+        return self.table.pool
 
     @property
     def rows(self) -> Pages:
         """The rows as kernels take them."""
         pool, gate = self.pool, self.gate_type
         column = None if gate is None else pool.gate(gate)
-        return Pages(pool.keys, pool.values, pool.ranks, column, self._table, self._lengths)
+        return Pages(pool.keys, pool.values, pool.ranks, column, self.table.on_device, self._lengths)
 
     @property
     def lengths(self) -> Tensor:
@@ -160,31 +134,14 @@ class PagedStore:
         """Slots that :meth:`padded` gives: of the longest row, or of as many as the host knows it to have at most."""
         if self._prompt is not None:
             return self._prompt.ranks.shape[1]
-        return self.slots if self._known is None else int(self._known.max())
+        return self.table.slots if self._known is None else int(self._known.max())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pages taken; one that several rows share counts once."""
         if self._prompt is not None:
             return self._prompt.keys.nbytes + self._prompt.values.nbytes
-        pages = self.pages()
-        return (len(pages.unique()) if self._shared else len(pages)) * self.pool.page_nbytes(self.gate_type)
-
-    def pages(self) -> Tensor:
-        """Return the numbers of the pages, row after row, ``[n]`` long on the CPU; shared ones several times."""
-        return self._held.numbers()
-
-    def renumber(self, numbers: Tensor) -> None:
-        """Take note that page p has become page ``numbers[p]``."""
-        there = torch.arange(self._held.pages.shape[1]) < self._held.counts[:, None]
-        self._held.pages = numbers[self._held.pages.long()].int().masked_fill(~there, 0)
-        self._sent()
-
-    def _sent(self) -> None:
-        """Give the device the table that the host knows."""
-        device, self._runs, self._indexed = self._lengths.device, {}, None
-        self.slots = int(self._held.counts.max()) * PAGE
-        self._table = self._held.pages if device.type == "cpu" else self._held.pages.to(device, non_blocking=True)
+        return self.table.taken() * self.pool.page_nbytes(self.gate_type)
 
     @property
     def unwritten(self) -> bool:
@@ -215,17 +172,11 @@ class PagedStore:
         self._go()
         longest, known = self.width if width is None else width, self._known
         even = known is not None and bool((known == longest).all())
-        first = self._even_run(longest) if even else None
-        if first is not None:
-            return [self._in_run(x, *first, longest) for x in columns], None
-        index = self._index(longest)
+        run = self.table.run(longest) if even else None
+        if run is not None:
+            return [self.table.in_run(x, run, longest) for x in columns], None
+        index = self.table.index(longest)
         return [x.flatten(0, 1)[index] for x in columns], None if even else self._taken(longest)
-
-    def _in_run(self, column: Tensor, start: int, step: int, length: int) -> Tensor:
-        """Return rows ``[R, length, ...]`` of a column of the pool that lie ``step`` tokens apart, as a view."""
-        place = column.stride(1)
-        shape = self.batch * self.kv_heads, length, *column.shape[2:]
-        return column.flatten(0, 1).as_strided(shape, (step * place, *column.stride()[1:]), start * place)
 
     def in_order(self) -> Rows:
         """Return everything stored in the order of ranks."""
@@ -241,43 +192,11 @@ class PagedStore:
         there = torch.ones_like(ranks, dtype=torch.bool) if valid is None else valid
         return [row[held].sort().values for row, held in zip(ranks, there, strict=True)]
 
-    def _even_run(self, longest: int) -> tuple[int, int] | None:
-        """Return where the first row starts and how far rows are apart, in tokens, if one step says it; else None."""
-        used = -(-longest // PAGE)
-        if used not in self._runs:  # pages stay for many steps
-            self._runs[used] = self._find_run(used)
-        return self._runs[used]
-
-    def _find_run(self, used: int) -> tuple[int, int] | None:
-        if not used:
-            return None
-        pages = self._held.pages[:, :used].long()
-        starts = pages[:, 0]
-        steps = starts.diff()
-        if not bool((pages == starts[:, None] + torch.arange(used)).all() and (steps == steps[:1]).all()):
-            return None
-        step = int(steps[0]) if len(steps) else used
-        return (int(starts[0]) * PAGE, step * PAGE) if step >= 0 else None
-
-    def _index(self, longest: int) -> Tensor:
-        """Return where in the pool the first slots are, ``[R, N]``."""
-        if self._indexed is None or self._indexed.shape[1] != longest:  # pages stay for many steps
-            offset = torch.arange(longest, device=self._table.device)
-            self._indexed = self._table.long()[:, offset // PAGE] * PAGE + offset % PAGE
-        return self._indexed
-
     def _taken(self, longest: int) -> Tensor:
         """Return which of the first slots hold a token, ``[R, N]`` bool."""
         if len(self._numbers) != longest:  # for many steps
-            self._numbers = torch.arange(longest, dtype=torch.int32, device=self._table.device)
+            self._numbers = torch.arange(longest, dtype=torch.int32, device=self._lengths.device)
         return self._numbers < self._lengths[:, None]
-
-    def _places(self, slots: Tensor) -> Tensor:
-        """Return where in the pool slots ``[R, n]`` lie; anywhere for those that a row does not have."""
-        if not self._table.shape[1]:
-            return slots
-        pages = self._table.long().gather(1, (slots // PAGE).clamp(0, self._table.shape[1] - 1))
-        return pages * PAGE + slots % PAGE
 
     # ---- tokens come
 
@@ -324,7 +243,7 @@ class PagedStore:
             valid=None if keep is None else keep.expand(shape).flatten(0, 1),
             gate=None if gate is None else gate.flatten(0, 1),
         )
-        if not bool(self._held.counts.any()) and self._prompt is None:
+        if not bool(self.table.counts.any()) and self._prompt is None:
             self._prompt = _to_front(new)
         else:
             self.write()
@@ -380,10 +299,10 @@ class PagedStore:
         """Return records ``[R, C, S]`` with room for all slots, which replace those in the dictionary."""
         if not records:
             return []
-        width = max(self.slots, *(x.shape[-1] for x in records.values()))
+        width = max(self.table.slots, *(x.shape[-1] for x in records.values()))
         for name, x in records.items():
             records[name] = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x.contiguous()
-        return [x.view(len(self._held.counts), -1, width) for x in records.values()]
+        return [x.view(len(self._lengths), -1, width) for x in records.values()]
 
     def _count(self) -> Tensor:
         """Return what :attr:`lengths` does, those that wait to go among them."""
@@ -414,16 +333,16 @@ class PagedStore:
         count, length = new.ranks.shape
         before = self.lengths
         more = torch.full((count,), length) if new.valid is None else new.valid.sum(1).cpu()
-        self._take_pages(before, more)
-        device, columns = self._table.device, self.rows.columns
+        self.table.take(before, more)
+        device, columns = self._lengths.device, self.rows.columns
         fresh = [x for x in (new.keys, new.values, new.ranks, new.gate) if x is not None]
-        first = self._even_run(length) if new.valid is None and not bool(before.any()) else None
-        if first is not None:  # a prompt of rows in one run
+        run = self.table.run(length) if new.valid is None and not bool(before.any()) else None
+        if run is not None:  # a prompt of rows in one run
             for column, x in zip(columns, fresh, strict=True):
-                self._in_run(column, *first, length).copy_(x)
+                self.table.in_run(column, run, length).copy_(x)
         else:
             every = torch.ones(count, length, dtype=torch.bool, device=device) if new.valid is None else new.valid
-            tokens = self._places(self._lengths.long()[:, None] + every.cumsum(1) - 1)
+            tokens = self.table.places(self._lengths.long()[:, None] + every.cumsum(1) - 1)
             chosen = every.nonzero(as_tuple=True)
             places = tokens[chosen]
             for column, x in zip(columns, fresh, strict=True):
@@ -431,7 +350,7 @@ class PagedStore:
                 column.view(-1, *column.shape[2:]).index_copy_(0, places, x[chosen])
         self._lengths += more.to(device)
         self._known = before + more
-        self._measure(self._known)
+        self._room = self.table.room(self._known)
         self._ahead = False
 
     def _apart(self, *new: Tensor) -> None:
@@ -443,18 +362,7 @@ class PagedStore:
     def leave_pool(self) -> None:
         """Move what is held into a pool of its own, so that gradients through it concern no other store."""
         self.write()
-        if not self.pool.fixed and self.pool.holders == 1:
-            return
-        old, pages = self.pool, self.pages()
-        order = pages.unique()
-        self._held.pool = self.pool.part(order)
-        self.pool.enlist(self)
-        numbers = torch.zeros(old.size, dtype=torch.long)
-        numbers[order] = torch.arange(len(order))
-        self.renumber(numbers)
-        self.pool.share(self.pages())
-        old.give(pages)
-        self._shared = len(order) < len(pages)
+        self.table.leave_pool()
 
     def make_room(self, tokens: int, *, everywhere: bool = False, ahead: int = 0) -> None:
         """Give every row pages for so many more tokens, and copies of its own of shared pages that are written then.
@@ -467,16 +375,16 @@ class PagedStore:
         Raises:
             PoolFullError: when the pool has too few pages; nothing has changed then.
         """
-        mine = not self._shared or (self._mine and not everywhere)
+        mine = not self.table.shared or (self.table.open and not everywhere)
         if self._room >= tokens and mine and (self._ahead or not ahead):
             return
         self._ahead = ahead > 0
         lengths, tokens = self._count(), tokens if self.pool.fixed else max(tokens, ahead)
-        self._take_pages(lengths, torch.full_like(lengths, tokens), everywhere=everywhere)
-        self._mine = True
-        if not self._shared:
-            self._give_spare(pages_for(lengths + tokens))
-        self._measure(lengths)
+        self.table.take(lengths, torch.full_like(lengths, tokens), everywhere=everywhere)
+        self.table.open = True
+        if not self.table.shared:
+            self.table.keep(pages_for(lengths + tokens))
+        self._room = self.table.room(lengths)
 
     def reserve(self, tokens: int) -> None:
         """Take pages for so many more tokens of each row, so that nothing grows while they come.
@@ -490,30 +398,16 @@ class PagedStore:
 
     def step_key(self) -> tuple[Any, ...] | None:
         """Return where the next token of each row and what it works on lie; None: it takes or writes pages anew."""
-        if self._prompt is not None or self._room < 1 or (self._shared and not self._mine):
+        pages = self.table.step_key()
+        if self._prompt is not None or self._room < 1 or pages is None:
             return None
-        columns = (x.data_ptr() for x in (*self.rows.columns, self._table, self._lengths))
-        return *columns, self._table.shape, self.slots, self._going is None, self._counted is None
+        columns = (x.data_ptr() for x in (*self.rows.columns, self._lengths))
+        return *columns, *pages, self._going is None, self._counted is None
 
     def stepped(self) -> None:
         """Take note of a token of each row that came in a replayed step; where others went the device alone counts."""
         self._room -= 1
         self._since += 1
-
-    def _measure(self, lengths: Tensor) -> None:
-        """Take note of the room of rows that hold so many tokens ``[R]``."""
-        self._room = int((self._held.counts * PAGE - lengths).min())
-
-    def _give_spare(self, needed: Tensor) -> None:
-        """Give pages back that rows have beyond those ``needed`` ``[R]``; nobody shares any."""
-        counts = self._held.counts
-        if bool((counts > needed).any()):
-            places = torch.arange(self._held.pages.shape[1])
-            spare = (places >= needed[:, None]) & (places < counts[:, None])
-            self.pool.give(self._held.pages[spare].long())
-            self._held.pages = self._held.pages.masked_fill(spare, 0)
-            self._held.counts = counts.minimum(needed)
-            self._sent()
 
     def demand(self, tokens: int, *, evicting: bool) -> int:
         """Return the most pages that a pass of so many tokens of each row may take.
@@ -522,65 +416,9 @@ class PagedStore:
             tokens: that come.
             evicting: whether tokens may go then, so that every page that is shared may be written anew.
         """
-        if self._room >= tokens and (not self._shared or (self._mine and not evicting)):
+        if self._room >= tokens and (not self.table.shared or (self.table.open and not evicting)):
             return 0
-        lengths = self._count()
-        wanted, copied = self._wanted(lengths, torch.full_like(lengths, tokens), everywhere=False)
-        return int(wanted.sum()) + (2 * len(self.pages()) if evicting and self._shared else len(copied))
-
-    def _wanted(self, lengths: Tensor, more: Tensor, everywhere: bool) -> tuple[Tensor, Tensor]:
-        """Return how many pages each row wants ``[R]``, and which (row, place) of its pages it wants copies of.
-
-        Args:
-            lengths: ``[R]``, tokens of each row.
-            more: ``[R]``, tokens that come.
-            everywhere: whether something may be written in any slot.
-        """
-        needed = pages_for(lengths + more)
-        wanted = (needed - self._held.counts).clamp_min(0)
-        if not self._shared:
-            return wanted, torch.zeros(0, 2, dtype=torch.long)
-        places = torch.arange(self._held.pages.shape[1])
-        written = places < self._held.counts[:, None]
-        if not everywhere:
-            written = written & (more > 0)[:, None] & (places >= (lengths // PAGE)[:, None])
-        at = written.nonzero()
-        pages = self._held.pages[at[:, 0], at[:, 1]].long()
-        # of rows that hold a page together all but one copy it, unless somebody else holds it too
-        order = pages.argsort(stable=True)
-        same = pages[order]
-        start = torch.searchsorted(same, same)
-        nth = torch.arange(len(same)) - start + 1  # this is the nth of my rows that writes into it
-        shared = nth < self.pool.references(same)
-        return wanted, at[order[shared]]
-
-    def _take_pages(self, lengths: Tensor, more: Tensor, *, everywhere: bool = False) -> None:
-        """Take pages for ``more`` tokens ``[R]`` behind ``lengths``, and copies of shared ones."""
-        wanted, copied = self._wanted(lengths, more, everywhere)
-        fresh = self.pool.take(int(wanted.sum()) + len(copied))
-        if len(copied):
-            rows, places = copied.unbind(1)
-            mine, fresh = fresh[: len(copied)], fresh[len(copied) :]
-            old = self._held.pages[rows, places].long()
-            self.pool.copy(old, mine)
-            self.pool.give(old)
-            self._held.pages[rows, places] = mine.int()
-        if len(fresh):
-            self._widen(int((self._held.counts + wanted).max()))
-            places = torch.arange(self._held.pages.shape[1])
-            new = (places >= self._held.counts[:, None]) & (places < (self._held.counts + wanted)[:, None])
-            self._held.pages[new] = fresh.int()
-            self._held.counts = self._held.counts + wanted
-        if len(copied) or len(fresh):
-            self._sent()
-        if self._shared:
-            self._shared = bool((self.pool.references(self.pages()) > 1).any())
-
-    def _widen(self, width: int) -> None:
-        if width > self._held.pages.shape[1]:
-            wider = self._held.pages.new_zeros(len(self._held.pages), width + width // 16)
-            wider[:, : self._held.pages.shape[1]] = self._held.pages
-            self._held.pages = wider
+        return self.table.demand(self._count(), tokens, evicting=evicting)
 
     # ---- tokens go
 
@@ -668,7 +506,7 @@ class PagedStore:
 
     def _close(self, keep: Tensor, records: Records) -> None:
         """Write what stays, ``[R, N]``, anew, in the order of ranks."""
-        index, there = self._index(keep.shape[1]), self._taken(keep.shape[1])
+        index, there = self.table.index(keep.shape[1]), self._taken(keep.shape[1])
         order = None
         if not self.ordered:
             ranks = self.pool.ranks.flatten()[index].masked_fill(~there, torch.iinfo(torch.int32).max)
@@ -679,9 +517,9 @@ class PagedStore:
         moved = [x.flatten(0, 1)[chosen] for x in self.rows.columns]
         lengths = keep.sum(1)
         known = lengths.cpu()
-        self._shrink(known)
-        self._known = known
-        tokens = self._places(keep.cumsum(1) - 1)
+        self.table.renew(pages_for(known))
+        self._known, self._room, self._ahead = known, self.table.room(known), False
+        tokens = self.table.places(keep.cumsum(1) - 1)
         for column, x in zip(self.rows.columns, moved, strict=True):
             column.view(-1, *column.shape[2:]).index_copy_(0, tokens[keep], x)
         self._lengths.copy_(lengths)
@@ -704,24 +542,6 @@ class PagedStore:
                 slots, there = slots.unsqueeze(2), there.unsqueeze(2)
             records[name] = x.gather(-1, slots.expand(*x.shape[:-1], -1)).masked_fill(~there, 0)
 
-    def _shrink(self, lengths: Tensor) -> None:
-        """Give pages back that rows of these lengths do not need, and take others for those that are shared."""
-        needed = pages_for(lengths)
-        places = torch.arange(self._held.pages.shape[1])
-        if self._shared:
-            old, count = self.pages(), int(needed.sum())
-            self.pool.require(count)  # before anything is given back
-            fresh = self.pool.take(count)
-            self.pool.give(old)
-            self._held.pages = torch.zeros_like(self._held.pages)
-            self._held.pages[places < needed[:, None]] = fresh.int()
-        else:
-            self._give_spare(needed)
-        self._held.counts, self._shared = needed, False
-        self._measure(lengths)
-        self._ahead = False
-        self._sent()
-
     def settle(self, first: Tensor, recent: int | None, window: int | None, records: Records | None = None) -> None:
         """Free what no query sees from ranks ``first`` ``[B]`` on; see :meth:`expired`."""
         ranks, _, gate = self.ledger()
@@ -743,10 +563,9 @@ class PagedStore:
     def trim(self) -> None:
         """Give pages back that no row needs, and memory where there is much of it that nobody needs."""
         self.write()
-        if not self._shared:
-            lengths = self.lengths
-            self._give_spare(pages_for(lengths))
-            self._measure(lengths)
+        if not self.table.shared:
+            self.table.keep(pages_for(self.lengths))
+            self._room = self.table.room(self.lengths)
         self.pool.trim()
 
     # ---- sequences
@@ -755,33 +574,20 @@ class PagedStore:
         """Replace the sequences by those at ``indices`` (beam search, repeated inputs); pages are shared."""
         self.write()
         rows = (indices.cpu()[:, None] * self.kv_heads + torch.arange(self.kv_heads)).flatten()
-        old = self.pages()
-        self._held.pages, self._held.counts, self.batch = self._held.pages[rows], self._held.counts[rows], len(indices)
-        self.pool.share(self.pages())
-        self.pool.give(old)
+        self.table.select(rows)
+        self.batch = len(indices)
         self._lengths = self._lengths[rows.to(self._lengths.device)]
         self._known = None if self._known is None else self._known[rows]
-        self._sent()
-        self._shared, self._mine = self._shared or len(rows.unique()) < len(rows), False
 
     def join(self, other: PagedStore) -> None:
         """Append the sequences of another store of the same pool, which shares their pages until it is dropped."""
         self.write()
         other.write()
-        width = max(self._held.pages.shape[1], other._held.pages.shape[1])
-        self._widen(width)
-        theirs = other._held.pages.new_zeros(len(other._held.pages), self._held.pages.shape[1])
-        theirs[:, : other._held.pages.shape[1]] = other._held.pages
-        self.pool.share(other.pages())
-        self._held.pages = torch.cat([self._held.pages, theirs])
-        self._held.counts = torch.cat([self._held.counts, other._held.counts])
+        self.table.join(other.table)
         self._known = torch.cat([self.lengths, other.lengths])
         self._lengths = torch.cat([self._lengths, other._lengths])
         self.batch += other.batch
         self.ordered, self._room = self.ordered and other.ordered, min(self._room, other._room)
-        self._shared = other._shared = True
-        self._mine = other._mine = False
-        self._sent()
 
     # ---- saved
 
@@ -792,7 +598,7 @@ class PagedStore:
         """
         self.trim()  # the one that is loaded has no page to spare either
         lengths = self.lengths
-        index, there = self._index(int(lengths.max())), self._taken(int(lengths.max()))
+        index, there = self.table.index(int(lengths.max())), self._taken(int(lengths.max()))
         keys, values, ranks, *gate = (x.flatten(0, 1)[index[there]].detach() for x in self.rows.columns)
         held = {"keys": keys, "values": values, "ranks": ranks, "gate": gate[0] if gate else None}
         return {**held, "lengths": lengths, "ordered": self.ordered}
@@ -809,13 +615,13 @@ class PagedStore:
         if lengths.dtype != torch.long or lengths.shape != self.lengths.shape or type(ordered) is not bool:
             raise ValueError("lengths")
         _check_rows(columns[2].cpu(), lengths, ordered=ordered)
-        self._take_pages(torch.zeros_like(lengths), lengths)
+        self.table.take(torch.zeros_like(lengths), lengths)
         self._lengths.copy_(lengths)
         self._known, self.ordered = lengths, ordered
-        index, there = self._index(int(lengths.max())), self._taken(int(lengths.max()))
+        index, there = self.table.index(int(lengths.max())), self._taken(int(lengths.max()))
         for column, x in zip(self.rows.columns, columns, strict=True):
             column.view(-1, *column.shape[2:]).index_copy_(0, index[there], x)
-        self._measure(lengths)
+        self._room = self.table.room(lengths)
 
 
 def _check_rows(ranks: Tensor, lengths: Tensor, *, ordered: bool) -> None:

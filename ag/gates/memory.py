@@ -127,6 +127,8 @@ class GateMemory(Attributes):
 
     def crop(self, counts: Tensor) -> None:
         """Forget the tokens whose rank is not below ``counts[b]`` ``[B]``."""
+        if not self:
+            return
         for part in (self.stored, self.new):
             if part is not None:
                 part[1].masked_fill_(part[1] >= counts.to(part[1].device)[:, None], -1)

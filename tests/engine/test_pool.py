@@ -113,10 +113,10 @@ def test_caches_in_one_pool_are_as_those_alone(tiny_llama, policy):
             assert torch.equal(model(part, past_key_values=one).logits, model(part, past_key_values=other).logits)
     assert [held(cache) for cache in mine] == [held(cache) for cache in alone]
     stores = [layer.store for cache in mine for layer in cache.evicting_layers]
-    assert pool.size - pool.free == sum(len(store.pages()) for store in stores)
+    assert pool.size - pool.free == sum(len(store.table.numbers()) for store in stores)
     del stores
     mine[0].reset()
-    pages = [len(layer.store.pages()) for layer in mine[1].evicting_layers]
+    pages = [len(layer.store.table.numbers()) for layer in mine[1].evicting_layers]
     assert pool.size - pool.free == sum(pages)
     mine[1].reset()
     assert pool.free == pool.size

@@ -484,7 +484,7 @@ def test_nothing_is_remembered_that_no_later_decision_needs(llama):
     for name in ("h2o", "scissorhands", "snapkv", "gates"):
         for schedule in ("prefill", "blocks:7"):
             for layer in run(llama, make(name, schedule), ROWS, PROMPTS).cache.evicting_layers:
-                assert (layer.memory, layer._lookback, bool(layer.gate_memory)) == ({}, None, False)
+                assert (layer.memory, layer.lookback.queries, bool(layer.gate_memory)) == ({}, None, False)
 
 
 @pytest.mark.parametrize(

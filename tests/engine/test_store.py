@@ -168,7 +168,7 @@ class Stores(RuleBasedStateMachine):
             assert not noted[:, len(row) :].any() or not any(gone)
 
     def index(self, store):
-        index = store._index(int(store.lengths.max()))
+        index = store.table.index(int(store.lengths.max()))
         return [places[:length] for places, length in zip(index, store.lengths.tolist(), strict=True)]
 
     @rule(number=st.integers(0, 9), back=st.integers(0, 30))
@@ -246,24 +246,24 @@ class Stores(RuleBasedStateMachine):
                 if store.ordered:
                     assert [rank for _, rank, _ in row] == sorted(rank for _, rank, _ in row)
             assert [x.tolist() for x in store.kept()] == [sorted(rank for _, rank, _ in row) for row in lists.rows]
-            assert torch.equal(store.rows.table.long(), store._held.pages.long())
+            assert torch.equal(store.rows.table.long(), store.table.pages.long())
 
     @invariant()
     def pages_are_counted(self):
         """None is lost, none is free and held, and the number of holders is that of rows that name it."""
-        held = torch.cat([store.pages() for store, _ in self.stores])
+        held = torch.cat([store.table.numbers() for store, _ in self.stores])
         assert self.pool.free == len(self.pool._free)
         assert self.pool._references.tolist() == held.bincount(minlength=self.pool.size).tolist()
         free = self.pool._free
         assert len(set(free)) == len(free) and not set(free) & set(held.tolist())
         assert len(free) + len(held.unique()) == self.pool.size
         for store, _ in self.stores:
-            assert store.nbytes == len(store.pages().unique()) * self.pool.page_nbytes(torch.float32)
+            assert store.nbytes == len(store.table.numbers().unique()) * self.pool.page_nbytes(torch.float32)
 
     @invariant()
     def no_page_is_spare_for_long(self):
         for store, lists in self.stores:
-            assert all(PAGE * count >= len(row) for count, row in zip(store._held.counts, lists.rows, strict=True))
+            assert all(PAGE * count >= len(row) for count, row in zip(store.table.counts, lists.rows, strict=True))
 
 
 TestStores = Stores.TestCase

@@ -89,7 +89,7 @@ def no_waiting(model: nn.Module, cache: EvictionCache, *inputs: Tensor) -> Itera
     for layer in cache.evicting_layers:
         store = layer.store
         assert store is not None
-        store._table = store._table.clone()  # on a CPU it is that of the host
-        tensors += [*store.rows.columns, store._table, store._lengths]
+        store.table.on_device = store.table.on_device.clone()  # on a CPU it is that of the host
+        tensors += [*store.rows.columns, store.table.on_device, store._lengths]
     with pretended(tensors):
         yield

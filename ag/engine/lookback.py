@@ -1,0 +1,63 @@
+"""The last queries of each sequence, which scorers such as SnapKV look back at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ag.engine.observe import Queries
+from ag.engine.records import later
+from ag.stateful import Attributes
+
+
+@dataclass
+class Lookback(Attributes):
+    """Queries ``[B, H, w, D]`` as they are before rotations by slot, their ranks ``[B, w]`` and which are real."""
+
+    STATE: ClassVar[Mapping[str, Any]] = {"queries": tuple | None}
+
+    queries: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.queries = None
+
+    def before(self, new: Queries) -> Queries:
+        """Return new queries with the remembered ones before them."""
+        if self.queries is None:
+            return new
+        q, ranks, valid = (
+            torch.cat(pair, dim)
+            for pair, dim in zip(zip(self.queries, (new.q, new.ranks, new.valid), strict=True), (2, 1, 1), strict=True)
+        )
+        return replace(new, q=q, ranks=ranks, valid=valid)
+
+    def remember(self, queries: Queries, last: int) -> None:
+        """Keep the last so many of these of each sequence."""
+        newest = torch.where(queries.valid, queries.ranks, -1).argsort(dim=1, stable=True)[:, -last:]
+        index = newest[:, None, :, None].expand(-1, queries.q.shape[1], -1, queries.q.shape[-1])
+        self.queries = queries.q.gather(2, index), queries.ranks.gather(1, newest), queries.valid.gather(1, newest)
+
+    def crop(self, counts: Tensor) -> None:
+        """Do nothing: who looks back after the prompt takes nothing back."""
+
+    def select(self, indices: Tensor) -> None:
+        """Make the sequences those at ``indices``."""
+        if self.queries is not None:
+            q, ranks, valid = (x[indices.to(x.device)] for x in self.queries)
+            self.queries = q, ranks, valid
+
+    def join(self, other: Lookback) -> None:
+        """Append those of other sequences; where there are fewer, padding comes first."""
+        if self.queries is None or other.queries is None:
+            return
+        most = max(self.queries[1].shape[1], other.queries[1].shape[1])
+        q, ranks, valid = (
+            torch.cat([later(x, most, dim) for x in pair])
+            for pair, dim in zip(zip(self.queries, other.queries, strict=True), (2, 1, 1), strict=True)
+        )
+        self.queries = q, ranks, valid
