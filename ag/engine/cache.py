@@ -19,6 +19,7 @@ from ag.engine.layer import EvictionLayer
 from ag.engine.policy import Option, Policy, policy
 from ag.engine.pool import Pool
 from ag.engine.positions import Original, Slots
+from ag.engine.reread import Reread
 from ag.engine.spec import PolicySpec
 from ag.engine.text import Text
 from ag.errors import UserError
@@ -239,7 +240,8 @@ class EvictionCache(Forward, Cache):
         """Forget everything: the next tokens are a new prompt, of any batch size."""
         for part in self.parts.values():
             part.reset()
-        self.repetition = None if self.policy.scorer is None else self.policy.scorer.repetition()
+        rereader = None if self.policy.scorer is None else self.policy.scorer.rereader
+        self.reread = None if rereader is None else Reread(rereader)
 
 
 def _attached(model: nn.Module, wanting: Policy) -> AttentionGates:

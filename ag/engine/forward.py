@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ag.engine.holdings import Holdings
 from ag.engine.pool import Pool, PoolFullError
-from ag.engine.repeat import Repetition
+from ag.engine.reread import Reread
 from ag.errors import UserError
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.model.hooks import AttentionCall, Interceptor, device_of
@@ -24,11 +24,9 @@ class Forward(Holdings, Interceptor):
     """The side of :class:`ag.engine.cache.EvictionCache` that a forward pass calls."""
 
     gates: AttentionGates | None
-    #: The model's stack of layers.
-    decoder: Any
     pool: Pool | None
     #: What lets the model repeat the prompt, for a policy that scores by that.
-    repetition: Repetition | None
+    reread: Reread | None
     #: Indices of the layers that share the budget.
     sharing: list[int]
 
@@ -38,10 +36,6 @@ class Forward(Holdings, Interceptor):
     @abstractmethod
     def reset(self) -> None:
         """Forget everything."""
-
-    @abstractmethod
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest tokens."""
 
     @property
     def real(self) -> Tensor:
@@ -129,21 +123,21 @@ class Forward(Holdings, Interceptor):
     def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
         """Return the positions ``[B, w]`` that the model rotates the tokens at hand by."""
         positions = self.text.positions(given, columns)
-        if self.repetition is not None and self.text.now is not None:
-            self.repetition.follow(self.text.now, positions)
+        if self.reread is not None and self.text.now is not None:
+            self.reread.follow(self.text.now, positions)
         return positions
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def note(self, tokens: Tensor) -> None:
         """Take note of the tokens of a forward pass, for a policy that lets the model repeat them."""
-        if self.repetition is not None:
-            self.repetition.note(tokens)
+        if self.reread is not None:
+            self.reread.note(tokens)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Let the gate that reads this layer's input look at the new tokens."""
-        if self.repetition is not None:
-            self.repetition.enter_layer(hidden)
+        if self.reread is not None:
+            self.reread.enter_layer(hidden)
         now = self.text.near(hidden.device)
         if not now.judged or self.gates is None:
             return
@@ -168,8 +162,8 @@ class Forward(Holdings, Interceptor):
         decision = self.decision if deciding else None
         with self._whole_prompt():
             out = self.evicting_layers[call.layer].run(call, now, decision, self.evicting_layers)
-        if self.repetition is not None and self.repetition.active and call.layer in self.sharing:
-            self.repetition.measure(self.evicting_layers[call.layer], call, now)
+        if self.reread is not None and self.reread.active and call.layer in self.sharing:
+            self.reread.measure(self.evicting_layers[call.layer], call, now)
         return out
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -178,7 +172,7 @@ class Forward(Holdings, Interceptor):
 
         A policy that rereads lets the model repeat a prompt once it is there, and evicts then.
         """
-        out, again = self.text.ended(states), self.repetition
+        out, again = self.text.ended(states), self.reread
         pending = again is not None and not again.active and not again.done
         if again is not None and pending and self.text.seen >= self.text.prompt_columns:
             with self._whole_prompt(), self.text.aside():
@@ -204,7 +198,7 @@ class Forward(Holdings, Interceptor):
 
     def step_key(self) -> tuple[Any, ...] | None:
         """Return what the next step depends on beside its tokens; None: it is not like the one before."""
-        if self.repetition is not None or not self.text.ends:
+        if self.reread is not None or not self.text.ends:
             return None
         keys = [layer.step_key(self._deciding(index)) for index, layer in enumerate(self.evicting_layers)]
         return None if None in keys else (*keys, *self.text.step_key())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,6 +19,8 @@ from ag.stateful import Stateful
 class Holdings:
     """The side of :class:`ag.engine.cache.EvictionCache` that is read."""
 
+    #: The model's stack of layers.
+    decoder: Any
     policy: Policy
     #: What follows the text and its sequences, by name.
     parts: dict[str, Stateful]
@@ -25,6 +30,10 @@ class Holdings:
     decision: Decision | None
     #: The layers, with their own type.
     evicting_layers: list[EvictionLayer]
+
+    @abstractmethod
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens."""
 
     @property
     def valid(self) -> Tensor:

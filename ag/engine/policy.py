@@ -82,8 +82,8 @@ class Policy:
 
     @property
     def rereads(self) -> bool:
-        """Whether a prompt is scored by a second reading, and evicted after that."""
-        return self.scorer is not None and self.scorer.needs.reread
+        """Whether a prompt is scored by rereading it, and evicted after that."""
+        return self.scorer is not None and self.scorer.rereader is not None
 
     def asks_later(self, gates: AttentionGates | None) -> bool:
         """Whether gates are asked about the tokens that follow the prompt."""
@@ -106,7 +106,7 @@ class Policy:
     def lookback(self) -> int:
         """Earlier queries of the prompt that a decision has to be shown beside the new ones."""
         needed = max(self.allocator.lookback, 0 if self.scorer is None else self.scorer.needs.lookback)
-        return needed + self.rereads  # after a second reading nothing is new
+        return needed + self.rereads  # after rereading nothing is new
 
     def capacity(self, lengths: Tensor) -> Tensor:
         """Return the tokens per KV head ``[B]`` that the budget allows of ``lengths``, the mean over layers.
@@ -181,7 +181,7 @@ def policy(
         made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
         own = {name for part in made for name in option_names(part)} - {"inner"} | set(_options(type(allocator)))
         check_known(next(iter(rest)), sorted(own | set(ENGINE if made else ENGINE[:1])), "option", str(spec))
-    if scorer is not None and scorer.needs.reread:
+    if scorer is not None and scorer.rereader is not None:
         _check_reread(spec, schedule, engine)
     whole = Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
     return whole if gates is None else whole.trained_with(gates)

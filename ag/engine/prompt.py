@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import Policy
-from ag.engine.repeat import Measured, Reader
+from ag.engine.reread import Measured
+from ag.engine.scorers.base import Rereader
 from ag.model.hooks import AttentionCall, Interceptor, decoder_of
 
 
@@ -24,7 +25,7 @@ def read_prompt(
 ) -> list[tuple[EvictionCache, Tensor]]:
     """Show a prompt to caches with different policies; those that read it densely share one forward pass.
 
-    Those that let the model repeat it in the same way share the repetition too. Each cache is as if it had been alone.
+    Those that reread it in the same way share that too. Each cache is as if it had been alone.
     What a shared pass needs beside the caches is one layer's keys and values.
 
     Args:
@@ -70,10 +71,10 @@ class _Together(Interceptor):
     def __init__(self, caches: list[EvictionCache]) -> None:
         self.caches = caches
         # what is repeated does not depend on the budget, and slots are ranks as long as nothing went
-        known: dict[Reader, Measured] = {}
+        known: dict[Rereader, Measured] = {}
         for cache in caches:
-            if cache.repetition is not None:
-                cache.repetition.known = known
+            if cache.reread is not None:
+                cache.reread.known = known
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         for cache in self.caches:

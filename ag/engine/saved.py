@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from ag.engine.forward import Forward
 from ag.engine.policy import Policy, policy
-from ag.engine.repeat import Repetition
 from ag.errors import UserError
 from ag.files import fsync
 from ag.gates.gate import AttentionGates
@@ -94,11 +93,6 @@ def _check_ready(cache: Forward) -> None:
         )
     if cache.decision is not None and (cache.decision.shares.open or cache.decision.shares.votes):
         raise UserError(f"{name}.save: {cache.policy.allocator!r} has not decided yet; save it later.")
-    if cache.repetition is not None and type(cache.repetition) is not Repetition:
-        raise UserError(
-            f"{name}.save: what {type(cache.repetition).__name__} keeps is not known; a scorer that rereads in its own "
-            "way cannot be saved."
-        )
 
 
 def _restore(cache: Forward, state: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
@@ -107,8 +101,8 @@ def _restore(cache: Forward, state: Mapping[str, Any], read: Callable[[str], Ten
         raise KeyError(*(state.keys() ^ cache.parts.keys()))
     for name, part in cache.parts.items():
         part.load_state_dict(_unpacked(name, state[name], lambda name, found: read(found).to(_home(cache, name))))
-    if cache.repetition is not None:
-        cache.repetition.done = True
+    if cache.reread is not None:
+        cache.reread.done = True
     own = cache.valid.sum(1).cpu()
     if cache.over_budget.shape != own.shape:
         raise ValueError("over_budget")

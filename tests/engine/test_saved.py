@@ -11,7 +11,6 @@ import torch
 from safetensors import safe_open
 
 import ag
-from ag.engine.repeat import Repetition
 from ag.engine.saved import FORMAT, SCHEMA
 from ag.engine.scorers import SCORERS
 from ag.engine.scorers.base import Needs, Scorer
@@ -431,26 +430,9 @@ class Words(torch.nn.Module):
         self.shape = shape
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rereads(Scorer):
-    """Rereads in a way of its own."""
-
-    def score(self, seen):
-        return seen.key_ranks.float()
-
-    def repetition(self):
-        class Own(Repetition):
-            pass
-
-        own = Own(self)
-        own.done = True
-        return own
-
-
 def test_states_that_no_file_can_have(tiny_llama, tmp_path, monkeypatch):
     model, text = tiny_llama(), Text()
     monkeypatch.setitem(SCORERS, "remembers", Remembers)
-    monkeypatch.setitem(SCORERS, "rereads", Rereads)
     cache = ag.EvictionCache(model, "remembers", 60, "every")
     text.begin(model, cache)
     cache.save(tmp_path / "tensors")
@@ -458,10 +440,6 @@ def test_states_that_no_file_can_have(tiny_llama, tmp_path, monkeypatch):
     assert torch.equal(*(x.evicting_layers[2].memory["words"] for x in (cache, loaded)))
     text.feed(model, [cache], text.tokens(1))
     with refuses(UserError, "layers.0.memory.words", "Words", "copy.deepcopy"):
-        cache.save(tmp_path / "c")
-    cache = ag.EvictionCache(model, "rereads", 12)
-    Text().begin(model, cache)
-    with refuses(UserError, "Own"):
         cache.save(tmp_path / "c")
     changed = ag.policy("snapkv", 12, window=4)
     object.__setattr__(changed, "scorer", ag.policy("h2o", 12).scorer)

@@ -79,7 +79,7 @@ def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
         store: PagedStore, k: Tensor, v: Tensor, ranks: Tensor, keep: Tensor | None, *others: Any, **more: Any
     ) -> None:
         append(store, k, v, ranks, keep, *others, **more)
-        if cache.repetition is not None and cache.repetition.active:  # kvzip's, of which nothing stays
+        if cache.reread is not None and cache.reread.active:  # kvzip's, of which nothing stays
             return
         layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
         real = torch.ones_like(ranks, dtype=torch.bool) if keep is None else keep[:, 0]

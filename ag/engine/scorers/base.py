@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from ag.engine.observe import Observation
 from ag.engine.records import Records
-from ag.engine.repeat import Repetition
 from ag.engine.rows import Statistic, attention
 from ag.errors import require
 
@@ -45,8 +44,6 @@ class Needs:
         output_projection: whether it asks for the attention's output projection, which not every model shows.
         steady: whether the score of a step is the same operations on the same memory each time, without a wait for the
             device, so that a CUDA graph can record it; of a plugin it is not known.
-        reread: whether it scores a prompt by a second reading, after which it is evicted once; see
-            :meth:`Scorer.repetition`.
         from_tokenizer: options that :meth:`Scorer.with_tokenizer` fills in.
     """
 
@@ -58,7 +55,6 @@ class Needs:
     rotations: bool = False
     output_projection: bool = False
     steady: bool = False
-    reread: bool = False
     from_tokenizer: tuple[str, ...] = ()
 
 
@@ -114,8 +110,9 @@ class Scorer(ABC):
         """Return the scorer with what it needs of the model's tokenizer."""
         return self
 
-    def repetition(self) -> Repetition | None:
-        """Return what lets the model read a prompt a second time, for one cache; None: it is read once."""
+    @property
+    def rereader(self) -> Rereader | None:
+        """The scorer that asks for a prompt to be reread, after which it is evicted once; None: it is read once."""
         return None
 
     def note(self, seen: Observation, records: Records) -> None:
@@ -231,3 +228,28 @@ def pooled(values: Tensor, inside: Tensor, kernel: int, kind: str, order: Tensor
     pool = F.avg_pool1d if kind == "avg" else F.max_pool1d
     found = pool(values, kernel, stride=1, padding=kernel // 2)
     return found if order is None else torch.empty_like(found).scatter_(-1, order, found)
+
+
+class Rereader(Scorer):
+    """A scorer that measures what the model looks at when it repeats the prompt; see :mod:`ag.engine.reread`.
+
+    Attributes:
+        sinks: first tokens, which are in every softmax and are not repeated.
+        normalize: whether weights are multiplied by the size of projected values, and divided by that of hidden states.
+    """
+
+    sinks: int
+    normalize: bool
+
+    @property
+    def rereader(self) -> Rereader:
+        """The scorer itself."""
+        return self
+
+    @abstractmethod
+    def inputs(self, context: list[int]) -> list[tuple[range, list[int]]]:
+        """Return the chunks of a sequence's own tokens, and what the model reads to repeat each.
+
+        Args:
+            context: ids of the prompt.
+        """

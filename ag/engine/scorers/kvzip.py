@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.repeat import Repetition
-from ag.engine.scorers.base import Needs, Scorer
+from ag.engine.scorers.base import Needs, Rereader
 from ag.errors import UserError, require
 
 ASK = "\n\nRepeat the context above exactly, word for word."
@@ -21,7 +20,7 @@ MARK = "\x00"  # stands for the user's text while a chat template is cut open
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVzip(Scorer):
+class KVzip(Rereader):
     """``max A_ip`` over the queries of a repetition of the context, and over the query heads of the group.
 
     After the prompt was read, the context behind the sinks is repeated chunk by chunk under the whole cache: an
@@ -58,8 +57,8 @@ class KVzip(Scorer):
 
     @cached_property
     def needs(self) -> Needs:
-        """A second reading, instructions, and under KVzip+ the output projection."""
-        return Needs(reread=True, output_projection=self.normalize, from_tokenizer=("ask", "ask_part", "answer"))
+        """Instructions, and under KVzip+ the output projection."""
+        return Needs(output_projection=self.normalize, from_tokenizer=("ask", "ask_part", "answer"))
 
     @classmethod
     def wrapped(cls, by_head: bool) -> Mapping[str, tuple[Any, str]]:
@@ -85,10 +84,6 @@ class KVzip(Scorer):
             if getattr(self, name) is None
         }
         return replace(self, **ids)
-
-    def repetition(self) -> Repetition:
-        """Return what lets the model repeat a prompt."""
-        return Repetition(self)
 
     def score(self, seen: Observation) -> Tensor:
         """Return the largest weight; 0 for what was not repeated."""

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ag.engine.observe import Observation
 from ag.engine.records import Records
-from ag.engine.repeat import Repetition
-from ag.engine.scorers.base import Needs, RowScorer, Scorer
+from ag.engine.scorers.base import Needs, Rereader, RowScorer, Scorer
 from ag.errors import UserError
 
 
@@ -59,9 +58,10 @@ class Wrapper(Scorer):
         """Record what the inner scorer does."""
         self.inner.note(seen, records)
 
-    def repetition(self) -> Repetition | None:
-        """Return what lets the model read a prompt again for the inner scorer."""
-        return self.inner.repetition()
+    @property
+    def rereader(self) -> Rereader | None:
+        """The inner scorer, where it rereads."""
+        return self.inner.rereader
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """Return the same on an inner scorer that has what it needs of a tokenizer."""

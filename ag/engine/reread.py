@@ -1,70 +1,27 @@
-"""The second reading of a prompt: the model repeats it under the whole cache, which measures and then evicts once."""
+"""Rereading: the model repeats a prompt under the whole cache, which measures and then evicts once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ag.engine.holdings import Holdings
+from ag.engine.layer import EvictionLayer
 from ag.engine.passes import Pass
-from ag.engine.positions import Original
+from ag.engine.scorers.base import Rereader
 from ag.engine.stopwatch import Stopwatch
-from ag.engine.store import PagedStore
 from ag.errors import UserError
 from ag.kernels.column_max import column_max
 from ag.model.hooks import AttentionCall
 from ag.model.projection import output_weight, projected_norms
 
 
-class Reader(Protocol):
-    """The scorer: says what is repeated; see :class:`ag.engine.scorers.kvzip.KVzip`."""
-
-    @property
-    def sinks(self) -> int:
-        """First tokens, which are in every softmax and are not repeated."""
-
-    @property
-    def normalize(self) -> bool:
-        """Whether weights are multiplied by the size of projected values, and divided by that of hidden states."""
-
-    def inputs(self, context: list[int]) -> list[tuple[range, list[int]]]:
-        """Return the chunks of a sequence's own tokens, and what the model reads to repeat each."""
-
-
-class Layer(Protocol):
-    """A layer of the cache; see :class:`ag.engine.layer.EvictionLayer`."""
-
-    store: PagedStore | None
-    rotation: Original
-    memory: dict[str, Tensor]
-    scoring_seconds: float
-
-    def decide_later(self, call: AttentionCall, now: Pass, decision: Any, layers: Sequence[Any]) -> None:
-        """Decide about a prompt that was stored, attended to and observed, and evict."""
-
-
-class Reread(Protocol):
-    """What is repeated: a cache that has read a prompt; see :class:`ag.engine.cache.EvictionCache`."""
-
-    decoder: Any
-    policy: Any
-    text: Any
-    decision: Any
-
-    @property
-    def evicting_layers(self) -> Sequence[Layer]:
-        """The layers."""
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest tokens."""
-
-
 @dataclass
 class Measured:
-    """What a repetition says of a prompt.
+    """What rereading says of a prompt.
 
     Attributes:
         scores: by layer, ``[B, Hkv, N]``.
@@ -77,19 +34,19 @@ class Measured:
     seconds: float = 0.0
 
 
-class Repetition:
-    """What a cache has to do between a prompt and the tokens that follow it, for a scorer that reads twice.
+class Reread:
+    """What a cache has to do between a prompt and the tokens that follow it, for a scorer that rereads.
 
     Args:
         scorer: says what is repeated.
     """
 
-    def __init__(self, scorer: Reader) -> None:
+    def __init__(self, scorer: Rereader) -> None:
         self.scorer = scorer
         #: Whether the model repeats at present, and whether it has.
         self.active = self.done = False
         #: What was measured, by scorer; caches that read the same prompt may share it (see :func:`read_prompt`).
-        self.known: dict[Reader, Measured] = {}
+        self.known: dict[Rereader, Measured] = {}
         self._tokens: list[Tensor] = []
         self._places: list[range] = []  # what is repeated at present, by sequence
         self._measured = Measured()
@@ -120,7 +77,7 @@ class Repetition:
         self._following = following
 
     @torch.no_grad()
-    def run(self, cache: Reread) -> None:
+    def run(self, cache: Holdings) -> None:
         """Let the model repeat the prompt that a cache holds, whole and nothing else, and evict."""
         measured = self.known.get(self.scorer)
         if measured is None:
@@ -131,7 +88,7 @@ class Repetition:
             layer.scoring_seconds += measured.seconds / len(cache.evicting_layers)
         self._evict(cache, measured)
 
-    def _measure(self, cache: Reread) -> Measured:
+    def _measure(self, cache: Holdings) -> Measured:
         """Let the model repeat the prompt, chunk by chunk."""
         ids, watch = torch.cat(self._tokens, 1), Stopwatch()
         seen, prompt = cache.text.seen, cache.text.prompt_columns
@@ -153,7 +110,7 @@ class Repetition:
         measured.seconds = watch.seconds
         return measured
 
-    def _repeat(self, cache: Reread, rows: Sequence[list[int]]) -> None:
+    def _repeat(self, cache: Holdings, rows: Sequence[list[int]]) -> None:
         """Read rows of tokens, padded on their left, and forget them."""
         assert self._following is not None
         width, device = max(map(len, rows)), cache.text.valid.device
@@ -173,7 +130,7 @@ class Repetition:
         if self.active and self.scorer.normalize:
             self._norms = torch.linalg.vector_norm(hidden.float(), dim=-1)
 
-    def measure(self, layer: Layer, call: AttentionCall, now: Pass) -> None:
+    def measure(self, layer: EvictionLayer, call: AttentionCall, now: Pass) -> None:
         """Measure what the queries of a repetition pay the chunk that they repeat.
 
         Args:
@@ -229,7 +186,7 @@ class Repetition:
             return None
         return torch.nn.functional.pad(1 / self._norms.clamp_min(1e-12), (width, 0), value=1.0)
 
-    def _evict(self, cache: Reread, measured: Measured) -> None:
+    def _evict(self, cache: Holdings, measured: Measured) -> None:
         """Decide and evict, layer by layer."""
         assert cache.text.now is not None and cache.decision is not None
         now = replace(cache.text.now, reading=True, due=torch.ones(len(cache.text.valid), dtype=torch.bool))
