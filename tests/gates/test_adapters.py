@@ -154,6 +154,7 @@ def test_a_merged_model_says_so_after_it_was_saved_again(folder, tmp_path):
 
 def test_an_adapter_that_changes_nothing_is_not_missed(tmp_path, tiny_llama):
     export.save(tmp_path, gates_for(tiny_llama()), adapter=models.add_lora(tiny_llama(), LoraConfig()))
+    assert AttentionGates.from_pretrained(tmp_path).adapter is None
     ag.EvictionCache(tiny_llama(), f"gates:{tmp_path}")
 
 
