@@ -157,7 +157,9 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", default=PATHS, metavar="PATH", help="tests (default: the numerical ones)")
     parser.add_argument("--seeds", type=int, default=20, help="rounds of each kind; the first has the tests' own seeds")
-    parser.add_argument("--few", type=int, default=3, help="rounds of each kind of tests that are slow or far off")
+    parser.add_argument(
+        "--few", type=int, default=3, help="rounds of each kind of slow tests, and of the first kind of those far off"
+    )
     parser.add_argument("--slow", type=float, default=0.5, help="seconds from which on a test is slow")
     parser.add_argument("--far", type=float, default=30.0, help="the margin above which a test is far off its bound")
     parser.add_argument("--sets", nargs="+", default=available(), choices=available(), help="instruction sets")
@@ -173,8 +175,9 @@ def main(words: list[str] | None = None) -> int:
             for threads in given.threads:
                 run = Run(instructions, threads, seed)
                 # the first round tells which tests have a bound, and how long they take
-                limits = (given.slow, given.far) if seed >= given.few else (math.inf, math.inf)
-                rounds[run] = kept(run, given.paths, folder, chosen(rounds, folder, *limits))
+                few, first = seed < given.few, (instructions, threads) == (given.sets[0], given.threads[0])
+                slow, far = math.inf if few else given.slow, math.inf if few and first else given.far
+                rounds[run] = kept(run, given.paths, folder, chosen(rounds, folder, slow, far))
     return 0 if report(rounds, given.least) else 1
 
 
