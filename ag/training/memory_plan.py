@@ -8,7 +8,6 @@ layers.
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ag.config import Config
@@ -202,10 +201,12 @@ class _Live(TorchDispatchMode):
         formula = FLOPS.get(func._overloadpacket)
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=out))
-        tree_map_only(Tensor, self._count, out)
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, Tensor):
+                self._count(tensor)
         return out
 
-    def _count(self, tensor: Tensor) -> Tensor:
+    def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage not in self._known:
             self._known.add(storage)
@@ -214,7 +215,6 @@ class _Live(TorchDispatchMode):
             if self.now > self.peak and self.exact:
                 gc.collect()  # recomputation leaves cycles, which hold tensors until Python's collector runs
             self.peak = max(self.peak, self.now)
-        return tensor
 
     def settle(self) -> int:
         """Return the bytes that are live, and count the peak from here on, exactly."""
@@ -260,20 +260,6 @@ def _build(config: Config, geometry: PretrainedConfig) -> tuple[Any, Any, Attent
         base.requires_grad_(False)
         gates = None if config.train == "lora" else AttentionGates(geometry, config.gate)
         return base, base if config.train == "gates" else models.add_lora(base, config.lora), gates
-
-
-def _make_fake(module: nn.Module) -> None:
-    """Replace meta tensors by fake ones of the CPU, where attention takes its fused path (PEFT cannot build these)."""
-    fakes: dict[int, Tensor] = {}
-    for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, meta in tensors.items():
-                if meta is None:
-                    continue
-                if id(meta) not in fakes:
-                    empty = torch.empty(meta.shape, dtype=meta.dtype)
-                    fakes[id(meta)] = nn.Parameter(empty, meta.requires_grad) if tensors is part._parameters else empty
-                tensors[name] = fakes[id(meta)]  # type: ignore[assignment]
 
 
 def _outside_layers(base: Any) -> Iterator[nn.Parameter]:
@@ -341,10 +327,12 @@ def _step(config: Config, geometry: PretrainedConfig, length: int, checkpointing
         text.layer_types = text.layer_types[:layers]
     batch = config.data.batch_size
     base, adapted, gates = _build(config, few)
-    with FakeTensorMode(), _tiles_of_a_gpu():
+    # of the CPU, where attention takes its fused path; PEFT cannot build fake tensors, but on the meta device
+    with FakeTensorMode(allow_non_fake_inputs=True), _tiles_of_a_gpu():
         for module in (adapted, gates):
             if module is not None:
-                _make_fake(module)
+                module.to_empty(device="cpu")
+        base.tie_weights()
         if checkpointing:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         adapted.train()
@@ -395,12 +383,6 @@ def _measured_tflops(config: Config) -> float:
     dtype = AUTOCAST.get(config.trainer.precision, getattr(torch, config.model.dtype))
     size = 512 if device == "cpu" else 8192
     matrix = torch.randn(size, size, device=device).to(dtype)
-    done, start = 0, 0.0
-    while done < 3 or time.perf_counter() - start < 0.5:
-        if done == 2:  # after warming up
-            start = time.perf_counter()
-        matrix @ matrix
-        if device == "cuda":
-            torch.cuda.synchronize()
-        done += 1
-    return (done - 2) * 2 * size**3 / (time.perf_counter() - start) / 1e12
+    timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=torch.get_num_threads())
+    seconds: float = timer.blocked_autorange(min_run_time=0.5).median
+    return 2 * size**3 / seconds / 1e12
