@@ -5,7 +5,8 @@ from pathlib import Path
 
 from ag.config import Config
 from ag.config.recipes import resolve
-from ag.training.memory_plan import GIB, MemoryPlan, plan, steps
+from ag.training.fake_step import steps
+from ag.training.memory_plan import GIB, MemoryPlan, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "planning.md"

@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 from ag.engine import attend
 from ag.engine.store import Rows
 from ag.model.hooks import AttentionCall
-from ag.training.memory_plan import _Live
+from ag.training.fake_step import Live
 from tests.support.bounds import bounded, hold
 
 SCALING = 0.3
@@ -95,7 +95,7 @@ def test_a_turn_after_100_000_tokens_takes_little_memory(options):
         given = torch.nn.Module()
         for name, x in {"k": k, "q": q, "ranks": ranks, "at": at, "gate": gate}.items():
             given.register_buffer(name, x)
-        with _Live([given]) as live:
+        with Live([given]) as live:
             attend.attend_rows(call_of(q, held, options.get("window")), held, at, recent=options.get("recent", 0))
     outputs, few = 2 * q.nbytes, 2 * ranks.nbytes  # in parts and whole; what has no queries
     assert live.peak <= outputs + few + 3 * attend.PAIRS  # a mask, and what is made of it, or two masks

@@ -15,13 +15,13 @@ from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.model import base as models
 from ag.model.hooks import decoder_of
-from ag.training import memory_plan
+from ag.training import fake_step
 from ag.training.memory_plan import plan, report
 from ag.training.module import GatedLM
 from tests.support.warm import started
 
 LAYERS, LENGTH = 6, 160
-STEPS, BUILD = memory_plan.steps, memory_plan._build
+STEPS, BUILD = fake_step.steps, fake_step.build
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +38,7 @@ def measured_once():
         key = repr(replace(config, model=model, trainer=trainer, tflops=None))
         if key not in known:
             with pytest.MonkeyPatch.context() as patch:  # a step changes what it builds
-                patch.setattr(memory_plan, "_build", BUILD)
+                patch.setattr(fake_step, "build", BUILD)
                 known[key] = STEPS(config)
         return known[key]
 
@@ -50,8 +50,8 @@ def measured_once():
         return built[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_plan, "steps", steps)
-        patch.setattr(memory_plan, "_build", build)
+        patch.setattr(fake_step, "steps", steps)
+        patch.setattr(fake_step, "build", build)
         yield
 
 
