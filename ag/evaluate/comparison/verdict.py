@@ -23,11 +23,13 @@ class Finding:
     Attributes:
         task: its name.
         budget: as it is written; empty: policies without one.
+        reason: why there is no verdict; empty where there is one.
         left_out: the policies that take no part, each with the reason.
     """
 
     task: str
     budget: str
+    reason: str = ""
     left_out: Sequence[str] = field(kw_only=True, default=())
 
     @property
@@ -46,32 +48,20 @@ class Finding:
         return "At half the memory" if share == HALF else f"At {100 * share:g} % of the memory"
 
     @property
+    def judged(self) -> list[str]:
+        """Its sentences without that on who takes no part."""
+        return [f"{f'{self.where}, {self.task}' if self.budget else self.task}: no verdict, {self.reason}"]
+
+    @property
     def sentences(self) -> list[str]:
         """What it says, without full stops."""
-        return [f"Left out: {', '.join(self.left_out)}"] if self.left_out else []
+        return self.judged + ([f"Left out: {', '.join(self.left_out)}"] if self.left_out else [])
 
     def __str__(self) -> str:
         return ". ".join(self.sentences)
 
 
-@dataclass(frozen=True)
-class NoVerdict(Finding):
-    """Nothing can be said of a task, and why.
-
-    Attributes:
-        reason: why.
-    """
-
-    reason: str
-
-    @property
-    def sentences(self) -> list[str]:
-        """See :class:`Finding`."""
-        start = f"{self.where}, {self.task}" if self.budget else self.task
-        return [f"{start}: no verdict, {self.reason}", *super().sentences]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Verdict(Finding):
     """The best policy at a budget on a task, and the best of its rivals.
 
@@ -100,9 +90,9 @@ class Verdict(Finding):
         return certain(self.gain)
 
     @property
-    def sentences(self) -> list[str]:
-        """See :class:`Finding`: who is best, how far that is from the full cache, who takes no part."""
-        return [self._first(), *filter(None, [self._against_full()]), *super().sentences]
+    def judged(self) -> list[str]:
+        """Who is best, and how far that is from the full cache."""
+        return [self._first(), *filter(None, [self._against_full()])]
 
     def _first(self) -> str:
         gain, names = self.gain, [name for name in self.level if self.certain or name != self.rival.row.label]
@@ -127,11 +117,11 @@ def verdicts(comparison: Comparison) -> list[Finding]:
     found: list[Finding] = []
     for task in comparison.tasks:
         if remark := comparison.uninformative(task):
-            found.append(NoVerdict(task, "", remark))
+            found.append(Finding(task, "", remark))
             continue
         for budget in sorted(comparison.budgets, key=_from_half) or [""]:
             if any(entry.evicts for entry in _at(comparison, task, budget)):
-                found.append(judge(comparison, task, budget) or _silence(comparison, task, budget))
+                found.append(judge(comparison, task, budget))
     return found
 
 
@@ -140,54 +130,43 @@ def headlines(found: Sequence[Finding]) -> list[Finding]:
     return list({one.task: one for one in reversed(found)}.values())[::-1]
 
 
-def judge(comparison: Comparison, task: str, budget: str) -> Verdict | None:
-    """Compare the best policy of a task at a budget with the best of its rivals; None where there are none.
+def judge(comparison: Comparison, task: str, budget: str) -> Finding:
+    """Compare the best policy of a task at a budget with the best of its rivals, or say why that cannot be.
 
     Those take part that hold equally much; see :func:`ag.evaluate.comparison.shares.at_budget`.
     """
-    entries = [entry for entry in comparison.of_task(task) if entry.outcomes]
+    entries = comparison.of_task(task)
     nats = any(entry.nats is not None for entry in entries)
-    entries = [entry for entry in entries if not nats or entry.nats is not None]
-    lower = nats or not all(entry.row.higher_is_better for entry in entries)
-    ranked = sorted(_compared(comparison, task, budget), key=lambda one: _mean(one, nats))
-    if not lower:
-        ranked.reverse()
-    if not ranked:
-        return None
-    best = ranked[0]
-    alike = [one for one in ranked[1:] if hold_alike(best, one)]
-    full = next((one for one in entries if not one.evicts), None)
+    known = [entry for entry in entries if entry.outcomes and (not nats or entry.nats is not None)]
+    compared = at_budget(known, budget)
+    absent = [one for one in _at(comparison, task, budget) if not any(one is other for other in compared)]
+    reasons = {one.row.label: reason for one in absent if (reason := _reason(one, nats))}
+    left_out = [f"{label} ({reason})" for label, reason in reasons.items()]
+    if not compared:
+        return Finding(task, budget, "no policy has a result at this budget", left_out=left_out)
+    lower = nats or not all(entry.row.higher_is_better for entry in known)
+    best, *others = sorted(compared, key=lambda one: _mean(one, nats), reverse=not lower)
+    alike = [one for one in others if hold_alike(best, one)]
+    full = next((one for one in known if not one.evicts), None)
     rival = next((one for one in alike if not (best.is_gated and one.is_gated)), full)
     gain = None if rival is None else better(best, rival, nats, lower)
     if rival is None or gain is None:
-        return None
-    metric = best.row.metric
-    unit = "nats" if nats or metric.startswith("nats") else f"in {metric}"
-    level = [
-        one.row.label
-        for one in alike
-        if (other := better(best, one, nats, lower)) is not None and (other.low <= 0 or other.p >= SIGNIFICANT)
-    ]
+        reason = f"there is nothing to compare {compared[0].row.label} with"
+        return Finding(task, budget, reason, left_out=left_out)
+    unit = "nats" if nats or best.row.metric.startswith("nats") else f"in {best.row.metric}"
+    gains = [(one.row.label, better(best, one, nats, lower)) for one in alike]
     from_full = [distance(one, full, nats, lower, unit) for one in (best, rival)]
     return Verdict(
-        task,
-        budget,
-        best,
-        rival,
-        gain,
-        unit,
-        level,
-        [one for one in from_full if one is not None],
-        left_out=left_out(comparison, task, budget),
+        task=task,
+        budget=budget,
+        best=best,
+        rival=rival,
+        gain=gain,
+        unit=unit,
+        level=[label for label, other in gains if other and (other.low <= 0 or other.p >= SIGNIFICANT)],
+        from_full=[one for one in from_full if one is not None],
+        left_out=left_out,
     )
-
-
-def left_out(comparison: Comparison, task: str, budget: str) -> list[str]:
-    """Return the policies that take no part in the verdict of a task at a budget, each with the reason."""
-    entries, compared = _at(comparison, task, budget), _compared(comparison, task, budget)
-    nats = any(entry.nats is not None for entry in entries)
-    reasons = ((one.row.label, _reason(one, nats)) for one in entries if not any(one is other for other in compared))
-    return [f"{label} ({reason})" for label, reason in reasons if reason]
 
 
 def _reason(entry: Entry, nats: bool) -> str:
@@ -197,20 +176,6 @@ def _reason(entry: Entry, nats: bool) -> str:
     if nats and entry.nats is None:
         return "its nats were not measured"
     return f"it holds {entry.row.kept:.1%} of the prompt" if entry.evicts else ""
-
-
-def _silence(comparison: Comparison, task: str, budget: str) -> NoVerdict:
-    """Say why there is nothing to compare."""
-    alone = [one.row.label for one in _compared(comparison, task, budget)]
-    reason = f"there is nothing to compare {alone[0]} with" if alone else "no policy has a result at this budget"
-    return NoVerdict(task, budget, reason, left_out=left_out(comparison, task, budget))
-
-
-def _compared(comparison: Comparison, task: str, budget: str) -> list[Entry]:
-    """Return the entries that are compared at a budget: with a result of the kind that decides, and holding alike."""
-    entries = [entry for entry in comparison.of_task(task) if entry.outcomes]
-    nats = any(entry.nats is not None for entry in entries)
-    return at_budget([entry for entry in entries if not nats or entry.nats is not None], budget)
 
 
 def _at(comparison: Comparison, task: str, budget: str) -> list[Entry]:

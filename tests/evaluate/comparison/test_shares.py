@@ -95,7 +95,7 @@ def mixed():
     return entries
 
 
-def test_unequal_shares_are_never_paired(mixed):
+def test_unequal_shares_are_never_paired(mixed, no_charts):
     comparison = of(mixed)
     assert [one.row.label for one in at_budget(comparison.entries, "0.25")] == ["mine", "h2o", "fitting"]
     wins = comparison.wins("0.25")

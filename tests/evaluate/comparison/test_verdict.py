@@ -14,6 +14,8 @@ from ag.evaluate.comparison.tables import markdown
 from ag.evaluate.comparison.verdict import headlines, judge, verdicts
 from tests.support import made_up
 
+pytestmark = pytest.mark.usefixtures("no_charts")
+
 
 def difference(comparison, task, budget, mine, theirs):
     """Mean of the differences of two entries' nats, and the interval from resamples of another generator.
