@@ -56,11 +56,10 @@ class DocumentQA(Generated):
             DataError: the data is missing; the message says how to get it.
         """
         hub, folder, subset = SOURCES[self.name]
-        data = HeldOut.of(self.name, self.root, hub, folder, ("validation",), subset)
-        split, rows = data.rows()
-        corpus = (squad if self.name == "qa_1" else hotpot)(rows, data.source.where(split))
+        _, where, rows = HeldOut(self.name, self.root, hub, folder, ("validation",), subset).rows()
+        corpus = (squad if self.name == "qa_1" else hotpot)(rows, where)
         if not corpus.items:
-            raise UserError(f"Task {self.name}: {data.source.where(split)} has no question with an answer.")
+            raise UserError(f"Task {self.name}: {where} has no question with an answer.")
         return corpus
 
     def most_units(self, material: Any, variant: Variant) -> int:

@@ -182,7 +182,7 @@ def sentences(task: str, root: str | None, data: str | None, field: str) -> list
         UserError: there is no text, or it cannot be read.
     """
     hub, folder = data or "emozilla/pg19-test", data or "pg19_style"
-    texts = HeldOut.of(task, root, hub, folder, ("test", "validation")).texts(field)
+    texts = HeldOut(task, root, hub, folder, ("test", "validation")).texts(field)
     found = []
     for text in itertools.islice(texts, BOOKS):
         parts = re.split(r"(?<=[.!?])\s+", " ".join(text[:LETTERS].split()))

@@ -14,56 +14,45 @@ class HeldOut:
 
     Attributes:
         task: name of the task, for messages.
-        source: the dataset.
+        root: holds ``folder``, or the JSON lines themselves; None: the hub.
+        hub: id of the dataset.
+        folder: its folder under a root.
         splits: the first of these that the dataset has.
-        folder: its folder under a root, for messages.
+        subset: configuration name on the hub.
+        revision: git revision on the hub.
     """
 
     task: str
-    source: Source
-    splits: Sequence[str]
+    root: str | None
+    hub: str
     folder: str
+    splits: Sequence[str]
+    subset: str | None = None
+    revision: str | None = None
 
-    @classmethod
-    def of(
-        cls,
-        task: str,
-        root: str | None,
-        hub: str,
-        folder: str,
-        splits: Sequence[str],
-        subset: str | None = None,
-        revision: str | None = None,
-    ) -> HeldOut:
-        """Find the dataset: ``root/folder``, ``root`` itself when that holds JSON lines, or the hub without a root.
-
-        Raises:
-            DataError: no such folder.
-        """
-        missing = cls(task, Source(hub, subset, revision), splits, folder)
-        try:
-            found = local_folder(root, folder) if root else None
-        except DataError as error:
-            raise missing.explain(error) from error
-        return cls(task, Source(hub, subset, revision, found), splits, folder)
-
-    def rows(self) -> tuple[str, Iterator[Record]]:
-        """Return the split's name and its rows.
+    def rows(self) -> tuple[str, str, Iterator[Record]]:
+        """Return the split's name, where it is, for messages, and its rows.
 
         Raises:
             DataError: it cannot be read; the message says how to get it.
         """
-        for split in self.splits[:-1]:
-            try:
-                return split, self.source.read(split)
-            except MissingSplitError:
-                continue
-            except DataError as error:
-                raise self.explain(error) from error
         try:
-            return self.splits[-1], self.source.read(self.splits[-1])
+            folder = local_folder(self.root, self.folder) if self.root else None
+            source = Source(self.hub, self.subset, self.revision, folder)
+            for split in self.splits[:-1]:
+                try:
+                    return split, source.where(split), source.read(split)
+                except MissingSplitError:
+                    continue
+            last = self.splits[-1]
+            return last, source.where(last), source.read(last)
         except DataError as error:
-            raise self.explain(error) from error
+            names = ", ".join(repr(word) for word in (self.hub, self.subset) if word)
+            raise DataError(
+                f"Task {self.task}: {error}. Give root=FOLDER with {self.folder}/{self.splits[0]}.jsonl[.gz] in it "
+                '(rows as on the hub), or fetch the data once with python -c "import datasets; '
+                f'datasets.load_dataset({names})" and leave root out.'
+            ) from error
 
     def texts(self, field: str) -> Iterator[str]:
         """Return one field of each row, which must be a text.
@@ -71,16 +60,7 @@ class HeldOut:
         Raises:
             DataError: a row has no such field, or the split cannot be read.
         """
-        split, rows = self.rows()
+        _, where, rows = self.rows()
         for number, row in enumerate(rows, start=1):
-            check_fields(row, {field: str}, f"{self.source.where(split)} row {number}")
+            check_fields(row, {field: str}, f"{where} row {number}")
             yield row[field]
-
-    def explain(self, error: DataError) -> DataError:
-        """Return the error with the ways to get the data."""
-        hub = ", ".join(repr(word) for word in (self.source.name, self.source.subset) if word)
-        return DataError(
-            f"Task {self.task}: {error}. Give root=FOLDER with {self.folder}/{self.splits[0]}.jsonl[.gz] in it (rows "
-            f'as on the hub), or fetch the data once with python -c "import datasets; datasets.load_dataset({hub})" '
-            "and leave root out."
-        )

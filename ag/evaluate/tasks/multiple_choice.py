@@ -86,10 +86,10 @@ class MultipleChoice(PromptTask):
         """Read the questions; see :meth:`ag.evaluate.tasks.Task.read`."""
         task = TASKS[self.name]
         splits = ("test", "validation") if self.name in TESTED else ("validation",)
-        data = HeldOut.of(self.name, self.root, task.hub, task.folder, splits, task.subset, task.revision)
-        split, rows = data.rows()
+        data = HeldOut(self.name, self.root, task.hub, task.folder, splits, task.subset, task.revision)
+        split, where, rows = data.rows()
         encoder = Encoder(tokenizer, sys.maxsize, question=self.question)
-        for number, example in enumerate(examples(task, rows, data.source.where(split))):
+        for number, example in enumerate(examples(task, rows, where)):
             [group] = encoder.encode([example], split, every_choice=True)
             read, start = group[0].prompt_length, group[0].response_start
             prompt, asked = group[0].tokens[:read].tolist(), group[0].tokens[read:start].tolist()

@@ -61,7 +61,7 @@ class Documents(Task):
         """Return the documents in their stored order."""
         hub, folder = self.data or "emozilla/pg19-test", self.data or self.folder
         splits = (self.split,) if self.split else ("test", "validation")
-        return HeldOut.of(self.name, self.root, hub, folder, splits, self.subset).texts(self.text_field)
+        return HeldOut(self.name, self.root, hub, folder, splits, self.subset).texts(self.text_field)
 
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, number: int | None) -> list[int]:
