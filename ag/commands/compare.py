@@ -43,7 +43,8 @@ class CompareConfig(SharedModel):
     task_options: dict[str, dict[str, Any]] = mapping("options of tasks, as task_options.TASK.OPTION=VALUE")
     policy_options: dict[str, dict[str, Any]] = mapping("options of policies, as policy_options.POLICY.OPTION=VALUE")
     baseline: str = key("full", "the policy that the others are tested against, at its own or the same budget")
-    together: int = key(8, "cells of a task that share the reading of a prompt, where their policies allow it", low=1)
+    batch_policies: int = key(8, "policies of a task that share the reading of a prompt, where they allow it", low=1)
+    together: int | None = key(None, "older name of batch_policies", low=1)
     seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
     output: str | None = key(
         None, "folder of the results, resumed when it has some; several processes may share it; null: runs/RECIPE"
@@ -56,6 +57,8 @@ class CompareConfig(SharedModel):
         from ag.engine.spec import split_label  # loads torch, which no help needs
 
         super().__post_init__()
+        if self.together is not None:
+            self.batch_policies, self.together = self.together, None
         self.policies, self.also = [*self.policies, *self.also], []  # once: a dumped configuration is read again
         if self.baseline not in [*self.policies, *(split_label(text)[0] for text in self.policies)]:
             raise ValueError(f"baseline={self.baseline}: expected one of policies={self.policies}")

@@ -7,7 +7,7 @@ import numpy as np
 
 from ag.engine.spec import PolicySpec
 from ag.evaluate.comparison.entries import Entry
-from ag.evaluate.comparison.findings import Comparison, _tested
+from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.results import Row
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.tasks.base import Tags
@@ -67,4 +67,4 @@ def comparison(folder: Path, **costs: float) -> Comparison:
         entries.append(entry(task, "full", None, 0.0, 0))
         for number, (label, cost) in enumerate((COSTS | costs).items()):
             entries += [entry(task, label, one, cost * (1 - one), 10 * number + 1) for one in BUDGETS]
-    return Comparison(folder, "full", [_tested(one, "full", entries) for one in entries])
+    return Comparison.tested(folder, "full", entries)

@@ -65,8 +65,20 @@ class Comparison:
         baseline = config.called.get(config.baseline, config.baseline)
         shown = {cell.key for cell in cells}
         hidden = [f"{row.task}: {row.name}" for key, row in results.rows().items() if key not in shown]
-        tested = [_tested(entry, baseline, entries) for entry in entries]
-        return cls(results.folder, baseline, tested, hidden)
+        return cls.tested(results.folder, baseline, entries, hidden)
+
+    @classmethod
+    def tested(cls, folder: Path, baseline: str, entries: list[Entry], hidden: Sequence[str] = ()) -> Comparison:
+        """Compare each entry with the baseline."""
+        made = cls(folder, baseline, entries, hidden)
+        bases = [(entry, made.baseline_of(entry)) for entry in entries]
+        found = [
+            entry
+            if base is None
+            else replace(entry, paired=pair(entry, base), paired_nats=pair(entry, base, nats=True))
+            for entry, base in bases
+        ]
+        return replace(made, entries=found)
 
     @property
     def failed(self) -> list[Entry]:
@@ -108,8 +120,18 @@ class Comparison:
         return [entry for entry in self.entries if entry.row.task == task]
 
     def baseline_of(self, entry: Entry) -> Entry | None:
-        """Return what an entry was tested against; None for the baseline itself and where either has no result."""
-        return _baseline(entry, self.baseline, self.entries)
+        """Return what an entry is tested against: the baseline at its budget, where both hold equally much."""
+        other = self._baseline_at(entry)
+        return other if other is not None and may_pair(entry, other) else None
+
+    def _baseline_at(self, entry: Entry) -> Entry | None:
+        """Return the baseline at an entry's budget, else the one without a budget; None without a result of both."""
+        same = [other for other in self.of_task(entry.row.task) if other.row.label == self.baseline]
+        for budget in (entry.budget, ""):
+            other = next((other for other in same if other.budget == budget), None)
+            if other is not None and other.outcomes and entry.outcomes and other.row.key != entry.row.key:
+                return other
+        return None
 
     def counted(self, task: str) -> str:
         """Say how many samples of a task were run, in its unit, how many were left out and why, and when was asked.
@@ -178,7 +200,7 @@ class Comparison:
         for task in self.tasks:
             entries = self.of_task(task)
             found += [f"{task}: {said}" for budget in self.budgets for said in apart(entries, budget)]
-            bases = [(one, _baseline_at(one, self.baseline, self.entries)) for one in entries if one.paired is None]
+            bases = [(one, self._baseline_at(one)) for one in entries if one.paired is None]
             found += [f"{task}: {differing(one, base)}" for one, base in bases if base and not may_pair(one, base)]
         return list(dict.fromkeys(found))
 
@@ -192,30 +214,6 @@ class Comparison:
                 shares.append(kept / sum(view.kept[0].size for view in views))
                 names.append(f"{name} ({percent(float(shares[-1].mean()))})")
         return names, np.array(shares)
-
-
-def _baseline(entry: Entry, baseline: str, entries: Sequence[Entry]) -> Entry | None:
-    """Return what an entry is tested against: the baseline at its budget, where both hold equally much."""
-    other = _baseline_at(entry, baseline, entries)
-    return other if other is not None and may_pair(entry, other) else None
-
-
-def _baseline_at(entry: Entry, baseline: str, entries: Sequence[Entry]) -> Entry | None:
-    """Return the baseline at an entry's budget, else the one without a budget; None without a result of both."""
-    same = [other for other in entries if other.row.task == entry.row.task and other.row.label == baseline]
-    for budget in (entry.budget, ""):
-        other = next((other for other in same if other.budget == budget), None)
-        if other is not None and other.outcomes and entry.outcomes and other.row.key != entry.row.key:
-            return other
-    return None
-
-
-def _tested(entry: Entry, baseline: str, entries: Sequence[Entry]) -> Entry:
-    """Compare an entry with the baseline."""
-    other = _baseline(entry, baseline, entries)
-    if other is None:
-        return entry
-    return replace(entry, paired=pair(entry, other), paired_nats=pair(entry, other, nats=True))
 
 
 def _gains(entries: Sequence[Entry]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

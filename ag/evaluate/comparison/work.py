@@ -60,7 +60,11 @@ def fill(
                 claimed: list[Cell] = []
                 for cell in missing:
                     same_task = not claimed or cell.task == claimed[0].task
-                    if len(claimed) < config.together and same_task and held.enter_context(results.claim(cell.key)):
+                    if (
+                        len(claimed) < config.batch_policies
+                        and same_task
+                        and held.enter_context(results.claim(cell.key))
+                    ):
                         claimed.append(cell)
                 rows = results.rows()  # another process may have ended one between the look and the lock
                 again &= {key for key, row in rows.items() if row.problem is not None}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any
 
+from ag.config.keys import nearest
 from ag.data import templates
 from ag.errors import UserError
 from ag.evaluate.tasks.base import Task
@@ -119,7 +119,5 @@ def make(name: str, root: str | None = None, **options: Any) -> Task:
 
 def _known(name: str, names: Collection[str], what: str) -> None:
     if name not in names:
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
         expected = f"expected one of {', '.join(names)}" if names else "it takes none"
-        raise UserError(f"Unknown {what} {name!r}: {expected}{hint}")
+        raise UserError(f"Unknown {what} {name!r}: {expected}{nearest(name, list(names))}")

@@ -133,7 +133,7 @@ def test_a_second_run_computes_nothing_and_changes_nothing(config, quiet, done, 
 
 @pytest.mark.slow
 def test_cells_alone_or_together_are_the_same(config, quiet, done, tmp_path):
-    compare(config(together=1, output=str(tmp_path / "alone")), quiet)
+    compare(config(batch_policies=1, output=str(tmp_path / "alone")), quiet)
     assert lines(tmp_path / "alone") == lines(config().output)
     assert tables(tmp_path / "alone") == tables(config().output)
 
@@ -157,7 +157,7 @@ def test_other_settings_are_other_cells(config):
         {"schedule": "every"},
     ):
         assert {cell.key for cell in list_cells(config(**change))} != keys
-    for change in ({"device": "cuda"}, {"together": 1}, {"output": "elsewhere"}, {"retry": True}):
+    for change in ({"device": "cuda"}, {"batch_policies": 1}, {"output": "elsewhere"}, {"retry": True}):
         assert {cell.key for cell in list_cells(config(**change))} == keys
 
 
@@ -180,13 +180,13 @@ def _die_while_writing(config, quiet):
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_results(config, quiet, finished):
     """SIGKILL in the middle of the third row, its lock held."""
-    process = in_process(_die_while_writing, config(together=1), quiet)
+    process = in_process(_die_while_writing, config(batch_policies=1), quiet)
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
     output = Path(config().output)
     assert len((output / "results.jsonl").read_text().splitlines()) == 3
     assert not (output / "table.md").exists()
-    compare(config(together=1), quiet)
+    compare(config(batch_policies=1), quiet)
     assert lines(output) == lines(finished)
     assert tables(output) == tables(finished)
     assert (output / "results.corrupt.jsonl").read_bytes().startswith(b'{"key": ')
@@ -213,7 +213,7 @@ def _work_and_tell(config, console, diary):
 @pytest.mark.slow
 def test_two_workers_do_each_cell_once(config, quiet, finished, tmp_path):
     diary = tmp_path / "diary"
-    workers = [in_process(_work_and_tell, config(together=1), quiet, diary) for _ in range(2)]
+    workers = [in_process(_work_and_tell, config(batch_policies=1), quiet, diary) for _ in range(2)]
     for worker in workers:
         worker.join(120)
     assert [worker.exitcode for worker in workers] == [0, 0]
@@ -691,6 +691,11 @@ def test_the_full_cache_is_measured_first(config):
         *[("ppl", "h2o")] * 2,
         *[("needle_single", "full"), ("needle_single", "h2o"), ("needle_single", "h2o")],
     ]
+
+
+def test_an_older_name_of_a_key(config):
+    made = config(together=3)
+    assert (made.batch_policies, made.together) == (3, None) and replace(made) == made
 
 
 def test_policies_beside_those_of_a_recipe(config):

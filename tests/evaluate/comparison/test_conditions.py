@@ -88,7 +88,7 @@ def test_rows_of_earlier_versions_are_resumed_and_unknown(config, quiet, monkeyp
     path.write_text("".join(json.dumps({k: v for k, v in row.items() if k not in LATER}) + "\n" for row in rows))
     old = path.read_bytes()
     monkeypatch.setattr("ag.model.base.load_base", None)
-    comparison = compare(replace(asked, together=1), quiet, "another command")
+    comparison = compare(replace(asked, batch_policies=1), quiet, "another command")
     assert path.read_bytes() == old and [entry.row.mean for entry in comparison.entries] == [
         row["mean"] for row in rows
     ]

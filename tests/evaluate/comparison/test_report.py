@@ -15,7 +15,7 @@ from matplotlib.image import imread
 
 import ag
 from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison import charts, drawing, findings, tables
+from ag.evaluate.comparison import charts, drawing, tables
 from ag.evaluate.comparison.entries import Entry
 from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.page import embedded, render, viewer
@@ -128,7 +128,7 @@ def streamed(tmp_path):
         row = replace(entry(label, None if label == "full" else 0.5, "ppl_stream", scores).row, key=label)
         outcomes = [Outcome(str(i), s, 9, 0.5, 9, 0.1, t) for i, (s, t) in enumerate(zip(scores, tags, strict=True))]
         entries.append(Entry(row, outcomes, [], PolicySpec(label)))
-    return Comparison(tmp_path, "full", [findings._tested(one, "full", entries) for one in entries])
+    return Comparison.tested(tmp_path, "full", entries)
 
 
 def test_curves_over_positions_start_from_the_full_cache(streamed):

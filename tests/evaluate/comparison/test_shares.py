@@ -8,7 +8,7 @@ import pytest
 from ag.engine.spec import PolicySpec
 from ag.evaluate.comparison import charts, drawing
 from ag.evaluate.comparison.entries import Entry
-from ag.evaluate.comparison.findings import Comparison, _tested
+from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.page import render
 from ag.evaluate.comparison.shares import agree, at_budget, held, hold_alike, percent
 from ag.evaluate.comparison.tables import markdown
@@ -40,7 +40,7 @@ def tokens_of(budget, lengths=LENGTHS):
 
 
 def of(entries, baseline="full"):
-    return Comparison(Path(), baseline, [_tested(one, baseline, entries) for one in entries])
+    return Comparison.tested(Path(), baseline, entries)
 
 
 @pytest.mark.parametrize(
