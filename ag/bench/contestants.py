@@ -14,9 +14,10 @@ from transformers.cache_utils import Cache
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 import ag
-from ag.bench.models import build, gates_for
+from ag.bench.models import gates_for
 from ag.bench.sdpa import pinned
 from ag.commands.bench import BenchConfig
+from ag.config import ModelConfig
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.observe import Observation
 from ag.engine.scorers import Scorer
@@ -26,6 +27,7 @@ from ag.engine.step import NextToken
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
+from ag.model.base import load_base
 from ag.model.geometry import fingerprint
 from ag.model.hooks import AttentionCall, decoder_of
 
@@ -154,7 +156,7 @@ class Arena:
             UserError: for a policy, a share, a model or a device that cannot be.
         """
         contestants(config)
-        return cls(build(config.model, config.device, config.dtype, config.seed), config)
+        return cls(load_base(ModelConfig(name=config.model, dtype=config.dtype), config.device)[0], config)
 
     def tokens(self, batch: int, length: int) -> Tensor:
         """Draw token ids ``[B, T]``."""

@@ -1,60 +1,15 @@
-"""The models that are measured: loaded ones, and geometries with random weights, which time the same."""
+"""What is counted of the models that are measured, and gates for them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ag.config import ModelConfig
 from ag.config.gate import GateConfig
-from ag.errors import UserError
 from ag.gates.gate import AttentionGates
-from ag.model.base import load_base
 from ag.model.geometry import fingerprint
 from ag.model.hooks import decoder_of
-
-RANDOM = "random:"
-COLUMNS = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("vocab_size", "tie_word_embeddings"),
-)
-GEOMETRIES = {
-    "tiny": (64, 128, 2, 4, 2, 256, False),
-    "smollm2-135m": (576, 1536, 30, 9, 3, 49152, True),
-    "llama-1b": (2048, 8192, 16, 32, 8, 128256, True),
-    "llama-8b": (4096, 14336, 32, 32, 8, 128256, False),
-}
-
-
-def build(name: str, device: str, dtype: str, seed: int) -> PreTrainedModel:
-    """Load a model, or make one of a geometry on the device; frozen, in evaluation mode, with torch's sdpa.
-
-    Raises:
-        UserError: for a geometry that does not exist, or a model that cannot be loaded.
-    """
-    if not name.startswith(RANDOM):
-        return load_base(ModelConfig(name=name, dtype=dtype), device)[0]  # type: ignore[arg-type]  # checked as a key
-    geometry = name.removeprefix(RANDOM)
-    if geometry not in GEOMETRIES:
-        raise UserError(f"model={name}: expected random:{', random:'.join(GEOMETRIES)}.")
-    rope = {"rope_type": "default", "rope_theta": 500000.0}
-    shape: dict[str, Any] = dict(zip(COLUMNS, GEOMETRIES[geometry], strict=True))
-    config = LlamaConfig(max_position_embeddings=1 << 20, rope_parameters=rope, **shape)
-    config._attn_implementation = "sdpa"
-    before = torch.get_default_dtype()
-    torch.manual_seed(seed)
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        with torch.device(device):
-            model = LlamaForCausalLM(config)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device={device}: {str(error).splitlines()[0]}; give cpu, or one that has room.") from error
-    finally:
-        torch.set_default_dtype(before)
-    model.requires_grad_(False).eval()
-    return model
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

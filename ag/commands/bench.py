@@ -20,7 +20,6 @@ class BenchConfig(SharedModel):
     mode: Literal["decode", "stream", "prefill", "train", "memory"] = key(
         "decode", "what is measured; may also stand as the first word"
     )
-    model: str = key("smollm2", "hub id, local folder, alias, or random:GEOMETRY for random weights (random:llama-8b)")
     threads: int | None = key(None, "CPU threads; null: torch's default", low=1)
     context: list[int] = key([2048], "tokens of the prompt, or of a training row; stream: tokens held")
     sdpa: list[Backend] = key(
@@ -50,7 +49,7 @@ class BenchConfig(SharedModel):
     )
     rounds: int = key(5, "times that every contestant is measured, in turn", low=1)
     warmup: int = key(1, "rounds before those that count", low=0)
-    seed: int = key(0, "seed of weights, tokens and uneven heads", low=0, high=2**32 - 1)
+    seed: int = key(0, "seed of tokens, gates and uneven heads", low=0, high=2**32 - 1)
     output: str = key("runs/bench", "folder for MODE.json, MODE.md and MODE.png")
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from ag.config.sections import key
 from ag.plugins import load
 
-MODEL = "hub id, local folder, alias (smollm2, gemma3-270m), or random:PATH.json for random weights"
+MODEL = "hub id, local folder, alias (smollm2, gemma3-270m), or random:llama-8b (random:PATH.json): random weights"
 
 
 @dataclass

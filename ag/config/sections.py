@@ -31,7 +31,7 @@ def mapping(doc: str) -> Any:
 class ModelConfig:
     """The frozen base model."""
 
-    name: str = key("smollm2", "hub id, folder, alias (smollm2, gemma3-270m), or random:PATH.json: random weights")
+    name: str = key("smollm2", "hub id, folder, alias (smollm2, gemma3-270m), or random:llama-8b: random weights")
     revision: str | None = key(None, "git revision of a hub model")
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "data type of the frozen weights")
     quantization: Literal["none", "nf4"] = key("none", "nf4: 4-bit weights through bitsandbytes")

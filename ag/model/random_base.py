@@ -1,4 +1,7 @@
-"""A base model with random weights, to measure a run without a download: ``model.name=random:PATH.json``."""
+"""A base model with random weights, to measure a run without a download: ``model.name=random:llama-8b``.
+
+A model is named, or described by a JSON file: ``random:PATH.json``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from ag.errors import UserError
 
@@ -20,22 +30,37 @@ if TYPE_CHECKING:
 PREFIX = "random:"
 SPREAD = 0.02  # standard deviation of the weights
 SPECIAL = ("<unk>", "<s>", "</s>")
+COLUMNS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "tie_word_embeddings"),
+)
+#: Models of Llama's architecture, by name.
+GEOMETRIES = {
+    "tiny": (64, 128, 2, 4, 2, 512, False),
+    "smollm2-135m": (576, 1536, 30, 9, 3, 49152, True),
+    "llama-1b": (2048, 8192, 16, 32, 8, 128256, True),
+    "llama-8b": (4096, 14336, 32, 32, 8, 128256, False),
+}
 
 
 def geometry(name: str) -> PretrainedConfig:
-    """Read the JSON file that ``random:PATH.json`` names.
+    """Return the geometry that ``random:NAME`` names, or read the JSON file of ``random:PATH.json``.
 
     Raises:
         UserError: for a file that is not there, or that describes no model.
     """
-    path = Path(name.removeprefix(PREFIX)).expanduser()
+    if (known := name.removeprefix(PREFIX)) in GEOMETRIES:
+        shape: dict[str, Any] = dict(zip(COLUMNS, GEOMETRIES[known], strict=True))
+        rope = {"rope_type": "default", "rope_theta": 500000.0}
+        return LlamaConfig(max_position_embeddings=1 << 20, rope_parameters=rope, **shape)
+    path = Path(known).expanduser()
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(str(path))
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"model.name={name}: {reason}; expected {PREFIX}PATH, a JSON file with a model's configuration "
-            "(docs/models/llama-2-7b.json)."
+            f"model.name={name}: {reason}; expected random:{', random:'.join(GEOMETRIES)}, or random:PATH, a JSON file "
+            "with a model's configuration (docs/models/llama-2-7b.json)."
         ) from error
     return found
 
@@ -44,11 +69,11 @@ def load(config: ModelConfig, device: torch.device | str | None) -> tuple[PreTra
     """Make the model that a configuration describes, drawn on the device, and a tokenizer of single bytes.
 
     Args:
-        config: ``name`` is ``random:PATH.json``; type, quantisation and checkpointing as for a model that is loaded.
+        config: ``name`` is ``random:...``; type, quantisation and checkpointing as for a model that is loaded.
         device: where the weights go; None: the GPU of this process, or the CPU where there is none.
 
     Raises:
-        UserError: for a configuration that cannot be read.
+        UserError: for a configuration that cannot be read, or a device that is not there or has no room.
     """
     shape = geometry(config.name)
     if device is None:
@@ -57,16 +82,19 @@ def load(config: ModelConfig, device: torch.device | str | None) -> tuple[PreTra
     dtype, attention = getattr(torch, config.dtype), config.attn_implementation
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=attention)
-    draw = torch.Generator(device).manual_seed(0)
-    if config.quantization == "nf4":
-        _quantise(model, dtype, draw)
-    for module in model.modules():
-        if hasattr(module, "inv_freq"):  # a buffer that is computed, not drawn
-            module.__init__(shape)
-            module.to(device)
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                module._parameters[name] = nn.Parameter(_drawn(parameter, draw), requires_grad=False)
+    try:
+        draw = torch.Generator(device).manual_seed(0)
+        if config.quantization == "nf4":
+            _quantise(model, dtype, draw)
+        for module in model.modules():
+            if hasattr(module, "inv_freq"):  # a buffer that is computed, not drawn
+                module.__init__(shape)
+                module.to(device)
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    module._parameters[name] = nn.Parameter(_drawn(parameter, draw), requires_grad=False)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device={device}: {str(error).splitlines()[0]}; give cpu, or one that has room.") from error
     model.tie_weights()
     return model, _tokenizer(shape)
 

@@ -55,12 +55,14 @@ def steps(config: Config) -> tuple[Step, Step]:
 
 
 def model_config(config: Config) -> PretrainedConfig:
-    """Read the configuration of ``model.name``: a JSON file, a folder, a hub id or the alias.
+    """Read the configuration of ``model.name``: random weights, a JSON file, a folder, a hub id or an alias.
 
     Raises:
         ModelError: when there is none.
     """
-    name = config.model.name.removeprefix(random_base.PREFIX)
+    name = config.model.name
+    if name.startswith(random_base.PREFIX):
+        return random_base.geometry(name)
     path = name if name.endswith(".json") and Path(name).is_file() else models.resolve(name, config.model.revision)
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(

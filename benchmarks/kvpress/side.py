@@ -87,9 +87,9 @@ class Ours(Side):
     """This engine's :class:`ag.engine.EvictionCache`."""
 
     def __init__(self, model: str) -> None:
-        from ag.bench.models import build
+        from ag.model.base import load_base
 
-        self.model = build(model, "cpu", "float32", 0)
+        self.model, _ = load_base(model, "cpu")
 
     def begin(self, job: Job) -> None:
         """Make an eviction cache; see :meth:`Side.begin`."""

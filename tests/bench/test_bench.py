@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import ag
 from ag.bench import contestants, measure, models, worker, write
@@ -17,6 +17,8 @@ from ag.commands.bench import MODES, BenchConfig
 from ag.config.command_line import parse
 from ag.engine import EvictionCache
 from ag.engine.pool import PAGE
+from ag.model import random_base
+from ag.model.base import load_base
 from tests.support.bounds import hold, of_logits
 from tests.support.refused import names
 
@@ -72,8 +74,8 @@ def test_prefill_of_gates_and_policies_keeps_what_was_asked():
 
 def test_decode_counts_bytes_and_the_roofline():
     full, few = rows_of("decode", batch=[2])[1:]
-    model = models.build("random:tiny", "cpu", "float32", 0)
-    entry, weights = 2 * 2 * 2 * 16 * 4, sum(p.nbytes for p in model.parameters()) - 256 * 64 * 4
+    model = load_base("random:tiny", "cpu")[0]
+    entry, weights = 2 * 2 * 2 * 16 * 4, sum(p.nbytes for p in model.parameters()) - 512 * 64 * 4
     assert (models.token_bytes(model), models.weight_bytes(model)) == (entry, weights)
     assert few["kept"] == 0.25
     everything, left = (weights + 2 * 192 * entry * share for share in (1, 0.25))
@@ -217,7 +219,7 @@ def test_training_compares_gates_with_lora(one_process):
 
 @pytest.fixture(scope="module")
 def model():
-    return models.build("random:tiny", "cpu", "float32", 0)
+    return load_base("random:tiny", "cpu")[0]
 
 
 def test_uneven_heads_hold_exactly_the_share(model):
@@ -248,7 +250,8 @@ def test_filled_caches_hold_the_same(model):
 
 
 def test_gates_stay_within_their_share():
-    model = models.build("random:smollm2-135m", "meta", "float32", 0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(random_base.geometry("random:smollm2-135m"))
     parameters = sum(p.numel() for p in models.gates_for(model).parameters())
     assert 0.015 < parameters / sum(p.numel() for p in model.parameters()) <= 0.03
 
