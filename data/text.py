@@ -52,20 +52,15 @@ class Text(DataKind):
         source = Source(data.name, data.subset, data.revision, folder)
         first = held_out(source, data)
         counts = Counts()
+        longest, start = min(data.max_length, context), start_tokens(tokenizer)
         cut: Packed | Windows | Repeated
-        end = None
         if data.packing == "packed":
-            cut = Packed.of(data, tokenizer, context)
-            end = None if data.cross_documents else cut.end
-            if end is not None and cut.start == [end]:
-                raise DataError(
-                    f"data.cross_documents=false tells documents apart by their end-of-sequence token, and the "
-                    f"tokenizer {tokenizer.name_or_path} also begins them with it: use data.cross_documents=true"
-                )
+            cut = _packed(data, tokenizer, longest, start)
         elif data.packing == "repeated":
-            cut = Repeated.of(data, tokenizer, context, config.seed, counts)
+            cut = _repeated(data, tokenizer, longest, start, config.seed, counts)
         else:
-            cut = Windows.of(data, tokenizer, context, config.seed, counts)
+            cut = _windows(data, longest, start, config.seed, counts)
+        end = cut.end if isinstance(cut, Packed) and not data.cross_documents else None
 
         def rows(split: str, cut: Cut, limit: int | None, start: int = 0, stop: int | None = None) -> TextRows:
             return TextRows(source, split, data.text_field, data.streaming, tokenizer, cut, limit, start, stop)
@@ -107,6 +102,49 @@ def _kept(rows: TextRows, data: DataConfig, counts: Counts, *more: object) -> Se
     )
     counts.skipped = before + measured["skipped"]
     return found
+
+
+def _packed(data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int]) -> Packed:
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise DataError(
+            f"data.packing=packed puts an end-of-sequence token between documents, and the tokenizer "
+            f"{tokenizer.name_or_path} has none: set tokenizer.eos_token, or data.packing=split"
+        )
+    if not data.cross_documents and start == [end]:
+        raise DataError(
+            f"data.cross_documents=false tells documents apart by their end-of-sequence token, and the tokenizer "
+            f"{tokenizer.name_or_path} also begins them with it: use data.cross_documents=true"
+        )
+    return Packed(longest, start, int(end))
+
+
+def _windows(data: DataConfig, longest: int, start: list[int], seed: int, counts: Counts) -> Windows:
+    if data.prompt_max + data.continuation > longest:
+        limit = f"the model's context {longest}" if longest < data.max_length else f"data.max_length={longest}"
+        raise DataError(
+            f"data.prompt_max={data.prompt_max} + data.continuation={data.continuation} exceed {limit}: lower "
+            "data.prompt_max"
+        )
+    lengths = (*range(data.prompt_min, data.prompt_max, STEP), data.prompt_max)
+    return Windows(lengths, data.continuation, start, seed, counts)
+
+
+def _repeated(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int], seed: int, counts: Counts
+) -> Repeated:
+    again = tokenize(tokenizer, [AGAIN])[0]
+    room = longest - len(start) - len(again)
+    if room // 2 < STEP:
+        raise DataError(
+            f"data.packing=repeated: rows of {longest} tokens leave {room // 2} for a passage, expected at least "
+            f"{STEP}: use a data.max_length of {2 * STEP + len(start) + len(again)} or more, and a model with that "
+            "context"
+        )
+    length = room - LEAD - data.copy_max
+    if 0 < data.copy_max < length:
+        return Repeated(length, data.copy_max, start, again, seed, counts)
+    return Repeated(room // 2, None, start, again, seed, counts)
 
 
 @dataclass(frozen=True)
@@ -164,25 +202,6 @@ class Packed:
     start: list[int]
     end: int
 
-    @classmethod
-    def of(cls, data: DataConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> Packed:
-        """Read the settings.
-
-        Args:
-            data: the data configuration.
-            tokenizer: the model's tokenizer.
-            context: the model's longest input in tokens.
-
-        Raises:
-            DataError: the tokenizer has no end-of-sequence token.
-        """
-        if tokenizer.eos_token_id is None:
-            raise DataError(
-                f"data.packing=packed puts an end-of-sequence token between documents, and the tokenizer "
-                f"{tokenizer.name_or_path} has none: set tokenizer.eos_token, or data.packing=split"
-            )
-        return cls(min(data.max_length, context), start_tokens(tokenizer), int(tokenizer.eos_token_id))
-
     def train(self, documents: Iterable[list[int]]) -> Iterator[Row]:
         """Pack tokenised documents."""
         tokens = itertools.chain.from_iterable([*self.start, *document, self.end] for document in documents)
@@ -209,31 +228,6 @@ class Windows:
     start: list[int]
     seed: int
     counts: Counts
-
-    @classmethod
-    def of(
-        cls, data: DataConfig, tokenizer: PreTrainedTokenizerBase, context: int, seed: int, counts: Counts
-    ) -> Windows:
-        """Read the settings.
-
-        Args:
-            data: the data configuration.
-            tokenizer: the model's tokenizer.
-            context: the model's longest input in tokens.
-            seed: seed of the prompt lengths.
-            counts: receives the skipped documents.
-
-        Raises:
-            DataError: a window exceeds the longest row.
-        """
-        shortest, longest, limit = data.prompt_min, data.prompt_max, min(data.max_length, context)
-        if longest + data.continuation > limit:
-            raise DataError(
-                f"data.prompt_max={longest} + data.continuation={data.continuation} exceed the longest row "
-                f"(data.max_length={data.max_length}, model's context {context}): lower data.prompt_max"
-            )
-        lengths = (*range(shortest, longest, STEP), longest)
-        return cls(lengths, data.continuation, start_tokens(tokenizer), seed, counts)
 
     def train(self, documents: Iterable[list[int]]) -> Iterator[Row]:
         """Cut each document into consecutive windows, the prompt's length drawn from (seed, document)."""
@@ -284,25 +278,6 @@ class Repeated:
     again: list[int]
     seed: int
     counts: Counts
-
-    @classmethod
-    def of(
-        cls, data: DataConfig, tokenizer: PreTrainedTokenizerBase, context: int, seed: int, counts: Counts
-    ) -> Repeated:
-        """Read the settings; the arguments are those of :meth:`Windows.of`."""
-        start, again = start_tokens(tokenizer), tokenize(tokenizer, [AGAIN])[0]
-        longest = min(data.max_length, context)
-        room = longest - len(start) - len(again)
-        if room // 2 < STEP:
-            raise DataError(
-                f"data.packing=repeated: rows of {longest} tokens leave {room // 2} for a passage, expected at least "
-                f"{STEP}: use a data.max_length of {2 * STEP + len(start) + len(again)} or more, and a model with that "
-                "context"
-            )
-        length = room - LEAD - data.copy_max
-        if 0 < data.copy_max < length:
-            return cls(length, data.copy_max, start, again, seed, counts)
-        return cls(room // 2, None, start, again, seed, counts)
 
     def train(self, documents: Iterable[list[int]]) -> Iterator[Row]:
         """Cut each document into passages; what remains at its end is left out."""
