@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -64,7 +65,7 @@ class Key:
 
 
 def keys(schema: type[Any]) -> dict[str, Key]:
-    """List every key of a dataclass and of the dataclasses in it, by dotted name.
+    """List every key of a dataclass and of the dataclasses in it, by dotted name; inherited ones come last.
 
     A key's type is bool, int, float, str, a Literal of texts, a list or dict of those, or a union of those.
     """
@@ -72,8 +73,8 @@ def keys(schema: type[Any]) -> dict[str, Key]:
 
 
 def _walk(schema: type[Any], prefix: str) -> Iterator[Key]:
-    hints = get_type_hints(schema)
-    for field in dataclasses.fields(schema):
+    hints, own = get_type_hints(schema), inspect.get_annotations(schema)
+    for field in sorted(dataclasses.fields(schema), key=lambda field: field.name not in own):
         name, hint = prefix + field.name, hints[field.name]
         if dataclasses.is_dataclass(hint):
             yield from _walk(hint, name + ".")  # type: ignore[arg-type]
