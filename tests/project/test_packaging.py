@@ -160,6 +160,14 @@ def test_every_folder_is_in_the_package_list() -> None:
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages_on_disk() | {"ag.kernels"}
 
 
+def test_no_packaged_file_mentions_tests() -> None:
+    """What only a checkout has is no part of the library."""
+    files = [path for folder in ("ag", *FOLDERS) for path in (ROOT / folder).rglob("*") if path.suffix != ".md"]
+    code = [path for path in files if path.is_file() and path.suffix in (".py", ".yaml", ".h", ".cpp", ".html", ".js")]
+    assert len(code) > 150
+    assert [path for path in code if re.search(r"\btests[/.]|pytest|scripts\.gpu\.\w+ import", path.read_text())] == []
+
+
 @pytest.mark.slow
 def test_wheel_holds_our_folders_below_ag_only(wheel_names: list[str]) -> None:
     assert {name.split("/")[0] for name in wheel_names} == {"ag", f"ag-{PROJECT['project']['version']}.dist-info"}
