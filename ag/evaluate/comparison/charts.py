@@ -204,7 +204,7 @@ def along(comparison: Comparison, task: str) -> list[Chart]:
             title = f"{task} at budget {budget}" if budget else task
             y_label = f"nats a token over {comparison.baseline}" if compared else "nats a token"
             zero = looks(comparison).get(comparison.baseline) if compared else None
-            found.append(Chart(_titled(title, entries), "position", y_label, lines, zero))
+            found.append(Chart(_titled(title, entries), "position in the text (tokens)", y_label, lines, zero))
     return found
 
 

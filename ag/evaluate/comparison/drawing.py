@@ -175,7 +175,7 @@ def win_matrix(drawn: Sequence[tuple[str, Wins]]) -> Figure:
         for (row, column), share in np.ndenumerate(wins.share):
             if row != column and wins.tasks[row, column]:
                 text = f"{share * wins.tasks[row, column]:g}\n({wins.certain[row, column]})"
-                axes.text(column, row, text, ha="center", va="center", fontsize=7)
+                axes.text(column, row, text, ha="center", va="center", color="black", fontsize=7)
         axes.set_title(f"budget {budget}", fontsize=10)
     figure.suptitle(f"Tasks of {drawn[0][1].tasks.max()} won by the row (with p < 0.05)", fontsize=11)
     return figure
