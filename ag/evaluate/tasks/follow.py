@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,6 @@ def feed(model: nn.Module, cache: EvictionCache, tokens: Tensor, mask: Tensor | 
     return torch.cat(states, 1)
 
 
-@torch.no_grad()
 def greedy(
     model: nn.Module, cache: EvictionCache, last: Tensor, most: int, stop: Collection[int], least: int = 0
 ) -> list[int]:
@@ -75,18 +75,58 @@ def greedy(
         stop: tokens that end the text; they are not part of it.
         least: the text does not end before it has so many.
     """
-    found: list[int] = []
-    while len(found) < most:
-        logits = lm_logits(model, last[0])
-        if len(found) < least:
-            logits[list(stop)] = -torch.inf
-        token = int(logits.argmax())
-        if token in stop:
-            break
-        found.append(token)
-        if len(found) < most:
-            last = feed(model, cache, torch.tensor([[token]], device=last.device))[:, -1]
-    return found
+    [written] = greedy_batch(model, cache, last, [most], stop, least)
+    return written.tokens
+
+
+class Written(NamedTuple):
+    """A finished text of a batch.
+
+    Attributes:
+        row: of the batch as it was given.
+        place: of its sequence in the cache, until the next text is asked for.
+        tokens: what was generated, without the end.
+    """
+
+    row: int
+    place: int
+    tokens: list[int]
+
+
+@torch.no_grad()
+def greedy_batch(
+    model: nn.Module, cache: EvictionCache, last: Tensor, most: Sequence[int], stop: Collection[int], least: int = 0
+) -> Iterator[Written]:
+    """Continue prompts by the likeliest tokens, and yield each text when it ends; its sequence then leaves the cache.
+
+    Args:
+        model: the model.
+        cache: holds B prompts; it is used up.
+        last: ``[B, d]``, the final hidden state of the last token of each.
+        most: at most so many tokens of each.
+        stop: tokens that end a text; they are not part of it.
+        least: no text ends before it has so many.
+    """
+    texts: list[list[int]] = [[] for _ in most]
+    rows = list(range(len(most)))  # that go on
+    while rows:
+        logits, going = lm_logits(model, last), []
+        if len(texts[rows[0]]) < least:
+            logits[:, list(stop)] = -torch.inf
+        for place, token in enumerate(logits.argmax(-1).tolist()):
+            text = texts[rows[place]]
+            if token not in stop:
+                text.append(token)
+            if token in stop or len(text) == most[rows[place]]:
+                yield Written(rows[place], place, text)
+            else:
+                going.append(place)
+        if going and len(going) < len(rows):
+            cache.batch_select_indices(torch.tensor(going, device=last.device))
+        rows = [rows[place] for place in going]
+        if rows:
+            tokens = torch.tensor([[texts[row][-1]] for row in rows], device=last.device)
+            last = feed(model, cache, tokens)[:, -1]
 
 
 def end_tokens(model: nn.Module, eos: int | None) -> set[int]:

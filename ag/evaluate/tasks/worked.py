@@ -8,19 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ag.data.problems import ANY, KINDS, answer_of, generate
 from ag.data.worked import encode
 from ag.engine import EvictionCache, Policy, read_prompt
 from ag.errors import require
-from ag.evaluate.tasks.base import LeftOut, Outcome, Sample, Task, require_whole
-from ag.evaluate.tasks.follow import end_tokens, feed
-from ag.model.hooks import lm_logits
+from ag.evaluate.tasks.base import LeftOut, Outcome, Sample, Tags, Task, require_whole
+from ag.evaluate.tasks.follow import end_tokens, greedy_batch
 
 SPARE = 16  # tokens that a solution may be longer than the right one
 
@@ -38,26 +37,6 @@ class Question(Sample):
     kind: str
     answer: str
     most: int
-
-
-class Written(NamedTuple):
-    """A finished text of a batch.
-
-    Attributes:
-        row: of the batch as it was given.
-        tokens: what was generated, without the end.
-        seen: tokens that the cache saw, the prompt's included.
-        kept: share of their (layer, KV head) entries that it holds at the end.
-        kv_bytes: of these.
-        over_budget: whether more was protected than the budget allows.
-    """
-
-    row: int
-    tokens: list[int]
-    seen: int
-    kept: float
-    kv_bytes: int
-    over_budget: bool
 
 
 @dataclass(frozen=True)
@@ -123,52 +102,17 @@ class Worked(Task):
             for index in range(len(policies)):
                 cache, last = caches.pop(0)  # freed before the next policy generates
                 begin = time.perf_counter()
-                written = sorted(greedy_batch(model, cache, last, [sample.most for sample in group], stop))
+                texts = greedy_batch(model, cache, last, [sample.most for sample in group], stop)
+                written = [
+                    (row, tokens, held(cache, place), bool(cache.over_budget[place])) for row, place, tokens in texts
+                ]
                 seconds = (time.perf_counter() - begin) / len(group)
-                for sample, text in zip(group, written, strict=True):
-                    answer = answer_of(str(tokenizer.decode(text.tokens, skip_special_tokens=True)))
-                    tags: dict[str, str | int | float] = {
-                        "kind": sample.kind,
-                        "generated": len(text.tokens),
-                        "answer": answer,
-                    }
+                for sample, (_, tokens, size, over) in zip(group, sorted(written), strict=True):
+                    answer = answer_of(str(tokenizer.decode(tokens, skip_special_tokens=True)))
+                    tags: Tags = {"kind": sample.kind, "generated": len(tokens), "answer": answer}
                     score = float(answer == sample.answer)
-                    size = text.seen, text.kept, text.kv_bytes
-                    outcomes.append((index, Outcome(sample.id, score, *size, seconds, tags, text.over_budget)))
+                    outcomes.append((index, Outcome(sample.id, score, *size, seconds, tags, over)))
             yield from outcomes
-
-
-@torch.no_grad()
-def greedy_batch(
-    model: nn.Module, cache: EvictionCache, last: Tensor, most: Sequence[int], stop: set[int]
-) -> Iterator[Written]:
-    """Continue prompts by the likeliest tokens, and yield each text when it ends; its sequence then leaves the cache.
-
-    Args:
-        model: the model.
-        cache: holds B prompts; it is used up.
-        last: ``[B, d]``, the final hidden state of the last token of each.
-        most: at most so many tokens of each.
-        stop: tokens that end a text; they are not part of it.
-    """
-    texts: list[list[int]] = [[] for _ in most]
-    rows = list(range(len(most)))  # that go on
-    while rows:
-        going = []
-        for place, token in enumerate(lm_logits(model, last).argmax(-1).tolist()):
-            text = texts[rows[place]]
-            if token not in stop:
-                text.append(token)
-            if token in stop or len(text) == most[rows[place]]:
-                yield Written(rows[place], text, *held(cache, place), bool(cache.over_budget[place]))
-            else:
-                going.append(place)
-        if going and len(going) < len(rows):
-            cache.batch_select_indices(torch.tensor(going, device=last.device))
-        rows = [rows[place] for place in going]
-        if rows:
-            tokens = torch.tensor([[texts[row][-1]] for row in rows], device=last.device)
-            last = feed(model, cache, tokens)[:, -1]
 
 
 def held(cache: EvictionCache, place: int) -> tuple[int, float, int]:
