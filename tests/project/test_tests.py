@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 from tests.support import TESTS
 
-FILES = sorted(TESTS.rglob("*.py"))
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
-CHECKS = {"raises", "warns", "fail", "assert_close", "assert_allclose", "assert_array_equal"}
+CHECKS = {"raises", "warns", "fail", "assert_close", "assert_allclose", "assert_array_equal", "check_call"}
 
 
 def inside(function: ast.AST) -> Iterator[ast.AST]:
@@ -18,86 +17,45 @@ def inside(function: ast.AST) -> Iterator[ast.AST]:
             yield from inside(node)
 
 
-def called(node: ast.AST) -> str | None:
-    """The last part of the name that a call is by: ``raises`` of ``pytest.raises(...)``."""
-    if not isinstance(node, ast.Call):
-        return None
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
-
-
 def faults(sources: dict[str, str]) -> list[str]:
     """Name the tests of some sources that return early, or that check nothing.
 
-    A check is an assertion, a call of one of CHECKS, a subprocess with ``check=True``, or a call of a helper that
+    A check is an assertion, a call of one of CHECKS, a subprocess with ``check=True``, or a call of a function that
     checks: the one of that name in the same file, else any other.
     """
-    functions = [
-        (file, node)
-        for file, text in sources.items()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, FUNCTION)
-    ]
-    own = {(file, function.name) for file, function in functions}
+    trees = {file: ast.parse(text) for file, text in sources.items()}
+    functions = {
+        (file, node.name): node for file, tree in trees.items() for node in ast.walk(tree) if isinstance(node, FUNCTION)
+    }
     checking: set[tuple[str, str]] = set()
-    helpers: set[str] = set()
 
     def checks(file: str, node: ast.AST) -> bool:
-        name = called(node)
-        if name is None:
+        if not isinstance(node, ast.Call):
             return isinstance(node, ast.Assert)
-        must = [word.value for word in node.keywords if word.arg == "check"] if isinstance(node, ast.Call) else []
-        if name in CHECKS or any(isinstance(value, ast.Constant) and value.value is True for value in must):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in CHECKS or any(x.arg == "check" and getattr(x.value, "value", 0) is True for x in node.keywords):
             return True
-        return (file, name) in checking if (file, name) in own else name in helpers
+        return (file, name) in checking if (file, name) in functions else name in {other for _, other in checking}
 
-    asked = [  # the nodes that can check anything, walked once
-        (file, f.name, [node for node in ast.walk(f) if isinstance(node, (ast.Assert, ast.Call))])
-        for file, f in functions
-    ]
     before = -1
-    while len(checking) > before:
+    while before != len(checking):
         before = len(checking)
-        helpers = {name for _, name in checking}
-        checking |= {(file, name) for file, name, nodes in asked if any(checks(file, node) for node in nodes)}
-    found = []
-    for file, test in functions:
-        if test.name.startswith("test"):
-            found += [f"{file}:{x.lineno}: {test.name} returns" for x in inside(test) if isinstance(x, ast.Return)]
-            if (file, test.name) not in checking:
-                found.append(f"{file}:{test.lineno}: {test.name} checks nothing")
-    return found
+        checking |= {x for x, function in functions.items() if any(checks(x[0], node) for node in inside(function))}
+    tests = {x: node for x, node in functions.items() if x[1].startswith("test")}
+    early = [x for x, node in tests.items() if any(isinstance(inner, ast.Return) for inner in inside(node))]
+    found = [f"{file}: {name} returns" for file, name in early]
+    return found + [f"{file}: {name} checks nothing" for file, name in tests if (file, name) not in checking]
 
 
 def test_every_test_checks_and_none_returns_early():
-    assert faults({str(file.relative_to(TESTS)): file.read_text() for file in FILES}) == []
+    assert faults({str(file.relative_to(TESTS)): file.read_text() for file in TESTS.rglob("*.py")}) == []
 
 
 def test_what_is_found():
-    text = """
-def helper(x):
-    assert x
-
-def outer(x):
-    helper(x)
-
-def test_good():
-    outer(1)
-
-def test_raises():
-    with pytest.raises(ValueError):
-        int("x")
-
-def test_idle():
-    int("1")
-
-def test_returns(x):
-    if x:
-        return
-    assert x
-
-def test_inner():
-    def key(x):
-        return x
-    assert key(1)
-"""
-    assert faults({"a.py": text}) == ["a.py:15: test_idle checks nothing", "a.py:20: test_returns returns"]
+    idle = "def test_idle():\n    int('1')\n\n\ndef test_inner():\n    def key(x):\n        assert x\n"
+    returns = "def outer(x):\n    helper(x)\n\n\ndef test_returns(x):\n    if x:\n        return\n    outer(x)\n"
+    helper = (
+        "def helper(x):\n    assert x\n\n\ndef test_raises():\n    with pytest.raises(ValueError):\n        int('x')\n"
+    )
+    found = faults({"a.py": idle, "b.py": returns, "c.py": helper})
+    assert found == ["b.py: test_returns returns", "a.py: test_idle checks nothing", "a.py: test_inner checks nothing"]

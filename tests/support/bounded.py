@@ -160,8 +160,8 @@ def size(x: Any) -> Any:
 
 
 def error(x: Any) -> Any:
-    """Return the bound of a tensor's or a number's error."""
-    return error_of(x) if isinstance(x, Tensor) else 0.0
+    """Return the bound of a tensor's or a number's error; counts are exact."""
+    return error_of(x) if isinstance(x, Tensor) and x.is_floating_point() else 0.0
 
 
 def finite_error(x: Any) -> Tensor:
