@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import runpy
 import sys
-from difflib import get_close_matches
 
 import ag
+from ag.errors import nearest
 
 COMMANDS = {
     "fit": "train gates, adapters, or both: ag fit recipe=quickstart",
@@ -32,9 +32,8 @@ def main(argv: list[str] | None = None) -> int:
         print("ag COMMAND [options] key=value ...; ag COMMAND --help lists its keys\n")
         print(*(f"  {command:<10}{line}" for command, line in COMMANDS.items()), sep="\n")
     else:
-        near = get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        print(f"ag: error: unknown command {name!r}: expected one of {', '.join(COMMANDS)}{hint}", file=sys.stderr)
+        known = f"{', '.join(COMMANDS)}{nearest(name, COMMANDS)}"
+        print(f"ag: error: unknown command {name!r}: expected one of {known}", file=sys.stderr)
         return 2
     return 0
 

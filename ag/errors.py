@@ -1,5 +1,8 @@
 """The error that a user can mend."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class UserError(ValueError):
     """Something the user can fix, told in one sentence; the commands print it and leave with exit code 2."""
@@ -13,3 +16,9 @@ def require(part: object, name: str, holds: bool, expected: str) -> None:
     """Raise a :class:`UserError` that names an attribute's value, unless something holds."""
     if not holds:
         raise UserError(f"{type(part).__name__}: {name}={getattr(part, name)!r}: expected {expected}.")
+
+
+def nearest(word: str, names: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return ``"; did you mean X?"`` for the closest name, or ``""`` when none is close."""
+    close = get_close_matches(word, list(names), n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]}?" if close else ""

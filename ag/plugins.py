@@ -7,12 +7,11 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from ag.errors import UserError
+from ag.errors import UserError, nearest
 
 #: Groups of entry points, each with the module and the name of the table that they enter.
 GROUPS = {
@@ -85,8 +84,7 @@ def part(group: str, key: str, name: str, base: Any) -> Any:
     module, table = GROUPS[group]
     known: dict[str, Any] = getattr(import_module(module), table)
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "; plugins=[MODULE] adds others"
+        hint = nearest(name, known) or "; plugins=[MODULE] adds others"
         raise UserError(f"{key}={name}: expected one of {', '.join(known)}{hint}")
     check_part(name, known[name], base)
     return known[name]

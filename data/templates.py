@@ -6,7 +6,6 @@ The templates are zero-shot and short, in the manner of lm-evaluation-harness. A
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ag.data.sources import DataError, Record, check_fields
+from ag.errors import nearest
 
 if TYPE_CHECKING:
     from ag.config import DataConfig
@@ -212,9 +212,8 @@ def find_task(name: str) -> Task:
     """
     if name in TASKS:
         return TASKS[name]
-    nearest = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
-    raise DataError(f"data.name={name} is not a task: {hint}Known: {', '.join(TASKS)}; or give a folder or ORG/NAME")
+    known = f"{', '.join(TASKS)}, a folder or ORG/NAME{nearest(name, TASKS, cutoff=0.4)}"
+    raise DataError(f"data.name={name} is not a task: expected one of {known}")
 
 
 def examples(task: Task, rows: Iterable[Record], where: str) -> Iterator[Example]:

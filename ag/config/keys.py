@@ -13,13 +13,13 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 
 from ag.errors import UserError
+from ag.errors import nearest as nearest
 
 MAX_YAML_EVENTS = 20_000
 MAX_YAML_DEPTH = 20
@@ -116,12 +116,6 @@ def fits(hint: Any, value: Any) -> bool:
     if hint is float:
         return isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return isinstance(value, hint) and not (hint is int and abs(value) >= 2**63)
-
-
-def nearest(word: str, names: list[str], cutoff: float = 0.5) -> str:
-    """Return ``"; did you mean X?"`` for the closest name, or ``""`` when none is close."""
-    close = get_close_matches(word, names, n=1, cutoff=cutoff)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def unknown(name: str, known: Mapping[str, Key]) -> ConfigError:
