@@ -83,7 +83,7 @@ class RunCheckpoint(Checkpoint):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record in the counters of this step that its validation has begun and is not finished."""
-        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+        if trainer.state.fn != TrainerFn.FITTING:
             return
         self._step_end = deepcopy(trainer.fit_loop.state_dict())
         begun = self._step_end["epoch_loop.val_loop.batch_progress"]["total"]
@@ -94,7 +94,7 @@ class RunCheckpoint(Checkpoint):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save, and keep a copy when the monitored metric is the best so far."""
-        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+        if trainer.state.fn != TrainerFn.FITTING:
             return
         value = float(trainer.callback_metrics[self._monitor])
         improved = value < self._best

@@ -27,7 +27,7 @@ class Figures(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Draw what the gates did in this validation."""
-        if trainer.sanity_checking or not trainer.is_global_zero or pl_module.gates is None:
+        if not trainer.is_global_zero or pl_module.gates is None:
             return
         layers = [int(name) for name in pl_module.gates.layers]
         self._save(trainer, "evicted", evicted_heatmap(pl_module.evicted.cpu().numpy(), layers))

@@ -12,13 +12,8 @@ from torch.optim import Optimizer
 
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.callbacks.gradients import GradientNorms
+from ag.training.objectives import loss_names
 
-LOSSES = {
-    "train/lm_loss": "LM loss",
-    "train/kl_loss": "KL loss",
-    "train/regress_loss": "regression loss",
-    "train/eviction_loss": "eviction loss",
-}
 GRADIENTS = {"gates": "gradient norm of the gates", "lora": "gradient norm of LoRA"}
 
 
@@ -59,7 +54,8 @@ class FiniteGuard(Callback):
             raise NonFiniteError(self._message(trainer))
 
     def _message(self, trainer: Trainer) -> str:
-        values = {name: trainer.callback_metrics.get(key) for key, name in LOSSES.items()}
+        names = loss_names(trainer.callback_metrics) | {"train/eviction_loss": "eviction loss"}
+        values = {name: trainer.callback_metrics.get(key) for key, name in names.items()}
         values |= {name: self._gradients.norms.get(key) for key, name in GRADIENTS.items()}
         parts = [
             f"{name} is {float(value)}"

@@ -15,10 +15,9 @@ from lightning.pytorch.callbacks.progress.rich_progress import (
 )
 from rich.progress import ProgressColumn, TextColumn, TimeRemainingColumn
 
+from ag.training.objectives import loss_names
+
 FORMATS = {
-    "train/lm_loss": ("LM loss", ".3f"),
-    "train/kl_loss": ("KL loss", ".3f"),
-    "train/regress_loss": ("regression loss", ".3f"),
     "train/evicted": ("evicted", ".1%"),
     "train/tokens_per_second": ("tokens/s", ".0f"),
 }
@@ -42,6 +41,8 @@ def progress_bar(log_every: int) -> ProgressBar:
 
 def _describe(trainer: Trainer, formats: dict[str, tuple[str, str]]) -> dict[str, str]:
     metrics = trainer.callback_metrics
+    if formats is FORMATS:
+        formats = {key: (name, ".3f") for key, name in loss_names(metrics).items()} | formats
     return {name: f"{float(metrics[key]):{form}}" for key, (name, form) in formats.items() if key in metrics}
 
 
@@ -114,8 +115,7 @@ class TextBar(ProgressBar):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the line of a validation."""
-        if not trainer.sanity_checking:
-            self._line(trainer, "validation at step", VALIDATION_FORMATS)
+        self._line(trainer, "validation at step", VALIDATION_FORMATS)
 
     def _line(self, trainer: Trainer, title: str, formats: dict[str, tuple[str, str]]) -> None:
         if self._enabled:

@@ -63,14 +63,11 @@ class StopOnSignal(Callback):
         self._step = 0
         self._replaced: dict[int, Any] = {}
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace the handlers that Lightning has just installed."""
-        self._listen()
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace the handlers, unless the sanity check did."""
+        """Replace the handlers that Lightning has just installed."""
         self._step = trainer.global_step
-        self._listen()
+        if threading.current_thread() is threading.main_thread():
+            self._replaced = {signum: signal.signal(signum, self._note) for signum in SIGNALS}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Stop here if the ranks agreed to: the metrics of the last step are logged now."""
@@ -114,11 +111,6 @@ class StopOnSignal(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore the earlier handlers."""
         self._unlisten()
-
-    def _listen(self) -> None:
-        if not self._replaced and threading.current_thread() is threading.main_thread():
-            for signum in SIGNALS:
-                self._replaced[signum] = signal.signal(signum, self._note)
 
     def _unlisten(self) -> None:
         for signum, handler in self._replaced.items():

@@ -100,7 +100,10 @@ def curves(rows: Sequence[dict[str, float]]) -> Figure:
         rows: what `ag.training.loggers.read_metrics` gives; a panel whose metrics no row has is left out.
     """
     logged = {name.split("/")[-1] for row in rows for name in row}
+    known = {key for _, lines in PANELS for key, *_ in lines} | {"loss"}
+    own = [(key, key.removesuffix("_loss"), GREY) for key in sorted(logged - known) if key.endswith("_loss")]
     panels = [(label, [line for line in lines if line[0] in logged]) for label, lines in PANELS]
+    panels[0][1].extend(own)
     panels = [(label, lines) for label, lines in panels if lines]
     figure = Figure(figsize=(8, 1 + 2.1 * len(panels)), dpi=DPI, layout="constrained")
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -76,3 +78,10 @@ def objective(name: str) -> Objective:
     """
     made: Objective = NextToken() if name == REGRESS else part("ag.losses", "loss.objective", name, Objective)()
     return made
+
+
+def loss_names(metrics: Iterable[str]) -> dict[str, str]:
+    """Return what people call the objectives among metrics: ``train/lm_loss`` is the LM loss."""
+    names = {"lm": "LM", "kl": "KL", REGRESS: "regression"}
+    found = (match for key in metrics if (match := re.fullmatch(r"train/(\w+)_loss", key)))
+    return {match[0]: f"{names.get(match[1], match[1])} loss" for match in found if match[1] != "eviction"}

@@ -133,9 +133,10 @@ def test_a_run_takes_gates_data_and_a_loss_of_a_module(package, tiny_llama, tiny
     tiny_tokenizer.save_pretrained(tmp_path / "base")
     words = ["plugins=[my_parts.parts]", f"model.name={tmp_path / 'base'}", f"output={tmp_path / 'runs'}"]
     words += ["train=gates", "loss.beta=0", "data.train_samples=4", "data.val_samples=2", "trainer.accelerator=cpu"]
-    words += ["trainer.progress=false", "trainer.log_every=1", "data.prompt_min=20", "data.prompt_max=30"]
+    words += ["trainer.log_every=1", "data.prompt_min=20", "data.prompt_max=30"]
     own = ["gate.kind=half", "loss.objective=twice", "data.kind=fewer"]
     assert fit.main([*words, *own]) == 0
+    assert "step 1/1  twice loss " in capsys.readouterr().out
     [run] = (tmp_path / "runs" / "none").iterdir()
     [row] = read_metrics(run / "metrics.csv")
     assert row["val/twice_loss"] == pytest.approx(2 * row["val/lm_loss"], rel=1e-6)

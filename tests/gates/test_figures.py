@@ -49,7 +49,9 @@ def test_keep_pattern_is_black_where_tokens_are_evicted() -> None:
 
 
 def test_curves_draw_every_logged_metric() -> None:
-    rows: list[dict[str, float]] = [{"step": s, "train/lm_loss": 3 - s, "train/evicted": 0.1} for s in (1, 2)]
+    rows: list[dict[str, float]] = [
+        {"step": s, "train/lm_loss": 3 - s, "train/own_loss": 4.0, "train/evicted": 0.1} for s in (1, 2)
+    ]
     rows[1]["val/lm_loss"] = 1.25
     figure = curves(rows)
     losses, shares = figure.axes
@@ -57,7 +59,7 @@ def test_curves_draw_every_logged_metric() -> None:
     train, validation = losses.lines[:2]
     np.testing.assert_array_equal(train.get_xydata(), [[1, 2], [2, 1]])
     np.testing.assert_array_equal(validation.get_xydata(), [[2, 1.25]])
-    assert [text.get_text() for text in losses.get_legend().get_texts()] == ["LM", "validation"]
+    assert [text.get_text() for text in losses.get_legend().get_texts()] == ["LM", "own", "validation"]
     assert [text.get_text() for text in shares.get_legend().get_texts()] == ["evicted"]
 
 

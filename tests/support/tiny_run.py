@@ -100,7 +100,7 @@ class Tiny(LightningModule):
         return lm_loss + eviction
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        if self.val_pause and not self.trainer.sanity_checking:
+        if self.val_pause:
             print("validating", flush=True)
             time.sleep(self.val_pause)
         index = min(self.global_step, len(self.val_loss)) - 1
@@ -156,6 +156,7 @@ def fit(
         log_every_n_steps=settings.log_every,
         enable_progress_bar=settings.progress,
         enable_model_summary=False,
+        num_sanity_val_steps=0,
         use_distributed_sampler=False,
         callbacks=build(config, run_dir),
         plugins=[AtomicCheckpointIO()],
