@@ -109,7 +109,8 @@ def draw(
             for name, mine in views.items()
         }
         kept = {name: sum(float(view.kept.mean()) for view in mine) / len(mine) for name, mine in views.items()}
-        yield "errors", inside_plots.errors_by_layer({name: one.mean(0).numpy() for name, one in errors.items()}, kept)
+        means = {name: one.mean(0).numpy() for name, one in errors.items()}
+        yield "errors", inside_plots.errors_by_layer(means, kept, {name: one.spec for name, one in plan.items()})
 
 
 def _attention(config: ExplainConfig, gates: AttentionGates, reading: inside.Reading, view: View) -> Figure:

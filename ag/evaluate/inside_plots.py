@@ -11,12 +11,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from ag.engine.spec import PolicySpec
 from ag.evaluate.comparison.charts import short
 from ag.evaluate.comparison.drawing import COLOURS
 from ag.evaluate.comparison.shares import percent
 from ag.gates.figures import DPI
 
 Array = NDArray[np.floating]
+DASHES = ("-", "--", ":", "-.")
 
 
 def attention_maps(
@@ -66,26 +68,24 @@ def entropy_and_variance(statistics: Sequence[Array]) -> Figure:
     return figure
 
 
-def errors_by_layer(errors: Mapping[str, Array], kept: Mapping[str, float]) -> Figure:
-    """Draw `[L]` errors by policy; what shares a scorer shares a colour, and wrapped scorers are dashed.
+def errors_by_layer(errors: Mapping[str, Array], kept: Mapping[str, float], specs: Mapping[str, PolicySpec]) -> Figure:
+    """Draw `[L]` errors by policy; those that share a scorer share a colour, and differ in their dashes.
 
     Args:
         errors: by policy.
         kept: the share that each policy kept.
+        specs: what each policy is made of.
     """
     figure = Figure(figsize=(8, 4.2), dpi=DPI, layout="constrained")
     axes = figure.subplots()
-    bases = list(dict.fromkeys(name.partition("+")[0] for name in errors))
-    wrapped: dict[str, int] = {}
+    drawn: dict[tuple[str, str | None], int] = {}  # by scorer, how many lines it has
     for name, values in errors.items():
-        base, plus, _ = name.partition("+")
-        wrapped[base] = wrapped.get(base, -1) + bool(plus)
-        style = ("--", ":", "-.")[wrapped[base] % 3] if plus else "-"
-        colour = COLOURS[bases.index(base) % len(COLOURS)]
+        scorer = specs[name].scorer, specs[name].path
+        drawn[scorer] = drawn.get(scorer, 0) + 1
         axes.plot(
             np.where(values > 0, values, np.nan),
-            style,
-            color=colour,
+            DASHES[(drawn[scorer] - 1) % len(DASHES)],
+            color=COLOURS[list(drawn).index(scorer) % len(COLOURS)],
             linewidth=1.5,
             label=f"{short(name)} ({percent(kept[name])}): {np.mean(values):.3f}",
         )

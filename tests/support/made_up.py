@@ -1,5 +1,6 @@
 """A comparison of made-up scores: gates, whose lead over h2o is known, and policies that differ by noise alone."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,27 @@ from ag.evaluate.comparison.results import Row
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.tasks.base import Tags
 
+ROW = Row(
+    key="0123456789abcdef",
+    policy="ag.policy('h2o', budget=0.5)",
+    label="h2o",
+    budget=0.5,
+    kept=0.498,
+    task="ppl",
+    metric="nats per token",
+    higher_is_better=False,
+    mean=3.25,
+    error=None,
+    n=1,
+    too_long=0,
+    too_short=2,
+    cut=0,
+    seconds=1.5,
+    kv_bytes=1024.0,
+    prefill="dense",
+    model="smollm2",
+    versions={"ag": "0.1.0"},
+)
 COSTS = {"mine": 0.2, "h2o": 0.5, "h2o+caote@preference": 0.501, "tova": 0.9}  # nats over full, times what is evicted
 BUDGETS = (0.5, 0.3, 0.2, 0.1)
 SPECS = {"mine": PolicySpec.parse("gates:somewhere@heads")}
@@ -35,7 +57,8 @@ def entry(task: str, label: str, budget: float | None, cost: float, seed: int) -
         {"nats": float(x), "hits": float(s)} if asked else {} for x, s in zip(nats, scores, strict=True)
     ]
     outcomes = [Outcome(str(i), float(s), 512, kept, 4096, 0.1, tags[i]) for i, s in enumerate(scores)]
-    row = Row(
+    row = replace(
+        ROW,
         key=f"{task}{label}{budget}",
         policy=f"ag.policy('{SPECS.get(label, label)}', budget={budget})",
         label=label,
@@ -45,14 +68,6 @@ def entry(task: str, label: str, budget: float | None, cost: float, seed: int) -
         mean=float(scores.mean()),
         error=float(scores.std(ddof=1) / N**0.5),
         n=N,
-        too_long=0,
-        too_short=2,
-        cut=0,
-        seconds=1.5,
-        kv_bytes=4096.0,
-        prefill="dense",
-        model="smollm2",
-        versions={"ag": "0.1.0"},
         nats=float(nats.mean()) if asked else None,
         floor=0.1 if asked else None,
         **TASKS[task],

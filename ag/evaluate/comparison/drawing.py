@@ -27,10 +27,9 @@ from ag.evaluate.comparison.shares import shown
 from ag.gates.figures import DPI
 
 FILES = Path(__file__).parent / "page_files"
-#: Hex colours by their names in the style sheet, as the page has them in the light, and files always.
-THEME: dict[str, str] = dict(
-    re.findall(r"--(\w+): (#\w{6})", (FILES / "page.css").read_text(encoding="utf-8").partition("@media")[0])
-)
+LIGHT, _, _ = (FILES / "page.css").read_text(encoding="utf-8").partition("@media")
+#: Hex colours of charts by their names in the style sheet, as the page has them in the light, and files always.
+THEME: dict[str, str] = dict(re.findall(r"--(soft|line|gates|c\d): (#\w{6})", LIGHT))
 COLOURS = tuple(colour for name, colour in THEME.items() if re.fullmatch(r"c\d", name))
 MARKERS = "osD^vP*"  # as many as share no factor with the colours
 SMALL = 0.01  # nats, below which the scale of differences is linear

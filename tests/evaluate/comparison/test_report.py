@@ -22,7 +22,8 @@ from ag.evaluate.comparison.page import embedded, render, viewer
 from ag.evaluate.comparison.tables import markdown
 from ag.evaluate.comparison.views import View, pieces
 from ag.evaluate.tasks import Outcome
-from tests.evaluate.comparison.test_results import ROW, VALUES
+from tests.evaluate.comparison.test_results import VALUES
+from tests.support.made_up import ROW
 
 HALF = 0.5e-4 + 1e-12  # of a unit of the last digit that is printed
 

@@ -10,28 +10,8 @@ from hypothesis import strategies as st
 
 from ag.evaluate.comparison.results import CorruptRowWarning, Results, Row, read_line
 from ag.evaluate.tasks import Outcome
+from tests.support.made_up import ROW
 
-ROW = Row(
-    key="0123456789abcdef",
-    policy="ag.policy('h2o', budget=0.5)",
-    label="h2o",
-    budget=0.5,
-    kept=0.498,
-    task="ppl",
-    metric="nats per token",
-    higher_is_better=False,
-    mean=3.25,
-    error=None,
-    n=1,
-    too_long=0,
-    too_short=2,
-    cut=0,
-    seconds=1.5,
-    kv_bytes=1024.0,
-    prefill="dense",
-    model="smollm2",
-    versions={"ag": "0.1.0"},
-)
 OUTCOME = Outcome("3", 3.25, 512, 0.498, 1024, 1.5, {"length": 512, "depth": 0.5, "subset": "a"})
 LINE = json.dumps(asdict(ROW))
 VALUES = st.recursive(

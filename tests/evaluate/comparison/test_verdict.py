@@ -214,6 +214,12 @@ def test_two_curves_lead(tmp_path):
         costs = cost * np.array([0.9, 0.8, 0.7, 0.5])
         assert [point.y for point in line.points] == pytest.approx(costs, abs=made_up.NOISE)
         assert all(point.low < point.y < point.high for point in line.points)
+    alone = [one for one in comparison.entries if one.evicts]
+    [text] = [one for one in leading(Comparison(tmp_path, "h2o", alone)) if "ppl" in one.title]
+    assert (text.y_label, text.zero) == ("nats", None)
+    for one, entry in zip(text.lines[-1].points, sorted(made_up.BUDGETS), strict=True):  # of gates
+        [mean] = [e.row.mean for e in alone if (e.row.task, e.row.label, e.row.budget) == ("ppl", "mine", entry)]
+        assert one.y == pytest.approx(mean) and one.low < one.y < one.high
 
 
 def test_without_several_shares_nothing_leads(tmp_path):
