@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from ag.config import ModelConfig
 from ag.errors import UserError
 from ag.model import base as models
 from ag.model import random_base
+from tests.support.refused import refuses
 
 
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
@@ -30,6 +32,13 @@ def test_a_random_base_is_the_geometry_and_the_same_each_time(quantization):
         assert torch.equal(one.model.rotary_emb.inv_freq, want)
 
 
-def test_a_random_base_of_no_file_is_one_sentence():
-    with pytest.raises(UserError, match=r"model.name=random:nothing.json.*docs/models/llama-2-7b.json"):
-        models.load_base(ModelConfig(name="random:nothing.json"))
+def test_a_random_base_of_no_file_or_on_no_device_is_one_sentence(tmp_path):
+    with refuses(UserError, "model.name=random:nothing.json", "random:llama-8b", "docs/models/llama-2-7b.json"):
+        models.load_base("random:nothing.json")
+    with refuses(UserError, "device=cuda:99", "give cpu"):
+        models.load_base("random:tiny", "cuda:99")
+    small = AutoConfig.from_pretrained("docs/models/tiny.json")
+    small.vocab_size = 100
+    small.save_pretrained(tmp_path)
+    with refuses(UserError, "vocab_size=100", "259"):
+        models.load_base(f"random:{tmp_path}")

@@ -16,7 +16,7 @@ from ag.gates.gating import Gating
 from ag.model import base as models
 from ag.model.hooks import decoder_of
 from ag.training import fake_step
-from ag.training.memory_plan import plan, report
+from ag.training.memory_plan import _measured_tflops, plan, report
 from ag.training.module import GatedLM
 from tests.support.warm import started
 
@@ -206,6 +206,7 @@ def test_report_of_a_json_file_which_is_enough(folder, tmp_path, monkeypatch, ca
     assert found == plan(config_of(folder))
     assert f"{found.tokens:,} tokens" in text and "(given)" in text
     assert f"{found.flops / 1e12:.3g} s a step" in text
+    assert _measured_tflops(config) > 1e-6  # the least that may be given
     monkeypatch.setattr("ag.training.memory_plan._measured_tflops", lambda _: 2.0)
     assert "at 2 tera-operations a second (measured" in report(replace(config, tflops=None))
     arguments = [f"model.name={folder}", "data.kind=facts", "plan=true", "trainer.accelerator=cpu", "train=gates"]
