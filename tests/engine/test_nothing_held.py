@@ -117,35 +117,6 @@ def test_files_copies_other_sequences_and_drafts(tiny_llama, tmp_path, schedule,
 # ---- padding alone
 
 
-SCORERS = {
-    "h2o": {"recent": 0},
-    "scissorhands": {"recent": 0, "window": 3},
-    "snapkv": {"window": 1, "kernel": 1},
-    "tova": {"recent": 0},
-    "keydiff": {},
-    "expected_attention": {"sinks": 0},
-    "h2o+obcache_joint": {"recent": 0},
-    "h2o+criticalkv": {"recent": 0},
-}
-
-
-@pytest.mark.parametrize("name", SCORERS)
-@pytest.mark.parametrize("positions", ["original", "slot"])
-def test_a_chunk_of_padding_before_anything_came(tiny_llama, name, positions):
-    """The first chunks of a batch that is padded to a multiple: what follows is as if they had not come."""
-    model, options = tiny_llama(), {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    ids, mask = torch.randint(3, 128, (2, 25), generator=torch.Generator().manual_seed(1)), torch.ones(2, 25).long()
-    mask[0, :11] = mask[1, :13] = 0
-    policy = ag.policy(f"{name}@uniform", 6, "every", positions=positions, **SCORERS[name])
-    caches = [ag.EvictionCache(model, policy) for _ in range(2)]
-    texts = [
-        model.generate(ids, attention_mask=mask, past_key_values=cache, prefill_chunk_size=size, **options)
-        for cache, size in zip(caches, (None, 5), strict=True)
-    ]
-    assert torch.equal(*texts)
-    assert state(caches[0]) == state(caches[1])
-
-
 @pytest.mark.parametrize(
     ("name", "seed", "options"),
     [

@@ -95,34 +95,6 @@ def pool_of(model, pages):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "policy", [("full",), ("h2o@heads", 20, "every"), ("snapkv", 12), ("gates",)], ids=lambda x: x[0]
-)
-def test_caches_in_one_pool_are_as_those_alone(tiny_llama, policy):
-    model = tiny_llama()
-    ag.attach(model, gates_for(model, covers="all", window=6, recent_tokens=5))
-    options = {"window": 4} if policy[0] == "snapkv" else {}
-    pool = pool_of(model, 600)
-    alone = [ag.EvictionCache(model, *policy, **options) for _ in range(2)]
-    mine = [ag.EvictionCache(model, *policy, pool=pool, **options) for _ in range(2)]
-    texts = ids(2, 60), ids(1, 47, 1)
-    for step in range(30):
-        for one, other, text in zip(alone, mine, texts, strict=True):
-            start = text.shape[1] - 29 + step
-            part = text[:, : text.shape[1] - 29] if step == 0 else text[:, start - 1 : start]
-            assert torch.equal(model(part, past_key_values=one).logits, model(part, past_key_values=other).logits)
-    assert [held(cache) for cache in mine] == [held(cache) for cache in alone]
-    stores = [layer.store for cache in mine for layer in cache.evicting_layers]
-    assert pool.size - pool.free == sum(len(store.table.numbers()) for store in stores)
-    del stores
-    mine[0].reset()
-    pages = [len(layer.store.table.numbers()) for layer in mine[1].evicting_layers]
-    assert pool.size - pool.free == sum(pages)
-    mine[1].reset()
-    assert pool.free == pool.size
-
-
-@torch.no_grad()
 def test_a_prompt_that_does_not_fit_leaves_an_empty_cache(tiny_llama):
     model = tiny_llama()
     pool = pool_of(model, 20)  # 40 tokens take 3 pages in 6 rows

@@ -488,31 +488,6 @@ def test_nothing_is_remembered_that_no_later_decision_needs(llama):
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule", "budget", "fed", "back"),
-    [
-        ("h2o", "prefill", 12, 5, 5),
-        ("snapkv@pyramid", "blocks:7", 12, 5, 3),
-        ("tova", "every", 60, 5, 5),
-        ("tova+caote", "steps:3", 12, 5, 2),  # the third token was the last that something had to go for
-        ("knorm", "every", 31, 2, 1),
-        ("random@heads", "steps:6", 12, 5, 5),
-    ],
-)
-def test_crop_where_nothing_was_evicted_since(llama, name, schedule, budget, fed, back):
-    right, wrong, policy = ROWS[0], ROWS[1], make(name, schedule, budget)
-    wanted = run(llama, policy, [right[: 29 + fed - back + 3]], [29], steps=[1] * (fed - back) + [1] * 3)
-    cache = EvictionCache(llama, policy)
-    feed(cache, llama, [torch.cat([right[: 29 + fed - back], wrong[:back]])], [[29], *[[1]] * fed])
-    cache.crop(-back)
-    assert [contents(layer.store) for layer in cache.evicting_layers] == wanted.held[fed - back]
-    for at in range(fed - back, fed - back + 3):
-        place = 29 + at
-        got = step(llama, cache, right[None, place : place + 1], torch.ones(1, place + 1, dtype=torch.long))[0, 0]
-        hold(got, wanted.logits[0][place], of_logits(llama))
-        assert [contents(layer.store) for layer in cache.evicting_layers] == wanted.held[at + 1]
-
-
-@pytest.mark.parametrize(
     ("name", "schedule", "fed", "back", "reason"),
     [
         ("tova", "every", 3, 1, "evicted"),

@@ -80,18 +80,6 @@ def test_full_equals_the_plain_model(request, family, sizes):
         assert head.tolist() == list(range(max(0, at[-2] - WINDOW + 1), at[-1]))  # what the last pass saw
 
 
-@pytest.mark.parametrize(("name", "options"), [("keydiff", {}), ("expected_attention", {"future": 8}), ("h2o", {})])
-def test_what_stays_is_seen_by_the_next_query(tiny_mistral, name, options):
-    """All 12 kept entries of each head, where the prompt is three windows long."""
-    model = tiny_mistral(sliding_window=WINDOW)
-    cache = ag.EvictionCache(model, name, 12, **options)
-    with torch.no_grad():
-        model(text(PROMPT), past_key_values=cache)
-    for layer in range(3):
-        for head in cache.kept_positions(layer)[0]:
-            assert len(head) == 12 and int(head.min()) > PROMPT - WINDOW
-
-
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore::ag.errors.BudgetWarning")
 @pytest.mark.parametrize("spec", ["full", "snapkv", "gates"])
