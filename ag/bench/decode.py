@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from ag.bench.contestants import FULL, PLAIN, Arena, Contestant, Row, able, contestants, kept, kv_bytes
+from ag.bench.arena import Arena, kept, kv_bytes
+from ag.bench.contestants import FULL, PLAIN, Contestant, Row, able, contestants
 from ag.bench.measure import drift, paired, seconds_of, spread
 from ag.bench.models import token_bytes, weight_bytes
 

@@ -7,7 +7,8 @@ from itertools import islice
 import torch
 
 from ag.bench import worker
-from ag.bench.contestants import FULL, Arena, Contestant, Row, contestants, kept, kv_bytes
+from ag.bench.arena import Arena, kept, kv_bytes
+from ag.bench.contestants import FULL, Contestant, Row, contestants
 from ag.bench.measure import forget_peak, held_bytes, peak_bytes
 from ag.commands.bench import BenchConfig
 

@@ -1,4 +1,4 @@
-"""What is counted of the models that are measured, and gates for them."""
+"""The models that are measured, what is counted of them, and gates for them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ag.commands.bench import BenchConfig
+from ag.config import ModelConfig
 from ag.config.gate import GateConfig
 from ag.gates.gate import AttentionGates
+from ag.model.base import load_base
 from ag.model.geometry import fingerprint
 from ag.model.hooks import decoder_of
+
+
+def load(config: BenchConfig) -> PreTrainedModel:
+    """Load the model that is asked for, or draw its weights.
+
+    Raises:
+        UserError: for a model that cannot be loaded, or a device that has no room.
+    """
+    return load_base(ModelConfig(name=config.model, dtype=config.dtype), config.device)[0]
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

@@ -6,7 +6,8 @@ from functools import partial
 
 import torch
 
-from ag.bench.contestants import FULL, PLAIN, Arena, Row, able, contestants, kept
+from ag.bench.arena import Arena, kept
+from ag.bench.contestants import FULL, PLAIN, Row, able, contestants
 from ag.bench.measure import paired, seconds_of, spread
 
 prepare = Arena.of

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ag.bench.contestants import Arena, Row, kv_bytes
+from ag.bench.arena import Arena, kv_bytes
+from ag.bench.contestants import Row
 from ag.bench.measure import drift, seconds_of, spread
 from ag.bench.models import gates_for
 from ag.commands.bench import BenchConfig

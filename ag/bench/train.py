@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from ag.bench import worker
 from ag.bench.contestants import Row
 from ag.bench.measure import forget_peak, held_bytes, paired, peak_bytes, seconds_of, spread
-from ag.bench.models import gates_for
+from ag.bench.models import gates_for, load
 from ag.commands.bench import BenchConfig
-from ag.config import Config, ModelConfig
-from ag.model.base import add_lora, load_base
+from ag.config import Config
+from ag.model.base import add_lora
 from ag.training.module import GatedLM
 
 PLANS = ("lora", "gates", "gates+lora")
@@ -30,7 +30,7 @@ def prepare(config: BenchConfig) -> BenchConfig:
 def measure(config: BenchConfig, context: int, batch: int) -> list[Row]:
     """Return a row for what is trained; steps take turns, peaks come from fresh processes."""
     seconds: dict[str, list[float]] = {plan: [] for plan in PLANS}
-    base = _loaded(config)
+    base = load(config)
     steps = {plan: training_step(config, plan, context, batch, _twin(base))[0] for plan in PLANS}
     for turn in range(config.warmup + config.rounds):
         for plan, step in steps.items():
@@ -63,10 +63,6 @@ def measure_one(config: BenchConfig, context: int, batch: int, plan: str) -> Row
     return {"peak bytes": peak_bytes(device), "held": held_bytes(device), "trained of base": share}
 
 
-def _loaded(config: BenchConfig) -> PreTrainedModel:
-    return load_base(ModelConfig(name=config.model, dtype=config.dtype), config.device)[0]
-
-
 def _twin(base: PreTrainedModel) -> PreTrainedModel:
     """Copy a model's modules, which LoRA replaces, but not its weights."""
     return copy.deepcopy(base, {id(x): x for x in (*base.parameters(), *base.buffers())})
@@ -79,7 +75,7 @@ def training_step(
 
     The rows are packed text, gates are causal and act within them: the dearest of the settings.
     """
-    base = _loaded(config) if base is None else base
+    base = load(config) if base is None else base
     parameters = sum(parameter.numel() for parameter in base.parameters())
     torch.manual_seed(config.seed)
     gates = gates_for(base).to(config.device, torch.float32) if "gates" in plan else None

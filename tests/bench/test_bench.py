@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import ag
 from ag.bench import contestants, measure, models, worker, write
 from ag.bench.__main__ import main
-from ag.bench.contestants import Arena, Contestant
+from ag.bench.arena import Arena, kv_bytes
+from ag.bench.contestants import Contestant
 from ag.bench.decode import FIRST
 from ag.bench.run import bench
 from ag.commands.bench import MODES, BenchConfig
@@ -165,7 +166,7 @@ def test_a_static_cache_gives_the_same_tokens_and_is_compiled_once(model, monkey
                 tokens[one.name] = [next(steps).flatten().tolist() for _ in range(5)]
             assert len(set(map(str, tokens.values()))) == 1
             assert len({tuple(found) for found in tokens["transformers"]}) > 1  # else every token would do
-            assert contestants.kv_bytes(cache) == 2 * 2 * 2 * 16 * 4 * batch * (context + 5)
+            assert kv_bytes(cache) == 2 * 2 * 2 * 16 * 4 * batch * (context + 5)
     assert len(compiled) == 4  # two forms, two sizes
 
 

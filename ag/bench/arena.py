@@ -1,0 +1,199 @@
+"""A model, and the caches of the contestants that it runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import Cache
+
+import ag
+from ag.bench.contestants import FULL, Contestant, contestants
+from ag.bench.models import gates_for, load
+from ag.bench.sdpa import pinned
+from ag.commands.bench import BenchConfig
+from ag.engine import EvictionCache, Policy, policy
+from ag.engine.observe import Observation
+from ag.engine.scorers import Scorer
+from ag.engine.scorers.controls import Random
+from ag.engine.spec import FLAGS
+from ag.engine.step import NextToken
+from ag.gates.gate import AttentionGates
+from ag.gates.gating import Gating
+from ag.model.geometry import fingerprint
+from ag.model.hooks import AttentionCall, decoder_of
+
+CALIBRATION_TOKENS = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uneven(Random):
+    """Tokens by chance, more in some heads than in others: what trained gates leave behind.
+
+    Attributes:
+        spread: standard deviation of the logarithm of a head's share.
+    """
+
+    spread: float = 0.7
+
+    def score(self, seen: Observation) -> Tensor:
+        """Return scores of which the best of a layer lie in heads by their share."""
+        make = torch.Generator().manual_seed(self.seed * 1000 + seen.layer)
+        share = (self.spread * torch.randn(seen.key_ranks.shape[:2], generator=make)).exp()
+        return -super().score(seen) / share.to(seen.key_ranks.device)[..., None]
+
+
+class Arena:
+    """A model, and what its contestants need beside it."""
+
+    def __init__(self, model: PreTrainedModel, config: BenchConfig) -> None:
+        self.model, self.config = model, config
+        self.device = next(model.parameters()).device
+        self._gates: dict[float, AttentionGates] = {}
+        self._static: dict[Contestant, tuple[StaticCache, Callable[[Tensor, Cache], Tensor]]] = {}
+        self._sizes = (0, 0)
+
+    @classmethod
+    def of(cls, config: BenchConfig) -> Arena:
+        """Load the model that is asked for, or make one, after looking whether the contestants can be.
+
+        Raises:
+            UserError: for a policy, a share, a model or a device that cannot be.
+        """
+        contestants(config)
+        return cls(load(config), config)
+
+    def tokens(self, batch: int, length: int) -> Tensor:
+        """Draw token ids ``[B, T]``."""
+        make = torch.Generator().manual_seed(self.config.seed)
+        high = decoder_of(self.model).config.vocab_size
+        return torch.randint(0, high, (batch, length), generator=make).to(self.device)
+
+    def cache(self, contestant: Contestant, batch: int = 1, room: int = 0) -> Cache:
+        """Make an empty cache, and the model ready for it; a static one has a size: ``room`` tokens a sequence."""
+        ag.detach(self.model)
+        if self.model.config._attn_implementation != contestant.attention:
+            self.model.set_attn_implementation(contestant.attention)
+        if contestant.static:
+            return self._emptied(contestant, batch, room)
+        if contestant.policy is None:
+            return DynamicCache(config=self.model.config)
+        if contestant.policy == FLAGS and contestant.keep is not None:
+            ag.attach(self.model, self._calibrated(contestant.keep))
+        return EvictionCache(self.model, self.policy(contestant))
+
+    def policy(self, contestant: Contestant) -> Policy:
+        """Return the policy of a contestant."""
+        assert contestant.policy is not None
+        if contestant.keep is None or contestant.policy == FLAGS:
+            return policy(contestant.policy)
+        if contestant.policy == "random" and self.config.uneven:
+            scorer: Scorer = Uneven(seed=self.config.seed)
+            return replace(policy("random@heads", contestant.keep, self.config.schedule, floor=0.0), scorer=scorer)
+        return policy(contestant.policy, contestant.keep, self.config.schedule)
+
+    def read(self, cache: Cache, ids: Tensor, contestant: Contestant = FULL) -> None:
+        """Run the prompt ``[B, T]`` through the decoder."""
+        with pinned(contestant.backend):
+            decoder_of(self.model)(input_ids=ids, past_key_values=cache, use_cache=True)
+
+    def fill(self, cache: Cache, batch: int, length: int) -> None:
+        """Put random keys and values of a prompt into a cache; a policy evicts from them as from any others."""
+        decoder = decoder_of(self.model)
+        size = fingerprint(decoder.config)
+        dtype = next(self.model.parameters()).dtype
+        make = torch.Generator(self.device).manual_seed(self.config.seed)
+
+        def draw(heads: int) -> Tensor:
+            shape = (batch, heads, length, size["head_dim"])
+            return torch.randn(shape, generator=make, device=self.device, dtype=dtype)
+
+        if isinstance(cache, EvictionCache):
+            cache.begin(decoder, None, batch, length)
+        for index, layer in enumerate(decoder.layers):
+            k, v = draw(size["num_kv_heads"]), draw(size["num_kv_heads"])
+            cache.update(k, v, index)
+            if isinstance(cache, EvictionCache):
+                scorer = cache.policy.scorer
+                blind = scorer is None or isinstance(scorer, Random)
+                q = k[:, :1].expand(-1, size["num_heads"], -1, -1) if blind else draw(size["num_heads"])
+                cache.attend(_Unattended(layer.self_attn, index, q, k, v, size["head_dim"] ** -0.5, None))
+
+    def decode(self, cache: Cache, token: Tensor, contestant: Contestant = FULL, room: int = 0) -> Iterator[Tensor]:
+        """Generate greedily, one token ``[B, 1]`` after the other; on a card with room for so many ahead."""
+        if isinstance(cache, EvictionCache):
+            if self.device.type == "cuda":
+                cache.reserve(room)
+            step: Callable[[Tensor], Tensor] = NextToken(self.model, cache)
+        else:
+            forward = self._static[contestant][1] if contestant.static else self._step
+            step = lambda token: forward(token, cache)  # noqa: E731
+        while True:
+            with pinned(contestant.backend):
+                token = step(token).argmax(-1, keepdim=True)
+            yield token
+
+    def _step(self, token: Tensor, cache: Cache) -> Tensor:
+        """Return the logits ``[B, V]`` of the next token."""
+        logits: Tensor = self.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1]
+
+    def _emptied(self, contestant: Contestant, batch: int, room: int) -> StaticCache:
+        """Return the static cache of a contestant, which its compiled step reads and writes where it lies."""
+        if self._sizes != (batch, room):
+            torch.compiler.reset()
+            self._static, self._sizes = {}, (batch, room)
+        if contestant not in self._static:
+
+            def step(token: Tensor, cache: Cache) -> Tensor:
+                return self._step(token, cache)
+
+            # what is compiled is kept by code object, and has the backend in it: each contestant needs its own
+            step.__code__ = step.__code__.replace()
+            mode = "reduce-overhead" if self.device.type == "cuda" else "default"
+            compiled = torch.compile(step, mode=mode, fullgraph=True, dynamic=False)
+            self._static[contestant] = StaticCache(config=self.model.config, max_cache_len=room), compiled
+        cache = self._static[contestant][0]
+        cache.reset()
+        return cache
+
+    def _calibrated(self, keep: float) -> AttentionGates:
+        """Make random gates whose flags keep about a share of random tokens."""
+        if keep not in self._gates:
+            torch.manual_seed(self.config.seed)
+            gates = gates_for(self.model).to(self.device)
+            ids = self.tokens(1, min(max(self.config.context), CALIBRATION_TOKENS))
+            for _ in range(2):  # what is evicted changes what the gates of later layers see
+                ag.attach(self.model, gates)
+                gating = Gating(gates, torch.ones_like(ids), hard=True)
+                decoder_of(self.model)(input_ids=ids, use_cache=False, gating=gating)
+                ag.detach(self.model)
+                logits = torch.cat([x.flatten() for x in gating.logits.values()]).sort().values
+                place = min(len(logits) - 1, math.floor((1 - keep) * len(logits)))
+                gates.config = replace(gates.config, bias=-float(logits[place]))
+            self._gates[keep] = gates
+        return self._gates[keep]
+
+
+class _Unattended(AttentionCall):
+    """A call of which nobody needs the output."""
+
+    def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
+        return self.q
+
+
+def kv_bytes(cache: Cache) -> int:
+    """Return the bytes allocated for keys and values."""
+    if isinstance(cache, EvictionCache):
+        return cache.nbytes
+    tensors = [x for layer in cache.layers for x in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
+
+
+def kept(cache: Cache) -> float:
+    """Return the share of the tokens seen that is held."""
+    return cache.kept_share() if isinstance(cache, EvictionCache) else 1.0
