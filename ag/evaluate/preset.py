@@ -32,7 +32,7 @@ class Preset:
     """What to compare.
 
     Attributes:
-        config: of the comparison.
+        config: settings of the comparison.
         names: what each of its policies is called here.
     """
 

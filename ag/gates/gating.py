@@ -21,7 +21,7 @@ class Dense(Interceptor):
     """Causal attention to every token of the same document, by the model's own implementation where possible.
 
     Args:
-        valid: ``[B, T]``, nonzero on real tokens; padding on either side. None: there is none.
+        valid: ``[B, T]``, nonzero on real tokens; padding on either side. None without padding.
         first: ``[B, T]`` long, the column where the document of each token begins. Tokens before it are invisible, and
             positions count from it, so that a document is computed as if it were alone. None: a row is one document.
     """

@@ -67,7 +67,7 @@ def token_kl(
     Args:
         model: the language model, for its head.
         hidden: final hidden states of the student ``[B, T, d]``.
-        teacher: those of the teacher.
+        teacher: final hidden states of the teacher.
         labels: ``[B, T]``, -100 where there is no loss.
         chunk: tokens whose logits exist at once.
 

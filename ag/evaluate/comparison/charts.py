@@ -62,7 +62,7 @@ class Chart:
         title: the task, and how many samples it has.
         x_label: what is to the right.
         y_label: what goes up.
-        lines: of the policies.
+        lines: one line for each policy.
         zero: look of what the others are differences to, which is a level at 0; None: these are no differences.
     """
 

@@ -19,9 +19,9 @@ class Distance:
 
     Attributes:
         entry: the policy's result.
-        full: that of the full cache.
+        full: the full cache's result.
         gain: how much better the policy is in what judges it: the score, or nats; below 0 where it is behind.
-        unit: of the gain.
+        unit: unit of the gain.
         score: its score minus that of the full cache, where nats judge; else None.
     """
 
@@ -61,10 +61,10 @@ def distance(entry: Entry, full: Entry | None, nats: bool, lower: bool, unit: st
 
     Args:
         entry: the policy's result.
-        full: that of the full cache.
+        full: the full cache's result.
         nats: whether nats of right answers judge, in place of the score.
         lower: whether less of what judges is better.
-        unit: of what judges.
+        unit: unit of the score or of nats, whichever judges.
     """
     if full is None or not entry.evicts:
         return None

@@ -21,7 +21,7 @@ class Entry:
 
     Attributes:
         row: its row.
-        outcomes: of its samples.
+        outcomes: outcomes of its samples.
         views: what it kept of a few prompts.
         spec: what its policy is made of.
         paired: against the baseline on the same task; None for the baseline itself and where either has no result.

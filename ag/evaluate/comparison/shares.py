@@ -69,7 +69,7 @@ def at_budget(entries: Sequence[Entry], budget: str) -> list[Entry]:
     was told no budget (flags) takes part where it holds as much by itself.
 
     Args:
-        entries: of one task.
+        entries: results of one task.
         budget: as it is written; empty: those that were told none.
     """
     evicting, least = _evicting(entries, budget)

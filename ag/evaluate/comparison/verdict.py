@@ -72,7 +72,7 @@ class Verdict(Finding):
         best: the policy with the best mean.
         rival: the best of the others.
         gain: how much better ``best`` is than ``rival``, above 0 where it is, with its interval and p.
-        unit: of the gain.
+        unit: unit of the gain.
         level: other policies at this budget that cannot be told from the best one.
         from_full: how far the best policy and its rival are from the full cache; empty without a result of it.
     """

@@ -43,11 +43,11 @@ class Outcome:
     Attributes:
         sample: its id.
         score: the task's metric on it: accuracy 0 or 1, nats per token, F1 in 0..1, ...
-        tokens: of the prompt; where eviction goes on (books, worked problems) all that were seen.
+        tokens: tokens of the prompt; where eviction goes on (books, worked problems) all that were seen.
         kept: share of their (token, layer, KV head) entries that was held after the prompt, or while eviction went on,
             measured in the cache.
         kv_bytes: allocated for keys and values after the prompt, or at the end.
-        seconds: of deciding what to evict, of question and answer; without the prompt, which policies read together.
+        seconds: time of the decision, of question and answer; without the prompt, which policies read together.
         tags: what tells samples apart: needle length and depth, subset of a benchmark, bins of a curve. ``nats`` is
             the mean negative log-likelihood of the right answer's tokens, ``hits`` 1 where each is the likeliest.
         over_budget: whether more was protected than the budget allows, and stayed.

@@ -24,7 +24,7 @@ class KeyValues(QuestionTask):
     Attributes:
         pairs: how many entries the object has.
         repeats: samples of each number of entries; ``limit`` cuts the last repeats.
-        seed: of the generator.
+        seed: seed of the generator.
     """
 
     pairs: Sequence[int] = (8, 16, 32, 64)

@@ -83,7 +83,7 @@ class Written(NamedTuple):
     """A finished text of a batch.
 
     Attributes:
-        row: of the batch as it was given.
+        row: index of the sequence in the batch as it was given.
         place: of its sequence in the cache, until the next text is asked for.
         tokens: what was generated, without the end.
     """

@@ -38,7 +38,7 @@ class Variant(NamedTuple):
 
     Attributes:
         length: tokens.
-        depth: of the needle, 0 to 1; None: anywhere.
+        depth: depth of the needle, 0 to 1; None: anywhere.
         repeat: number of the sample among those alike, from 0.
     """
 
@@ -59,7 +59,7 @@ class Generated(QuestionTask):
     Attributes:
         lengths: tokens of context and question, reached up to a unit (a sentence, a word, a document).
         repeats: samples of each length (and depth); ``limit`` cuts the last repeats.
-        seed: of the generator.
+        seed: seed of the generator.
         generate: tokens of the answer, which then count in the length, as in RULER; None: as many as the right answer
             has and 8 more, beside the length.
     """
@@ -84,7 +84,7 @@ class Generated(QuestionTask):
         """Return the sample whose context has ``size`` units.
 
         Args:
-            rng: of this sample: the same for every size, so that what is asked is drawn before what fills the context.
+            rng: random numbers of this sample: the same for every size, as what is asked is drawn before what fills it.
             material: what :meth:`material` gave.
             variant: where the sample stands.
             size: how many units.

@@ -29,14 +29,14 @@ class Needles(Generated):
     Attributes:
         haystack: ``noise``: a filler of five sentences; ``text``: real text; ``needles``: facts about other keys.
         keys: how many keys have values in the haystack, that of the question among them.
-        values: of each key.
+        values: values of each key.
         queries: how many of the keys are asked.
         key: what keys are: a ``noun``, a ``word`` (adjective and noun) or a ``uuid``.
         value: what values are: a ``number`` or a ``uuid``.
-        digits: of a number.
+        digits: digits of a number.
         depths: where the first needle stands: 0 is the start of the haystack, 1 its end; None: anywhere.
         hint: say before the haystack what to look for.
-        data: of a text: hub id, or folder under ``root``; None: PG-19 on the hub, ``pg19_style`` in a root.
+        data: where texts come from: hub id, or folder under ``root``; None: PG-19 on the hub, ``pg19_style`` in a root.
         text_field: the field that holds a text.
     """
 

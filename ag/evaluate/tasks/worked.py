@@ -46,12 +46,12 @@ class Worked(Task):
     In an outcome ``tokens`` counts prompt and solution, and ``kept`` is the share of both that was held at the end.
 
     Attributes:
-        kind: of the problems; ``worked``: all kinds.
+        kind: kind of the problems; ``worked``: all kinds.
         problems: how many there are.
         solution_min: fewest tokens of a right solution, with SmolLM2's tokenizer.
         solution_max: most of them.
         batch: problems that are solved together.
-        seed: of the generator.
+        seed: seed of the generator.
     """
 
     kind: str = ANY
