@@ -23,6 +23,8 @@ def show(asked: Invocation[ModelsConfig]) -> int:
     licensed = {source.name: source for source in SOURCES if source.license}
     if accepted is not None and name not in licensed:
         raise UserError(f"accept_license={accepted} is for {', '.join(licensed)} alone: leave it out for {name}")
+    if asked.dry_run:
+        return 0
     print(resolve(name) if accepted is None else licensed[name].get(accepted))
     return 0
 

@@ -181,6 +181,7 @@ def test_nothing_is_fetched_without_acceptance_which_names_the_license(monkeypat
         (error,) = capsys.readouterr().err.splitlines()
         assert code == 2 and error.startswith("ag.models: error:")
         names(error, *parts)
+    assert main(["gemma3-270m", "accept_license=gemma", "--dry-run"]) == 0
     assert not (tmp_path / "home").exists()
 
 
