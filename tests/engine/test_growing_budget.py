@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import ag
-from ag.errors import UserError
 
 IDS = torch.randint(3, 128, (2, 90), generator=torch.Generator().manual_seed(0))
 
@@ -58,16 +57,3 @@ def test_layers_grow_in_proportion(tiny_llama, spec):
 def test_without_it_the_share_is_that_of_the_prompt(tiny_llama):
     sizes = [lengths_of(cache, 0)[0][0] for _, cache in fed(tiny_llama(), ag.policy("h2o", 0.5, "every"), 30, 10)]
     assert sizes == [15] * 7
-
-
-@pytest.mark.parametrize(
-    ("budget", "schedule", "says"),
-    [(64, "every", "needs a share such as 0.25, not budget=64"), (0.5, "prefill", "evicts once; give every")],
-)
-def test_where_it_means_nothing(budget, schedule, says):
-    with pytest.raises(UserError, match=says):
-        ag.policy("h2o", budget, schedule, budget_of="seen")
-    with pytest.raises(UserError, match="budget_of='text': expected prompt or seen"):
-        ag.policy("h2o", 0.5, "every", budget_of="text")
-    with pytest.raises(UserError, match="budget_of has no meaning"):
-        ag.policy("full", budget_of="seen")

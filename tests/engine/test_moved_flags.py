@@ -1,16 +1,10 @@
 """Flags with another boundary: ``threshold=`` and ``share=`` of ``gates:PATH``."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import ag
 from ag.commands.compare import CompareConfig
@@ -19,9 +13,9 @@ from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import list_cells
 from ag.gates.calibration import Calibration
-from ag.gates.gate import AttentionGates
 from ag.generate import GenerateConfig
 from tests.support import by_hand
+from tests.support.batches import row
 from tests.support.bounds import hold, of_logits, premise
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
@@ -36,26 +30,24 @@ MOVED = {
 }
 
 
-def calibrated(model: PreTrainedModel, **changes: Any) -> AttentionGates:
+def calibrated(model, **changes):
     gates = gates_for(model, threshold=0.3, bias=0.4, sink_tokens=2, recent_tokens=3, **changes)
     gates.calibration = TABLE
     return gates
 
 
 @pytest.fixture
-def folder(tiny_llama: Callable[..., PreTrainedModel], tmp_path: Path) -> str:
+def folder(tiny_llama, tmp_path):
     calibrated(tiny_llama()).save_pretrained(tmp_path / "export")
     return str(tmp_path / "export")
 
 
 @pytest.mark.parametrize("scorer", ["flags", "gates"])
 @pytest.mark.parametrize("name", MOVED)
-def test_tokens_above_the_boundary_stay(
-    tiny_llama: Callable[..., PreTrainedModel], folder: str, name: str, scorer: str
-) -> None:
+def test_tokens_above_the_boundary_stay(tiny_llama, folder, name, scorer):
     """Held tokens against a forward pass written out, whose gates have the boundary as their bias."""
     options, boundary = MOVED[name]
-    model, ids = tiny_llama(), torch.randint(3, 128, (PROMPT,), generator=torch.Generator().manual_seed(5))
+    model, ids = tiny_llama(), row(PROMPT, 5)
     policy = ag.policy(f"{scorer}:{folder}", **options)
     cache = EvictionCache(model, policy)
     with torch.no_grad():
@@ -73,7 +65,7 @@ def test_tokens_above_the_boundary_stay(
     assert eval(repr(policy)) == policy and repr(policy).count(next(iter(options))) == 1
 
 
-def test_gates_in_memory(tiny_llama: Callable[..., PreTrainedModel]) -> None:
+def test_gates_in_memory(tiny_llama):
     gates = calibrated(tiny_llama())
     before = gates.config
     for options, boundary in MOVED.values():
@@ -112,12 +104,12 @@ def test_gates_in_memory(tiny_llama: Callable[..., PreTrainedModel]) -> None:
         ("full", {"threshold": 0.3}, "'threshold' 'full'"),
     ],
 )
-def test_options_that_clash(folder: str, spec: str, options: dict[str, Any], parts: str) -> None:
+def test_options_that_clash(folder, spec, options, parts):
     with refuses(UserError, *parts.split()):
         ag.policy(spec.format(folder), **options)
 
 
-def test_gates_without_a_table(tiny_llama: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+def test_gates_without_a_table(tiny_llama, tmp_path):
     gates_for(tiny_llama()).save_pretrained(tmp_path / "old")
     with refuses(UserError, "share=0.3", "init=EXPORT", "threshold="):
         ag.policy(f"gates:{tmp_path / 'old'}", share=0.3)
@@ -125,11 +117,11 @@ def test_gates_without_a_table(tiny_llama: Callable[..., PreTrainedModel], tmp_p
     assert moved is not None and moved.config.threshold == 0.2
 
 
-def test_in_the_commands(folder: str) -> None:
+def test_in_the_commands(folder):
     label = f"gates:{folder}"
     made = policy_of(GenerateConfig(gates=folder, options={"share": 0.7}, prompt="x"))
     assert made.gates is not None and made.gates.config.boundary == pytest.approx(-1.0)
-    values: dict[str, Any] = {"policies": ["full", label], "tasks": ["ppl"], "root": folder}
+    values = {"policies": ["full", label], "tasks": ["ppl"], "root": folder}
     cells = [list_cells(CompareConfig(**values, policy_options={label: {"share": share}}))[1] for share in (0.7, 0.5)]
     assert [cell.policy.gates.config.boundary for cell in cells] == pytest.approx([-1.0, 0.25])
     assert len({cell.key for cell in [*cells, list_cells(CompareConfig(**values))[1]]}) == 3

@@ -6,13 +6,15 @@ import pytest
 import torch
 
 import ag
+from tests.support import batches
+from tests.support.batches import row
 from tests.support.bounds import hold, of_logits
 from tests.support.drawn_scores import registered
-from tests.support.held import check, contents, feed
+from tests.support.held import alone_too, check, contents, feed
 from tests.support.pairs import covering
 
 PROMPT = 12
-ROW = torch.randint(3, 128, (PROMPT + 7,), generator=torch.Generator().manual_seed(PROMPT))
+ROW = row(PROMPT + 7, PROMPT)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,12 +38,11 @@ def state(cache):
 def test_an_early_layer_loses_all_to_later_ones_in_the_middle_of_a_prompt(tiny_llama):
     """One token a head on average, 60 that compete, and a wrapper whose ballots are two."""
     model = tiny_llama()
-    ids = torch.randint(3, 128, (1, 60), generator=torch.Generator().manual_seed(0))
     cache = ag.EvictionCache(model, "expected_attention+criticalkv@global", 1, sinks=0)
     plain = ag.EvictionCache(model, "expected_attention@global", 1, sinks=0, values=False)
     for each in (cache, plain):
         with torch.no_grad():
-            model(ids, past_key_values=each)
+            model(row(60, 0)[None], past_key_values=each)
     assert counts(state(cache)) == counts(state(plain)) == [0, 5, 1]
 
 
@@ -73,24 +74,13 @@ def test_a_sequence_without_tokens_beside_one_that_keeps_all(tiny_llama, name, s
     """In the lowered layer; passes bring each another number of tokens, or none."""
     model, policy = tiny_llama(), ag.policy(f"{name}@global", 8, schedule, lowered=0)
     passes = [[30, 8], [1, 1], [0, 1], [3, 0], [1, 2]]
-    rows = [
-        torch.randint(3, 128, (sum(n[b] for n in passes),), generator=torch.Generator().manual_seed(b)) for b in (0, 1)
-    ]
-    batch = feed(ag.EvictionCache(model, policy), model, rows, passes, side)
-    check(model, rows, batch)
+    batch = alone_too(model, policy, [row(sum(n[b] for n in passes), b) for b in (0, 1)], passes, side)
     assert batch.held[0][0] == [[[], []], [list(range(8))] * 2]
-    for b, row in enumerate(rows):
-        alone = feed(ag.EvictionCache(model, policy), model, [row], [[n[b]] for n in passes if n[b]])
-        together = [held for held, n in zip(batch.held, passes, strict=True) if n[b]]
-        assert [[layer[b] for layer in held] for held in together] == [[layer[0] for layer in x] for x in alone.held]
 
 
 def step(model, cache, token, real):
     """Feed one column to two sequences, of which ``real`` have a token there; the logits."""
-    mask = torch.cat([cache.valid, torch.tensor(real)[:, None]], 1).long()
-    ranks = (mask.cumsum(1) - 1).clamp_min(0)[:, -1:]
-    with torch.no_grad():
-        return model(token, attention_mask=mask, position_ids=ranks, past_key_values=cache).logits
+    return batches.step(model, cache, token, torch.cat([cache.valid, torch.tensor(real)[:, None]], 1).long())
 
 
 @pytest.mark.parametrize("schedule", ["prefill", "every"])

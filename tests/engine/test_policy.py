@@ -203,6 +203,10 @@ REFUSED = [
     ("kvzip", {"chunk": 0} | BUDGET, "chunk=0"),
     ("kvzip", {"ask": "seven"} | BUDGET, "ask='seven' ids"),
     ("kvzip+criticalkv", {"normalize": True} | BUDGET, "normalize=True criticalkv"),
+    ("h2o", {"budget_of": "seen", "schedule": "every"} | BUDGET, "share budget=64"),
+    ("h2o", {"budget_of": "seen", "budget": 0.5}, "every"),
+    ("h2o", {"budget_of": "text", "schedule": "every", "budget": 0.5}, "budget_of='text' prompt seen"),
+    ("full", {"budget_of": "seen"}, "budget_of"),
     # names
     ("gate", BUDGET, "'gate' full, gates?"),
     ("ful", BUDGET, "full?"),
@@ -344,25 +348,6 @@ def test_a_budget_smaller_than_what_is_protected(spec, options, least, allocator
         for policy in (small, strict):
             assert bool(decide(policy, short).all())
         assert decide(replace(strict, budget=least), scene).sum(-1).tolist() == [[least] * 2]
-
-
-def test_the_sinks_of_vatp_are_counted_inside_the_budget():
-    """20 sinks and C // 2 recent: 40 tokens hold them, 39 hold 20 + 19, and 30 are fewer than 20 + 15."""
-    scene = Scene(lengths=(100,))
-    for budget in (40, 39):
-        keep = decide(ag.policy("h2o+vatp", budget=budget), scene)[0, 0].nonzero().flatten().tolist()
-        assert len(keep) == budget
-        assert keep[:20] == list(range(20))
-        assert keep[-(budget // 2) :] == list(range(100 - budget // 2, 100))
-    with refuses(UserError, "30 tokens", "35"):
-        decide(ag.policy("h2o+vatp", budget=30, strict=True), scene)
-    assert int(decide(ag.policy("h2o+vatp", budget=30, sinks=4), scene)[0, 0].sum()) == 30
-
-
-def test_a_score_that_is_not_finite_names_layer_and_scorer(monkeypatch):
-    monkeypatch.setattr(KNorm, "score", lambda self, seen: torch.full(seen.key_valid.shape, float("nan")))
-    with refuses(FloatingPointError, "KNorm.score", "ag.policy('knorm', budget=5)", "layer 3", "finite"):
-        Decision(ag.policy("knorm", budget=5), [3]).decide(Scene(lengths=(9,), layer=3).seen)
 
 
 # ---- gates from a folder, texts
