@@ -21,7 +21,7 @@ from ag.engine.spec import FLAGS, FULL, GATES, PolicySpec, named
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.compare import compare
-from ag.evaluate.comparison.entries import Entry
+from ag.evaluate.comparison.result import Result
 from ag.evaluate.comparison.tables import OVER, OVER_NOTE
 
 TASK = "responses"
@@ -39,9 +39,9 @@ class Preset:
     config: CompareConfig
     names: dict[str, str]
 
-    def name(self, entry: Entry) -> str:
+    def name(self, result: Result) -> str:
         """What a row is called: ``full cache``, ``flags``, ``gates 0.5``, ``h2o 0.5``."""
-        return f"{self.names[entry.row.label]} {entry.budget}".rstrip()
+        return f"{self.names[result.row.label]} {result.budget}".rstrip()
 
 
 def run(asked: Invocation[EvaluateConfig]) -> int:
@@ -52,14 +52,14 @@ def run(asked: Invocation[EvaluateConfig]) -> int:
         return 0
     console = Console()
     comparison = compare(preset.config, console, asked.line)
-    results = {preset.name(entry): entry for entry in comparison.entries if entry.outcomes}
-    text = json.dumps({name: figures(entry) for name, entry in results.items()}, indent=2)
+    results = {preset.name(result): result for result in comparison.results if result.outcomes}
+    text = json.dumps({name: figures(result) for name, result in results.items()}, indent=2)
     asked.config.file.write_text(text, encoding="utf-8")
     if results:
         console.print(table(results, comparison.counted(TASK)))
         console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
-    for entry in comparison.failed:
-        print(f"ag.evaluate: error: {preset.name(entry)}: {entry.row.problem}", file=sys.stderr)
+    for result in comparison.failed:
+        print(f"ag.evaluate: error: {preset.name(result)}: {result.row.problem}", file=sys.stderr)
     return 2 if comparison.failed else 0
 
 
@@ -121,35 +121,35 @@ def _policies(config: EvaluateConfig, trained: str) -> dict[str, str]:
     return listed
 
 
-def figures(entry: Entry) -> dict[str, Any]:
+def figures(result: Result) -> dict[str, Any]:
     """Return what ``evaluation.json`` holds of a policy.
 
     ``losses`` are nats a token of each right response and ``tokens`` its length; ``kept`` is the share of the prompts'
     (token, layer, KV head) entries that was held, ``kv_bytes`` the bytes of all prompts, ``accuracy`` the share of
     questions whose right answer is the likeliest, None without any.
     """
-    right = [float(outcome.tags["accuracy"]) for outcome in entry.outcomes if "accuracy" in outcome.tags]
+    right = [float(outcome.tags["accuracy"]) for outcome in result.outcomes if "accuracy" in outcome.tags]
     return {
-        "losses": [outcome.score for outcome in entry.outcomes],
-        "tokens": [outcome.tags["tokens"] for outcome in entry.outcomes],
-        "kept": entry.row.kept,
-        "kv_bytes": sum(outcome.kv_bytes for outcome in entry.outcomes),
+        "losses": [outcome.score for outcome in result.outcomes],
+        "tokens": [outcome.tags["tokens"] for outcome in result.outcomes],
+        "kept": result.row.kept,
+        "kv_bytes": sum(outcome.kv_bytes for outcome in result.outcomes),
         "accuracy": sum(right) / len(right) if right else None,
     }
 
 
-def table(results: dict[str, Entry], title: str) -> Table:
+def table(results: dict[str, Result], title: str) -> Table:
     """Return the table that the command prints; differences are paired, with their standard error."""
     over = [f"{name} in {one.row.over_budget} of {one.row.n}" for name, one in results.items() if one.row.over_budget]
     out = Table(title=title, caption=f"{OVER}: {', '.join(over)} {OVER_NOTE}" if over else None)
     for column in ("cache", "loss", "difference", "accuracy", "evicted", "KV bytes"):
         out.add_column(column, justify="left" if column == "cache" else "right")
-    for name, entry in results.items():
-        found, paired = figures(entry), entry.paired
+    for name, result in results.items():
+        found, paired = figures(result), result.paired
         error = math.nan if paired is None or paired.error is None else paired.error
         out.add_row(
             name,
-            f"{entry.row.mean:.4f}",
+            f"{result.row.mean:.4f}",
             "" if paired is None else f"{paired.difference:+.4f} +- {error:.4f}",
             "" if found["accuracy"] is None else f"{found['accuracy']:.1%}",
             f"{1 - found['kept']:.1%}",

@@ -17,7 +17,7 @@ config = CompareConfig(
     root=folder,  # with the texts in corpus/validation.jsonl
     output=output,
 )
-for entry in compare(config, Console(stderr=True)).entries:
-    row, paired = entry.row, entry.paired
-    print(f"{entry.name}: {row.kept:.0%} kept, {row.mean:.3f} {row.metric}", end="")
+for result in compare(config, Console(stderr=True)).results:
+    row, paired = result.row, result.paired
+    print(f"{result.name}: {row.kept:.0%} kept, {row.mean:.3f} {row.metric}", end="")
     print("" if paired is None else f", {paired.difference:+.3f} [{paired.low:+.3f}, {paired.high:+.3f}] to full")

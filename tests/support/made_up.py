@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison.entries import Entry
 from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.results import Row
+from ag.evaluate.comparison.folder import Row
+from ag.evaluate.comparison.result import Result
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.tasks.base import Tags
 
@@ -46,7 +46,7 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def entry(task: str, label: str, budget: float | None, cost: float, seed: int) -> Entry:
+def result(task: str, label: str, budget: float | None, cost: float, seed: int) -> Result:
     """N samples, each as hard as it is under every policy, with a little noise of its own."""
     hard = np.random.default_rng(0).normal(2.5, 0.4, N)
     nats = hard + cost + np.random.default_rng(seed).normal(0, SPREAD, N) * (cost > 0)
@@ -72,14 +72,14 @@ def entry(task: str, label: str, budget: float | None, cost: float, seed: int) -
         floor=0.1 if asked else None,
         **TASKS[task],
     )
-    return Entry(row, outcomes, [], SPECS.get(label) or PolicySpec(label))
+    return Result(row, outcomes, [], SPECS.get(label) or PolicySpec(label))
 
 
 def comparison(folder: Path, **costs: float) -> Comparison:
     """`comparison(folder, h2o=0.2)`: full, and each policy at four budgets, on two tasks."""
-    entries = []
+    results = []
     for task in TASKS:
-        entries.append(entry(task, "full", None, 0.0, 0))
+        results.append(result(task, "full", None, 0.0, 0))
         for number, (label, cost) in enumerate((COSTS | costs).items()):
-            entries += [entry(task, label, one, cost * (1 - one), 10 * number + 1) for one in BUDGETS]
-    return Comparison.tested(folder, "full", entries)
+            results += [result(task, label, one, cost * (1 - one), 10 * number + 1) for one in BUDGETS]
+    return Comparison.tested(folder, "full", results)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ag.evaluate.comparison.entries import Entry
+from ag.evaluate.comparison.result import Result
 from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.tasks import Outcome
 
@@ -18,7 +18,7 @@ def curve(outcomes: Sequence[Outcome]) -> dict[int, list[float]]:
     return dict(sorted(found.items()))
 
 
-def difference(mine: Entry, theirs: Entry) -> dict[int, tuple[float, float | None]]:
+def difference(mine: Result, theirs: Result) -> dict[int, tuple[float, float | None]]:
     """Return by block the mean over texts of one policy's nats minus another's, with its standard error."""
     others = {outcome.sample: outcome.blocks for outcome in theirs.outcomes}
     found: dict[int, list[float]] = {}

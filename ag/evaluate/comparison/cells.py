@@ -17,7 +17,7 @@ from ag.engine import Policy, policy
 from ag.engine.spec import PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import tasks
-from ag.evaluate.comparison.results import Row, tag_mean
+from ag.evaluate.comparison.folder import Row, tag_mean
 from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.tasks import Loaded, Outcome, Task
 from ag.evaluate.tasks.questions import QuestionTask

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ag.evaluate.comparison import by_position
-from ag.evaluate.comparison.entries import Entry, pair
 from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.results import tag_values
+from ag.evaluate.comparison.folder import tag_values
+from ag.evaluate.comparison.result import Result, pair
 from ag.evaluate.comparison.shares import held, shown
 from ag.evaluate.comparison.statistics import bootstrap, mean_and_error
 
@@ -91,7 +91,7 @@ def short(name: str) -> str:
 
 def looks(comparison: Comparison) -> dict[str, Look]:
     """Return the look of each policy, by label."""
-    gated = {entry.row.label: entry.is_gated for entry in comparison.entries}
+    gated = {result.row.label: result.is_gated for result in comparison.results}
     counts = {True: 0, False: 0}
     found = {}
     for label in comparison.labels:
@@ -117,63 +117,63 @@ def leading(comparison: Comparison) -> list[Chart]:
     Intervals are those of 95 % of the paired difference; without a result of the full cache these are the nats alone.
     """
     found = []
-    kinds: tuple[tuple[str, Callable[[Entry], bool]], ...] = (
+    kinds: tuple[tuple[str, Callable[[Result], bool]], ...] = (
         ("question after eviction", _is_asked_after),
         ("continuation", _continues),
     )
     for what, belongs in kinds:
         for task in comparison.tasks:
-            entries = [entry for entry in comparison.of_task(task) if entry.outcomes]
-            shares = {entry.row.kept for entry in entries if entry.evicts and belongs(entry)}
+            results = [result for result in comparison.of_task(task) if result.outcomes]
+            shares = {result.row.kept for result in results if result.evicts and belongs(result)}
             if len(shares) >= SEVERAL and not comparison.uninformative(task):
-                found.append(_over_full(comparison, f"{what}: {task}", entries, nats=belongs is _is_asked_after))
+                found.append(_over_full(comparison, f"{what}: {task}", results, nats=belongs is _is_asked_after))
                 break
     return found
 
 
-def _is_asked_after(entry: Entry) -> bool:
-    return entry.row.question == "after" and entry.nats is not None
+def _is_asked_after(result: Result) -> bool:
+    return result.row.question == "after" and result.nats is not None
 
 
-def _continues(entry: Entry) -> bool:
-    return entry.row.question is None and entry.row.metric == "nats per token"
+def _continues(result: Result) -> bool:
+    return result.row.question is None and result.row.metric == "nats per token"
 
 
-def _over_full(comparison: Comparison, title: str, entries: Sequence[Entry], nats: bool) -> Chart:
-    full = next((entry for entry in entries if not entry.evicts), None)
+def _over_full(comparison: Comparison, title: str, results: Sequence[Result], nats: bool) -> Chart:
+    full = next((result for result in results if not result.evicts), None)
 
-    def point(entry: Entry) -> Point | None:
-        if not entry.evicts or (measured := entry.measure(nats)) is None:
+    def point(result: Result) -> Point | None:
+        if not result.evicts or (measured := result.measure(nats)) is None:
             return None
-        paired = None if full is None else pair(entry, full, nats)
+        paired = None if full is None else pair(result, full, nats)
         if paired is None:
-            values = np.array(list((tag_values(entry.outcomes, "nats") if nats else entry.scores).values()))
+            values = np.array(list((tag_values(result.outcomes, "nats") if nats else result.scores).values()))
             place, form = (float(values.mean()), *bootstrap(values)), ".3f"
         else:
             place, form = (paired.difference, paired.low, paired.high), "+.3f"
         said = "{:{form}} nats [{:{form}}, {:{form}}]".format(*place, form=form)
-        return Point(measured[0], *place, f"{entry.row.label}: {said} at {measured[0]:.1%} kept")
+        return Point(measured[0], *place, f"{result.row.label}: {said} at {measured[0]:.1%} kept")
 
     y_label = "nats over the full cache" if full else "nats"
-    lines = _lines(comparison, entries, point)
-    return Chart(_titled(title, entries), KEPT, y_label, lines, looks(comparison)[full.row.label] if full else None)
+    lines = _lines(comparison, results, point)
+    return Chart(_titled(title, results), KEPT, y_label, lines, looks(comparison)[full.row.label] if full else None)
 
 
 def quality(comparison: Comparison, task: str, nats: bool = False) -> list[Chart]:
     """Return the metric of a task, or the nats of its right answers, by kept share, with standard errors, if any."""
 
-    def point(entry: Entry) -> Point | None:
-        if (measured := entry.measure(nats)) is None:
+    def point(result: Result) -> Point | None:
+        if (measured := result.measure(nats)) is None:
             return None
         kept, mean, error = measured
-        return Point(kept, mean, mean - error, mean + error, f"{entry.row.label}: {mean:.4f} at {kept:.1%} kept")
+        return Point(kept, mean, mean - error, mean + error, f"{result.row.label}: {mean:.4f} at {kept:.1%} kept")
 
-    entries = comparison.of_task(task)
-    which = "higher" if entries[0].row.higher_is_better and not nats else "lower"
-    metric = "nats per answer token" if nats else entries[0].row.metric
-    lines = _lines(comparison, entries, point)
+    results = comparison.of_task(task)
+    which = "higher" if results[0].row.higher_is_better and not nats else "lower"
+    metric = "nats per answer token" if nats else results[0].row.metric
+    lines = _lines(comparison, results, point)
     title = f"{task}: nats of the right answer" if nats else task
-    return [Chart(_titled(title, entries), KEPT, f"{metric} ({which} is better)", lines)] if lines else []
+    return [Chart(_titled(title, results), KEPT, f"{metric} ({which} is better)", lines)] if lines else []
 
 
 def along(comparison: Comparison, task: str) -> list[Chart]:
@@ -183,41 +183,41 @@ def along(comparison: Comparison, task: str) -> list[Chart]:
     """
     found = []
     for budget in comparison.budgets or [""]:
-        entries = [entry for entry in comparison.of_task(task) if entry.budget in ("", budget)]
-        bases = [(entry, comparison.baseline_of(entry)) for entry in entries if entry.outcomes]
+        results = [result for result in comparison.of_task(task) if result.budget in ("", budget)]
+        bases = [(result, comparison.baseline_of(result)) for result in results if result.outcomes]
         compared = any(base is not None for _, base in bases)
         lines = []
-        for entry, base in bases:
+        for result, base in bases:
             if base is not None:
-                means, form = by_position.difference(entry, base), "+.3f"
+                means, form = by_position.difference(result, base), "+.3f"
             elif not compared:
-                nats = by_position.curve(entry.outcomes)
+                nats = by_position.curve(result.outcomes)
                 means, form = {start: mean_and_error(values) for start, values in nats.items()}, ".3f"
             else:
                 continue
             points = [
-                Point(x, y, y - (error or 0.0), y + (error or 0.0), f"{shown(entry)}: {y:{form}} from {x:,}")
+                Point(x, y, y - (error or 0.0), y + (error or 0.0), f"{shown(result)}: {y:{form}} from {x:,}")
                 for x, (y, error) in means.items()
             ]
-            lines += [Line(looks(comparison)[entry.row.label], short(shown(entry)), points)] if points else []
+            lines += [Line(looks(comparison)[result.row.label], short(shown(result)), points)] if points else []
         if lines:
             title = f"{task} at budget {budget}" if budget else task
             y_label = f"nats a token over {comparison.baseline}" if compared else "nats a token"
             zero = looks(comparison).get(comparison.baseline) if compared else None
-            found.append(Chart(_titled(title, entries), "position in the text (tokens)", y_label, lines, zero))
+            found.append(Chart(_titled(title, results), "position in the text (tokens)", y_label, lines, zero))
     return found
 
 
-def _lines(comparison: Comparison, entries: Sequence[Entry], point: Callable[[Entry], Point | None]) -> list[Line]:
+def _lines(comparison: Comparison, results: Sequence[Result], point: Callable[[Result], Point | None]) -> list[Line]:
     """Return the line of each policy that has points, gates last, so that they are drawn over the others."""
     found = []
     for label, look in looks(comparison).items():
-        mine = [entry for entry in entries if entry.row.label == label]
-        points = sorted(made for entry in mine if (made := point(entry)) is not None)
+        mine = [result for result in results if result.row.label == label]
+        points = sorted(made for result in mine if (made := point(result)) is not None)
         if points:
             found.append(Line(look, f"{short(label)} ({held(mine)})", points, level=not mine[0].evicts))
     return sorted(found, key=lambda line: line.look.gated)
 
 
-def _titled(title: str, entries: Sequence[Entry]) -> str:
-    return f"{title}, {max(entry.row.n for entry in entries)} samples"
+def _titled(title: str, results: Sequence[Result]) -> str:
+    return f"{title}, {max(result.row.n for result in results)} samples"

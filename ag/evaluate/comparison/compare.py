@@ -15,8 +15,8 @@ from ag.errors import BudgetWarning
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.drawing import save
 from ag.evaluate.comparison.findings import Comparison
+from ag.evaluate.comparison.folder import CorruptRowWarning, Folder
 from ag.evaluate.comparison.page import render
-from ag.evaluate.comparison.results import CorruptRowWarning, Results
 from ag.evaluate.comparison.shares import APART
 from ag.evaluate.comparison.tables import markdown, printed
 from ag.evaluate.comparison.work import fill
@@ -36,8 +36,8 @@ def run(asked: Invocation[CompareConfig]) -> int:
     if apart := comparison.apart():
         console.print(f"{APART} {'; '.join(apart)}", soft_wrap=True)
     console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
-    for entry in comparison.failed:
-        print(f"ag.compare: error: {entry.row.task}: {entry.name}: {entry.row.problem}", file=sys.stderr)
+    for result in comparison.failed:
+        print(f"ag.compare: error: {result.row.task}: {result.name}: {result.row.problem}", file=sys.stderr)
     return 2 if comparison.failed else 0
 
 
@@ -54,23 +54,23 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
         KeyboardInterrupt: on Ctrl-C, saying what is left.
     """
     cells = list_cells(config)
-    results = Results(Path(config.output or f"runs/{config.recipe}"))
+    folder = Folder(Path(config.output or f"runs/{config.recipe}"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CorruptRowWarning)
         warnings.simplefilter("ignore", BudgetWarning)  # rows say it
         try:
-            rows = fill(config, cells, results, console, command)
+            rows = fill(config, cells, folder, console, command)
         except KeyboardInterrupt:
-            there = len(results.rows().keys() & {cell.key for cell in cells})
-            kept = f"{there} of {len(cells)} cells are in {results.folder}"
+            there = len(folder.rows().keys() & {cell.key for cell in cells})
+            kept = f"{there} of {len(cells)} cells are in {folder.path}"
             raise KeyboardInterrupt(f"{kept}; the same command goes on from there") from None
     for warning in caught:
         console.print(f"warning: {warning.message}", soft_wrap=True)
-    comparison = Comparison.of(config, cells, rows, results)
-    (results.folder / "config.yaml").write_text(dump(config))
-    (results.folder / "table.md").write_text(markdown(comparison), encoding="utf-8")
+    comparison = Comparison.of(config, cells, rows, folder)
+    (folder.path / "config.yaml").write_text(dump(config))
+    (folder.path / "table.md").write_text(markdown(comparison), encoding="utf-8")
     save(comparison)
-    (results.folder / "report.html").write_text(render(comparison), encoding="utf-8")
+    (folder.path / "report.html").write_text(render(comparison), encoding="utf-8")
     if comparison.hidden:
         console.print(f"{len(comparison.hidden)} rows of earlier commands are in the folder and not shown.")
     return comparison

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ag.commands.compare import CompareConfig
-from ag.evaluate.comparison.results import Row
+from ag.evaluate.comparison.folder import Row
 from ag.hardware import cpu_name
 
 UNKNOWN = "unknown"  # rows of earlier versions do not say it

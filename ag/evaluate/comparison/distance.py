@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ag.evaluate.comparison.entries import Entry, pair
 from ag.evaluate.comparison.findings import SIGNIFICANT
+from ag.evaluate.comparison.result import Result, pair
 from ag.evaluate.comparison.statistics import Paired
 
 LOST = 0.5  # of what the full cache scores above its floor: more is far
@@ -18,15 +18,15 @@ class Distance:
     """A policy against the full cache.
 
     Attributes:
-        entry: the policy's result.
+        result: the policy's result.
         full: the full cache's result.
         gain: how much better the policy is in what judges it: the score, or nats; below 0 where it is behind.
         unit: unit of the gain.
         score: its score minus that of the full cache, where nats judge; else None.
     """
 
-    entry: Entry
-    full: Entry
+    result: Result
+    full: Result
     gain: Paired
     unit: str
     score: Paired | None
@@ -34,7 +34,7 @@ class Distance:
     @property
     def is_far(self) -> bool:
         """Whether much is lost: half of the score above the floor, or ln 2 nats a token, and more than chance."""
-        mine, best = self.entry.row, self.full.row
+        mine, best = self.result.row, self.full.row
         scored = self.score or (self.gain if best.higher_is_better else None)
         if best.higher_is_better and scored is not None and certain(scored):
             assert mine.mean is not None and best.mean is not None  # both have samples
@@ -43,7 +43,7 @@ class Distance:
         return self.unit == "nats" and -self.gain.difference > HALVED and certain(self.gain)
 
     def __str__(self) -> str:
-        text = f"{self.entry.row.label}, {ahead(self.gain, self.unit, self.full.row.label)}"
+        text = f"{self.result.row.label}, {ahead(self.gain, self.unit, self.full.row.label)}"
         return text if certain(self.gain) else f"{text}, which may be chance (p = {self.gain.p:.3f})"
 
     @property
@@ -51,30 +51,30 @@ class Distance:
         """Both mean scores and their difference, where nats judge; else empty."""
         if self.score is None:
             return ""
-        means = " against ".join(f"{one.row.mean:.3f}" for one in (self.entry, self.full))
+        means = " against ".join(f"{one.row.mean:.3f}" for one in (self.result, self.full))
         ends = f"[{self.score.low:.3f}, {self.score.high:.3f}]"
         return f"{self.full.row.metric} {means}, {self.score.difference:+.3f} {ends}"
 
 
-def distance(entry: Entry, full: Entry | None, nats: bool, lower: bool, unit: str) -> Distance | None:
+def distance(result: Result, full: Result | None, nats: bool, lower: bool, unit: str) -> Distance | None:
     """Compare a policy with the full cache; None where either has no result, or the policy is the full cache.
 
     Args:
-        entry: the policy's result.
+        result: the policy's result.
         full: the full cache's result.
         nats: whether nats of right answers judge, in place of the score.
         lower: whether less of what judges is better.
         unit: unit of the score or of nats, whichever judges.
     """
-    if full is None or not entry.evicts:
+    if full is None or not result.evicts:
         return None
-    gain = better(entry, full, nats, lower)
-    return None if gain is None else Distance(entry, full, gain, unit, pair(entry, full) if nats else None)
+    gain = better(result, full, nats, lower)
+    return None if gain is None else Distance(result, full, gain, unit, pair(result, full) if nats else None)
 
 
-def better(entry: Entry, other: Entry, nats: bool, lower: bool) -> Paired | None:
-    """Return how much better an entry is than another, above 0 where it is; None where they share no sample."""
-    return pair(other, entry, nats) if lower else pair(entry, other, nats)
+def better(result: Result, other: Result, nats: bool, lower: bool) -> Paired | None:
+    """Return how much better a result is than another, above 0 where it is; None where they share no sample."""
+    return pair(other, result, nats) if lower else pair(result, other, nats)
 
 
 def certain(paired: Paired) -> bool:

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from ag.evaluate.comparison import charts
 from ag.evaluate.comparison.charts import Chart, Look, short
-from ag.evaluate.comparison.entries import Entry
 from ag.evaluate.comparison.findings import Comparison, Wins
+from ag.evaluate.comparison.result import Result
 from ag.evaluate.comparison.shares import shown
 from ag.gates.figures import DPI
 
@@ -63,9 +63,9 @@ def draw(comparison: Comparison) -> Iterator[tuple[str, Figure]]:
     for name, drawn in charts.every(comparison).items():
         yield name, panels(drawn)
     for task in comparison.tasks:
-        entries = [entry for entry in comparison.of_task(task) if entry.outcomes]
-        if any("depth" in outcome.tags for entry in entries for outcome in entry.outcomes):
-            yield f"depths_{task}", depths(task, entries)
+        results = [result for result in comparison.of_task(task) if result.outcomes]
+        if any("depth" in outcome.tags for result in results for outcome in result.outcomes):
+            yield f"depths_{task}", depths(task, results)
     wins = [(budget, comparison.wins(budget)) for budget in comparison.budgets]
     if any(len(matrix.names) > 1 for _, matrix in wins):
         yield "wins", win_matrix(wins)
@@ -193,19 +193,19 @@ def kept_by_layer(names: Sequence[str], shares: NDArray[np.float64]) -> Figure:
     return figure
 
 
-def depths(task: str, entries: Sequence[Entry]) -> Figure:
+def depths(task: str, results: Sequence[Result]) -> Figure:
     """Draw the mean score by length and depth of the needle, a panel for each policy."""
-    figure, grid = _grid(len(entries), 4, (2.6, 2.0))
-    for axes, entry in zip(grid, entries, strict=True):
+    figure, grid = _grid(len(results), 4, (2.6, 2.0))
+    for axes, result in zip(grid, results, strict=True):
         scores: dict[tuple[Any, Any], list[float]] = {}
-        for outcome in entry.outcomes:
+        for outcome in result.outcomes:
             if "depth" in outcome.tags and "length" in outcome.tags:
                 scores.setdefault((outcome.tags["depth"], outcome.tags["length"]), []).append(outcome.score)
         depths, lengths = (sorted({place[which] for place in scores}) for which in (0, 1))
         means = [[np.mean(scores.get((depth, length), np.nan)) for length in lengths] for depth in depths]
         _heat(axes, means, lengths, [f"{depth:g}" for depth in depths], cmap="viridis")
-        axes.set_title(f"{short(shown(entry))}: {entry.row.mean:.2f}", fontsize=8)
-    figure.suptitle(f"{task}: {entries[0].row.metric} by length (tokens) and depth of the needle", fontsize=11)
+        axes.set_title(f"{short(shown(result))}: {result.row.mean:.2f}", fontsize=8)
+    figure.suptitle(f"{task}: {results[0].row.metric} by length (tokens) and depth of the needle", fontsize=11)
     return figure
 
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from ag.commands.compare import CompareConfig
 from ag.evaluate.comparison.cells import Cell
-from ag.evaluate.comparison.entries import Entry, pair
-from ag.evaluate.comparison.results import Results, Row
+from ag.evaluate.comparison.folder import Folder, Row
+from ag.evaluate.comparison.result import Result, pair
 from ag.evaluate.comparison.shares import apart, at_budget, differing, held, may_pair, percent
 from ag.evaluate.comparison.statistics import sign_flips
 from ag.evaluate.tasks import unit
@@ -44,92 +44,92 @@ class Comparison:
     Attributes:
         folder: where the results are.
         baseline: the policy that others are tested against.
-        entries: the cells.
+        results: of the cells.
         hidden: names of the rows in the folder that earlier commands asked for and this one does not.
     """
 
     folder: Path
     baseline: str
-    entries: list[Entry]
+    results: list[Result]
     hidden: Sequence[str] = ()
 
     @classmethod
-    def of(cls, config: CompareConfig, cells: Sequence[Cell], rows: Mapping[str, Row], results: Results) -> Comparison:
+    def of(cls, config: CompareConfig, cells: Sequence[Cell], rows: Mapping[str, Row], folder: Folder) -> Comparison:
         """Gather what belongs to the cells, and test each against the baseline."""
-        entries = []
+        results = []
         for cell in cells:
             # an earlier run may have called it otherwise
             row = replace(rows[cell.key], label=cell.label, policy=repr(cell.policy))
-            outcomes = results.outcomes(row) if row.problem is None else []
-            entries.append(Entry(row, outcomes, results.views(row.key), cell.policy.spec))
+            outcomes = folder.outcomes(row) if row.problem is None else []
+            results.append(Result(row, outcomes, folder.views(row.key), cell.policy.spec))
         baseline = config.called.get(config.baseline, config.baseline)
         shown = {cell.key for cell in cells}
-        hidden = [f"{row.task}: {row.name}" for key, row in results.rows().items() if key not in shown]
-        return cls.tested(results.folder, baseline, entries, hidden)
+        hidden = [f"{row.task}: {row.name}" for key, row in folder.rows().items() if key not in shown]
+        return cls.tested(folder.path, baseline, results, hidden)
 
     @classmethod
-    def tested(cls, folder: Path, baseline: str, entries: list[Entry], hidden: Sequence[str] = ()) -> Comparison:
-        """Compare each entry with the baseline."""
-        made = cls(folder, baseline, entries, hidden)
-        bases = [(entry, made.baseline_of(entry)) for entry in entries]
+    def tested(cls, folder: Path, baseline: str, results: list[Result], hidden: Sequence[str] = ()) -> Comparison:
+        """Compare each result with the baseline."""
+        made = cls(folder, baseline, results, hidden)
+        bases = [(result, made.baseline_of(result)) for result in results]
         found = [
-            entry
+            result
             if base is None
-            else replace(entry, paired=pair(entry, base), paired_nats=pair(entry, base, nats=True))
-            for entry, base in bases
+            else replace(result, paired=pair(result, base), paired_nats=pair(result, base, nats=True))
+            for result, base in bases
         ]
-        return replace(made, entries=found)
+        return replace(made, results=found)
 
     @property
-    def failed(self) -> list[Entry]:
+    def failed(self) -> list[Result]:
         """The cells without a result."""
-        return [entry for entry in self.entries if entry.row.problem is not None]
+        return [result for result in self.results if result.row.problem is not None]
 
     @property
     def tasks(self) -> list[str]:
         """The tasks, in their order."""
-        return list(dict.fromkeys(entry.row.task for entry in self.entries))
+        return list(dict.fromkeys(result.row.task for result in self.results))
 
     @property
     def labels(self) -> list[str]:
         """The policies as they were listed, in their order."""
-        return list(dict.fromkeys(entry.row.label for entry in self.entries))
+        return list(dict.fromkeys(result.row.label for result in self.results))
 
     @property
     def names(self) -> list[str]:
         """The policies with their budgets, in their order."""
-        return list(dict.fromkeys(entry.name for entry in self.entries))
+        return list(dict.fromkeys(result.name for result in self.results))
 
     @property
     def meanings(self) -> dict[str, str]:
         """What the names stand for that do not say it themselves: labels, and shortened paths."""
-        return {entry.name: entry.row.policy for entry in self.entries if entry.row.label != str(entry.spec)}
+        return {result.name: result.row.policy for result in self.results if result.row.label != str(result.spec)}
 
     @property
     def budgets(self) -> list[str]:
         """The budgets, in their order."""
-        return list(dict.fromkeys(entry.budget for entry in self.entries if entry.budget))
+        return list(dict.fromkeys(result.budget for result in self.results if result.budget))
 
     def shown(self, label: str) -> str:
         """Return what legends call a policy: its label and the shares that it holds."""
-        shares = held([entry for entry in self.entries if entry.row.label == label])
+        shares = held([result for result in self.results if result.row.label == label])
         return f"{label} ({shares})" if shares else label
 
-    def of_task(self, task: str) -> list[Entry]:
-        """Return the entries of a task."""
-        return [entry for entry in self.entries if entry.row.task == task]
+    def of_task(self, task: str) -> list[Result]:
+        """Return the results of a task."""
+        return [result for result in self.results if result.row.task == task]
 
-    def baseline_of(self, entry: Entry) -> Entry | None:
-        """Return what an entry is tested against: the baseline at its budget, where both hold equally much."""
-        other = self._baseline_at(entry)
-        return other if other is not None and may_pair(entry, other) else None
+    def baseline_of(self, result: Result) -> Result | None:
+        """Return what a result is tested against: the baseline at its budget, where both hold equally much."""
+        other = self._baseline_at(result)
+        return other if other is not None and may_pair(result, other) else None
 
-    def _baseline_at(self, entry: Entry) -> Entry | None:
-        """Return the baseline at an entry's budget, else the one without a budget; None without a result of both."""
-        same = [other for other in self.of_task(entry.row.task) if other.row.label == self.baseline]
-        for budget in (entry.budget, ""):
+    def _baseline_at(self, result: Result) -> Result | None:
+        """Return the baseline at a result's budget, else the one without a budget; None without a result of both."""
+        same = [other for other in self.of_task(result.row.task) if other.row.label == self.baseline]
+        for budget in (result.budget, ""):
             other = next((other for other in same if other.budget == budget), None)
-            if other is not None and other.outcomes and entry.outcomes and other.row.key != entry.row.key:
+            if other is not None and other.outcomes and result.outcomes and other.row.key != result.row.key:
                 return other
         return None
 
@@ -138,7 +138,7 @@ class Comparison:
 
         Samples that a policy cannot change are counted too: see :meth:`ag.evaluate.comparison.cells.Cell.untouched`.
         """
-        rows = [entry.row for entry in self.of_task(task)]
+        rows = [result.row for result in self.of_task(task)]
         row = max(rows, key=lambda row: row.n)
         said = [f"{row.n} {unit(task)}, left out: {row.left_out}"]
         if row.question is not None:
@@ -149,7 +149,7 @@ class Comparison:
 
     def uninformative(self, task: str) -> str:
         """Say that the model cannot do a task, as its full cache shows; empty where it can, or where nobody knows."""
-        for row in (entry.row for entry in self.of_task(task) if not entry.evicts):
+        for row in (result.row for result in self.of_task(task) if not result.evicts):
             if row.mean is not None and row.floor is not None and row.mean <= row.floor:
                 return f"not informative for this model: {row.metric} {row.mean:.4f} with the full cache"
         return ""
@@ -165,7 +165,7 @@ class Comparison:
         """Return for each policy and budget its rows by task, and its means over the tasks of each averaged metric."""
         lines = []
         for name in self.names:
-            found = {entry.row.task: entry.row for entry in self.entries if entry.name == name}
+            found = {result.row.task: result.row for result in self.results if result.name == name}
             averages = []
             for metric in self.averaged:
                 means = [row.mean for row in found.values() if row.metric == metric]
@@ -176,31 +176,31 @@ class Comparison:
 
     def wins(self, budget: str) -> Wins:
         """Compare every pair of policies that hold equally much at a budget, and the full cache with each of them."""
-        part = {id(entry) for task in self.tasks for entry in at_budget(self.of_task(task), budget)}
-        entries = [one for one in self.entries if one.outcomes and (id(one) in part or not one.evicts)]
-        names = list(dict.fromkeys(entry.name for entry in entries))
+        part = {id(result) for task in self.tasks for result in at_budget(self.of_task(task), budget)}
+        results = [one for one in self.results if one.outcomes and (id(one) in part or not one.evicts)]
+        names = list(dict.fromkeys(result.name for result in results))
         better, certain, tasks = (np.zeros((len(names), len(names))) for _ in range(3))
         for task in self.tasks:
-            mine = [entry for entry in entries if entry.row.task == task]
+            mine = [result for result in results if result.row.task == task]
             if not mine:
                 continue
-            at = np.ix_(*[[names.index(entry.name) for entry in mine]] * 2)
+            at = np.ix_(*[[names.index(result.name) for result in mine]] * 2)
             gain, p = _gains(mine)
             paired = np.array([[may_pair(one, other) for other in mine] for one in mine])
             better[at] += paired * np.where(gain == 0, 0.5, gain > 0)
             certain[at] += paired & (gain > 0) & (p < SIGNIFICANT)
             tasks[at] += paired
         share = np.divide(better, tasks, out=np.full_like(better, np.nan), where=tasks > 0)
-        shown = [f"{name} ({held([entry for entry in entries if entry.name == name])})" for name in names]
+        shown = [f"{name} ({held([result for result in results if result.name == name])})" for name in names]
         return Wins(shown, share, certain.astype(np.int64), tasks.astype(np.int64))
 
     def apart(self) -> list[str]:
         """Say which results are not compared, because they hold another share than those beside them."""
         found = []
         for task in self.tasks:
-            entries = self.of_task(task)
-            found += [f"{task}: {said}" for budget in self.budgets for said in apart(entries, budget)]
-            bases = [(one, self._baseline_at(one)) for one in entries if one.paired is None]
+            results = self.of_task(task)
+            found += [f"{task}: {said}" for budget in self.budgets for said in apart(results, budget)]
+            bases = [(one, self._baseline_at(one)) for one in results if one.paired is None]
             found += [f"{task}: {differing(one, base)}" for one, base in bases if base and not may_pair(one, base)]
         return list(dict.fromkeys(found))
 
@@ -208,7 +208,7 @@ class Comparison:
         """Return the share that each layer kept of the viewed prompts, ``[P, L]``, of the policies that evict."""
         names, shares = [], []
         for name in self.names:
-            views = [view for one in self.entries if one.name == name and one.evicts for view in one.views]
+            views = [view for one in self.results if one.name == name and one.evicts for view in one.views]
             kept = sum(view.kept.sum((1, 2)) for view in views)
             if views:
                 shares.append(kept / sum(view.kept[0].size for view in views))
@@ -216,12 +216,12 @@ class Comparison:
         return names, np.array(shares)
 
 
-def _gains(entries: Sequence[Entry]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return how much better each of P entries of a task is than each other, and how likely by chance, ``[P, P]``."""
-    scored = [entry.scores for entry in entries]
+def _gains(results: Sequence[Result]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return how much better each of P results of a task is than each other, and how likely by chance, ``[P, P]``."""
+    scored = [result.scores for result in results]
     shared = [sample for sample in scored[0] if all(sample in scores for scores in scored)]
     scores = np.array([[one[sample] for sample in shared] for one in scored])
-    scores = scores if entries[0].row.higher_is_better else -scores
+    scores = scores if results[0].row.higher_is_better else -scores
     differences = scores[:, None] - scores[None]
-    p = sign_flips(differences.reshape(-1, len(shared))).reshape(len(entries), -1)
+    p = sign_flips(differences.reshape(-1, len(shared))).reshape(len(results), -1)
     return differences.mean(-1), p

@@ -38,17 +38,17 @@ def render(comparison: Comparison) -> str:
         policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'",
         data=embedded(viewer(comparison)),
         comparison=comparison,
-        model=comparison.entries[0].row.model,
-        versions=comparison.entries[0].row.versions,
+        model=comparison.results[0].row.model,
+        versions=comparison.results[0].row.versions,
         verdicts=first,
         more_verdicts=[one for one in judged if one not in first],
-        measured=measured([entry.row for entry in comparison.entries]),
-        prompts={task: prompts(entry.row for entry in comparison.of_task(task)) for task in comparison.tasks},
+        measured=measured([result.row for result in comparison.results]),
+        prompts={task: prompts(result.row for result in comparison.of_task(task)) for task in comparison.tasks},
         lead=[(one.title, svg(one)) for one in lead],
         charts=[(one.title, svg(one)) for found in drawn.values() for one in found],
         legend=[(legend_mark(look), comparison.shown(label)) for label, look in charts.looks(comparison).items()],
         leaderboard=tables.leaderboard(comparison),
-        tables={task: tables.results(comparison, task, "seconds") for task in comparison.tasks},
+        tables={task: tables.of_task(comparison, task, "seconds") for task in comparison.tasks},
         along={task: tables.along(comparison, task) for task in comparison.tasks},
         along_note=tables.BY_POSITION.format(comparison.baseline),
         apart=f"{APART} {'; '.join(apart)}." if (apart := comparison.apart()) else "",
@@ -68,9 +68,9 @@ def embedded(value: Any) -> Markup:
 def viewer(comparison: Comparison) -> dict[str, Any]:
     """Return what the viewer shows: prompts as pieces of text, and for each policy the kept tokens as bits."""
     prompts: dict[tuple[str, str], dict[str, Any]] = {}
-    for entry in comparison.entries:
-        for view in entry.views:
-            key = entry.row.task, view.sample
+    for result in comparison.results:
+        for view in result.views:
+            key = result.row.task, view.sample
             prompt = prompts.setdefault(key, {"name": f"{key[0]}: {key[1]}", "pieces": view.pieces, "policies": []})
-            prompt["policies"].append({"name": entry.name, "evicts": entry.evicts, "kept": view.to_json()["kept"]})
+            prompt["policies"].append({"name": result.name, "evicts": result.evicts, "kept": view.to_json()["kept"]})
     return {"prompts": list(prompts.values())}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ag.evaluate.comparison.entries import Entry
+from ag.evaluate.comparison.result import Result
 
 SPARE = 0.02  # of a prompt, by which two shares may differ and count as equal
 OF_SHARE = 0.2  # and of the smaller one, which is less where little is held
@@ -16,12 +16,12 @@ def percent(share: float) -> str:
     return f"{_number(share)} %"
 
 
-def held(entries: Sequence[Entry]) -> str:
+def held(results: Sequence[Result]) -> str:
     """Return as text what a policy holds: a share for each budget, from the least to the most of the tasks."""
     shares: dict[str, list[float]] = {}
-    for entry in entries:
-        if entry.shares is not None:
-            shares.setdefault(entry.budget, []).append(entry.shares[0])
+    for result in results:
+        if result.shares is not None:
+            shares.setdefault(result.budget, []).append(result.shares[0])
     ends = sorted((min(found), max(found)) for found in shares.values())
     texts = [dict.fromkeys(map(_number, pair)) for pair in ends]
     return f"{', '.join(dict.fromkeys(' to '.join(text) for text in texts))} %" if texts else ""
@@ -31,9 +31,9 @@ def _number(share: float) -> str:
     return f"{100 * share:.{0 if share >= 0.0995 else 1}f}"
 
 
-def shown(entry: Entry) -> str:
+def shown(result: Result) -> str:
     """Return what pictures call a result: its name and the share that it holds."""
-    return entry.name if entry.shares is None else f"{entry.name} ({percent(entry.shares[0])})"
+    return result.name if result.shares is None else f"{result.name} ({percent(result.shares[0])})"
 
 
 def agree(one: float, other: float) -> bool:
@@ -41,7 +41,7 @@ def agree(one: float, other: float) -> bool:
     return abs(one - other) <= min(SPARE, OF_SHARE * min(one, other)) + 1e-9  # 0.27 - 0.25 is a little over 0.02
 
 
-def hold_alike(one: Entry, other: Entry) -> bool:
+def hold_alike(one: Result, other: Result) -> bool:
     """Whether two results hold equally much: the same share of all tokens, and of a prompt on average.
 
     With prompts of different lengths the two differ: a budget in tokens is a large share of a short prompt and a small
@@ -57,42 +57,42 @@ def hold_alike(one: Entry, other: Entry) -> bool:
     return mine != theirs and agree(one.shares[0] * mine / mean, other.shares[0] * theirs / mean)
 
 
-def may_pair(one: Entry, other: Entry) -> bool:
+def may_pair(one: Result, other: Result) -> bool:
     """Whether two results of a task may be paired: they hold equally much, or one of them is the full cache."""
     return not (one.evicts and other.evicts) or hold_alike(one, other)
 
 
-def at_budget(entries: Sequence[Entry], budget: str) -> list[Entry]:
+def at_budget(results: Sequence[Result], budget: str) -> list[Result]:
     """Return those results of a task that evict and may be compared at a budget.
 
     The one that holds least of those that were told this budget sets the share: others may protect more than it. What
     was told no budget (flags) takes part where it holds as much by itself.
 
     Args:
-        entries: results of one task.
+        results: of one task.
         budget: as it is written; empty: those that were told none.
     """
-    evicting, least = _evicting(entries, budget)
-    return [entry for entry in evicting if not budget or (least is not None and hold_alike(entry, least))]
+    evicting, least = _evicting(results, budget)
+    return [result for result in evicting if not budget or (least is not None and hold_alike(result, least))]
 
 
-def apart(entries: Sequence[Entry], budget: str) -> list[str]:
+def apart(results: Sequence[Result], budget: str) -> list[str]:
     """Say which results of a task may not be compared at a budget, and what they hold instead of what others hold."""
-    evicting, least = _evicting(entries, budget)
+    evicting, least = _evicting(results, budget)
     if not budget or least is None:
         return []
-    return [differing(entry, least) for entry in evicting if not hold_alike(entry, least)]
+    return [differing(result, least) for result in evicting if not hold_alike(result, least)]
 
 
-def differing(entry: Entry, other: Entry) -> str:
+def differing(result: Result, other: Result) -> str:
     """Say what a result holds, and another one that holds another share."""
-    assert entry.shares is not None and other.shares is not None
-    which = 0 if not agree(entry.shares[0], other.shares[0]) else 1
+    assert result.shares is not None and other.shares is not None
+    which = 0 if not agree(result.shares[0], other.shares[0]) else 1
     of = ("", " of a prompt on average")[which]
-    return f"{entry.name} holds {100 * entry.shares[which]:.1f} %{of}, {other.name} {100 * other.shares[which]:.1f} %"
+    return f"{result.name} holds {100 * result.shares[which]:.1f} %{of}, {other.name} {100 * other.shares[which]:.1f} %"
 
 
-def _evicting(entries: Sequence[Entry], budget: str) -> tuple[list[Entry], Entry | None]:
+def _evicting(results: Sequence[Result], budget: str) -> tuple[list[Result], Result | None]:
     """Return what evicts under a budget or none, and which of those that were told the budget holds least."""
-    found = [one for one in entries if one.shares is not None and one.evicts and one.budget in ("", budget)]
+    found = [one for one in results if one.shares is not None and one.evicts and one.budget in ("", budget)]
     return found, min((one for one in found if one.budget == budget), key=lambda one: one.shares or (), default=None)

@@ -11,8 +11,8 @@ from rich.table import Table as Printed
 
 from ag.evaluate.comparison import by_position
 from ag.evaluate.comparison.conditions import measured, prompts
-from ag.evaluate.comparison.entries import Entry
 from ag.evaluate.comparison.findings import Comparison
+from ag.evaluate.comparison.result import Result
 from ag.evaluate.comparison.shares import APART
 from ag.evaluate.comparison.statistics import Paired
 from ag.evaluate.comparison.verdict import headlines, verdicts
@@ -72,7 +72,7 @@ class Table(NamedTuple):
 
 def leaderboard(comparison: Comparison) -> Table:
     """Return the mean score of each policy and budget by task, and averages over tasks that share a metric."""
-    rows = {task: [entry.row for entry in comparison.of_task(task)] for task in comparison.tasks}
+    rows = {task: [result.row for result in comparison.of_task(task)] for task in comparison.tasks}
     most = {task: max(row.n for row in found) for task, found in rows.items()}
     head = [Head("policy", number=False)]
     for task, (row, *_) in rows.items():
@@ -93,24 +93,24 @@ def leaderboard(comparison: Comparison) -> Table:
     return Table(head, lines, foot)
 
 
-def results(comparison: Comparison, task: str, *more: str) -> Table:
+def of_task(comparison: Comparison, task: str, *more: str) -> Table:
     """Return all results of a task; columns that nothing stands in are left out, and ``more`` are added."""
-    entries = comparison.of_task(task)
-    lines = [line(entry) for entry in entries]
+    results = comparison.of_task(task)
+    lines = [line(result) for result in results]
     absent = {column for column in (*NATS, OVER) if not any(found[column].text for found in lines)}
     columns = [column for column in (*COLUMNS, *more) if column not in absent]
-    names = {"score": entries[0].row.metric, "difference": f"against {comparison.baseline}"}
+    names = {"score": results[0].row.metric, "difference": f"against {comparison.baseline}"}
     head = [Head(names.get(name, name), NOTES.get(name, ""), number=name not in TEXTS) for name in columns]
     return Table(head, [[found[column] for column in columns] for found in lines])
 
 
-def line(entry: Entry) -> dict[str, Cell]:
-    """Return the line of an entry by column."""
-    row, paired = entry.row, entry.paired
+def line(result: Result) -> dict[str, Cell]:
+    """Return the line of a result by column."""
+    row, paired = result.row, result.paired
     cut = f" ({row.cut} cut)" if row.cut else ""
     found = dict.fromkeys(COLUMNS, Cell("")) | {
         "policy": Cell(row.label, row.label),
-        "budget": Cell(entry.budget, row.budget),
+        "budget": Cell(result.budget, row.budget),
         "n": Cell(f"{row.n}", row.n),
         "left out": Cell(f"{row.left_out}{cut}", row.too_long + row.too_short),
         "prefill": Cell(row.prefill, row.prefill),
@@ -126,11 +126,11 @@ def line(entry: Entry) -> dict[str, Cell]:
     }
     if paired is not None:
         found |= {"difference": _difference(paired), "p": Cell(_p(paired.p), paired.p)}
-    if entry.nats is not None:
-        found["nats"] = Cell(_mean(*entry.nats), row.nats)
+    if result.nats is not None:
+        found["nats"] = Cell(_mean(*result.nats), row.nats)
         found["hits"] = Cell("" if row.hits is None else f"{row.hits:.4f}", row.hits)
-    if entry.paired_nats is not None:
-        found["nats difference"] = _difference(entry.paired_nats)
+    if result.paired_nats is not None:
+        found["nats difference"] = _difference(result.paired_nats)
     return found
 
 
@@ -140,21 +140,21 @@ def along(comparison: Comparison, task: str) -> Table | None:
     It holds the baseline's nats, the others' differences to it (nats too where it has no result), and the share that
     each held at the end. Of more than 12 blocks it shows as many as are evenly spaced.
     """
-    entries = [entry for entry in comparison.of_task(task) if entry.outcomes and entry.outcomes[0].blocks]
-    if not entries:
+    results = [result for result in comparison.of_task(task) if result.outcomes and result.outcomes[0].blocks]
+    if not results:
         return None
-    starts = sorted({start for entry in entries for outcome in entry.outcomes for start in outcome.blocks})
+    starts = sorted({start for result in results for outcome in result.outcomes for start in outcome.blocks})
     starts = starts[:: -(-len(starts) // MOST_BLOCKS)]
     lines = []
-    for entry in entries:
-        base = comparison.baseline_of(entry)
+    for result in results:
+        base = comparison.baseline_of(result)
         if base is None:
-            texts = {start: f"{fmean(nats):.3f}" for start, nats in by_position.curve(entry.outcomes).items()}
+            texts = {start: f"{fmean(nats):.3f}" for start, nats in by_position.curve(result.outcomes).items()}
         else:
-            texts = {start: f"{mean:+.3f}" for start, (mean, _) in by_position.difference(entry, base).items()}
-        ends = [float(outcome.tags[END]) for outcome in entry.outcomes if END in outcome.tags]
+            texts = {start: f"{mean:+.3f}" for start, (mean, _) in by_position.difference(result, base).items()}
+        ends = [float(outcome.tags[END]) for outcome in result.outcomes if END in outcome.tags]
         held = f"{fmean(ends):.1%}" if ends else ""
-        lines.append([Cell(entry.name), Cell(held), *(Cell(texts.get(start, "")) for start in starts)])
+        lines.append([Cell(result.name), Cell(held), *(Cell(texts.get(start, "")) for start in starts)])
     names = ["held at the end", *(f"from {start:,}" for start in starts)]
     return Table([Head("policy", number=False), *map(Head, names)], lines)
 
@@ -171,10 +171,10 @@ def markdown(comparison: Comparison) -> str:
         row = comparison.of_task(task)[0].row
         which = "higher" if row.higher_is_better else "lower"
         parts.append(f"## {task}\n\n{row.metric}, {which} is better; {comparison.counted(task)}\n")
-        parts.append(f"{prompts(entry.row for entry in comparison.of_task(task))}\n")
+        parts.append(f"{prompts(result.row for result in comparison.of_task(task))}\n")
         if comparison.uninformative(task):
             parts.append(f"**{comparison.uninformative(task)}**\n")
-        table = results(comparison, task)
+        table = of_task(comparison, task)
         parts.append(_markdown(table))
         if OVER in [column.name for column in table.head]:
             parts.append(f"{OVER}: {OVER_NOTE}.\n")
@@ -183,7 +183,7 @@ def markdown(comparison: Comparison) -> str:
     if apart := comparison.apart():
         parts += [f"{APART}\n", *(f"- {one}" for one in apart), ""]
     parts.append("## How it was measured\n")
-    for what, text in measured([entry.row for entry in comparison.entries]):
+    for what, text in measured([result.row for result in comparison.results]):
         parts.append(f"- {what}: `{text}`" if what == "command" else f"- {what}: {text}")
     return "\n".join([*parts, ""])
 
@@ -199,20 +199,20 @@ def _markdown(table: Table) -> str:
 
 def printed(comparison: Comparison) -> Printed:
     """Return the table that the command prints."""
-    over = any(entry.row.over_budget for entry in comparison.entries)
+    over = any(result.row.over_budget for result in comparison.results)
     table = Printed(box=box.SIMPLE_HEAD, pad_edge=False, caption=f"* {OVER}: there are {OVER_NOTE}" if over else None)
     for column in ("task", "policy"):
         table.add_column(column, overflow="fold")
-    nats = ["nats"] if any(entry.nats is not None for entry in comparison.entries) else []
+    nats = ["nats"] if any(result.nats is not None for result in comparison.results) else []
     for column in ("kept", "score", f"to {comparison.baseline}", "p", *nats):
         table.add_column(column, justify="right", no_wrap=True)
-    for entry in comparison.entries:
-        cells = {column: cell.text for column, cell in line(entry).items()}
+    for result in comparison.results:
+        cells = {column: cell.text for column, cell in line(result).items()}
         difference = cells["difference"].partition(" ")[0]
-        kept = f"*{cells['kept']}" if entry.row.over_budget else cells["kept"]  # little room: table.md says how many
-        score = cells["score"] if entry.row.problem is None else "none"  # the command says why in a line of its own
+        kept = f"*{cells['kept']}" if result.row.over_budget else cells["kept"]  # little room: table.md says how many
+        score = cells["score"] if result.row.problem is None else "none"  # the command says why in a line of its own
         shown = (kept, score, difference, cells["p"], *(cells[column] for column in nats))
-        table.add_row(entry.row.task, entry.name, *shown)
+        table.add_row(result.row.task, result.name, *shown)
     return table
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ag.evaluate.comparison.distance import Distance, ahead, better, certain, distance
-from ag.evaluate.comparison.entries import Entry
 from ag.evaluate.comparison.findings import SIGNIFICANT, Comparison
+from ag.evaluate.comparison.result import Result
 from ag.evaluate.comparison.shares import at_budget, hold_alike
 from ag.evaluate.comparison.statistics import Paired
 
@@ -77,8 +77,8 @@ class Verdict(Finding):
         from_full: how far the best policy and its rival are from the full cache; empty without a result of it.
     """
 
-    best: Entry
-    rival: Entry
+    best: Result
+    rival: Result
     gain: Paired
     unit: str
     level: Sequence[str]
@@ -120,7 +120,7 @@ def verdicts(comparison: Comparison) -> list[Finding]:
             found.append(Finding(task, "", remark))
             continue
         for budget in sorted(comparison.budgets, key=_from_half) or [""]:
-            if any(entry.evicts for entry in _at(comparison, task, budget)):
+            if any(result.evicts for result in _at(comparison, task, budget)):
                 found.append(judge(comparison, task, budget))
     return found
 
@@ -135,16 +135,16 @@ def judge(comparison: Comparison, task: str, budget: str) -> Finding:
 
     Those take part that hold equally much; see :func:`ag.evaluate.comparison.shares.at_budget`.
     """
-    entries = comparison.of_task(task)
-    nats = any(entry.nats is not None for entry in entries)
-    known = [entry for entry in entries if entry.outcomes and (not nats or entry.nats is not None)]
+    results = comparison.of_task(task)
+    nats = any(result.nats is not None for result in results)
+    known = [result for result in results if result.outcomes and (not nats or result.nats is not None)]
     compared = at_budget(known, budget)
     absent = [one for one in _at(comparison, task, budget) if not any(one is other for other in compared)]
     reasons = {one.row.label: reason for one in absent if (reason := _reason(one, nats))}
     left_out = [f"{label} ({reason})" for label, reason in reasons.items()]
     if not compared:
         return Finding(task, budget, "no policy has a result at this budget", left_out=left_out)
-    lower = nats or not all(entry.row.higher_is_better for entry in known)
+    lower = nats or not all(result.row.higher_is_better for result in known)
     best, *others = sorted(compared, key=lambda one: _mean(one, nats), reverse=not lower)
     alike = [one for one in others if hold_alike(best, one)]
     full = next((one for one in known if not one.evicts), None)
@@ -169,23 +169,23 @@ def judge(comparison: Comparison, task: str, budget: str) -> Finding:
     )
 
 
-def _reason(entry: Entry, nats: bool) -> str:
-    """Say why an entry is not compared; empty for the full cache, which every other one is held against."""
-    if not entry.outcomes:
-        return f"no result: {textwrap.shorten(entry.row.problem or 'no samples', LETTERS, placeholder=' ...')}"
-    if nats and entry.nats is None:
+def _reason(result: Result, nats: bool) -> str:
+    """Say why a result is not compared; empty for the full cache, which every other one is held against."""
+    if not result.outcomes:
+        return f"no result: {textwrap.shorten(result.row.problem or 'no samples', LETTERS, placeholder=' ...')}"
+    if nats and result.nats is None:
         return "its nats were not measured"
-    return f"it holds {entry.row.kept:.1%} of the prompt" if entry.evicts else ""
+    return f"it holds {result.row.kept:.1%} of the prompt" if result.evicts else ""
 
 
-def _at(comparison: Comparison, task: str, budget: str) -> list[Entry]:
-    """Return the entries of a task that were run at a budget, and those without one."""
-    return [entry for entry in comparison.of_task(task) if entry.budget in ("", budget)]
+def _at(comparison: Comparison, task: str, budget: str) -> list[Result]:
+    """Return the results of a task that were run at a budget, and those without one."""
+    return [result for result in comparison.of_task(task) if result.budget in ("", budget)]
 
 
-def _mean(entry: Entry, nats: bool) -> float:
-    measured = entry.measure(nats)
-    assert measured is not None  # entries with outcomes have one
+def _mean(result: Result, nats: bool) -> float:
+    measured = result.measure(nats)
+    assert measured is not None  # results with outcomes have one
     return measured[1]
 
 

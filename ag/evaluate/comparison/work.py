@@ -20,8 +20,8 @@ from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import Cell
 from ag.evaluate.comparison.conditions import called, conditions
+from ag.evaluate.comparison.folder import Folder, Row
 from ag.evaluate.comparison.progress import Progressing
-from ag.evaluate.comparison.results import Results, Row
 from ag.evaluate.comparison.views import View, record
 from ag.evaluate.tasks import Loaded, Outcome, Sample, Task
 from ag.gates import export
@@ -31,14 +31,14 @@ POLL_SECONDS = 0.5
 
 
 def fill(
-    config: CompareConfig, cells: Sequence[Cell], results: Results, console: Console, command: str = ""
+    config: CompareConfig, cells: Sequence[Cell], folder: Folder, console: Console, command: str = ""
 ) -> dict[str, Row]:
     """Run the cells that have no row yet; a cell that another process works on is waited for.
 
     Args:
         config: settings of the comparison.
         cells: its cells.
-        results: its folder.
+        folder: its folder.
         console: where progress is shown.
         command: what asked for it, for the rows; empty: the Python call.
 
@@ -48,7 +48,7 @@ def fill(
     Raises:
         UserError: the model or a task's data cannot be had.
     """
-    rows = results.rows()
+    rows = folder.rows()
     again = {key for key, row in rows.items() if config.retry and row.problem is not None}
     worker: _Worker | None = None
     told = False
@@ -63,31 +63,31 @@ def fill(
                     if (
                         len(claimed) < config.batch_policies
                         and same_task
-                        and held.enter_context(results.claim(cell.key))
+                        and held.enter_context(folder.claim(cell.key))
                     ):
                         claimed.append(cell)
-                rows = results.rows()  # another process may have ended one between the look and the lock
+                rows = folder.rows()  # another process may have ended one between the look and the lock
                 again &= {key for key, row in rows.items() if row.problem is not None}
                 mine = [cell for cell in claimed if cell.key not in rows or cell.key in again]
                 if mine:
-                    worker = worker or _Worker(config, results, command or called(config))
+                    worker = worker or _Worker(config, folder, command or called(config))
                     worker.run(mine, progress)
                     again -= {cell.key for cell in mine}
-                    rows = results.rows()
+                    rows = folder.rows()
             if not claimed:
                 if not told:
                     console.print(f"Waiting for {len(missing)} cells that other processes work on.")
                 told = True
                 time.sleep(POLL_SECONDS)
-                rows = results.rows()
+                rows = folder.rows()
     return {cell.key: rows[cell.key] for cell in cells}
 
 
 class _Worker:
     """The model, and the samples of the task at hand."""
 
-    def __init__(self, config: CompareConfig, results: Results, command: str) -> None:
-        self.config, self.results, self.command = config, results, command
+    def __init__(self, config: CompareConfig, folder: Folder, command: str) -> None:
+        self.config, self.folder, self.command = config, folder, command
         torch.set_float32_matmul_precision("highest")  # no TF32: differences between policies are small
         torch.manual_seed(config.seed)
         base, self.tokenizer = models.load_base(config.base, config.device)
@@ -142,7 +142,7 @@ class _Worker:
             progress.forget()
             return _problem(error)
         for row, outcomes, views in found:
-            self.results.append(row, outcomes, views)
+            self.folder.append(row, outcomes, views)
         return None
 
     def _run(
@@ -189,7 +189,7 @@ class _Worker:
     def _fail(self, cells: Sequence[Cell], problem: str) -> None:
         """Write the rows of cells that have no result."""
         for cell in cells:
-            self.results.append(cell.failed(problem, self.loaded, *self._where(cell)), (), ())
+            self.folder.append(cell.failed(problem, self.loaded, *self._where(cell)), (), ())
 
 
 def _first(done: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:

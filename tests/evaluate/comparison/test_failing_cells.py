@@ -65,10 +65,14 @@ def parts(monkeypatch):
 def results(comparison):
     """Scores, kept shares and views by cell; None for one that failed."""
     return {
-        entry.name: None
-        if entry.row.problem
-        else (entry.scores, [outcome.kept for outcome in entry.outcomes], [view.kept.tolist() for view in entry.views])
-        for entry in comparison.entries
+        result.name: None
+        if result.row.problem
+        else (
+            result.scores,
+            [outcome.kept for outcome in result.outcomes],
+            [view.kept.tolist() for view in result.views],
+        )
+        for result in comparison.results
     }
 
 
@@ -78,14 +82,14 @@ def test_the_others_go_on(config, quiet, parts, tmp_path):
     comparison = compare(config(policies=listed, budgets=[0.5], output=tmp_path / "mixed"), quiet)
     found = results(comparison)
     assert {name: found[name] for name in alone} == alone
-    problems = {entry.name: entry.row.problem for entry in comparison.failed}
+    problems = {result.name: result.row.problem for result in comparison.failed}
     assert problems.keys() == found.keys() - alone.keys()
     names(problems["not_a_number 0.5"], "NotANumber.score", "layer 1", "finite")
     names(problems["lookup 0.5"], "KeyError", "'absent'", "test_failing_cells.py")
     names(problems["h2o+shapeless 0.5"], "RuntimeError", "test_failing_cells.py")  # and no file of torch
     names(problems["h2o@stuck 0.5"], "ArithmeticError", "no share for it", "test_failing_cells.py")
-    for entry in comparison.failed:
-        assert (entry.row.mean, entry.row.kept, entry.row.n, entry.row.prefill) == (None, None, 0, "dense")
+    for result in comparison.failed:
+        assert (result.row.mean, result.row.kept, result.row.n, result.row.prefill) == (None, None, 0, "dense")
 
 
 def test_samples_that_were_done_are_not_run_again(config, quiet, monkeypatch, tmp_path):
@@ -118,7 +122,7 @@ def test_a_policy_that_the_model_cannot_have(config, quiet, tiny_tokenizer, tmp_
     [failed] = comparison.failed
     assert (failed.name, failed.row.prefill) == ("expected_attention 0.5", "")
     names(failed.row.problem, "DeepseekV3Model", "8", "24")
-    assert [entry.row.n for entry in comparison.entries if entry is not failed] == [SAMPLES] * 2
+    assert [result.row.n for result in comparison.results if result is not failed] == [SAMPLES] * 2
 
 
 def test_a_task_that_fails(config, quiet, monkeypatch):
@@ -130,13 +134,13 @@ def test_a_task_that_fails(config, quiet, monkeypatch):
 
     monkeypatch.setattr(kind, "read", read)
     comparison = compare(config(policies=["full", "h2o"], budgets=[0.5], tasks=["needle_single", "ppl"]), quiet)
-    assert [(entry.row.task, entry.row.n) for entry in comparison.entries] == [
+    assert [(result.row.task, result.row.n) for result in comparison.results] == [
         *[("needle_single", 0)] * 2,
         *[("ppl", SAMPLES)] * 2,
     ]
     assert len(comparison.failed) == 2
-    for entry in comparison.failed:
-        names(entry.row.problem, "IndexError", "no needle", "test_failing_cells.py")
+    for result in comparison.failed:
+        names(result.row.problem, "IndexError", "no needle", "test_failing_cells.py")
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])

@@ -87,7 +87,7 @@ def test_sorting_by_click_and_by_keyboard(page, compared):
 
 def test_the_viewer_shows_what_was_kept(page, compared):
     browser = page()
-    entries = {entry.name: entry for entry in compared.of_task("ppl")}
+    results = {result.name: result for result in compared.of_task("ppl")}
     selects = {name: Select(browser.find_element(By.ID, name)) for name in ("prompt", "policy", "layer", "head")}
     assert [option.text for option in selects["policy"].options] == compared.names
     assert [option.text for option in selects["layer"].options] == ["all layers", "0", "1", "2"]
@@ -98,12 +98,12 @@ def test_the_viewer_shows_what_was_kept(page, compared):
         for layer, head in ((0, 0), (2, 1)):
             selects["layer"].select_by_visible_text(str(layer))
             selects["head"].select_by_visible_text(str(head))
-            kept = entries[name].views[1].kept[layer, head]
+            kept = results[name].views[1].kept[layer, head]
             tokens = browser.find_elements(By.CSS_SELECTOR, "#text > *")
             assert [token.tag_name == "span" for token in tokens] == kept.tolist()
             assert f"{kept.sum()} of {len(kept)} tokens kept" in browser.find_element(By.ID, "summary").text
     selects["head"].select_by_visible_text("all heads")
-    kept = entries["snapkv@pyramid 0.5"].views[1].kept[2]
+    kept = results["snapkv@pyramid 0.5"].views[1].kept[2]
     token = browser.find_elements(By.CSS_SELECTOR, "#text > *")[3]
     assert token.get_attribute("title") == f"token 3: kept by {kept[:, 3].sum()} of 2"
     selects["prompt"].select_by_index(2)  # the other choices stay
@@ -133,7 +133,7 @@ def test_an_injected_script_would_not_run(chromium, compared, tmp_path):
     text = (compared.folder / "report.html").read_text()
     (tmp_path / "page.html").write_text(text.replace("</main>", "<script>document.title = 'run'</script></main>"))
     chromium.get((tmp_path / "page.html").as_uri())
-    assert chromium.title == f"What to evict: {compared.entries[0].row.model}"
+    assert chromium.title == f"What to evict: {compared.results[0].row.model}"
     assert chromium.find_element(By.ID, "summary").text
     assert "Content Security Policy" in chromium.get_log("browser")[0]["message"]
 

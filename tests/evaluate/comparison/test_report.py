@@ -16,23 +16,23 @@ from matplotlib.image import imread
 import ag
 from ag.engine.spec import PolicySpec
 from ag.evaluate.comparison import charts, drawing, tables
-from ag.evaluate.comparison.entries import Entry
 from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.page import embedded, render, viewer
+from ag.evaluate.comparison.result import Result
 from ag.evaluate.comparison.tables import markdown
 from ag.evaluate.comparison.views import View, pieces
 from ag.evaluate.tasks import Outcome
-from tests.evaluate.comparison.test_results import VALUES
+from tests.evaluate.comparison.test_folder import VALUES
 from tests.support.made_up import ROW
 
 HALF = 0.5e-4 + 1e-12  # of a unit of the last digit that is printed
 
 
-def entry(label, budget, task, scores, higher=False, views=(), metric="accuracy"):
+def result(label, budget, task, scores, higher=False, views=(), metric="accuracy"):
     row = replace(ROW, label=label, budget=budget, task=task, higher_is_better=higher, n=len(scores), metric=metric)
     row = replace(row, mean=float(np.mean(scores)))
     outcomes = [Outcome(str(i), s, 9, 0.5, 9, 0.1) for i, s in enumerate(scores)]
-    return Entry(row, outcomes, list(views), PolicySpec(label))
+    return Result(row, outcomes, list(views), PolicySpec(label))
 
 
 class Page(html.parser.HTMLParser):
@@ -62,8 +62,8 @@ def test_table_md_holds_the_rows_in_cell_order(compared):
     assert text == markdown(compared)
     lines = [re.split(r" ?\| ?", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
     tables = [line for line in lines if len(line) in (10, 13) and line[0] not in ("policy", "---")]
-    assert len(tables) == len(compared.entries) == 14
-    for line, one in zip(tables, compared.entries, strict=True):
+    assert len(tables) == len(compared.results) == 14
+    for line, one in zip(tables, compared.results, strict=True):
         assert line[0] == one.row.label
         assert float(line[2].rstrip("%")) == pytest.approx(100 * one.row.kept, abs=0.05 + 1e-9)
         mean, _, error = line[3].partition(" ± ")
@@ -84,14 +84,14 @@ def test_table_md_holds_the_rows_in_cell_order(compared):
 
 def test_wins_by_hand():
     """Task a (lower is better): x beats y on all 8 samples; task b (higher is better): they tie."""
-    entries = [
-        entry("x", 0.5, "a", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]),
-        entry("y", 0.5, "a", [1.1, 2.2, 3.1, 4.3, 5.1, 6.1, 7.5, 8.1]),
-        entry("z", 0.25, "a", [0.0] * 8),
-        entry("x", 0.5, "b", [1.0, 0.0], higher=True),
-        entry("y", 0.5, "b", [0.0, 1.0], higher=True),
+    results = [
+        result("x", 0.5, "a", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]),
+        result("y", 0.5, "a", [1.1, 2.2, 3.1, 4.3, 5.1, 6.1, 7.5, 8.1]),
+        result("z", 0.25, "a", [0.0] * 8),
+        result("x", 0.5, "b", [1.0, 0.0], higher=True),
+        result("y", 0.5, "b", [0.0, 1.0], higher=True),
     ]
-    wins = Comparison(Path(), "x", entries).wins("0.5")
+    wins = Comparison(Path(), "x", results).wins("0.5")
     assert wins.names == ["x 0.5 (50 %)", "y 0.5 (50 %)"]
     assert wins.share[0, 1] == 0.75 and wins.share[1, 0] == 0.25  # a win and a half of two
     assert wins.certain.tolist() == [[0, 1], [0, 0]]  # 2 of 256 patterns reach it
@@ -99,21 +99,21 @@ def test_wins_by_hand():
 
 
 def test_averages_are_over_tasks_with_the_same_metric():
-    entries = [entry("x", None, "a", [0.5], True), entry("x", None, "b", [1.0, 0.0, 1.0, 1.0], True)]
-    others = [entry("x", None, "c", [3.0], metric="nats"), entry("x", None, "d", [0.25], True, metric="F1")]
-    comparison = Comparison(Path(), "x", [*entries, *others])
+    results = [result("x", None, "a", [0.5], True), result("x", None, "b", [1.0, 0.0, 1.0, 1.0], True)]
+    others = [result("x", None, "c", [3.0], metric="nats"), result("x", None, "d", [0.25], True, metric="F1")]
+    comparison = Comparison(Path(), "x", [*results, *others])
     assert comparison.averaged == ["accuracy"]
     assert comparison.leaders()[0][2] == [0.625]
     assert "| policy | a | b | c | d | average accuracy |" in markdown(comparison)
-    assert Comparison(Path(), "x", [entries[0], *others]).averaged == []
-    failed = replace(entries[1].row, mean=None, problem="out of memory")
-    assert Comparison(Path(), "x", [entries[0], replace(entries[1], row=failed, outcomes=[])]).leaders()[0][2] == [None]
+    assert Comparison(Path(), "x", [results[0], *others]).averaged == []
+    failed = replace(results[1].row, mean=None, problem="out of memory")
+    assert Comparison(Path(), "x", [results[0], replace(results[1], row=failed, outcomes=[])]).leaders()[0][2] == [None]
 
 
 def test_curves_over_positions():
     tags = {"nats@0": 3.0, "nats@1024": 1.5}
     outcomes = [Outcome("0", 2.0, 9, 0.5, 9, 0.1, tags), Outcome("1", 2.0, 9, 0.5, 9, 0.1, {"nats@0": 5.0})]
-    one = replace(entry("x", 0.5, "a", [2.0]), outcomes=outcomes)
+    one = replace(result("x", 0.5, "a", [2.0]), outcomes=outcomes)
     [chart] = charts.along(Comparison(Path(), "x", [one]), "a")
     assert [point[:2] for point in chart.lines[0].points] == [(0, 4.0), (1024, 1.5)]
 
@@ -122,14 +122,14 @@ def test_curves_over_positions():
 def streamed(tmp_path):
     """Two policies over two texts with blocks at 4 and 6, the last of 3 tokens."""
     nats = {"full": [(2.0, 4.0), (1.0, 2.0)], "tova": [(2.5, 5.0), (1.1, 2.0)], "h2o": [(2.0, 4.0), (1.0, 2.0)]}
-    entries = []
+    results = []
     for label, texts in nats.items():
         tags = [{"nats@4": a, "nats@6": b, "held@end": 0.25 + 0.5 * (label == "full")} for a, b in texts]
         scores = [(2 * a + 3 * b) / 5 for a, b in texts]
-        row = replace(entry(label, None if label == "full" else 0.5, "ppl_stream", scores).row, key=label)
+        row = replace(result(label, None if label == "full" else 0.5, "ppl_stream", scores).row, key=label)
         outcomes = [Outcome(str(i), s, 9, 0.5, 9, 0.1, t) for i, (s, t) in enumerate(zip(scores, tags, strict=True))]
-        entries.append(Entry(row, outcomes, [], PolicySpec(label)))
-    return Comparison.tested(tmp_path, "full", entries)
+        results.append(Result(row, outcomes, [], PolicySpec(label)))
+    return Comparison.tested(tmp_path, "full", results)
 
 
 def test_curves_over_positions_start_from_the_full_cache(streamed):
@@ -144,7 +144,7 @@ def test_curves_over_positions_start_from_the_full_cache(streamed):
 
 @pytest.mark.filterwarnings("error")
 def test_the_full_cache_alone_has_a_curve(streamed):
-    alone = replace(streamed, entries=streamed.entries[:1])
+    alone = replace(streamed, results=streamed.results[:1])
     [chart] = charts.along(alone, "ppl_stream")
     [line] = chart.lines
     assert (line.name, [point.y for point in line.points]) == ("full (50 %)", [1.5, 3.0])
@@ -172,11 +172,11 @@ def test_a_table_by_position(streamed):
         ["h2o 0.5", "25.0%", "+0.000", "+0.000"],
     ]
     assert "| tova 0.5 | 25.0% | +0.300 | +0.500 |" in markdown(streamed)
-    assert tables.along(replace(streamed, entries=[entry("full", None, "x", [1.0])]), "x") is None
+    assert tables.along(replace(streamed, results=[result("full", None, "x", [1.0])]), "x") is None
 
 
 def test_differences_are_paired_by_text_and_block(streamed):
-    tova = streamed.entries[1].paired
+    tova = streamed.results[1].paired
     assert tova.difference == pytest.approx(np.mean([(2 * 0.5 + 3 * 1.0) / 5, 2 * 0.1 / 5]))
     # twice a text has the probability 1/4; then a block twice in both 1/16, and twice in one alone 1/4
     assert (tova.low, tova.high) == pytest.approx((np.mean([0.0, 0.04]), np.mean([1.0, 0.8])))
@@ -225,7 +225,7 @@ def test_layers_by_hand():
     other = np.array([[[1, 1], [1, 1]], [[0, 0], [0, 0]]], dtype=bool)
     views = [View("0", list("abcd"), kept), View("1", list("ab"), other)]
     comparison = Comparison(
-        Path(), "full", [entry("full", None, "a", [1.0], views=views), entry("h2o", 0.5, "a", [1.0], views=views)]
+        Path(), "full", [result("full", None, "a", [1.0], views=views), result("h2o", 0.5, "a", [1.0], views=views)]
     )
     names, shares = comparison.layers()
     assert names == ["h2o 0.5 (62 %)"]  # 15 of 24
@@ -303,9 +303,9 @@ def test_embedded_json_is_inert_and_whole(value):
 
 
 def test_names_are_escaped_in_the_page(compared):
-    one = compared.entries[1]
+    one = compared.results[1]
     bad = '<script>alert("x")</script>'
-    entries = [*compared.entries[:1], replace(one, row=replace(one.row, label=bad))]
-    text = render(Comparison(compared.folder, "full", entries))
+    results = [*compared.results[:1], replace(one, row=replace(one.row, label=bad))]
+    text = render(Comparison(compared.folder, "full", results))
     assert bad not in text and "&lt;script&gt;alert(" in text
     assert len([tag for tag, _ in Page(text).elements if tag == "script"]) == 2

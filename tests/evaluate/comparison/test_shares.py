@@ -7,9 +7,9 @@ import pytest
 
 from ag.engine.spec import PolicySpec
 from ag.evaluate.comparison import charts, drawing
-from ag.evaluate.comparison.entries import Entry
 from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.page import render
+from ag.evaluate.comparison.result import Result
 from ag.evaluate.comparison.shares import agree, at_budget, held, hold_alike, percent
 from ag.evaluate.comparison.tables import markdown
 from ag.evaluate.comparison.verdict import judge, verdicts
@@ -21,9 +21,9 @@ SPECS = {name: PolicySpec.parse(f"{name}:x") for name in ("flags", "gates")}
 SPECS |= {"mine": SPECS["gates"], "fitting": SPECS["flags"]}
 
 
-def entry(label, budget, tokens, kept, task="ppl"):
+def result(label, budget, tokens, kept, task="ppl"):
     """A result on prompts of so many tokens, of which these shares were held; nats are the share evicted."""
-    made = made_up.entry("ppl", label, budget, 0.0, 0)
+    made = made_up.result("ppl", label, budget, 0.0, 0)
     outcomes = [
         Outcome(str(i), 3.0 - share + 0.001 * i, n, share, 9, 0.1)
         for i, (n, share) in enumerate(zip(tokens, kept, strict=True))
@@ -31,7 +31,7 @@ def entry(label, budget, tokens, kept, task="ppl"):
     total = sum(n * share for n, share in zip(tokens, kept, strict=True)) / sum(tokens)
     mean = sum(one.score for one in outcomes) / len(outcomes)
     row = replace(made.row, task=task, kept=total, mean=mean, n=len(outcomes), floor=None)
-    return Entry(row, outcomes, [], SPECS.get(label) or PolicySpec(label))
+    return Result(row, outcomes, [], SPECS.get(label) or PolicySpec(label))
 
 
 def tokens_of(budget, lengths=LENGTHS):
@@ -39,8 +39,8 @@ def tokens_of(budget, lengths=LENGTHS):
     return [budget / n for n in lengths]
 
 
-def of(entries, baseline="full"):
-    return Comparison.tested(Path(), baseline, entries)
+def of(results, baseline="full"):
+    return Comparison.tested(Path(), baseline, results)
 
 
 @pytest.mark.parametrize(
@@ -73,31 +73,31 @@ def test_shares_that_count_as_equal(one, other, same):
 def test_of_all_tokens_and_of_a_prompt_on_average(budget, flags, alike):
     """Budgets in tokens are unlike shares where prompts differ in length: 60 tokens of 100 and of 300."""
     kept = tokens_of(budget) if isinstance(budget, int) else [budget] * 2
-    one, other = entry("h2o", budget, LENGTHS, kept), entry("flags", None, LENGTHS, flags)
+    one, other = result("h2o", budget, LENGTHS, kept), result("flags", None, LENGTHS, flags)
     assert hold_alike(one, other) is hold_alike(other, one) is alike
 
 
 def test_texts_that_the_model_writes_differ_in_length():
     """70 tokens held behind solutions of 200 and of 230 tokens are the same memory, 110 are not."""
-    one, other = entry("h2o", 70, (200, 200), (0.35, 0.35)), entry("tova", 70, (230, 230), (70 / 230, 70 / 230))
+    one, other = result("h2o", 70, (200, 200), (0.35, 0.35)), result("tova", 70, (230, 230), (70 / 230, 70 / 230))
     assert not agree(0.35, 70 / 230)
     assert hold_alike(one, other) and hold_alike(other, one)
-    assert not hold_alike(one, entry("tova", 70, (230, 230), (110 / 230, 110 / 230)))
+    assert not hold_alike(one, result("tova", 70, (230, 230), (110 / 230, 110 / 230)))
 
 
 @pytest.fixture
 def mixed():
     """At a quarter: gates and h2o as told, snapkv, which protects more, and flags at 63 %; flags of 26 % fit."""
     shares = {"mine": 0.25, "h2o": 0.25, "snapkv": 0.32}
-    entries = [entry("full", None, LENGTHS, (1.0, 1.0))]
-    entries += [entry(label, 0.25, LENGTHS, (share, share)) for label, share in shares.items()]
-    entries += [entry(label, None, LENGTHS, (s, s)) for label, s in (("flags", 0.63), ("fitting", 0.26))]
-    return entries
+    results = [result("full", None, LENGTHS, (1.0, 1.0))]
+    results += [result(label, 0.25, LENGTHS, (share, share)) for label, share in shares.items()]
+    results += [result(label, None, LENGTHS, (s, s)) for label, s in (("flags", 0.63), ("fitting", 0.26))]
+    return results
 
 
 def test_unequal_shares_are_never_paired(mixed, no_charts):
     comparison = of(mixed)
-    assert [one.row.label for one in at_budget(comparison.entries, "0.25")] == ["mine", "h2o", "fitting"]
+    assert [one.row.label for one in at_budget(comparison.results, "0.25")] == ["mine", "h2o", "fitting"]
     wins = comparison.wins("0.25")
     assert wins.names == ["full (100 %)", "mine 0.25 (25 %)", "h2o 0.25 (25 %)", "fitting (26 %)"]
     assert wins.tasks.tolist() == [[1] * 4] * 4
@@ -110,19 +110,19 @@ def test_unequal_shares_are_never_paired(mixed, no_charts):
     for text in (render(comparison), markdown(comparison)):
         for line in comparison.apart():
             assert line in text
-    assert [one.row.label for one in comparison.entries if one.paired is None] == ["full"]  # each is held against it
+    assert [one.row.label for one in comparison.results if one.paired is None] == ["full"]  # each is held against it
 
 
 def test_what_is_not_level_is_not_named_level(mixed):
     """Two exports whose flags hold different shares: neither is the other's rival, nor level with it."""
-    entries = [one for one in mixed if one.budget == ""]
-    verdict = judge(of(entries), "ppl", "")
+    results = [one for one in mixed if one.budget == ""]
+    verdict = judge(of(results), "ppl", "")
     assert (verdict.best.row.label, verdict.rival.row.label, list(verdict.level)) == ("flags", "full", [])
 
 
 def test_a_baseline_that_evicts_is_for_those_that_hold_as_much(mixed):
     comparison = of(mixed, "flags")
-    assert {one.row.label: one.paired is not None for one in comparison.entries} == {
+    assert {one.row.label: one.paired is not None for one in comparison.results} == {
         "full": True,
         "mine": False,
         "h2o": False,
@@ -132,12 +132,12 @@ def test_a_baseline_that_evicts_is_for_those_that_hold_as_much(mixed):
     }
     assert "ppl: h2o 0.25 holds 25.0 %, flags 63.0 %" in comparison.apart()
     near = of(mixed, "fitting")
-    assert near.entries[2].paired.difference == pytest.approx(0.01) and near.entries[3].paired is None
+    assert near.results[2].paired.difference == pytest.approx(0.01) and near.results[3].paired is None
 
 
 def test_pairs_are_told_apart_task_by_task(mixed):
     """Flags that hold as much as the others on one task of two are paired there alone."""
-    fits = [entry(label, budget, LENGTHS, (0.25, 0.25), "other") for label, budget in (("h2o", 0.25), ("flags", None))]
+    fits = [result(label, budget, LENGTHS, (0.25, 0.25), "other") for label, budget in (("h2o", 0.25), ("flags", None))]
     wins = of([*mixed, *fits]).wins("0.25")
     assert wins.names[3:] == ["fitting (26 %)", "flags (25 %)"]
     at = {name.split()[0]: place for place, name in enumerate(wins.names)}
@@ -147,11 +147,11 @@ def test_pairs_are_told_apart_task_by_task(mixed):
 
 def test_differing_budgets_in_tokens(mixed):
     """Flags that hold 30 % of each prompt are not compared at 60 tokens of 100 and of 300, which are 30 % as well."""
-    entries = [entry("h2o", 60, LENGTHS, tokens_of(60)), entry("tova", 60, LENGTHS, tokens_of(60))]
-    comparison = of([*entries, entry("flags", None, LENGTHS, (0.3, 0.3))])
+    results = [result("h2o", 60, LENGTHS, tokens_of(60)), result("tova", 60, LENGTHS, tokens_of(60))]
+    comparison = of([*results, result("flags", None, LENGTHS, (0.3, 0.3))])
     assert comparison.wins("60").names == ["h2o 60 (30 %)", "tova 60 (30 %)"]
     assert comparison.apart() == ["ppl: flags holds 30.0 % of a prompt on average, h2o 60 40.0 %"]
-    same = of([*entries, entry("flags", None, LENGTHS, tokens_of(60))])
+    same = of([*results, result("flags", None, LENGTHS, tokens_of(60))])
     assert same.apart() == [] and len(same.wins("60").names) == 3
 
 
@@ -165,13 +165,13 @@ def test_shares_as_text(share, text):
 
 def test_what_a_policy_holds_by_budget_and_over_tasks():
     shares = {0.5: (0.497, 0.529), 0.25: (0.25, 0.252), 0.02: (0.02, 0.02)}
-    entries = [
-        entry("h2o", budget, (100,), (share,), task)
+    results = [
+        result("h2o", budget, (100,), (share,), task)
         for budget, both in shares.items()
         for task, share in zip(made_up.TASKS, both, strict=True)
     ]
-    assert held(entries) == "2.0, 25, 50 to 53 %"
-    assert of(entries).shown("h2o") == "h2o (2.0, 25, 50 to 53 %)"
+    assert held(results) == "2.0, 25, 50 to 53 %"
+    assert of(results).shown("h2o") == "h2o (2.0, 25, 50 to 53 %)"
     assert held([]) == ""
 
 
@@ -193,8 +193,8 @@ def test_every_legend_says_what_was_kept(mixed):
 
 def test_the_verdict_names_gates_at_every_budget():
     """Gates that rank take part at each budget; flags, at 63 %, at neither."""
-    entries = [entry("full", None, LENGTHS, (1.0, 1.0)), entry("flags", None, LENGTHS, (0.63, 0.63))]
-    entries += [entry(label, b, LENGTHS, (b, b)) for label in ("mine", "h2o") for b in (0.5, 0.25)]
-    found = verdicts(of(entries))
+    results = [result("full", None, LENGTHS, (1.0, 1.0)), result("flags", None, LENGTHS, (0.63, 0.63))]
+    results += [result(label, b, LENGTHS, (b, b)) for label in ("mine", "h2o") for b in (0.5, 0.25)]
+    found = verdicts(of(results))
     assert [one.budget for one in found] == ["0.5", "0.25"]
     assert {frozenset((one.best.row.label, one.rival.row.label)) for one in found} == {frozenset(("mine", "h2o"))}

@@ -7,9 +7,9 @@ import pytest
 
 from ag.engine.spec import PolicySpec
 from ag.evaluate.comparison.charts import leading, looks
-from ag.evaluate.comparison.entries import Entry
 from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.page import render
+from ag.evaluate.comparison.result import Result
 from ag.evaluate.comparison.tables import markdown
 from ag.evaluate.comparison.verdict import headlines, judge, verdicts
 from tests.support import made_up
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_charts")
 
 
 def difference(comparison, task, budget, mine, theirs):
-    """Mean of the differences of two entries' nats, and the interval from resamples of another generator.
+    """Mean of the differences of two results' nats, and the interval from resamples of another generator.
 
     Also five deviations of how far the interval's ends may be from those of 10,000 resamples: an end of so many has
     0.027 errors of the mean (see test_statistics.py), one of 20,000 half the variance.
@@ -69,7 +69,7 @@ def test_gates_are_not_rivals_of_gates(tmp_path):
     """Whatever they are called: what the policy is made of counts, not its label."""
     comparison = made_up.comparison(tmp_path)
     gated = PolicySpec.parse("gates:other")
-    second = [replace(one, spec=gated) if one.row.label.startswith("h2o") else one for one in comparison.entries]
+    second = [replace(one, spec=gated) if one.row.label.startswith("h2o") else one for one in comparison.results]
     verdict = judge(Comparison(tmp_path, "full", second), "ppl", "0.3")
     assert (verdict.best.row.label, verdict.rival.row.label) == ("mine", "tova")
 
@@ -77,19 +77,19 @@ def test_gates_are_not_rivals_of_gates(tmp_path):
 @pytest.mark.parametrize("name", ["flags", "gates"])  # the same without a budget
 def test_flags_compete_where_they_hold_as_much(tmp_path, name):
     comparison = made_up.comparison(tmp_path)
-    flagged = made_up.entry("ppl", "mine", None, 0.01, 99)
+    flagged = made_up.result("ppl", "mine", None, 0.01, 99)
     for kept, best in ((0.45, "h2o"), (0.485, "mine"), (0.515, "mine"), (0.55, "h2o")):
         row = replace(flagged.row, kept=kept)
         outcomes = [replace(outcome, kept=kept) for outcome in flagged.outcomes]
-        rest = [e for e in comparison.entries if e.row.label != "mine"]
+        rest = [e for e in comparison.results if e.row.label != "mine"]
         flags = replace(flagged, row=row, outcomes=outcomes, spec=PolicySpec.parse(f"{name}:somewhere"))
         verdict = judge(Comparison(tmp_path, "full", [*rest, flags]), "ppl", "0.5")
         assert verdict.best.row.label == best and flags.is_gated
 
 
 def test_one_policy_is_held_against_the_full_cache(tmp_path):
-    entries = [e for e in made_up.comparison(tmp_path).entries if e.row.label in ("full", "tova")]
-    verdict = judge(Comparison(tmp_path, "full", entries), "ppl", "0.1")
+    results = [e for e in made_up.comparison(tmp_path).results if e.row.label in ("full", "tova")]
+    verdict = judge(Comparison(tmp_path, "full", results), "ppl", "0.1")
     assert (verdict.best.row.label, verdict.rival.row.label) == ("tova", "full")
     assert "nats behind full [0.8" in str(verdict)
     assert verdict.gain.difference == pytest.approx(-0.81, abs=made_up.NOISE)
@@ -103,7 +103,7 @@ def test_the_distance_to_the_full_cache(budget, nats, tmp_path):
     for verdict in (asked, going_on):
         gain, low, high, drawn = difference(comparison, verdict.task, budget, "mine", "full")
         [mine, rival] = verdict.from_full
-        assert (mine.entry, rival.entry) == (verdict.best, verdict.rival)
+        assert (mine.result, rival.result) == (verdict.best, verdict.rival)
         assert gain == pytest.approx(mine.gain.difference) == pytest.approx(-nats, abs=made_up.NOISE)
         assert (mine.gain.low, mine.gain.high) == pytest.approx((low, high), abs=drawn)
         assert (
@@ -117,14 +117,14 @@ def test_the_distance_to_the_full_cache(budget, nats, tmp_path):
 
 
 def scored(label, budget, rights, of=24, problem=None, kept=None):
-    """An entry of a task without nats: exact match, so many right."""
-    one = made_up.entry("ppl", label, budget, 0.0, 1)
+    """A result of a task without nats: exact match, so many right."""
+    one = made_up.result("ppl", label, budget, 0.0, 1)
     scores = [float(i < rights) for i in range(of)]
     outcomes = [replace(outcome, score=s) for outcome, s in zip(one.outcomes, scores, strict=False)]
     told = {"task": "needles", "metric": "exact match", "higher_is_better": True, "floor": 0.1, "problem": problem}
     told |= {"mean": rights / of, "kept": one.row.kept if kept is None else kept, "question": "after"}
     spec = PolicySpec.parse("flags:x") if label == "flags" else one.spec
-    return Entry(replace(one.row, **told), [] if problem else outcomes, [], spec)
+    return Result(replace(one.row, **told), [] if problem else outcomes, [], spec)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def scored(label, budget, rights, of=24, problem=None, kept=None):
 )
 def test_two_that_cannot_be_told_apart_may_both_be_far_from_full(rights, words, tmp_path):
     of = rights[0]
-    entries = [scored(*one, of=of) for one in zip(("full", "h2o", "random"), (None, 0.1, 0.1), rights, strict=True)]
-    verdict = judge(Comparison(tmp_path, "full", entries), "needles", "0.1")
+    results = [scored(*one, of=of) for one in zip(("full", "h2o", "random"), (None, 0.1, 0.1), rights, strict=True)]
+    verdict = judge(Comparison(tmp_path, "full", results), "needles", "0.1")
     lost = (rights[0] - rights[1]) / of
     assert verdict.from_full[0].gain.difference == pytest.approx(-lost)
     assert f"h2o, {lost:.3f} in exact match behind full [" in str(verdict)
@@ -152,10 +152,10 @@ def test_two_that_cannot_be_told_apart_may_both_be_far_from_full(rights, words, 
 @pytest.mark.parametrize(("cost", "far"), [(0.6, False), (0.8, True)])
 def test_half_as_likely_is_far(cost, far, tmp_path):
     """exp(-0.6) is more than a half, exp(-0.8) is less."""
-    entries = [made_up.entry("ppl", "full", None, 0.0, 0)]
-    entries += [made_up.entry("ppl", label, 0.1, cost, seed) for seed, label in enumerate(("h2o", "tova"), 1)]
-    assert ("both are far" in str(judge(Comparison(tmp_path, "full", entries), "ppl", "0.1"))) == far
-    alone = judge(Comparison(tmp_path, "full", entries[:2]), "ppl", "0.1")
+    results = [made_up.result("ppl", "full", None, 0.0, 0)]
+    results += [made_up.result("ppl", label, 0.1, cost, seed) for seed, label in enumerate(("h2o", "tova"), 1)]
+    assert ("both are far" in str(judge(Comparison(tmp_path, "full", results), "ppl", "0.1"))) == far
+    alone = judge(Comparison(tmp_path, "full", results[:2]), "ppl", "0.1")
     assert ("it is far" in str(alone)) == far and str(alone).count("behind full") == 1
 
 
@@ -214,18 +214,18 @@ def test_two_curves_lead(tmp_path):
         costs = cost * np.array([0.9, 0.8, 0.7, 0.5])
         assert [point.y for point in line.points] == pytest.approx(costs, abs=made_up.NOISE)
         assert all(point.low < point.y < point.high for point in line.points)
-    alone = [one for one in comparison.entries if one.evicts]
+    alone = [one for one in comparison.results if one.evicts]
     [text] = [one for one in leading(Comparison(tmp_path, "h2o", alone)) if "ppl" in one.title]
     assert (text.y_label, text.zero) == ("nats", None)
-    for one, entry in zip(text.lines[-1].points, sorted(made_up.BUDGETS), strict=True):  # of gates
-        [mean] = [e.row.mean for e in alone if (e.row.task, e.row.label, e.row.budget) == ("ppl", "mine", entry)]
+    for one, result in zip(text.lines[-1].points, sorted(made_up.BUDGETS), strict=True):  # of gates
+        [mean] = [e.row.mean for e in alone if (e.row.task, e.row.label, e.row.budget) == ("ppl", "mine", result)]
         assert one.y == pytest.approx(mean) and one.low < one.y < one.high
 
 
 def test_without_several_shares_nothing_leads(tmp_path):
-    entries = [e for e in made_up.comparison(tmp_path).entries if e.budget in ("", "0.5")]
-    assert leading(Comparison(tmp_path, "full", entries)) == []
-    assert 'id="lead"' not in render(Comparison(tmp_path, "full", entries))
+    results = [e for e in made_up.comparison(tmp_path).results if e.budget in ("", "0.5")]
+    assert leading(Comparison(tmp_path, "full", results)) == []
+    assert 'id="lead"' not in render(Comparison(tmp_path, "full", results))
 
 
 def test_rows_that_are_not_shown_are_told(tmp_path):

@@ -82,8 +82,8 @@ def test_batches_are_what_each_text_is_alone(tiny_llama, tiny_tokenizer, tmp_pat
     assert all(outcome.kept == 1.0 for outcome in full)
     for outcome in streaming:
         assert outcome.kept == pytest.approx(24 / outcome.tokens)
-        entry = 3 * 2 * 16 * 2 * 4  # layers, KV heads, dimensions, keys and values, bytes
-        assert 24 * entry <= outcome.kv_bytes <= 40 * entry  # a step and spare slots
+        result = 3 * 2 * 16 * 2 * 4  # layers, KV heads, dimensions, keys and values, bytes
+        assert 24 * result <= outcome.kv_bytes <= 40 * result  # a step and spare slots
 
 
 def test_each_text_of_a_batch_says_whether_more_is_protected_than_its_budget(tiny_llama, tiny_tokenizer):
@@ -154,14 +154,14 @@ def test_every_policy_runs_with_the_adapter_of_the_gates(tiny_llama, tiny_tokeni
     )
     comparison = compare(config, Console(file=io.StringIO()))
     _, loaded = load(tiny_tokenizer, limit=2, **SHORT)
-    for entry, policy in zip(comparison.entries, ("full", f"flags:{tmp_path / 'export'}", None), strict=True):
-        assert entry.row.problem is None and entry.row.n == 2
+    for result, policy in zip(comparison.results, ("full", f"flags:{tmp_path / 'export'}", None), strict=True):
+        assert result.row.problem is None and result.row.n == 2
         policy = policy or ag.policy("tova", 16, "every")
-        for outcome, sample in zip(entry.outcomes, loaded.samples, strict=True):
+        for outcome, sample in zip(result.outcomes, loaded.samples, strict=True):
             text, cache = alone(adapted, policy, sample)
             assert (outcome.tags["generated"], outcome.tokens) == (len(text), cache.seen_tokens)
             assert outcome.kept == pytest.approx(cache.kept_share())
-    kept = [entry.row.kept for entry in comparison.entries]
+    kept = [result.row.kept for result in comparison.results]
     assert kept[0] == 1.0 and all(0 < share < 1 for share in kept[1:])
 
 

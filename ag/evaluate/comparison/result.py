@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison.results import Row, tag_values
+from ag.evaluate.comparison.folder import Row, tag_values
 from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error
 from ag.evaluate.comparison.views import View
 from ag.evaluate.tasks import Outcome
 
 
 @dataclass(frozen=True)
-class Entry:
+class Result:
     """A cell with all that came out of it.
 
     Attributes:
@@ -86,16 +86,16 @@ class Entry:
         return self.row.kept, found[0], found[1] or 0.0
 
 
-def pair(entry: Entry, other: Entry, nats: bool = False) -> Paired | None:
-    """Compare the scores of two entries, or the nats of their right answers; None where they share no sample."""
+def pair(result: Result, other: Result, nats: bool = False) -> Paired | None:
+    """Compare the scores of two results, or the nats of their right answers; None where they share no sample."""
     if nats:
-        mine, theirs = _matched(*(tag_values(one.outcomes, "nats") for one in (entry, other)))
+        mine, theirs = _matched(*(tag_values(one.outcomes, "nats") for one in (result, other)))
         return compare(mine, theirs) if mine else None
-    mine, theirs = _matched(entry.scores, other.scores)
-    return compare(mine, theirs, _parts(entry, other)) if mine else None
+    mine, theirs = _matched(result.scores, other.scores)
+    return compare(mine, theirs, _parts(result, other)) if mine else None
 
 
-def _parts(one: Entry, other: Entry) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:
+def _parts(one: Result, other: Result) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:
     """Return for each sample that both have the differences of its blocks and their tokens; None without blocks."""
     theirs = {outcome.sample: outcome for outcome in other.outcomes}
     found = []

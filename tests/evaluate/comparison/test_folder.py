@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.evaluate.comparison.results import CorruptRowWarning, Results, Row, read_line
+from ag.evaluate.comparison.folder import CorruptRowWarning, Folder, Row, read_line
 from ag.evaluate.tasks import Outcome
 from tests.support.made_up import ROW
 
@@ -22,14 +22,14 @@ VALUES = st.recursive(
 
 
 def test_what_is_written_comes_back(tmp_path):
-    results = Results(tmp_path)
+    results = Folder(tmp_path)
     results.append(ROW, [OUTCOME], [])
     later = replace(ROW, seconds=2.0)
     results.append(later, [OUTCOME], [])
     other = replace(ROW, key="f", problem="out of memory: 3 GiB", mean=None, kept=None, n=0)
     results.append(other, [], [])
-    assert Results(tmp_path).rows() == {ROW.key: later, "f": other}
-    assert Results(tmp_path).outcomes(ROW) == [OUTCOME]
+    assert Folder(tmp_path).rows() == {ROW.key: later, "f": other}
+    assert Folder(tmp_path).outcomes(ROW) == [OUTCOME]
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 3
 
 
@@ -39,7 +39,7 @@ def test_rows_of_earlier_versions_are_read(tmp_path):
     later |= {"prompt_max", "task_options", "hardware", "threads", "date", "command"}
     old = json.dumps({name: value for name, value in asdict(ROW).items() if name not in later})
     assert read_line(old, Row) == ROW
-    results = Results(tmp_path)
+    results = Folder(tmp_path)
     results.append(ROW, [OUTCOME], [])
     (tmp_path / "results.jsonl").write_text(old + "\n")
     assert results.rows() == {ROW.key: ROW}
@@ -47,17 +47,17 @@ def test_rows_of_earlier_versions_are_read(tmp_path):
 
 
 def test_nats_that_do_not_fit_their_samples_are_refused(tmp_path):
-    results = Results(tmp_path)
+    results = Folder(tmp_path)
     outcome = replace(OUTCOME, tags={"nats": 2.5, "hits": 1.0})
     results.append(replace(ROW, nats=2.5, hits=1.0), [outcome], [])
-    assert Results(tmp_path).rows()[ROW.key].nats == 2.5
+    assert Folder(tmp_path).rows()[ROW.key].nats == 2.5
     results.append(replace(ROW, nats=2.0, hits=1.0), [outcome], [])
     with pytest.warns(CorruptRowWarning, match="does not fit its samples"):
-        assert Results(tmp_path).rows()[ROW.key].nats == 2.5
+        assert Folder(tmp_path).rows()[ROW.key].nats == 2.5
 
 
 def test_a_row_after_a_torn_one_stands_on_its_own_line(tmp_path):
-    results = Results(tmp_path)
+    results = Folder(tmp_path)
     (tmp_path / "results.jsonl").write_text(LINE[:40])
     results.append(ROW, [OUTCOME], [])
     with pytest.warns(CorruptRowWarning, match="a row cannot be used"):
@@ -67,7 +67,7 @@ def test_a_row_after_a_torn_one_stands_on_its_own_line(tmp_path):
 
 
 def test_a_key_cannot_lead_out_of_the_folder(tmp_path):
-    results = Results(tmp_path / "out")
+    results = Folder(tmp_path / "out")
     (tmp_path / "secret.jsonl").write_text("")
     (tmp_path / "out" / "results.jsonl").write_text(json.dumps(asdict(ROW) | {"key": "../../secret", "n": 0}) + "\n")
     with pytest.warns(CorruptRowWarning, match="key="):
@@ -75,7 +75,7 @@ def test_a_key_cannot_lead_out_of_the_folder(tmp_path):
 
 
 def test_a_lock_is_exclusive_and_free_again(tmp_path):
-    one, other = Results(tmp_path), Results(tmp_path)
+    one, other = Folder(tmp_path), Folder(tmp_path)
     with one.claim("a") as mine, other.claim("a") as theirs, other.claim("b") as third:
         assert (mine, theirs, third) == (True, False, True)
     with other.claim("a") as mine:
@@ -131,7 +131,7 @@ def test_a_changed_value_is_refused_or_of_the_right_type(name, value):
 @pytest.mark.slow
 def test_any_file_is_sorted_into_rows_and_the_rest(tmp_path_factory, pieces):
     folder = tmp_path_factory.mktemp("results")
-    results = Results(folder)
+    results = Folder(folder)
     results.append(ROW, [OUTCOME], [])
     found = b"\n".join(pieces)
     (folder / "results.jsonl").write_bytes(found)

@@ -173,29 +173,29 @@ def tag_values(outcomes: Sequence[Outcome], name: str) -> dict[str, float]:
     return {outcome.sample: float(outcome.tags[name]) for outcome in outcomes if name in outcome.tags}
 
 
-class Results:
+class Folder:
     """The folder of a comparison.
 
     Args:
-        folder: made when it is not there.
+        path: made when it is not there.
 
     Raises:
         UserError: when it cannot be made or written to.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
         try:
             for part in ("samples", "views", "locks"):
-                (self.folder / part).mkdir(parents=True, exist_ok=True)
+                (self.path / part).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"output={folder}: {error.strerror}; expected a folder that can be written to.") from error
+            raise UserError(f"output={path}: {error.strerror}; expected a folder that can be written to.") from error
         self._checked: set[bytes] = set()
 
     def rows(self) -> dict[str, Row]:
         """Return the rows by key; what cannot be used goes to ``results.corrupt.jsonl``, with a warning."""
-        with FileLock(self.folder / "locks" / ROWS):
-            path = self.folder / ROWS
+        with FileLock(self.path / "locks" / ROWS):
+            path = self.path / ROWS
             lines = path.read_bytes().split(b"\n") if path.exists() else []
             found: dict[str, Row] = {}
             good, bad = [], []
@@ -213,7 +213,7 @@ class Results:
                     good.append(line)
                     found[row.key] = row
             if bad:
-                with (self.folder / CORRUPT).open("ab") as file:
+                with (self.path / CORRUPT).open("ab") as file:
                     file.write(b"".join(line + b"\n" for line in bad))
                 self._replace(path, b"".join(line + b"\n" for line in good))
         return found
@@ -253,7 +253,7 @@ class Results:
         self._replace(self._beside("samples", row.key, "jsonl"), text.encode())
         self._replace(self._beside("views", row.key, "json"), json.dumps([view.to_json() for view in views]).encode())
         line = json.dumps(asdict(row), allow_nan=False).encode() + b"\n"
-        with FileLock(self.folder / "locks" / ROWS), (self.folder / ROWS).open("a+b") as file:
+        with FileLock(self.path / "locks" / ROWS), (self.path / ROWS).open("a+b") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             if file.read(1) not in (b"", b"\n"):  # a process died while it wrote
                 line = b"\n" + line
@@ -264,7 +264,7 @@ class Results:
     @contextmanager
     def claim(self, key: str) -> Iterator[bool]:
         """Hold the lock of a cell; gives False when another process holds it."""
-        lock = FileLock(self.folder / "locks" / f"{key}.lock")
+        lock = FileLock(self.path / "locks" / f"{key}.lock")
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -278,7 +278,7 @@ class Results:
     def _beside(self, part: str, key: str, ending: str) -> Path:
         if not key.isalnum():  # it came out of a file: it must not lead elsewhere
             raise ValueError(f"key={key!r:.80}")
-        return self.folder / part / f"{key}.{ending}"
+        return self.path / part / f"{key}.{ending}"
 
     def _replace(self, path: Path, data: bytes) -> None:
         new = path.with_name(f"{path.name}.{os.getpid()}")
