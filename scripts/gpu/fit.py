@@ -27,7 +27,7 @@ from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.training.loggers import read_metrics
 from ag.training.memory_plan import plan
-from scripts.gpu.told import told
+from scripts.gpu.options import read_options
 
 Row = dict[str, Any]
 GPUS = 4  # of the machine whose hours are estimated
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     mine = [word.removeprefix("job.") for word in words if word.startswith("job.")]
     words = [word for word in words if not word.startswith("job.")]
     try:
-        row = run(words, told(mine, Job), Path(file))
+        row = run(words, read_options(mine, Job), Path(file))
     except UserError as error:
         print(f"scripts.gpu.fit: error: {error}", file=sys.stderr)
         return 2

@@ -24,14 +24,14 @@ from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 from ag.kernels.paged_decode import paged_decode
-from scripts.gpu.told import told
+from scripts.gpu.options import read_options
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """What can be told.
+    """The options of a measurement.
 
     Attributes:
         output: JSON file for the rows.
@@ -256,7 +256,7 @@ def _decoding(batch: int) -> Callable[[KernelConfig, torch.device, torch.dtype],
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
-        config = told(sys.argv[1:] if argv is None else argv, KernelConfig)
+        config = read_options(sys.argv[1:] if argv is None else argv, KernelConfig)
     except UserError as error:
         print(f"scripts.gpu.kernels: error: {error}", file=sys.stderr)
         return 2

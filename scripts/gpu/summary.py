@@ -227,17 +227,17 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--to", type=Path, default=Path("docs/performance.md"), help="page with the markers (%(default)s)"
     )
-    told = parser.parse_args(words)
+    options = parser.parse_args(words)
     try:
-        text, pictures = report(told.folders)
-        put(told.to, text)
+        text, pictures = report(options.folders)
+        put(options.to, text)
     except UserError as error:
         print(f"ag.bench: error: {error}", file=sys.stderr)
         return 2
-    (told.to.parent / "figures").mkdir(exist_ok=True)
+    (options.to.parent / "figures").mkdir(exist_ok=True)
     for name, picture in pictures.items():
-        picture.savefig(told.to.parent / "figures" / name, metadata={"Software": None})
-    print(f"written: {told.to}")
+        picture.savefig(options.to.parent / "figures" / name, metadata={"Software": None})
+    print(f"written: {options.to}")
     return 0
 
 

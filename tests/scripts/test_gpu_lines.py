@@ -13,7 +13,7 @@ from scripts.gpu import PARTS, ROOT, fit, kernels, machine, pack, run, summary, 
 from scripts.gpu import __main__ as command
 from scripts.gpu.line import Goal, Line, Shape
 from scripts.gpu.machine import Machine
-from scripts.gpu.told import told
+from scripts.gpu.options import read_options
 
 H200 = Machine("NVIDIA H200", "580.1", 140.0, "abc1234", {"torch": "2.11", "triton": "3.6", "transformers": "5.17"})
 BELOW = Goal("share", "at most", 0.5, lambda r: r["found"]["share"])
@@ -276,7 +276,7 @@ def test_kernels_count_pairs_and_bytes_and_say_why_a_rival_has_no_time(monkeypat
         raise RuntimeError("No available kernel.\nAborting.")
 
     words = "device=cpu dtype=float32 heads=4 kv_heads=2 dim=16 train=40 prompt=40 decode=64 keep=0.5 batch=[2]"
-    config = told([*words.split(), "copy=65536", "square=64", "rounds=1"], kernels.KernelConfig)
+    config = read_options([*words.split(), "copy=65536", "square=64", "rounds=1"], kernels.KernelConfig)
     cpu = torch.device("cpu")
     (case,), (decoding,) = (make(config, cpu, torch.float32) for make in (kernels._prefill, kernels._decoding(2)))
     _, keep = kernels._inputs(config, 40, cpu, torch.float32)
@@ -290,10 +290,10 @@ def test_kernels_count_pairs_and_bytes_and_say_why_a_rival_has_no_time(monkeypat
 
 
 def test_words_are_read_and_refused(capsys):
-    assert told(["gib=24", "plan=true", "link=/a b"], fit.Job) == fit.Job(gib=24, plan=True, link="/a b")
+    assert read_options(["gib=24", "plan=true", "link=/a b"], fit.Job) == fit.Job(gib=24, plan=True, link="/a b")
     for word in ("gb=1", "gib=many"):
         with pytest.raises(UserError, match=f"{word[:2]}.*expected"):
-            told([word], fit.Job)
+            read_options([word], fit.Job)
     assert kernels.main(["roundz=3"]) == 2
     assert "roundz: expected one of output, device" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""What a line's module is told, ``name=value ...``, without the packages that recipes need."""
+"""The options of a line's module, ``name=value ...``, read without the packages that recipes need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ag.errors import UserError
 T = TypeVar("T")
 
 
-def told(words: Iterable[str], schema: type[T]) -> T:
+def read_options(words: Iterable[str], schema: type[T]) -> T:
     """Make a dataclass from words ``name=value``: texts as they are, other values in JSON.
 
     Raises:
