@@ -154,7 +154,7 @@ def _die_while_writing(config, quiet):
         count += 1
         if count < 3:
             return append(self, row, outcomes, views)
-        with (self.folder / "results.jsonl").open("ab") as file:
+        with (self.path / "results.jsonl").open("ab") as file:
             file.write(json.dumps(asdict(row)).encode()[:50])
         os.kill(os.getpid(), signal.SIGKILL)
 
