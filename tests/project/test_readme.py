@@ -122,10 +122,14 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, t
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_links_and_runs_is_there(page):
+def test_what_a_page_links_and_runs_is_there_and_lines_are_short(page):
     text = BLOCK.sub("", page.read_text())
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
     assert [x for x in targets if "://" not in x and not (page.parent / x).exists()] == []
+    long = [
+        line for line in page.read_text().splitlines() if len(line) > 120 and not line.lstrip().startswith(("|", "!["))
+    ]
+    assert page.name == "CHANGELOG.md" or long == []
     scripts = re.findall(r"`(?:\w+=\S+ )*(?:bash|python) ([\w./]+\.(?:sh|py))", text)
     assert [x for x in scripts if not (ROOT / x).is_file()] == []
 
