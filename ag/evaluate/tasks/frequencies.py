@@ -27,6 +27,10 @@ class CommonWords(Generated):
 
     unit: ClassVar[str] = "lists"
 
+    def identity(self) -> dict[str, Any]:
+        """Name what was an option once, so that cells of earlier versions stay valid."""
+        return super().identity() | {"common": COMMON}
+
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
         """Draw the example and the words; ``size`` of them are uncommon; see :meth:`Generated.build`."""
         short = variant.length < SHORT
@@ -54,6 +58,10 @@ class FrequentWords(Generated):
 
     unit: ClassVar[str] = "coded texts"
     least: ClassVar[int] = 56  # from here on the fourth rank stands more often than the fifth
+
+    def identity(self) -> dict[str, Any]:
+        """Name what was an option once, so that cells of earlier versions stay valid."""
+        return super().identity() | {"alpha": ALPHA}
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
         """Draw the words, and give each its share of ``size``; see :meth:`Generated.build`."""
