@@ -9,7 +9,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["ag.gates.export", "ag.gates.manifest"]):
+with atheris.instrument_imports(include=["ag.gates.export", "ag.gates.folder", "ag.gates.manifest"]):
     from ag.config.gate import GateConfig
     from ag.gates import export
     from ag.gates.gate import AttentionGates
