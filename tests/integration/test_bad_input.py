@@ -84,13 +84,6 @@ def test_empty_dataset(split: str, data: Path, fails: Fails, tmp_path: Path) -> 
     assert nothing_written(tmp_path)
 
 
-def test_missing_field(data: Path, fails: Fails, tmp_path: Path) -> None:
-    (data / "boolq" / "train.jsonl").write_text('{"passage": "oak", "question": "is it oak"}\n')
-    message = fails(f"data.root={data}")
-    assert "train.jsonl row 1 has no field answer: expected" in message and "found passage, question" in message
-    assert nothing_written(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("config", "model"),
     [
