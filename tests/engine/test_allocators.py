@@ -246,6 +246,14 @@ def test_cascading_equals_one_decision_at_the_end():
     assert cut > 50
 
 
+def test_the_preference_of_a_policy_by_the_rounding_of_the_code():
+    wishes, ballots = [70.0, 10.0, 10.0, 10.0], ballots_of([20] * 4, 9, preference=[70.0, 10.0, 10.0, 10.0])
+    counts = shared_as_the_code_does(wishes, 36, [20] * 4)
+    assert sum(counts) <= 36 and counts != rounded(filled(wishes, 36, [20] * 4), 36)
+    held = Scripted("preference", ballots, official_int=True).run()
+    assert held == [[best(ballot, g, n) for g in range(2)] for ballot, n in zip(ballots, counts, strict=True)]
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("allocator", ["uniform", "pyramid", "preference", "heads"])
 def test_every_allocator_keeps_exactly_the_budget(allocator, seed):

@@ -579,6 +579,7 @@ def test_report(llama):
     cache = EvictionCache(llama, make("h2o@heads", "every", 12))
     empty = cache.report()
     assert (empty.tokens, empty.kept, empty.nbytes, empty.kept_share) == (0, [[], [], []], [0, 0, 0], 1.0)
+    assert (cache.kept_share(), cache.nbytes, cache.seen_tokens, cache.kept_positions(0)) == (1.0, 0, 0, [])
     assert str(empty).startswith("ag.policy('h2o@heads', budget=12, schedule='every'): 100.0% of all 0 tokens held")
     held = feed(cache, llama, ROWS, [PROMPTS, *[[1, 1]] * STEPS]).held[-1]
     report = cache.report()
