@@ -404,6 +404,13 @@ def test_everything_that_generate_can_return(tiny_llama):
     assert out.attentions == ((),) * 10  # the cache never builds the matrix
 
 
+def test_wrong_drafts_are_taken_back(tiny_llama):
+    model, ids = tiny_llama(), row(12).repeat(3)[None]
+    plain, cache = model.generate(ids, **GREEDY), ag.EvictionCache(model, "full")
+    assert torch.equal(model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY), plain)
+    assert cache.seen_tokens == 45
+
+
 @pytest.mark.parametrize("how", ["argument", "config", "model"])
 def test_a_prompt_in_chunks_is_refused(tiny_llama, how):
     model, ids = tiny_llama(), row(30)[None]

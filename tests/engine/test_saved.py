@@ -337,6 +337,7 @@ FORGED = {
     "a token twice": ("h2o", forge(STORE + "ranks", lambda x: x.where(x != x[1], x[0]))),
     "what gates said, without gates": ("h2o", forge_gate),
     "a text that is no mask": ("h2o", forge("text.valid", lambda x: x.long())),
+    "decisions of two numbers": ("h2o", put("state", "text", _decisions=[[1, 2]])),
     "other sequences": ("h2o", forge("text.valid", lambda x: x[:2])),
     "no window": ("h2o", put("state", "layers.0", window=0)),
     "a text for a number": ("h2o", put("state", "layers.0", columns_seen="3")),
