@@ -48,7 +48,7 @@ class Decision:
         Args:
             seen: the layer.
             due: ``[B]`` bool, sequences of which something may go; the others keep all. None: every one.
-            records: those of the layer, in which the scorer takes note of it first; None: nobody keeps any.
+            records: those of the layer, in which the scorer takes note of it first; None: there are none.
 
         Raises:
             UserError: under ``strict=True``, when the budget is smaller than what the policy protects, and something

@@ -166,13 +166,13 @@ class Context:
         decoding: whether the prompt is over.
         precise: whether the logits of a prompt's last queries, and of a short prompt, are products in float64.
         recorded: what the scorer noted, tensors ``[..., N]`` whose last dimension is that of the keys (tokens that came
-            since have 0); None: nobody keeps records.
+            since have 0); None: there are no records.
         turn: rotates queries or keys ``[B, H, n, D]`` further by places ``[B, 1, n or 1]``, by the mean rotation of so
             many places from there on; None: the model's rotations are not known.
         output: gives the output projection by query head, ``[H, D, M]`` float32; None: it is not known.
         memo: where measurements are remembered, so that each is made once.
         memo_of_pass: where what is the same for all layers is remembered.
-        lengths: ``[B]`` long, tokens that each sequence has seen; None: the queries tell.
+        lengths: ``[B]`` long, tokens that each sequence has seen; None: derived from the queries.
         columns: of the input that went by, a bound of the lengths that the host knows; None: it asks.
     """
 

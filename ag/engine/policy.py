@@ -21,12 +21,8 @@ from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 
-ENGINE = (
-    "positions",
-    "evict_before_attend",
-    "strict",
-    "budget_of",
-)  # of every policy; but the first, where a budget is
+#: Options of every policy; all but ``positions`` need a budget.
+ENGINE = ("positions", "evict_before_attend", "strict", "budget_of")
 
 Option = str | int | float | bool | None
 Part = TypeVar("Part", bound=Scorer | Allocator)

@@ -211,7 +211,7 @@ class Allocator(ABC):
         return 0
 
     def wish(self, seen: Observation) -> Tensor | None:
-        """Return how much a layer wants, ``[B]`` float64; None: nobody asks."""
+        """Return how much a layer wants, ``[B]`` float64; None if unused."""
         return None
 
     @abstractmethod

@@ -120,7 +120,7 @@ class Scorer(ABC):
         return
 
     def recorded(self, seen: Observation, *how: Any) -> Mapping[str, Tensor]:
-        """Return what was noted of a layer; where nobody keeps records, what is noted of this observation alone.
+        """Return what was noted of a layer; where there are no records, what is noted of this observation alone.
 
         Args:
             seen: the layer.
