@@ -232,6 +232,8 @@ class EvictionCache(Forward, Cache):
         if self.text.seen:
             for name, part in self.parts.items():
                 part.join(other.parts[name])
+            for layer in self.evicting_layers:
+                layer.columns_seen = layer.evicted_at = self.text.seen
         else:
             vars(self).update(vars(copy.deepcopy(other)))
         other.reset()

@@ -597,13 +597,14 @@ class EvictionLayer(CacheLayerMixin, Attributes):
     def join(self, other: EvictionLayer) -> None:
         """Append the sequences of the same layer of another cache, in the same pool; no column is taken back then."""
         assert self.store is not None and other.store is not None
+        for store in (self.store, other.store):
+            store.write()  # what waits to go, with what was recorded of it
         self.memory = joined(self.memory, other.memory, self.store.batch, other.store.batch)
         self.store.join(other.store)
         self._alike, self._until_full = self._alike and other._alike, None
         for name, part in self._parts.items():
             part.join(other._parts[name])
         self._settled, self._open = self._settled and other._settled, min(self._open, other._open)
-        self.columns_seen = self.evicted_at = max(self.columns_seen, other.columns_seen)
 
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""

@@ -489,8 +489,9 @@ class Text(Attributes):
         self._decided, self._decisions = torch.cat(decided), ()
         self._alike = self._counters = self._ahead = None
         seen, device = max(self.seen, other.seen), self.valid.device
-        self.valid = torch.cat([F.pad(x.valid.to(device), (seen - x.seen, 0)) for x in (self, other)])
-        self.before = self.prompt_columns = self._settled = seen
+        valid = torch.cat([F.pad(x.valid.to(device), (seen - x.seen, 0)) for x in (self, other)])
+        self.valid = valid[:, int(valid.any(0).long().argmax()) :]  # without columns of texts that left
+        self.before = self.prompt_columns = self._settled = self.seen
         self.prompt_lengths = torch.cat([x.prompt_lengths.to(device) for x in (self, other)])
         self._unpadded, self._right_padded, self._gaps = min(self._unpadded, other._unpadded), False, True
         self.now = self._expected = self._ids = self._ends = self._settled_for = None

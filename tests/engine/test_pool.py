@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import random
 from functools import partial
 
 import pytest
@@ -272,6 +273,38 @@ def test_a_joined_batch_goes_on_as_each_text_alone(tiny_llama, tmp_path, name):
     for cache in mine:
         cache.reset()
     assert pool.free == pool.size
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", JOINED)
+def test_sequences_come_and_go_between_steps_that_nobody_looks_at(tiny_llama, name):
+    """Texts join and leave at random; logits are those of each alone, and columns of texts that left are gone."""
+    model, draw = tiny_llama(), random.Random(name)
+    pool, alone, lengths = pool_of(model, 2000), [], []
+    mine = served(model, name, pool=pool)
+    step, bound = ag.NextToken(model, mine), of_logits(model)
+    for _ in range(50):
+        chance = draw.random()
+        if not alone or (chance < 0.25 and len(alone) < 5):
+            prompt = ids(1, draw.randrange(1, 60), draw.randrange(99))
+            other, single = served(model, name, pool=pool), served(model, name)
+            for each in (other, single):
+                model(prompt, past_key_values=each)
+            mine.join(other)
+            alone, lengths = [*alone, single], [*lengths, prompt.shape[1]]
+            assert mine.seen_tokens == max(lengths)
+        elif chance < 0.4:
+            place = draw.randrange(len(alone))
+            mine.release([place])
+            del alone[place], lengths[place]
+        else:
+            tokens = torch.tensor([[draw.randrange(3, 128)] for _ in alone])
+            found = step(tokens)
+            for place, single in enumerate(alone):
+                hold(found[place], model(tokens[place, None], past_key_values=single).logits[0, -1].double(), bound)
+            lengths = [length + 1 for length in lengths]
+    whole = [contents(layer.store) for layer in mine.evicting_layers]
+    assert whole == [[contents(x.evicting_layers[n].store)[0] for x in alone] for n in range(len(whole))]
 
 
 @torch.no_grad()

@@ -1,0 +1,6 @@
+"""Answering many requests at once: a batch that requests join and leave between two tokens."""
+
+from ag.serve.batcher import Batcher
+from ag.serve.request import Request, Stream, Token
+
+__all__ = ["Batcher", "Request", "Stream", "Token"]

@@ -1,0 +1,120 @@
+"""A request to continue a text, and the stream of tokens that answers it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ag.errors import UserError, require
+
+#: Why an answer ended: its text did, it has ``max_tokens``, its reader left, or time ran out.
+Reason = Literal["stop", "length", "cancelled", "timeout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A text to continue.
+
+    Attributes:
+        tokens: ids of the prompt.
+        max_tokens: most tokens of the answer.
+        temperature: of drawing; 0: the most probable token each time.
+        top_p: tokens are drawn from the most probable ones that have this probability together.
+        top_k: and from so many; 0: any number.
+        min_p: and from those at least this times as probable as the most probable one.
+        repetition_penalty: what logits of tokens that came before are divided by.
+        logit_bias: added to logits, by token.
+        seed: of drawing; None: another one each time.
+        stop: texts that end the answer.
+        logprobs: how many of the most probable tokens to name at each place, with log-probabilities; None: none.
+        n: answers.
+        wait_seconds: longest time before the prompt is read; None: any.
+        answer_seconds: longest time before the answer ends; None: any.
+
+    Raises:
+        UserError: for a value out of range.
+    """
+
+    tokens: Sequence[int]
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    n: int = 1
+    wait_seconds: float | None = None
+    answer_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise UserError("Request: tokens is empty: expected a prompt of one token or more.")
+        require(self, "max_tokens", self.max_tokens >= 1, "1 or more")
+        require(self, "temperature", self.temperature >= 0, "0 or more")
+        require(self, "top_p", 0 < self.top_p <= 1, "above 0, at most 1")
+        require(self, "top_k", self.top_k >= 0, "0 or more")
+        require(self, "min_p", 0 <= self.min_p <= 1, "0 to 1")
+        require(self, "repetition_penalty", self.repetition_penalty > 0, "above 0")
+        require(self, "logprobs", self.logprobs is None or self.logprobs >= 0, "0 or more, or None")
+        require(self, "n", self.n >= 1, "1 or more")
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of an answer.
+
+    Attributes:
+        id: in the vocabulary.
+        logprob: its log-probability under the model, before anything changes the logits; None: nobody asked.
+        best: the most probable tokens and their log-probabilities, where somebody asked.
+    """
+
+    id: int
+    logprob: float | None = None
+    best: tuple[tuple[int, float], ...] = ()
+
+
+class Stream:
+    """One answer as it comes: iterating waits for its tokens. Any thread may read or cancel it."""
+
+    def __init__(self) -> None:
+        #: Why the answer ended; None while it goes on.
+        self.reason: Reason | None = None
+        self._events: queue.SimpleQueue[Token | Exception | None] = queue.SimpleQueue()
+        self._left = threading.Event()
+
+    def __iter__(self) -> Iterator[Token]:
+        """Yield the tokens.
+
+        Raises:
+            Exception: what ended the answer, where that was an error.
+        """
+        while (event := self._events.get()) is not None:
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+    def cancel(self) -> None:
+        """Ask for no more: what the answer holds is free before the next token of the others."""
+        self._left.set()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody wants the rest."""
+        return self._left.is_set()
+
+    def put(self, token: Token) -> None:
+        """Give the reader a token."""
+        self._events.put(token)
+
+    def end(self, reason: Reason | None = None, error: Exception | None = None) -> None:
+        """Tell the reader that there is no more, and why."""
+        self.reason = reason
+        self._events.put(error)

@@ -1,0 +1,206 @@
+"""Many requests in one batch: each answer is that of the request alone, and the pool is as it was in the end."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+
+import ag
+from ag.errors import UserError
+from ag.serve import Batcher, Request
+from ag.serve.batcher import Busy
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
+
+POLICIES = {
+    "full": ("full", None),
+    "h2o": ("h2o", 0.25),
+    "every": (ag.policy("h2o", 12, "every"), None),
+    "snapkv": (ag.policy("snapkv", 16, window=8), None),
+    "flags": ("flags", None),
+}
+
+
+def text(draw, length):
+    return [draw.randrange(6, 128) for _ in range(length)]
+
+
+def model_for(tiny_llama, name):
+    model = tiny_llama(eos_token_id=5, pad_token_id=0)
+    if name == "flags":
+        ag.attach(model, gates_for(model, recent_tokens=4, covers="all", scope="causal"))
+    return model
+
+
+def alone(model, spec, budget, request):
+    """The answer of ``model.generate``, greedy."""
+    cache = ag.EvictionCache(model, spec, budget) if isinstance(spec, str) else ag.EvictionCache(model, spec)
+    ids = torch.tensor([request.tokens])
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=request.max_tokens, do_sample=False)
+    return out[0, len(request.tokens) :].tolist()
+
+
+def finish(batcher, steps=4000):
+    while batcher.busy:
+        batcher.step()
+        steps -= 1
+        assert steps
+
+
+def read(stream):
+    return [token.id for token in stream]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, name):
+    """Requests come at random, in a pool that is too small for all of them: some wait, some are put back."""
+    model, (spec, budget), draw = model_for(tiny_llama, name), POLICIES[name], random.Random(0)
+    pool = ag.Pool(model, 160 * ag.Pool(model, 2**14).page_nbytes())
+    batcher = Batcher(model, tiny_tokenizer, spec, pool, budget, prefill_tokens=24)
+    requests = [Request(tokens=text(draw, draw.randrange(1, 90)), max_tokens=draw.randrange(1, 30)) for _ in range(40)]
+    streams = []
+    for request in requests:
+        streams += batcher.submit(request)
+        for _ in range(draw.randrange(4)):
+            batcher.step()
+    finish(batcher)
+    for request, stream in zip(requests, streams, strict=True):
+        assert read(stream) == alone(model, spec, budget, request)
+        assert stream.reason in ("stop", "length")
+    assert pool.free == pool.size
+    assert batcher.counts.prompts >= sum(len(request.tokens) for request in requests)
+
+
+def test_an_answer_that_is_put_back_loses_no_token(tiny_llama, tiny_tokenizer, monkeypatch):
+    """Requests that say they take nothing are all admitted, so that the pool runs out among them."""
+    model, draw = model_for(tiny_llama, "full"), random.Random(1)
+    pool = ag.Pool(model, 130 * ag.Pool(model, 2**14).page_nbytes())
+    batcher = Batcher(model, tiny_tokenizer, "full", pool)
+    monkeypatch.setattr(batcher, "_pages", lambda request: 0)
+    requests = [Request(tokens=text(draw, 40), max_tokens=60) for _ in range(8)]
+    streams = [stream for request in requests for stream in batcher.submit(request)]
+    finish(batcher)
+    assert batcher.counts.put_back
+    for request, stream in zip(requests, streams, strict=True):
+        assert read(stream) == alone(model, "full", None, request)
+    assert pool.free == pool.size
+
+
+def test_several_answers_share_a_prompt(tiny_llama, tiny_tokenizer):
+    """With a seed an answer is the same, whoever is in the batch; n answers of one request differ."""
+    model, draw = model_for(tiny_llama, "full"), random.Random(2)
+    pool = ag.Pool(model, 2**22)
+    drawn = Request(
+        tokens=text(draw, 70), max_tokens=12, temperature=1.5, top_p=0.95, top_k=90, min_p=1e-4, seed=3, n=3, logprobs=2
+    )
+    found = []
+    for others in (0, 4):
+        batcher = Batcher(model, tiny_tokenizer, "full", pool)
+        for _ in range(others):
+            batcher.submit(Request(tokens=text(draw, 30), max_tokens=20))
+        streams = batcher.submit(drawn)
+        for _ in range(2):
+            batcher.step()
+        if not others:  # the prompt lies there once, and half a page of each answer
+            assert pool.size - pool.free <= 3 * 2 * (70 // 16 + 3 * 2)
+        finish(batcher)
+        found.append([list(stream) for stream in streams])
+    assert [[token.id for token in answer] for answer in found[0]] == [
+        [token.id for token in answer] for answer in found[1]
+    ]
+    assert len({tuple(token.id for token in answer) for answer in found[0]}) == 3
+    for answer in found[0]:
+        for token in answer:
+            (_, first), (_, second) = token.best
+            assert first >= second and token.logprob <= first <= 0
+
+
+def test_what_ends_an_answer(tiny_llama, tiny_tokenizer):
+    model, draw, now = model_for(tiny_llama, "full"), random.Random(3), [0.0]
+    pool = ag.Pool(model, 2**22)
+    batcher = Batcher(model, tiny_tokenizer, "full", pool, batch=3, clock=lambda: now[0])
+    whole = Request(tokens=text(draw, 20), max_tokens=24)
+    answer = alone(model, "full", None, whole)
+    said = tiny_tokenizer.decode(answer[3:5])
+    place = next(i for i in range(1, 25) if said in tiny_tokenizer.decode(answer[:i]))
+    (stops,) = batcher.submit(Request(tokens=whole.tokens, max_tokens=24, stop=(said,)))
+    (leaves,) = batcher.submit(whole)
+    (late,) = batcher.submit(Request(tokens=whole.tokens, max_tokens=24, answer_seconds=5))
+    (waits,) = batcher.submit(Request(tokens=whole.tokens, wait_seconds=3))
+    (forced,) = batcher.submit(Request(tokens=whole.tokens, max_tokens=2, logit_bias={7: 1e4}))
+    batcher.step()
+    batcher.step()
+    leaves.cancel()
+    now[0] = 4.0
+    taken = pool.size - pool.free
+    batcher.step()
+    assert leaves.reason == "cancelled" and waits.reason == "timeout" and pool.size - pool.free < 1.1 * taken
+    now[0] = 6.0
+    finish(batcher)
+    assert (read(stops), stops.reason) == (answer[:place], "stop")
+    begun = read(late)
+    assert late.reason == "timeout" and 0 < len(begun) < 24 and begun == answer[: len(begun)]
+    assert (read(forced), forced.reason) == ([7, 7], "length")
+    assert pool.free == pool.size
+
+
+def test_an_error_concerns_its_own_request(tiny_llama, tiny_tokenizer, monkeypatch):
+    model, draw = model_for(tiny_llama, "full"), random.Random(4)
+    pool = ag.Pool(model, 2**22)
+    batcher = Batcher(model, tiny_tokenizer, "full", pool)
+    (first,) = batcher.submit(Request(tokens=text(draw, 20), max_tokens=6))
+    batcher.step()
+    (broken,) = batcher.submit(Request(tokens=[200, 5], max_tokens=6))  # not in the vocabulary
+    finish(batcher)
+    assert len(read(first)) == 6
+    with pytest.raises(IndexError):
+        read(broken)
+    assert pool.free == pool.size
+
+
+def test_threads(tiny_llama, tiny_tokenizer):
+    """Requests from many threads, while another one runs the batch."""
+    model, draw = model_for(tiny_llama, "h2o"), random.Random(5)
+    pool = ag.Pool(model, 2**21)
+    batcher = Batcher(model, tiny_tokenizer, "h2o", pool, 0.5)
+    worker = threading.Thread(target=batcher.run)
+    worker.start()
+    requests = [Request(tokens=text(draw, 30 + i), max_tokens=5) for i in range(12)]
+    found = {}
+
+    def ask(number):
+        (stream,) = batcher.submit(requests[number])
+        found[number] = read(stream)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    batcher.stop()
+    worker.join(60)
+    assert not worker.is_alive()
+    assert found == {number: alone(model, "h2o", 0.5, request) for number, request in enumerate(requests)}
+
+
+def test_what_is_refused(tiny_llama, tiny_tokenizer):
+    model = model_for(tiny_llama, "full")
+    pool = ag.Pool(model, 2**18)
+    batcher = Batcher(model, tiny_tokenizer, "full", pool, queue=2)
+    with refuses(UserError, "max_tokens=0", "1 or more"):
+        Request(tokens=[7], max_tokens=0)
+    with refuses(UserError, "tokens", "empty"):
+        Request(tokens=[])
+    with refuses(UserError, "500", "512", "context"):
+        batcher.submit(Request(tokens=[7] * 500, max_tokens=20))
+    with refuses(UserError, "400", str(pool.size * pool.page_nbytes())):
+        batcher.submit(Request(tokens=[7] * 400, max_tokens=20, n=9))
+    for _ in range(2):
+        batcher.submit(Request(tokens=[7], max_tokens=1))
+    with refuses(Busy, "2 requests"):
+        batcher.submit(Request(tokens=[7], max_tokens=1))
+    finish(batcher)
+    assert pool.free == pool.size
