@@ -63,10 +63,8 @@ class H2O(RowScorer):
         first = torch.zeros_like(seen.lengths)
         if self.window is not None:
             first = (seen.prompt_lengths if seen.decoding else seen.lengths) - self.window
-        last = seen.lengths[:, None, None]
-        if seen.sliding_window is not None:
-            last = (seen.key_ranks + seen.sliding_window).minimum(last)
-        since = last - seen.key_ranks.maximum(first[:, None, None])
+        # nothing is held that the last query does not see, so that all queries since then saw it
+        since = seen.lengths[:, None, None] - seen.key_ranks.maximum(first[:, None, None])
         return since.clamp_min(1).repeat_interleave(seen.group, 1)
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
