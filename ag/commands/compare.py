@@ -37,11 +37,15 @@ class CompareConfig(SharedModel):
     )
     tasks: list[str] = key(["ppl"], "what to compare on")
     root: str | None = key(None, "local folder of the data, with a folder for each task; null: the hub")
-    roots: dict[str, str] = mapping("folders of single tasks, as roots.TASK=FOLDER")
+    roots: dict[str, str] = mapping("folders of single tasks, as roots.TASK=FOLDER", of="tasks")
     samples: int | None = key(None, "the first N samples of each task that can be run", low=1)
     max_tokens: int | None = key(None, "longest sample in tokens, instead of the model's context", low=1)
-    task_options: dict[str, dict[str, Any]] = mapping("options of tasks, as task_options.TASK.OPTION=VALUE")
-    policy_options: dict[str, dict[str, Any]] = mapping("options of policies, as policy_options.POLICY.OPTION=VALUE")
+    task_options: dict[str, dict[str, Any]] = mapping(
+        "options of tasks, as task_options.TASK.OPTION=VALUE", of="tasks"
+    )
+    policy_options: dict[str, dict[str, Any]] = mapping(
+        "options of policies, as policy_options.POLICY.OPTION=VALUE", of="policies"
+    )
     baseline: str = key("full", "the policy that the others are tested against, at its own or the same budget")
     batch_policies: int = key(8, "policies of a task that share the reading of a prompt, where they allow it", low=1)
     together: int | None = key(None, "older name of batch_policies", low=1)

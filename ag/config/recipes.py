@@ -163,6 +163,10 @@ def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
         start = read_values(find_recipe(given.pop("recipe"), Path()), known)
     elif given.get("resume"):
         start = read_values(_run_config(given["resume"]), known)
+    for name, mapping in mappings.items():
+        gone = {*start.get(mapping.of, [])} - {*given.get(mapping.of, start.get(mapping.of, []))}
+        if name in start:
+            start[name] = {entry: value for entry, value in start[name].items() if entry not in gone}
     values = {**start, **given}
     for name in entries:
         mapping = mappings[next(m for m in mappings if name.startswith(f"{m}."))]

@@ -22,9 +22,13 @@ def key(
     return field(default=default, metadata=metadata)
 
 
-def mapping(doc: str) -> Any:
-    """Declare a key whose entries are set one by one, as ``key.ENTRY=value``."""
-    return field(default_factory=dict, metadata={"doc": doc})
+def mapping(doc: str, of: str = "") -> Any:
+    """Declare a key whose entries are set one by one, as ``key.ENTRY=value``.
+
+    ``of`` names the key that lists the entries: one that a recipe lists and a command line does not takes along what
+    the recipe says of it.
+    """
+    return field(default_factory=dict, metadata={"doc": doc, "of": of})
 
 
 @dataclass

@@ -87,6 +87,14 @@ def test_the_folder_says_which_program_a_recipe_is_for(tmp_path: Path, monkeypat
     assert (config.seed, config.samples) == (3, 2)  # a base is found by name in either folder
 
 
+def test_what_a_recipe_says_of_something_goes_with_it() -> None:
+    """Options of policies and tasks that the command line leaves out; those that it gives stay, to be refused."""
+    given = {"recipe": "compare_small", "policies": "[full,snapkv,tova]", "policy_options.h2o.recent": "3"}
+    assert resolve(CompareConfig, given).policy_options == {"snapkv": {"window": 8}, "h2o": {"recent": 3}}
+    config = resolve(CompareConfig, {"recipe": "compare_small", "tasks": "[boolq]"})
+    assert config.task_options == {} and len(config.policy_options) == 5
+
+
 @pytest.mark.parametrize(
     ("program", "schema", "name", "owner"),
     [("ag.fit", Config, "compare_small", "ag.compare"), ("ag.compare", CompareConfig, "piqa_sft", "ag.fit")],

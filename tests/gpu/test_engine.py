@@ -89,13 +89,13 @@ def test_a_decoding_step_does_not_wait(tiny_llama, triton_untuned, monkeypatch, 
     places, new = mask.sum(1, keepdim=True), tokens(2, 1)
     for index in range(3):  # compiled; and the prompt's recent tokens are past, whose going the host has to learn
         step(model, cache, new, position_ids=places + index)
-    pages = [len(layer.store.pages()) for layer in cache.evicting_layers]
+    pages = [len(layer.store.table.numbers()) for layer in cache.evicting_layers]
     with no_waiting(model, cache, new, places):
         for index in range(3, STEPS):
             step(model, cache, new, position_ids=places + index)
     assert cache.seen_tokens == 40 + STEPS
     if policy != "gates":  # whose rows took theirs ahead
-        assert all(len(layer.store.pages()) > n for layer, n in zip(cache.evicting_layers, pages, strict=True))
+        assert all(len(layer.store.table.numbers()) > n for layer, n in zip(cache.evicting_layers, pages, strict=True))
     assert policy == "full" or cache.kept_share() < 1
 
 

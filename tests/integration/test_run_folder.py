@@ -284,6 +284,7 @@ def test_all_loggers(recipe: Path, tmp_path: Path) -> None:
     for name in ("train/lm_loss", "train/eviction_loss", "train/grad_norm_gates", "val/loss"):
         assert [event.value for event in events.Scalars(name)] == pytest.approx(column(run, name), rel=EPS)
     [offline] = (run / "wandb").glob("offline-run-*")
+    wandb.finish()  # else the next logger of this process goes on with the run
     wandb.teardown()  # writes what is left
     [record] = offline.glob("run-*.wandb")
     assert record.stat().st_size > 1000
