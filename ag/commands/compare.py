@@ -40,9 +40,7 @@ class CompareConfig(SharedModel):
     roots: dict[str, str] = mapping("folders of single tasks, as roots.TASK=FOLDER", of="tasks")
     samples: int | None = key(None, "the first N samples of each task that can be run", low=1)
     max_tokens: int | None = key(None, "longest sample in tokens, instead of the model's context", low=1)
-    task_options: dict[str, dict[str, Any]] = mapping(
-        "options of tasks, as task_options.TASK.OPTION=VALUE", of="tasks"
-    )
+    task_options: dict[str, dict[str, Any]] = mapping("options of tasks, as task_options.TASK.OPTION=VALUE", of="tasks")
     policy_options: dict[str, dict[str, Any]] = mapping(
         "options of policies, as policy_options.POLICY.OPTION=VALUE", of="policies"
     )
