@@ -119,9 +119,8 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         self.columns_seen = 0
         self._number = 0  # of the pass that this layer was last shown
         self._ran = 0  # of the pass that it last attended in
-        self._until_full: int | None = (
-            None  # tokens that may come to each row before one goes; None: the host has not asked
-        )
+        # tokens that may come to each row before one goes; None: the host has not asked
+        self._until_full: int | None = None
         self._alike = True  # whether the host knows that all heads of a sequence hold the same tokens in the same slots
         #: Columns that were seen when the policy last evicted something; 0: it never did.
         self.evicted_at = 0

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ag.engine.pool import PAGE, Pool, pages_for
-from ag.engine.records import Records
+from ag.engine.records import Records, fit
 from ag.engine.select import closing_order
 from ag.engine.table import PageTable
 from ag.kernels.pages import New, Pages
@@ -300,8 +299,9 @@ class PagedStore:
         if not records:
             return []
         width = max(self.table.slots, *(x.shape[-1] for x in records.values()))
+        fit(records, width)
         for name, x in records.items():
-            records[name] = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x.contiguous()
+            records[name] = x.contiguous()
         return [x.view(len(self._lengths), -1, width) for x in records.values()]
 
     def _count(self) -> Tensor:
@@ -535,8 +535,8 @@ class PagedStore:
         held = kept.gather(-1, closing)
         if order is not None:
             closing = order.unflatten(0, (self.batch, self.kv_heads)).gather(-1, closing)
+        fit(records, keep.shape[1])
         for name, x in records.items():
-            x = F.pad(x, (0, keep.shape[1] - x.shape[-1]))  # tokens that came since have 0
             slots, there = (y.repeat_interleave(x.shape[1] // self.kv_heads, 1) for y in (closing, held))
             while slots.ndim < x.ndim:
                 slots, there = slots.unsqueeze(2), there.unsqueeze(2)

@@ -69,11 +69,6 @@ class Prompt:
     cache: EvictionCache
     read: int = 0
 
-    @property
-    def most(self) -> int:
-        """Pages that it and its answers may take at once."""
-        return sum(answer.most for answer in self.answers)
-
 
 @dataclass
 class Counts:
@@ -283,11 +278,11 @@ class Batcher:
         return len(part)
 
     def _fed(self, cache: EvictionCache, tokens: Tensor) -> Tensor:
-        """Read tokens ``[T]`` behind those of a cache; returns the logits ``[V]`` of the next one."""
+        """Read tokens ``[T]`` behind those of a cache; returns the logits ``[V]`` of the next one, on the CPU."""
         ids = tokens[None].to(self.model.device)
         out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits: Tensor = out.logits[0, -1]
-        return logits
+        return logits.float().cpu()
 
     def _begin(self, prompt: Prompt, answer: Answer, cache: EvictionCache, logits: Tensor) -> None:
         """Let an answer join the batch behind its prompt, and behind its tokens so far if it was put back."""
@@ -302,13 +297,13 @@ class Batcher:
 
     def _put_off(self, prompt: Prompt, error: PoolFullError) -> None:
         """Give the pages of a prompt back until others have answered; where there are none it cannot be answered."""
-        prompt.cache.reset()
         self._reading = None
-        if self._running:
-            with self._lock:
-                self._waiting.appendleft(prompt.answers)
+        if not self._running:
+            self._fail(prompt.answers, prompt.cache, error)
             return
-        self._fail(prompt.answers, prompt.cache, error)
+        prompt.cache.reset()
+        with self._lock:
+            self._waiting.appendleft(prompt.answers)
 
     def _fail(self, answers: list[Answer], cache: EvictionCache, error: Exception) -> None:
         """End answers that the model or the policy failed at; what waits goes on."""
@@ -337,7 +332,7 @@ class Batcher:
 
     def _add(self, answer: Answer, logits: Tensor) -> bool:
         """Choose the next token of an answer; returns whether it goes on."""
-        token = answer.sampler(answer.text, logits.float().cpu())
+        token = answer.sampler(answer.text, logits)
         answer.text = torch.cat([answer.text, torch.tensor([token.id])])
         answer.stream.put(token)
         self.counts.tokens += 1
