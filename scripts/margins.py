@@ -158,10 +158,14 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("paths", nargs="*", default=PATHS, metavar="PATH", help="tests (default: the numerical ones)")
     parser.add_argument("--seeds", type=int, default=20, help="rounds of each kind; the first has the tests' own seeds")
     parser.add_argument(
-        "--few", type=int, default=3, help="rounds of each kind of slow tests, and of the first kind of those far off"
+        "--few",
+        type=int,
+        default=3,
+        help="rounds of each kind of slow tests and those not near their bound, and of the first kind of those far off",
     )
     parser.add_argument("--slow", type=float, default=0.5, help="seconds from which on a test is slow")
     parser.add_argument("--far", type=float, default=30.0, help="the margin above which a test is far off its bound")
+    parser.add_argument("--near", type=float, default=10.0, help="the margin below which a test runs in all rounds")
     parser.add_argument("--sets", nargs="+", default=available(), choices=available(), help="instruction sets")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="numbers of threads")
     parser.add_argument("--least", type=float, default=3.0, help="the margin that every test should have")
@@ -176,7 +180,8 @@ def main(words: list[str] | None = None) -> int:
                 run = Run(instructions, threads, seed)
                 # the first round tells which tests have a bound, and how long they take
                 few, first = seed < given.few, (instructions, threads) == (given.sets[0], given.threads[0])
-                slow, far = math.inf if few else given.slow, math.inf if few and first else given.far
+                slow, far = math.inf if few else given.slow, given.far if few else given.near
+                far = math.inf if few and first else far
                 rounds[run] = kept(run, given.paths, folder, chosen(rounds, folder, slow, far))
     return 0 if report(rounds, given.least) else 1
 
