@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ag.engine.policy import Policy, policy
 from ag.engine.pool import PAGE, Pool, PoolFullError
 from ag.engine.step import NextToken
 from ag.errors import UserError
-from ag.serve.request import Reason, Request, Stream
+from ag.serve.request import Event, Reason, Request, Stream
 from ag.serve.sampler import Sampler
 
 MARGIN = 1.25  # over the share that flags have kept so far, for prompts to come
@@ -145,8 +146,12 @@ class Batcher:
 
     # ---- for other threads
 
-    def submit(self, request: Request) -> list[Stream]:
+    def submit(self, request: Request, hear: Callable[[int, Event], None] | None = None) -> list[Stream]:
         """Queue a request; returns the streams of its ``n`` answers.
+
+        Args:
+            request: what is asked.
+            hear: takes the number of an answer and each event of its stream; see :class:`Stream`.
 
         Raises:
             Busy: when the queue is full.
@@ -157,7 +162,7 @@ class Batcher:
         answers = [
             Answer(
                 request=request,
-                stream=Stream(),
+                stream=Stream(hear and partial(hear, number)),
                 sampler=Sampler(request, self.tokenizer, self._ends, number),
                 text=text,
                 since=now,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -81,13 +81,23 @@ class Token:
     best: tuple[tuple[int, float], ...] = ()
 
 
-class Stream:
-    """One answer as it comes: iterating waits for its tokens. Any thread may read or cancel it."""
+#: What a stream gives: tokens, then an error or None at the end.
+Event = Token | Exception | None
 
-    def __init__(self) -> None:
+
+class Stream:
+    """One answer as it comes: iterating waits for its tokens. Any thread may read or cancel it.
+
+    Args:
+        hear: takes each event in the thread of the batcher, at once and without waiting; then nothing is left to
+            iterate over. None: events wait to be read.
+    """
+
+    def __init__(self, hear: Callable[[Event], None] | None = None) -> None:
         #: Why the answer ended; None while it goes on.
         self.reason: Reason | None = None
-        self._events: queue.SimpleQueue[Token | Exception | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._give = hear or self._events.put
         self._left = threading.Event()
 
     def __iter__(self) -> Iterator[Token]:
@@ -112,9 +122,9 @@ class Stream:
 
     def put(self, token: Token) -> None:
         """Give the reader a token."""
-        self._events.put(token)
+        self._give(token)
 
     def end(self, reason: Reason | None = None, error: Exception | None = None) -> None:
         """Tell the reader that there is no more, and why."""
         self.reason = reason
-        self._events.put(error)
+        self._give(error)

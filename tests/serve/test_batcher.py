@@ -186,6 +186,18 @@ def test_threads(tiny_llama, tiny_tokenizer):
     assert found == {number: alone(model, "h2o", 0.5, request) for number, request in enumerate(requests)}
 
 
+def test_events_are_heard_as_they_come(tiny_llama, tiny_tokenizer):
+    model, draw, heard = model_for(tiny_llama, "full"), random.Random(6), []
+    batcher = Batcher(model, tiny_tokenizer, "full", ag.Pool(model, 2**20))
+    request = Request(tokens=text(draw, 20), max_tokens=3, temperature=2.0, seed=1, n=2)
+    streams = batcher.submit(request, lambda number, event: heard.append((number, event)))
+    finish(batcher)
+    for number, stream in enumerate(batcher.submit(request)):
+        finish(batcher)
+        assert [event for place, event in heard if place == number] == [*stream, None]
+    assert [stream.reason for stream in streams] == ["length"] * 2
+
+
 def test_what_is_refused(tiny_llama, tiny_tokenizer):
     model = model_for(tiny_llama, "full")
     pool = ag.Pool(model, 2**18)
