@@ -150,8 +150,12 @@ class PageTable:
             self.counts = counts
         if len(copied) or len(fresh):
             self._changed()
-        if self.shared:
-            self.shared = bool((self.pool.references(self.numbers()) > 1).any())
+        self.look()
+
+    def look(self) -> bool:
+        """Return whether somebody else may hold some page, after a look at who does."""
+        self.shared = self.shared and bool((self.pool.references(self.numbers()) > 1).any())
+        return self.shared
 
     def demand(self, lengths: Tensor, tokens: int, *, evicting: bool) -> int:
         """Return the most pages that so many more tokens of each row may take.
@@ -161,8 +165,9 @@ class PageTable:
             tokens: that come.
             evicting: whether tokens may go then, so that every page that is shared may be written anew.
         """
-        wanted, copied = self._wanted(lengths, torch.full_like(lengths, tokens), everywhere=False)
-        return int(wanted.sum()) + (2 * len(self.numbers()) if evicting and self.shared else len(copied))
+        self.look()
+        wanted, copied = self._wanted(lengths, torch.full_like(lengths, tokens), everywhere=evicting)
+        return int(wanted.sum()) + len(copied)
 
     def _wanted(self, lengths: Tensor, more: Tensor, everywhere: bool) -> tuple[Tensor, Tensor]:
         """Return how many pages each row wants ``[R]``, and which (row, place) of its pages it wants copies of."""
@@ -172,13 +177,17 @@ class PageTable:
         written = self._there(self.counts)
         if not everywhere:
             written = self._there(self.counts, lengths // PAGE) & (more > 0)[:, None]
+        return wanted, self._not_mine(written)
+
+    def _not_mine(self, written: Tensor) -> Tensor:
+        """Return the places ``[n, 2]`` among those ``written`` ``[R, most]`` whose pages somebody else holds."""
         at = written.nonzero()
         pages = self.pages[at[:, 0], at[:, 1]].long()
         # of rows that hold a page together all but one copy it, unless somebody else holds it too
         order = pages.argsort(stable=True)
         same = pages[order]
         nth = torch.arange(len(same)) - torch.searchsorted(same, same) + 1  # of my rows that write into it
-        return wanted, at[order[nth < self.pool.references(same)]]
+        return at[order[nth < self.pool.references(same)]]
 
     def _widen(self, width: int) -> None:
         if width > self.pages.shape[1]:
@@ -187,7 +196,7 @@ class PageTable:
             self.pages = wider
 
     def keep(self, needed: Tensor) -> None:
-        """Give pages back that rows have beyond those ``needed`` ``[R]``; nobody shares any."""
+        """Give pages back that rows have beyond those ``needed`` ``[R]``."""
         if bool((self.counts > needed).any()):
             spare = self._there(self.counts, needed)
             self.pool.give(self.pages[spare].long())
@@ -201,15 +210,14 @@ class PageTable:
         Raises:
             PoolFullError: when pages are shared and the pool has too few others; nothing has changed then.
         """
-        if not self.shared:
-            self.keep(needed)
-            return
-        old, fresh = self.numbers(), self.pool.take(int(needed.sum()))
-        self.pool.give(old)
-        self.pages = torch.zeros_like(self.pages)
-        self.pages[self._there(needed)] = fresh.int()
-        self.counts, self.shared = needed, False
-        self._changed()
+        if self.look():
+            rows, places = self._not_mine(self._there(needed)).unbind(1)
+            fresh = self.pool.take(len(rows))
+            self.pool.give(self.pages[rows, places].long())
+            self.pages[rows, places] = fresh.int()
+            self.shared = False
+            self._changed()
+        self.keep(needed)
 
     def leave_pool(self) -> None:
         """Move all pages into a pool of their own."""
