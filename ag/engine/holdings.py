@@ -61,6 +61,17 @@ class Holdings:
         known = None if self.decision is None else self.decision.shares.over_budget
         return torch.zeros(len(self.valid), dtype=torch.bool) if known is None else known
 
+    def held_tokens(self) -> Tensor:
+        """Return the tokens per KV head that each layer holds of each sequence, ``[B, L]`` float32 on the CPU.
+
+        Nothing changes by it, whatever step comes next: tokens that leave when that begins are counted.
+        """
+        stores = [layer.store for layer in self.evicting_layers if layer.store is not None]
+        if not stores:
+            return torch.zeros(len(self.valid), len(self.evicting_layers))
+        counts = torch.stack([store.present.to(stores[0].present.device) for store in stores])
+        return counts.view(len(stores), -1, stores[0].kv_heads).float().mean(2).T.cpu()
+
     def kept_positions(self, layer: int) -> list[list[Tensor]]:
         """Return, for each sequence and KV head, the sorted columns that a layer still holds.
 

@@ -118,6 +118,11 @@ class PagedStore:
         return self._count()
 
     @property
+    def present(self) -> Tensor:
+        """Tokens that lie in the pages of each row, ``[R]`` int32 where the pool is, those that wait to go too."""
+        return self._lengths if self._prompt is None else self.lengths.int()
+
+    @property
     def _known(self) -> Tensor | None:
         """Tokens of each row, ``[R]`` long on the CPU; None: the device alone knows."""
         if self._since and self._counted is not None:
@@ -380,10 +385,11 @@ class PagedStore:
             return
         self._ahead = ahead > 0
         lengths, tokens = self._count(), tokens if self.pool.fixed else max(tokens, ahead)
+        if not self.table.look():  # first what is spare, which others may need
+            self.table.keep(pages_for(lengths + tokens))
+            self._room = self.table.room(lengths)
         self.table.take(lengths, torch.full_like(lengths, tokens), everywhere=everywhere)
         self.table.open = True
-        if not self.table.shared:
-            self.table.keep(pages_for(lengths + tokens))
         self._room = self.table.room(lengths)
 
     def reserve(self, tokens: int) -> None:

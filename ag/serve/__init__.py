@@ -2,5 +2,6 @@
 
 from ag.serve.batcher import Batcher
 from ag.serve.request import Request, Stream, Token
+from ag.serve.snapshot import Snapshot
 
-__all__ = ["Batcher", "Request", "Stream", "Token"]
+__all__ = ["Batcher", "Request", "Snapshot", "Stream", "Token"]

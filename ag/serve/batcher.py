@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,13 +19,13 @@ from transformers import PreTrainedModel
 
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import Policy, policy
-from ag.engine.pool import PAGE, Pool, PoolFullError
+from ag.engine.pool import Pool, PoolFullError
 from ag.engine.step import NextToken
 from ag.errors import UserError
+from ag.serve.admission import Admission, Need
 from ag.serve.request import Event, Reason, Request, Stream
 from ag.serve.sampler import Sampler
-
-MARGIN = 1.25  # over the share that flags have kept so far, for prompts to come
+from ag.serve.snapshot import Counts, Running, Snapshot
 
 
 class Busy(UserError):
@@ -35,20 +37,24 @@ class Answer:
     """An answer that is waiting, being read, or being written.
 
     Attributes:
+        number: of the answer, counted from the first one that was asked for.
         request: what is asked.
         stream: where its tokens go.
         sampler: chooses them.
         text: ids ``[T]`` on the CPU, of the prompt and of the answer so far.
-        since: when it was asked for, in seconds of ``time.monotonic``.
-        most: pages that it may take at once; see :meth:`Batcher._pages`.
+        since: when it was asked for, in seconds of the batcher's clock.
+        need: pages that it may take.
+        read: tokens of the text that the model has read, where it is in the batch.
     """
 
+    number: int
     request: Request
     stream: Stream
     sampler: Sampler
     text: Tensor
     since: float
-    most: int
+    need: Need
+    read: int = 0
 
     @property
     def written(self) -> int:
@@ -69,27 +75,6 @@ class Prompt:
     answers: list[Answer]
     cache: EvictionCache
     read: int = 0
-
-
-@dataclass
-class Counts:
-    """What went by in a batcher.
-
-    Attributes:
-        prompts: tokens of prompts that were read.
-        steps: steps of the batch.
-        tokens: of answers.
-        put_back: answers that had to give their pages back, and were read again.
-        kept: tokens that flags have kept of prompts, per KV head and layer.
-        told: tokens of those prompts.
-    """
-
-    prompts: int = 0
-    steps: int = 0
-    tokens: int = 0
-    put_back: int = 0
-    kept: float = 0.0
-    told: int = 0
 
 
 class Batcher:
@@ -132,17 +117,20 @@ class Batcher:
         self.policy = made.with_tokenizer(tokenizer)
         self.prefill_tokens, self.batch, self.queue = prefill_tokens, batch, queue
         self.counts = Counts()
-        self._clock = clock
+        self._clock, self._numbers = clock, count()
         self._cache = EvictionCache(model, self.policy, pool=pool)  # of the batch
         self._next = NextToken(model, self._cache)
         self._running: list[Answer] = []  # the sequences of the batch
         self._reading: Prompt | None = None
         self._waiting: deque[list[Answer]] = deque()  # the answers to each request
+        self._crowded = False  # whether the pool ran out since an answer ended
         self._lock = threading.Condition()
         self._stopping = False
-        self._rows: int = len(self._cache.evicting_layers) * model.config.get_text_config().num_key_value_heads
+        self._at_once = _reads_at_once(self._cache)
+        self._admission = Admission(self._cache, model.config, sys.maxsize if self._at_once else prefill_tokens)
         ends = model.generation_config.eos_token_id if model.generation_config is not None else None
         self._ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+        self._show()
 
     # ---- for other threads
 
@@ -157,16 +145,18 @@ class Batcher:
             Busy: when the queue is full.
             UserError: for a prompt and answer that no empty pool or no context could hold.
         """
-        self._check(request)
+        need = self._admission.need(request)
+        self._check(request, need)
         text, now = torch.tensor(request.tokens, dtype=torch.long), self._clock()
         answers = [
             Answer(
+                number=next(self._numbers),
                 request=request,
                 stream=Stream(hear and partial(hear, number)),
                 sampler=Sampler(request, self.tokenizer, self._ends, number),
                 text=text,
                 since=now,
-                most=self._pages(request),
+                need=need,
             )
             for number in range(request.n)
         ]
@@ -198,6 +188,17 @@ class Batcher:
         """Whether some request has no answer yet."""
         return bool(self._running or self._reading or self._waiting)
 
+    def snapshot(self) -> Snapshot:
+        """Return what is going on, as it was after the last step; who waits is known to the moment."""
+        with self._lock:
+            waiting = sum(map(len, self._waiting))
+        now, (answers, held, shown) = self._clock(), self._shown
+        running = tuple(
+            Running(number, prompt, written, now - since, tuple(layers))
+            for (number, prompt, written, since), layers in zip(answers, held.tolist(), strict=True)
+        )
+        return replace(shown, waiting=waiting, running=running)
+
     # ---- a step
 
     @torch.no_grad()
@@ -206,6 +207,24 @@ class Batcher:
         self._drop()
         self._read(self.prefill_tokens)
         self._write()
+        self._show()
+
+    def _show(self) -> None:
+        """Leave for other threads what :meth:`snapshot` returns; they read it as one object."""
+        answers = [(x.number, len(x.request.tokens), x.written, x.since) for x in self._running]
+        self._shown = (
+            answers,
+            self._cache.held_tokens(),
+            Snapshot(
+                waiting=0,
+                reading=0 if self._reading is None else len(self._reading.answers),
+                running=(),
+                pages=self.pool.size,
+                free=self.pool.free,
+                page_nbytes=self.pool.page_nbytes(),
+                counts=replace(self.counts, ended=self.counts.ended.copy()),
+            ),
+        )
 
     def _drop(self) -> None:
         """End the answers that nobody wants any more, and those whose time is over."""
@@ -224,15 +243,20 @@ class Batcher:
         limits = [answer.request.answer_seconds, answer.request.wait_seconds if waiting else None]
         late = any(limit is not None and self._clock() - answer.since > limit for limit in limits)
         if answer.stream.cancelled or late:
-            answer.stream.end("cancelled" if answer.stream.cancelled else "timeout")
+            self._end(answer, "cancelled" if answer.stream.cancelled else "timeout")
             return True
         return False
+
+    def _end(self, answer: Answer, reason: Reason | None, error: Exception | None = None) -> None:
+        self.counts.ended[reason or "error"] += 1
+        answer.stream.end(reason, error)
 
     def _release(self, places: list[int]) -> None:
         """Take sequences out of the batch."""
         if places:
             self._cache.release(places)
             self._running = [answer for place, answer in enumerate(self._running) if place not in places]
+            self._crowded = False
 
     # ---- prompts
 
@@ -248,11 +272,14 @@ class Batcher:
             if not self._waiting:
                 return False
             answers = self._waiting[0]
-            taken = sum(answer.most for answer in self._running)
-            fits = taken + sum(answer.most for answer in answers) <= self.pool.size
-            if (not fits or len(self._running) + len(answers) > self.batch) and self._running:
+            need = self._admission.need(answers[0].request)  # of flags more is known than when it was asked
+            wanted = max(need.reading, need.writing * len(answers))
+            fits = sum(answer.need.writing for answer in self._running) + wanted <= self.pool.size
+            if self._running and (self._crowded or not fits or len(self._running) + len(answers) > self.batch):
                 return False
             self._waiting.popleft()
+        for answer in answers:
+            answer.need = need
         cache = EvictionCache(self.model, self.policy, pool=self.pool)
         cache.expect(torch.ones(1, len(answers[0].request.tokens), dtype=torch.bool))
         self._reading = Prompt(answers, cache)
@@ -261,16 +288,14 @@ class Batcher:
     def _read_part(self, prompt: Prompt, tokens: int) -> int:
         """Read a part of a prompt; at its end its answers begin, and join the batch. Returns how many were read."""
         first, whole = prompt.answers[0], len(prompt.answers[0].request.tokens)
-        gates = prompt.cache.gates
-        at_once = gates is not None and gates.config.scope == "prompt"  # these look at the whole prompt
-        part = first.text[prompt.read : whole][: None if at_once else tokens]
+        part = first.text[prompt.read : whole][: None if self._at_once else tokens]
         try:
             logits = self._fed(prompt.cache, part)
             prompt.read += len(part)
             if prompt.read < whole:
                 return len(part)
             self.counts.prompts += whole
-            self._learn(prompt.cache, whole)
+            self._admission.learn(prompt.cache, whole)
             for answer in list(prompt.answers):
                 again = prompt.cache if answer is prompt.answers[-1] else deepcopy(prompt.cache)
                 self._begin(prompt, answer, again, logits)
@@ -290,10 +315,9 @@ class Batcher:
         return logits.float().cpu()
 
     def _begin(self, prompt: Prompt, answer: Answer, cache: EvictionCache, logits: Tensor) -> None:
-        """Let an answer join the batch behind its prompt, and behind its tokens so far if it was put back."""
-        for token in answer.text[len(answer.request.tokens) :]:  # one by one, as they came
-            logits = self._fed(cache, token[None])
-        if self._add(answer, logits):
+        """Let an answer join the batch behind its prompt; one that was put back has its tokens, and chooses none."""
+        answer.read = len(answer.request.tokens)
+        if answer.written or self._add(answer, logits):
             self._cache.join(cache)
             self._running.append(answer)
         else:
@@ -307,23 +331,28 @@ class Batcher:
             self._fail(prompt.answers, prompt.cache, error)
             return
         prompt.cache.reset()
+        self._queue_first(prompt.answers)
+
+    def _queue_first(self, answers: list[Answer]) -> None:
+        """Let answers wait before all others, until some answer has ended."""
+        self._crowded = True
         with self._lock:
-            self._waiting.appendleft(prompt.answers)
+            self._waiting.appendleft(answers)
 
     def _fail(self, answers: list[Answer], cache: EvictionCache, error: Exception) -> None:
         """End answers that the model or the policy failed at; what waits goes on."""
         cache.reset()
         for answer in answers:
-            answer.stream.end(error=error)
+            self._end(answer, None, error)
         answers.clear()
 
     # ---- answers
 
     def _write(self) -> None:
-        """Write one token of each answer."""
+        """Write one token of each answer; one that was put back reads its own again before it goes on."""
         if not self._running:
             return
-        tokens = torch.stack([answer.text[-1:] for answer in self._running]).to(self.model.device)
+        tokens = torch.stack([answer.text[answer.read :][:1] for answer in self._running]).to(self.model.device)
         try:
             logits = self._next(tokens).float().cpu()
         except PoolFullError as error:
@@ -333,7 +362,12 @@ class Batcher:
             self._fail(self._running, self._cache, error)
             return
         self.counts.steps += 1
-        self._release([place for place, answer in enumerate(self._running) if not self._add(answer, logits[place])])
+        over = []
+        for place, answer in enumerate(self._running):
+            answer.read += 1
+            if answer.read == len(answer.text) and not self._add(answer, logits[place]):
+                over.append(place)
+        self._release(over)
 
     def _add(self, answer: Answer, logits: Tensor) -> bool:
         """Choose the next token of an answer; returns whether it goes on."""
@@ -341,27 +375,31 @@ class Batcher:
         answer.text = torch.cat([answer.text, torch.tensor([token.id])])
         answer.stream.put(token)
         self.counts.tokens += 1
+        if answer.written == 1:
+            self.counts.started += 1
+            self.counts.first_seconds += self._clock() - answer.since
         reason: Reason | None = answer.sampler.ended(answer.text, answer.written)
         if reason is not None:
-            answer.stream.end(reason)
+            self._end(answer, reason)
         return reason is None
 
     def _put_back(self, error: PoolFullError) -> None:
-        """Take the answer that came last out of the batch; it is read again before others."""
+        """Let the request that came last give its pages back; it is read again before others."""
         last = max(range(len(self._running)), key=lambda place: self._running[place].since)
-        answer = self._running[last]
-        alone = len(self._running) == 1
+        answer, reading = self._running[last], self._reading
+        if reading is not None and reading.answers[0].since >= answer.since:
+            self._put_off(reading, error)
+            return
+        alone = len(self._running) == 1 and reading is None
         self._release([last])
-        if alone and self._reading is None:
-            answer.stream.end(error=error)
+        if alone:
+            self._end(answer, None, error)
             return
         self.counts.put_back += 1
-        with self._lock:
-            self._waiting.appendleft([answer])
+        self._queue_first([answer])
 
-    # ---- how much a request takes
-
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request, need: Need) -> None:
+        """Refuse a request that no context or no empty pool could hold."""
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         wanted = len(request.tokens) + request.max_tokens
         if context is not None and wanted > context:
@@ -369,32 +407,17 @@ class Batcher:
                 f"{len(request.tokens)} tokens and an answer of {request.max_tokens} are {wanted}: expected at most "
                 f"{context}, the context of the model; shorten one of them."
             )
-        pages = self._pages(request) * request.n
+        pages, page = max(need.reading, need.writing * request.n), self.pool.page_nbytes()
         if pages > self.pool.size:
-            page = self.pool.page_nbytes()
             raise UserError(
                 f"{len(request.tokens)} tokens and {request.n} answers of {request.max_tokens} may take "
                 f"{pages * page} bytes, and the pool has {self.pool.size * page}: expected no more than that; shorten "
                 "one of them, keep less, or make a larger pool."
             )
 
-    def _pages(self, request: Request) -> int:
-        """Return the pages that one answer to a request may take at once, its prompt included.
 
-        A prompt is held whole while it is read in parts. What stays of it are the tokens of the budget, or under flags
-        as many as they have kept of others, with a margin; each row may leave a part of a page free.
-        """
-        prompt, answer = len(request.tokens), request.max_tokens
-        stays: float = prompt
-        if self.policy.budget is not None:
-            stays = min(prompt, int(self.policy.capacity(torch.tensor([prompt]))[0]))
-        elif self.policy.by_gates and self.counts.told:
-            stays = min(prompt, MARGIN * prompt * self.counts.kept / self.counts.told)
-        grows = answer if self.policy.steps is None else 1
-        return self._rows * max(-(-prompt // PAGE), int(stays + grows) // PAGE + 1)
-
-    def _learn(self, cache: EvictionCache, tokens: int) -> None:
-        """Take note of how much flags have kept of a prompt."""
-        if self.policy.by_gates and self.policy.budget is None:
-            self.counts.kept += cache.kept_share() * tokens
-            self.counts.told += tokens
+def _reads_at_once(cache: EvictionCache) -> bool:
+    """Tell whether a prompt that is read in parts would be evicted differently, or not be read at all."""
+    by_whole = cache.gates is not None and cache.gates.config.scope == "prompt"
+    moves = cache.policy.positions == "slot" and cache.prompt_sees == "sparse"
+    return by_whole or moves or cache.policy.evict_before_attend

@@ -11,6 +11,7 @@ import torch
 import ag
 from ag.errors import UserError
 from ag.serve import Batcher, Request
+from ag.serve.admission import Need
 from ag.serve.batcher import Busy
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
@@ -79,7 +80,7 @@ def test_an_answer_that_is_put_back_loses_no_token(tiny_llama, tiny_tokenizer, m
     model, draw = model_for(tiny_llama, "full"), random.Random(1)
     pool = ag.Pool(model, 130 * ag.Pool(model, 2**14).page_nbytes())
     batcher = Batcher(model, tiny_tokenizer, "full", pool)
-    monkeypatch.setattr(batcher, "_pages", lambda request: 0)
+    monkeypatch.setattr(batcher._admission, "need", lambda request: Need(0, 0))
     requests = [Request(tokens=text(draw, 40), max_tokens=60) for _ in range(8)]
     streams = [stream for request in requests for stream in batcher.submit(request)]
     finish(batcher)
@@ -216,3 +217,30 @@ def test_what_is_refused(tiny_llama, tiny_tokenizer):
         batcher.submit(Request(tokens=[7], max_tokens=1))
     finish(batcher)
     assert pool.free == pool.size
+
+
+def test_what_a_batcher_shows(tiny_llama, tiny_tokenizer):
+    """To other threads, between steps."""
+    model, draw, now = model_for(tiny_llama, "h2o"), random.Random(6), [10.0]
+    pool = ag.Pool(model, 2**22)
+    batcher = Batcher(
+        model, tiny_tokenizer, ag.policy("h2o", 24, "every"), pool, prefill_tokens=50, batch=2, clock=lambda: now[0]
+    )
+    before = batcher.snapshot()
+    assert (before.waiting, before.reading, before.running, before.free) == (0, 0, (), pool.size)
+    for tokens in (40, 70, 30):
+        batcher.submit(Request(tokens=text(draw, tokens), max_tokens=9))
+    assert batcher.snapshot().waiting == 3 and batcher.snapshot().pages == pool.size
+    now[0] = 13.0
+    batcher.step()
+    seen = batcher.snapshot()
+    assert (seen.waiting, seen.reading, len(seen.running)) == (1, 1, 1)
+    (first,) = seen.running
+    assert (first.number, first.prompt, first.written, first.seconds) == (0, 40, 2, 3.0)
+    assert first.held == (25.0,) * 3  # one goes when the next one comes
+    assert (seen.counts.prompts, seen.counts.tokens, seen.counts.started, seen.counts.first_seconds) == (40, 2, 1, 3.0)
+    assert seen.free == pool.free and seen.page_nbytes * seen.pages == pool.nbytes
+    finish(batcher)
+    last = batcher.snapshot()
+    assert (last.running, last.free, last.counts.ended) == ((), pool.size, {"length": 3})
+    assert seen.counts.tokens == 2 and last.counts.tokens == 27

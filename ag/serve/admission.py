@@ -1,0 +1,148 @@
+"""How many pages of a pool a request may take, worked out before its prompt is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from ag.engine.allocators.uniform import Uniform
+from ag.engine.cache import EvictionCache
+from ag.engine.observe import Context, Keys, Observation, Queries
+from ag.engine.pool import PAGE
+from ag.serve.request import Request
+
+MARGIN = 1.25  # over the share that flags have kept so far, for prompts to come
+
+
+@dataclass(frozen=True)
+class Need:
+    """Pages that one answer takes at most.
+
+    Attributes:
+        reading: while its prompt is read.
+        writing: behind the prompt.
+    """
+
+    reading: int
+    writing: int
+
+
+class Admission:
+    """Says what requests may take.
+
+    Under a budget and under ``full`` no answer takes more. What flags keep is known when it happens: as large a share
+    as of the prompts so far, with a margin, and all of the answer.
+
+    Args:
+        cache: of the model and the policy.
+        config: of the model.
+        part: most tokens of a prompt that are read at once.
+    """
+
+    def __init__(self, cache: EvictionCache, config: PretrainedConfig, part: int) -> None:
+        text = config.get_text_config()
+        self.policy, self.part = cache.policy, part
+        self._heads: int = text.num_key_value_heads
+        self._windows = _windows(text, len(cache.evicting_layers))
+        self._sharing = set(cache.sharing)
+        self._even = isinstance(self.policy.allocator, Uniform) and not (self.policy.by_gates and self._flags)
+        self._kept = self._told = 0.0  # tokens per KV head that flags kept of prompts, and of how many
+
+    @property
+    def _flags(self) -> bool:
+        return self.policy.by_gates and self.policy.budget is None
+
+    def learn(self, cache: EvictionCache, tokens: int) -> None:
+        """Take note of how much flags have kept of a prompt of so many tokens."""
+        if self._flags:
+            self._kept += cache.kept_share() * tokens
+            self._told += tokens
+
+    def need(self, request: Request) -> Need:
+        """Return what one answer to a request takes, its prompt included.
+
+        The last token of an answer is not read, and so takes no room.
+        """
+        prompt, read = len(request.tokens), request.max_tokens - 1
+        again = self._reread(request)
+        return Need(
+            reading=self._pages(self._in_prompt(prompt) + again, prompt + again, self.part),
+            writing=self._pages(self._behind(prompt, read), prompt + read, 2),
+        )
+
+    # ---- tokens per KV head
+
+    def _in_prompt(self, prompt: int) -> int:
+        """Return the most tokens per KV head of a prompt that is read in parts: all, but where blocks are evicted."""
+        if self.policy.budget is None or self.policy.block is None:
+            return prompt
+        return min(prompt, self._stays(prompt, prompt) + self.policy.block)
+
+    def _behind(self, prompt: int, read: int) -> int:
+        """Return the most tokens per KV head, the mean over heads, while so many tokens of the answer are read."""
+        steps = self.policy.steps
+        if self._flags and self._told:
+            return min(prompt, int(MARGIN * prompt * self._kept / self._told)) + read
+        if self.policy.budget is None:
+            return prompt + read
+        if steps is None:
+            return min(prompt, self._stays(prompt, prompt)) + read
+        # under ``every`` a token takes the place of another one step later, and the host makes room without knowing
+        return min(prompt + read, self._stays(prompt, prompt + read) + min(read, 2 if steps == 1 else steps))
+
+    def _stays(self, prompt: int, seen: int) -> int:
+        """Return what a decision leaves of a text of so many tokens: the budget, or more where more is protected."""
+        before, after = map(int, self.policy.capacity(torch.tensor([prompt, seen])))
+        before_more = max(before, self._protected(seen, before))
+        if self.policy.budget_of != "seen" or after == before:
+            return before_more
+        return max(before_more * after // before, self._protected(seen, after))
+
+    def _protected(self, tokens: int, capacity: int) -> int:
+        """Ask the scorer how many of so many tokens it protects."""
+        assert self.policy.scorer is not None
+        ranks = torch.arange(tokens)[None, None]
+        none, there = torch.zeros(1, 1, tokens, 0), torch.ones_like(ranks, dtype=torch.bool)
+        seen = Observation(
+            keys=Keys(k=none, v=none, ranks=ranks, valid=there),
+            queries=Queries(q=torch.zeros(1, 1, 1, 0), ranks=ranks[0, :, -1:], valid=there[0, :, -1:]),
+            context=Context(scaling=1.0),
+        )
+        return int(self.policy.scorer.protected(seen, torch.tensor([capacity])).sum())
+
+    def _reread(self, request: Request) -> int:
+        """Return the most tokens that are held beside a prompt while it is reread."""
+        rereader = None if self.policy.scorer is None else self.policy.scorer.rereader
+        inputs = [] if rereader is None else rereader.inputs([*request.tokens])
+        return max((len(asked) for _, asked in inputs), default=0)
+
+    # ---- pages
+
+    def _pages(self, tokens: int, whole: int, coming: int) -> int:
+        """Return the pages of all layers.
+
+        Args:
+            tokens: per KV head in layers that share the budget, the mean over heads.
+            whole: in the others, without a sliding window.
+            coming: tokens at once.
+        """
+        pages = shared = 0
+        for layer, window in enumerate(self._windows):
+            seen = whole if window is None else min(whole, window + coming - 1)
+            if layer not in self._sharing or tokens >= whole:
+                pages += self._heads * -(-seen // PAGE)
+            elif self._even:
+                pages += self._heads * -(-min(tokens, seen) // PAGE)
+            else:
+                shared += self._heads
+        # of rows that are not equally long each may have a page with one token
+        return pages + (shared * (tokens + PAGE - 1)) // PAGE
+
+
+def _windows(text: PretrainedConfig, layers: int) -> list[int | None]:
+    """Return the sliding window of each layer."""
+    window: int | None = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]

@@ -1,0 +1,73 @@
+"""What a batcher is doing, for those who watch it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Counts:
+    """What went by in a batcher.
+
+    Attributes:
+        prompts: tokens of prompts that were read.
+        reused: tokens of prompts that were not read, as their beginning was held already.
+        steps: steps of the batch.
+        tokens: of answers.
+        started: answers with a first token.
+        first_seconds: seconds from their requests to those tokens, all together.
+        put_back: answers that had to give their pages back, and were read again.
+        ended: answers that ended, by reason; ``error`` is one of them.
+    """
+
+    prompts: int = 0
+    reused: int = 0
+    steps: int = 0
+    tokens: int = 0
+    started: int = 0
+    first_seconds: float = 0.0
+    put_back: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Running:
+    """An answer that is being written.
+
+    Attributes:
+        number: of the answer, counted from the first one that was asked for.
+        prompt: tokens of its prompt.
+        written: tokens of the answer so far.
+        seconds: since it was asked for.
+        held: tokens per KV head that it holds, by layer.
+    """
+
+    number: int
+    prompt: int
+    written: int
+    seconds: float
+    held: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A batcher at one moment, between two steps; who waits is known to the moment.
+
+    Attributes:
+        waiting: answers whose prompt nobody has begun to read.
+        reading: answers whose prompt is being read.
+        running: answers that are being written.
+        pages: of the pool.
+        free: pages that nobody holds.
+        page_nbytes: bytes of a page.
+        counts: what went by.
+    """
+
+    waiting: int
+    reading: int
+    running: tuple[Running, ...]
+    pages: int
+    free: int
+    page_nbytes: int
+    counts: Counts

@@ -1,0 +1,127 @@
+"""What a request is admitted with is what it may take: never less than it takes, and no more under a fixed budget."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import ag
+from ag.serve import Batcher, Request
+from tests.support.gates_for import gates_for
+
+#: Policies whose bound is met exactly by an answer that is long enough, by name.
+EXACT = {
+    "full": ag.policy("full"),
+    "prefill": ag.policy("h2o", 40),
+    "every": ag.policy("h2o", 40, "every"),
+    "steps": ag.policy("streaming_llm", 33, "steps:9"),
+    "share of the prompt": ag.policy("keydiff", 0.4, "every"),
+    "share of all seen": ag.policy("h2o", 0.4, "every", budget_of="seen"),
+    "share of all seen, steps": ag.policy("keydiff", 0.5, "steps:5", budget_of="seen"),
+    "more protected than allowed": ag.policy("snapkv", 8, window=30),
+    "blocks": ag.policy("h2o", 24, "blocks:20+every"),
+}
+#: Policies under which rows are not equally long.
+UNEVEN = {
+    "pyramid": ag.policy("snapkv@pyramid", 30, window=4),
+    "heads": ag.policy("h2o@heads", 30, "every"),
+    "global": ag.policy("knorm@global", 24, "every"),
+    "global, steps": ag.policy("knorm@global", 0.3, "steps:6"),
+    "preference": ag.policy("cake", 20, "every", window=4),
+    "kvzip": ag.policy("kvzip", 0.3),
+    "gates": ag.policy("gates", 0.3, "every"),
+    "wrapped": ag.policy("h2o+vatp", 30, "every", sinks=2),
+}
+
+
+def model_of(name, tiny_llama, tiny_mistral):
+    if name == "window":
+        return tiny_mistral(sliding_window=24)
+    model = tiny_llama(eos_token_id=None)
+    if name == "gates":
+        ag.attach(model, gates_for(model, recent_tokens=4, covers="all", scope="causal"))
+    return model
+
+
+def peaks(batcher, requests, monkeypatch):
+    """The most pages taken while prompts are read, and after they were."""
+    pool, found = batcher.pool, [0, 0]
+    take = type(pool).take
+
+    def look():
+        behind = batcher._reading is None and not batcher._waiting
+        found[behind] = max(found[behind], pool.size - pool.free)
+
+    def counted(self, count):
+        pages = take(self, count)
+        look()
+        return pages
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(pool), "take", counted)
+        for request in requests:
+            batcher.submit(request)
+        while batcher.busy:
+            batcher.step()
+            look()
+    assert pool.free == pool.size and batcher.counts.ended == {"length": len(requests)}
+    return found
+
+
+@pytest.mark.parametrize("name", [*EXACT, *UNEVEN, "window"])
+def test_no_answer_takes_more_than_it_is_admitted_with(tiny_llama, tiny_mistral, tiny_tokenizer, monkeypatch, name):
+    """Alone, and with others in one batch; the prompt comes in parts."""
+    model, draw = model_of(name, tiny_llama, tiny_mistral), random.Random(name)
+    policy = (EXACT | UNEVEN).get(name, EXACT["full"])
+    requests = [
+        Request(tokens=[draw.randrange(6, 128) for _ in range(prompt)], max_tokens=answer)
+        for prompt, answer in ((draw.randrange(60, 120), draw.randrange(20, 40)), (90, 3), (draw.randrange(1, 60), 16))
+    ]
+    needs = []
+    for request in requests:
+        batcher = Batcher(model, tiny_tokenizer, policy, ag.Pool(model, 2**22), prefill_tokens=draw.randrange(7, 50))
+        need = batcher._admission.need(request)
+        reading, writing = peaks(batcher, [request], monkeypatch)
+        assert reading <= max(need.reading, need.writing) and writing <= need.writing
+        needs.append((need, reading, writing))
+    batcher = Batcher(model, tiny_tokenizer, policy, ag.Pool(model, 2**22), prefill_tokens=29)
+    together = max(peaks(batcher, requests, monkeypatch))
+    assert together <= sum(need.writing for need, _, _ in needs) + max(need.reading for need, _, _ in needs)
+    if name in EXACT or name == "window":
+        need, _, writing = needs[0]
+        assert writing == need.writing
+
+
+@pytest.mark.parametrize("pages", [40, 60])
+def test_flags_are_admitted_with_what_they_kept_before(tiny_llama, tiny_tokenizer, pages):
+    model = model_of("gates", tiny_llama, None)
+    page = ag.Pool(model, 2**14).page_nbytes()
+    batcher = Batcher(model, tiny_tokenizer, "flags", ag.Pool(model, pages * page))
+    request = Request(tokens=[7 + i % 90 for i in range(90)], max_tokens=2)
+    whole = batcher._admission.need(request)
+    assert whole.writing == 3 * 2 * 6
+    batcher.submit(request)
+    batcher.step()
+    share = batcher._admission._kept / 90
+    assert 0.1 < share < 0.7
+    rows, tokens = 6, int(1.25 * 90 * share) + 1
+    assert batcher._admission.need(request).writing == rows * (tokens + 15) // 16 < whole.writing
+
+
+def test_a_prompt_holds_all_of_itself_only_while_it_is_read(tiny_llama, tiny_tokenizer):
+    """Room for two whole prompts: of a fifth of each many are answered at once."""
+    model, draw = model_of("h2o", tiny_llama, None), random.Random(0)
+    pool = ag.Pool(model, 2 * 6 * 12 * ag.Pool(model, 2**14).page_nbytes())
+    found = {}
+    for name, policy in {"full": ag.policy("full"), "h2o": ag.policy("h2o", 30, "every")}.items():
+        batcher, most = Batcher(model, tiny_tokenizer, policy, pool), 0
+        for _ in range(10):
+            batcher.submit(Request(tokens=[draw.randrange(6, 128) for _ in range(160)], max_tokens=30))
+        while batcher.busy:
+            batcher.step()
+            most = max(most, len(batcher.snapshot().running))
+        assert batcher.counts.put_back == 0
+        found[name] = most
+    # pages of a row: 12 of 24 whole; under h2o 2 each, while 10 are free for the prompt of the last one
+    assert found == {"full": 2, "h2o": 8}
