@@ -10,6 +10,7 @@ from ag.errors import nearest
 
 COMMANDS = {
     "fit": "train gates, adapters, or both: ag fit recipe=quickstart",
+    "plan": "memory and time of a training step, without weights or a GPU",
     "generate": "continue a text under a policy, and show what it saves",
     "compare": "policies on tasks at budgets: tables, tests and a page",
     "evaluate": "a run's gates on its own validation rows",

@@ -72,6 +72,10 @@ class Generation:
 
 def run(asked: Invocation[GenerateConfig]) -> int:
     """Print what ``python -m ag.generate`` prints; returns the exit code."""
+    if asked.dry_run:
+        _read_prompt(asked.config)
+        print(*_policies(asked.config), sep="\n")
+        return 0
     generations = generate(asked.config)
     for name, generation in generations.items():
         print(f"--- {name} ---\n{generation.text}\n" if len(generations) > 1 else f"{generation.text}\n")
@@ -108,8 +112,8 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
     Raises:
         UserError: (ModelError, ExportError, ...) naming what is wrong and the fix.
     """
-    text, chosen = _read_prompt(config), _policy(config)
-    model, tokenizer = _load(config, chosen.spec.path or config.gates)
+    text, policies = _read_prompt(config), _policies(config)
+    model, tokenizer = _load(config, next(iter(policies.values())).spec.path or config.gates)
     if config.chat and tokenizer.chat_template is None:
         raise UserError("chat=true: the model's tokenizer has no chat template; set chat=false.")
     if config.chat:
@@ -122,9 +126,6 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
             f"The prompt has {length} tokens: expected 1 to {context - config.max_new_tokens}, which leave room for "
             f"max_new_tokens={config.max_new_tokens} in the model's context."
         )
-    policies = {} if chosen.scorer is None else {next(iter(named([config.policy or "gates"]))): chosen}
-    if config.compare or not policies:
-        policies["full cache"] = policy("full")
     return {name: _generate(model, tokenizer, ids.long(), policy, config) for name, policy in policies.items()}
 
 
@@ -139,16 +140,15 @@ def _read_prompt(config: GenerateConfig) -> str:
         raise UserError(f"file={config.file}: {error}; expected a text file in UTF-8.") from error
 
 
-def _policy(config: GenerateConfig) -> Policy:
-    """Return the policy; unknown names and bad budgets are found before a model is loaded."""
+def _policies(config: GenerateConfig) -> dict[str, Policy]:
+    """Return the policies by name; unknown names and bad budgets are found before a model is loaded."""
     spec = PolicySpec.parse(config.policy or ("gates" if config.gates else "full"))
     if config.gates and spec.path and Path(config.gates) != Path(spec.path):
         raise UserError(f"gates={config.gates} and policy={spec} name two exports; leave gates= out.")
-    if spec.reads_gates and spec.path is None:
-        if config.gates is None:
-            raise UserError(f"policy={spec}: expected gates=EXPORT beside it, the folder of exported gates.")
-        spec = replace(spec, path=config.gates)
-    return policy(spec, config.budget, config.schedule, **config.options)
+    spec = spec.with_gates(config.gates, "gates=EXPORT")
+    chosen = policy(spec, config.budget, config.schedule, **config.options)
+    found = {next(iter(named([config.policy or "gates"]))): chosen} if spec.evicts else {}
+    return found | ({"full cache": policy("full")} if config.compare or not found else {})
 
 
 def _load(config: GenerateConfig, gates: str | None) -> tuple[Model, PreTrainedTokenizerBase]:

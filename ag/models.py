@@ -24,6 +24,7 @@ def show(asked: Invocation[ModelsConfig]) -> int:
     if accepted is not None and name not in licensed:
         raise UserError(f"accept_license={accepted} is for {', '.join(licensed)} alone: leave it out for {name}")
     if asked.dry_run:
+        print(name)
         return 0
     print(resolve(name) if accepted is None else licensed[name].get(accepted))
     return 0

@@ -41,17 +41,12 @@ SIZES = ("kind", "granularity", "num_heads", "head_dim", "hidden", "shortcut", "
 
 
 def run(asked: Invocation[Config]) -> int:
-    """Train, or print the plan of it, as ``python -m ag.fit`` is asked to; returns the exit code.
+    """Train, as ``python -m ag.fit`` is asked to; returns the exit code.
 
     Codes: 0 done; 2 an error in the configuration, the data, the model, the run to resume or the disk (one line on
     stderr); 3 a loss or gradient was not finite; 143, 130 and 138 stopped by SIGTERM, Ctrl-C and SIGUSR1, after
     a checkpoint where training had begun.
     """
-    if asked.config.plan:
-        from ag.training.memory_plan import report  # imports the fake tensors of PyTorch's compiler
-
-        print(report(asked.config))
-        return 0
     try:
         fit(asked.config, asked.dry_run)
     except BrokenPipeError:

@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "planning.md"
 MODELS = ["llama-2-7b", "llama-2-13b", "llama-2-70b"]
 GPUS = [1, 2, 4, 8, 16, 32, 64]
 BASES = {"NF4, DDP": ("nf4", "ddp"), "bf16, DDP": ("none", "ddp"), "bf16, FSDP2": ("none", "fsdp2")}
-TFLOPS = "70"
+TFLOPS = 70
 
 
 def table(name: str) -> str:
@@ -25,7 +25,7 @@ def table(name: str) -> str:
     for base, (quantization, strategy) in BASES.items():
         plans = [plan(settings(name, quantization, strategy, count), measured) for count in GPUS]
         lines.append(f"| {base}: GiB | " + " | ".join(f"{found.total / GIB:.1f}" for found in plans) + " |")
-    speed = (found.tokens * float(TFLOPS) * 1e12 / found.flops for found in plans)
+    speed = (found.tokens * TFLOPS * 1e12 / found.flops for found in plans)
     lines.append("| tokens/s | " + " | ".join(f"{tokens:,.0f}" for tokens in speed) + " |")
     return "\n".join(lines)
 
@@ -42,7 +42,6 @@ def settings(name: str, quantization: str, strategy: str, count: int) -> Config:
             "trainer.strategy": "auto" if count == 1 and strategy == "ddp" else strategy,
             "trainer.devices": str(count // nodes),
             "trainer.num_nodes": str(nodes),
-            "tflops": TFLOPS,
         },
     )
 

@@ -24,6 +24,10 @@ MODULES = {"decode": decode, "stream": stream, "prefill": prefill, "train": trai
 def run(asked: Invocation[BenchConfig]) -> int:
     """Measure and print what ``python -m ag.bench`` is asked for; returns the exit code."""
     config = asked.config
+    check(config)
+    if asked.dry_run:
+        print(*(f"{config.mode}: context {n}, batch {b}" for n in config.context for b in config.batch), sep="\n")
+        return 0
     try:
         results = bench(config, asked.line)
     except torch.OutOfMemoryError as error:
@@ -34,17 +38,21 @@ def run(asked: Invocation[BenchConfig]) -> int:
     return 0
 
 
-def bench(config: BenchConfig, command: str) -> dict[str, Any]:
-    """Measure, and return the rows with what they mean: command, date, machine, configuration, who could not run.
-
-    Raises:
-        UserError: for a model, a policy or a device that cannot be.
-    """
+def check(config: BenchConfig) -> None:
+    """Raise ``UserError`` for a device that is not there, and for sizes that cannot be."""
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device={config.device}: no CUDA device is there; give device=cpu.")
     wrong = [value for values in (config.context, config.batch) for value in values if value < 1]
     if wrong or not (config.context and config.batch):
         raise UserError(f"context={config.context}, batch={config.batch}: expected numbers of at least 1.")
+
+
+def bench(config: BenchConfig, command: str) -> dict[str, Any]:
+    """Measure, and return the rows with what they mean: command, date, machine, configuration, who could not run.
+
+    Raises:
+        UserError: for a model or a policy that cannot be.
+    """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     described = machine(torch.device(config.device)) | {"sdpa": backends(config)[0] or "torch's choice"}

@@ -29,7 +29,7 @@ OPTIONS = {
     "--help": "show this text (-h)",
     "--recipes": "list the shipped recipes of this command",
     "--print": "print the resolved configuration and stop",
-    "--dry-run": "build everything, run as little as possible, write nothing",
+    "--dry-run": "check what is asked, say what would be done, write nothing (fit: run one batch of each kind)",
     "--multirun": "one run for each combination of comma lists, such as seed=0,1 (-m)",
 }
 MAX_RUNS = 1000
@@ -41,7 +41,7 @@ class Invocation(Generic[T]):
 
     Attributes:
         config: the values of its keys.
-        dry_run: whether to build everything and write nothing.
+        dry_run: whether to say what would be done, and write nothing.
         line: the command as a shell reads it.
     """
 

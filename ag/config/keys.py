@@ -23,6 +23,8 @@ from ag.errors import nearest as nearest
 
 MAX_YAML_EVENTS = 20_000
 MAX_YAML_DEPTH = 20
+#: Keys of earlier versions, and where they went. A config.yaml of those has them, at their defaults.
+MOVED = dict.fromkeys(("plan", "tflops"), "python -m ag.plan, with the same keys, prints the plan of a run")
 YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -127,6 +129,8 @@ def unknown(name: str, known: Mapping[str, Key]) -> ConfigError:
     if name in sections:
         inside = ", ".join(key for key in known if key.startswith(name + "."))
         return ConfigError(f"{name!r} is a section, not a key: set one of {inside}")
+    if name in MOVED:
+        return ConfigError(f"{name} is no key here any more: {MOVED[name]}")
     names = [*known, *sections]
     hint = nearest(name, names, cutoff=0.8) or nearest(name, same_leaf, cutoff=0) or nearest(name, names)
     return ConfigError(f"unknown key {short(name)}{hint or '; --help lists the keys'}")

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
 
-from ag.config.keys import ConfigError, Key, check, from_text, keys, nearest, parse_yaml, short, unknown
+from ag.config.keys import MOVED, ConfigError, Key, check, from_text, keys, nearest, parse_yaml, short, unknown
 
 T = TypeVar("T")
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+OWNERS = {"ag.plan": "ag.fit"}  # whose recipes a command takes that has none of its own
 MAX_FILE_BYTES = 1_000_000
 MAY_CHANGE_ON_RESUME = (
     "resume",
-    "plan",
     "tflops",
     "output",
     "logger",
@@ -38,8 +38,8 @@ MAY_CHANGE_ON_RESUME = (
 
 
 def recipes(program: str | None = None) -> dict[str, Path]:
-    """Find the shipped recipes, by name: those in the folder of one program, such as ``ag.fit``, or all."""
-    folder = "*" if program is None else program.removeprefix("ag.")
+    """Find the shipped recipes, by name: those of one program, such as ``ag.fit``, or all."""
+    folder = "*" if program is None else OWNERS.get(program, program).removeprefix("ag.")
     return {path.stem: path for path in sorted(RECIPES.glob(f"{folder}/*.yaml"), key=lambda path: path.stem)}
 
 
@@ -117,7 +117,7 @@ def _leaves(tree: Mapping[Any, Any], known: Mapping[str, Key], prefix: str) -> I
             yield known[name], value
         elif isinstance(value, dict) and value:
             yield from _leaves(value, known, name + ".")
-        elif not (is_section and value in (None, {})):
+        elif not (value in (None, {}) and is_section) and not (value in (None, False) and name in MOVED):
             raise unknown(name, known)
 
 

@@ -39,10 +39,6 @@ class Config:
     resume: str | None = key(None, "run folder to continue")
     init: str | None = key(None, "exported gates to start from, of the same sizes")
     plugins: list[str] = key([], "modules to import first, which add kinds of gates and data, losses, ... of your own")
-    plan: bool = key(False, "print the memory and time of a step, without loading weights, and stop")
-    tflops: float | None = key(
-        None, "plan: 10^12 operations a second of one device; null: measured on matrix products here", low=1e-6
-    )
     logger: list[Literal["csv", "tensorboard", "wandb"]] = key(
         ["csv"], "where metrics and pictures go; metrics.csv is always written"
     )

@@ -126,6 +126,23 @@ class PolicySpec:
         """Whether it needs no budget: nothing is evicted, or what the flags of gates say."""
         return not self.evicts or (self.reads_gates and self.wrapper is None and self.allocator is None)
 
+    def with_gates(self, folder: str | None, fix: str = "") -> PolicySpec:
+        """Return the same with these exported gates, where it reads some and names none.
+
+        Args:
+            folder: the export; None: there is none.
+            fix: how to give it, beside naming it in the policy.
+
+        Raises:
+            UserError: it needs gates, and there are none.
+        """
+        if not self.reads_gates or self.path is not None:
+            return self
+        if folder is None:
+            named = " or ".join(filter(None, [f"{self.scorer}:EXPORT", fix]))
+            raise UserError(f"Policy {str(self)!r} names no gates: give {named}.")
+        return replace(self, path=folder)
+
     def resolved(self) -> PolicySpec:
         """Return the same with an alias spelt out and the allocator named."""
         if self.scorer == FLAGS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +30,9 @@ SEARCHED = 10  # samples read for each one wanted, because some are too short
 
 def run(asked: Invocation[ExplainConfig]) -> int:
     """Draw what ``python -m ag.explain`` is asked for and print the files; returns the exit code."""
+    if asked.dry_run:
+        print(*_policies(asked.config), sep="\n")
+        return 0
     for path in explain(asked.config, print):
         print(path)
     return 0
@@ -136,10 +138,7 @@ def _policies(config: ExplainConfig) -> dict[str, Policy]:
     budget = None if config.budget is None else parse_budget(config.budget)
     found = {}
     for name, spec in specs.items():
-        if spec.reads_gates and spec.path is None:
-            if config.gates is None:
-                raise UserError(f"policies=[{spec}]: expected gates=EXPORT beside it, or {spec.scorer}:EXPORT.")
-            spec = replace(spec, path=config.gates)
+        spec = spec.with_gates(config.gates, "gates=EXPORT")
         found[name] = policy(spec, budget if spec.takes_budget else None)
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +111,8 @@ def _policies(config: EvaluateConfig, trained: str) -> dict[str, str]:
     listed: dict[str, str] = {}
     default = [FULL, *([FLAGS, *([GATES] if config.budgets else [])] if "gates" in trained else [])]
     for text in default if config.policies is None else config.policies:
-        spec = PolicySpec.parse(text)
-        if spec.reads_gates and spec.path is None:
-            if "gates" not in trained:
-                raise UserError(f"policy {text!r}: there are no gates; give run=RUN of a run that trained some.")
-            spec = replace(spec, path=f"{config.run}/export")
+        export = f"{config.run}/export" if "gates" in trained else None
+        spec = PolicySpec.parse(text).with_gates(export, "run=RUN of a run that trained some")
         name = spec.label or text
         listed[f"{name}={spec}" if spec.label else str(spec)] = name if spec.evicts else "full cache"
     return listed

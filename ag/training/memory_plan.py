@@ -1,4 +1,4 @@
-"""Memory and time of a training step, computed without weights or a GPU: ``python -m ag.fit recipe=NAME plan=true``.
+"""Memory and time of a training step, computed without weights or a GPU: ``python -m ag.plan recipe=NAME``.
 
 What a step keeps and computes is measured by :mod:`ag.training.fake_step`.
 """
@@ -95,11 +95,16 @@ def plan(config: Config, measured: tuple[fake_step.Step, fake_step.Step] | None 
     )
 
 
-def report(config: Config) -> str:
-    """Write the plan as a table; the throughput is ``tflops``, or measured on matrix products here."""
+def report(config: Config, tflops: float | None = None) -> str:
+    """Write the plan as a table.
+
+    Args:
+        config: a whole configuration.
+        tflops: 10^12 operations a second of one device; None: measured on matrix products here.
+    """
     found = plan(config)
-    measured = config.tflops is None
-    tflops = _measured_tflops(config) if config.tflops is None else config.tflops
+    source = "measured on matrix products here: a lower bound" if tflops is None else "given"
+    tflops = _measured_tflops(config) if tflops is None else tflops
     seconds = found.flops / tflops / 1e12
     counts = ", ".join(f"{name} {count / 1e6:,.1f} M" for name, count in found.parameters.items())
     gpus = config.trainer.devices * config.trainer.num_nodes
@@ -110,7 +115,6 @@ def report(config: Config) -> str:
     for name, size in zip(("without", "with"), found.activations, strict=True):
         lines += [f"activations {name + ' checkpointing':<18}{size / GIB:>8.2f}"]
     lines += [f"{'KV cache of one row, full':<30}{found.kv_cache / GIB:>8.2f}", ""]
-    source = "measured on matrix products here: a lower bound" if measured else "given"
     lines += [
         f"one step: {found.tokens:,} tokens, {found.flops / 1e12:,.3g} tera-operations per device",
         f"at {tflops:.3g} tera-operations a second ({source}): {seconds:.3g} s a step, "

@@ -290,7 +290,7 @@ def test_a_named_policy_prints_what_each_layer_holds(folder, capsys):
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
-        ({"gates": None, "policy": "gates", "model": "x"}, ("policy=gates", "gates=EXPORT")),
+        ({"gates": None, "policy": "gates", "model": "x"}, ("'gates'", "gates=EXPORT")),
         ({"policy": "h20", "budget": 8}, ("'h20'", "h2o")),
         ({"policy": "h2o"}, ("'h2o'", "budget")),
         ({"policy": "h2o", "budget": 1.5}, ("budget=1.5",)),

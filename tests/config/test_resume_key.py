@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from ag.commands.plan import PlanConfig
+from ag.config.command_line import parse
 from ag.config.keys import ConfigError, parse_yaml
 from ag.config.recipes import check_resume, dump
 from tests.support.refused import names, refuses
@@ -56,6 +58,18 @@ def test_resume_may_change_what_does_not_touch_the_result(run: Path, override: s
 )
 def test_resume_refuses_another_run(error: Any, run: Path, override: str, name: str, old: str, new: str) -> None:
     names(error(f"resume={run}", *override.split()), f"{name}={old}", f"not {new}")
+
+
+def test_where_the_keys_of_the_plan_went(error: Any, run: Path, tmp_path: Path) -> None:
+    """Their defaults stand in run folders of earlier versions; what asked for a plan is told of the command."""
+    config = run / "config.yaml"
+    config.write_text(config.read_text() + "plan: false\ntflops: null\n")
+    assert fit(f"resume={run}").loss.alpha == 3
+    names(error("recipe=quickstart", "plan=true"), "plan", "python -m ag.plan")
+    (tmp_path / "old.yaml").write_text("base: quickstart\ntflops: 70\n")
+    names(error(f"recipe={tmp_path / 'old.yaml'}"), "tflops", "python -m ag.plan")
+    planned = parse([f"resume={run}", "tflops=70"], PlanConfig, "ag.plan").config
+    assert (planned.loss.alpha, planned.tflops) == (3, 70)
 
 
 def test_resume_from_another_recipe(error: Any, run: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 import ag
 from ag.commands.compare import CompareConfig
-from ag.continuation import _policy as policy_of
+from ag.continuation import _policies
 from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import list_cells
@@ -119,7 +119,7 @@ def test_gates_without_a_table(tiny_llama, tmp_path):
 
 def test_in_the_commands(folder):
     label = f"gates:{folder}"
-    made = policy_of(GenerateConfig(gates=folder, options={"share": 0.7}, prompt="x"))
+    [made] = _policies(GenerateConfig(gates=folder, options={"share": 0.7}, prompt="x")).values()
     assert made.gates is not None and made.gates.config.boundary == pytest.approx(-1.0)
     values = {"policies": ["full", label], "tasks": ["ppl"], "root": folder}
     cells = [list_cells(CompareConfig(**values, policy_options={label: {"share": share}}))[1] for share in (0.7, 0.5)]

@@ -9,7 +9,7 @@ import ag.evaluate.__main__
 import ag.explain
 import ag.generate
 from ag.config.command_line import parse
-from ag.continuation import _policy
+from ag.continuation import _policies
 from ag.engine.spec import parse_budget
 from ag.errors import UserError
 from ag.evaluate import explain
@@ -45,7 +45,7 @@ def test_one_is_a_token_and_one_point_nought_the_whole_prompt(text, budget):
     def config(schema, *words):
         return parse(words, schema, "ag.x").config
 
-    generated = _policy(config(ag.generate.GenerateConfig, "policy=h2o", "prompt=x", f"budget={text}"))
+    generated = _policies(config(ag.generate.GenerateConfig, "policy=h2o", "prompt=x", f"budget={text}"))["h2o"]
     explained = explain._policies(config(ag.explain.ExplainConfig, "policies=[h2o]", f"budget={text}"))["h2o"]
     _, compared = cells.list_cells(config(ag.compare.CompareConfig, "policies=[full,h2o]", f"budgets=[{text}]"))
     words = config(ag.evaluate.__main__.EvaluateConfig, "policies=[h2o]", f"budgets=[{text}]", "root=x")

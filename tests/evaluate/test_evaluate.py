@@ -141,7 +141,7 @@ def test_a_run_without_gates_is_evaluated_with_its_adapter(run, tiny_tokenizer, 
     assert found["full cache"]["losses"] == pytest.approx(losses, abs=of_nats(model))
     assert found["full cache"]["accuracy"] == accuracy
     assert main([f"run={folder}", "policies=[gates]"]) == 2
-    assert "policy 'gates': there are no gates; give run=RUN" in capsys.readouterr().err
+    names(capsys.readouterr().err, "'gates'", "run=RUN", "gates:EXPORT")
 
 
 @pytest.mark.slow

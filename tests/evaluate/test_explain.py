@@ -140,5 +140,5 @@ def test_without_a_budget_gates_are_their_flags(tmp_path, tiny_llama):
     assert [(name, one.spec.path, one.budget) for name, one in plan.items()] == [
         (name, str(tmp_path / "gates"), None) for name in ("flags", "mine", "gates")
     ]
-    with refuses(UserError, "policies=[flags]", "gates=EXPORT", "flags:EXPORT"):
+    with refuses(UserError, "'flags'", "gates=EXPORT", "flags:EXPORT"):
         explain._policies(ExplainConfig(policies=["flags"]))

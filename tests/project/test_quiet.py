@@ -9,11 +9,11 @@ import warnings
 
 import pytest
 
+from ag.__main__ import COMMANDS
 from ag.config.command_line import command
 from ag.errors import BudgetWarning, UserError
 
-COMMANDS = ["fit", "generate", "compare", "explain", "evaluate", "bench", "models"]
-RECIPES = ["fit", "compare"]
+RECIPES = ["fit", "plan", "compare"]
 HEAVY = {"torch", "transformers", "lightning", "peft", "matplotlib", "pandas"}
 
 

@@ -24,10 +24,12 @@ from ag.explain import ExplainConfig
 from ag.gates.calibration import Calibration
 from ag.generate import GenerateConfig
 from ag.model.wheels import Source
+from ag.plan import PlanConfig
 from tests.support import ROOT
 from tests.support.gates_for import gates_for
 from tests.support.warm import started
 
+RUNS = {"ag.fit": Config, "ag.plan": PlanConfig}
 SCHEMAS = {
     "ag.generate": GenerateConfig,
     "ag.evaluate": EvaluateConfig,
@@ -79,10 +81,10 @@ def run(*words, **options):
 @pytest.mark.parametrize(("page", "words"), ALL, ids=[f"{page}: {' '.join(words)[:90]}" for page, words in ALL])
 def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, tmp_path):
     program = words[2] if words[:2] == ["python", "-m"] else words[0]
-    if program == "ag.fit":
+    if program in RUNS:
         stop = [] if {"--help", "--recipes"} & set(words) else ["--print"]
         with pytest.raises(SystemExit) as done:
-            parse([*words[3:], *stop], Config, program)
+            parse([*words[3:], *stop], RUNS[program], program)
         assert done.value.code == 0
         expected = "recipe: " if stop else {"--help": "loss.alpha=", "--recipes": "quickstart"}[words[3]]
         assert expected in capsys.readouterr().out

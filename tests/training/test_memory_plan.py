@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ag import fit
+from ag import plan as command
 from ag.config import Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
 from ag.config.gate import GateConfig
 from ag.gates.gate import AttentionGates
@@ -35,7 +35,7 @@ def measured_once():
     def steps(config):
         trainer = replace(config.trainer, devices=1, strategy="auto")
         model = replace(config.model, gradient_checkpointing=False)
-        key = repr(replace(config, model=model, trainer=trainer, tflops=None))
+        key = repr(replace(config, model=model, trainer=trainer))
         if key not in known:
             with pytest.MonkeyPatch.context() as patch:  # a step changes what it builds
                 patch.setattr(fake_step, "build", BUILD)
@@ -58,7 +58,6 @@ def measured_once():
 def config_of(folder, train="gates+lora", strategy="auto", devices=1, precision="32-true", **model):
     return Config(
         train=train,
-        tflops=1.0,
         model=ModelConfig(name=str(folder), **model),
         lora=LoraConfig(rank=4),
         gate=GateConfig(num_heads=2, head_dim=8),
@@ -202,17 +201,17 @@ def test_nf4_bytes(tmp_path, tiny_llama, tiny_tokenizer):
 def test_report_of_a_json_file_which_is_enough(folder, tmp_path, monkeypatch, capsys):
     shutil.copy(folder / "config.json", tmp_path / "other.json")
     config = config_of(tmp_path / "other.json")
-    text, found = report(config), plan(config)
+    text, found = report(config, 1.0), plan(config)
     assert found == plan(config_of(folder))
     assert f"{found.tokens:,} tokens" in text and "(given)" in text
     assert f"{found.flops / 1e12:.3g} s a step" in text
     assert _measured_tflops(config) > 1e-6  # the least that may be given
     monkeypatch.setattr("ag.training.memory_plan._measured_tflops", lambda _: 2.0)
-    assert "at 2 tera-operations a second (measured" in report(replace(config, tflops=None))
-    arguments = [f"model.name={folder}", "data.kind=facts", "plan=true", "trainer.accelerator=cpu", "train=gates"]
-    assert fit.main(arguments) == 0
+    assert "at 2 tera-operations a second (measured" in report(config)
+    arguments = [f"model.name={folder}", "data.kind=facts", "trainer.accelerator=cpu", "train=gates"]
+    assert command.main(arguments) == 0
     assert "peak of a step" in capsys.readouterr().out
-    assert fit.main([*arguments, "model.name=./nowhere"]) == 2
+    assert command.main([*arguments, "model.name=./nowhere"]) == 2
     assert "nowhere" in capsys.readouterr().err
 
 
@@ -220,10 +219,10 @@ def test_report_of_a_json_file_which_is_enough(folder, tmp_path, monkeypatch, ca
 def test_a_large_model_without_its_weights(tmp_path):
     """70 billion parameters within 2 GiB of memory."""
     code = (
-        "import re, sys; from ag import fit; code = fit.main(sys.argv[1:]);"
+        "import re, sys; from ag import plan; code = plan.main(sys.argv[1:]);"
         "print('PEAK', re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1]); sys.exit(code)"
     )
-    words = "recipe=redpajama_cpt model.name=docs/models/llama-2-70b.json plan=true tflops=70 trainer.devices=8"
+    words = "recipe=redpajama_cpt model.name=docs/models/llama-2-70b.json tflops=70 trainer.devices=8"
     words += " data.max_length=256"
     done = subprocess.run([started(), "-c", code, *words.split()], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -180,8 +180,9 @@ def _policies(
     label: str, spec: PolicySpec, options: dict[str, Any], budgets: Sequence[int | float], config: CompareConfig
 ) -> list[Policy]:
     """Return a listed policy at each budget; full and flags take none, and gates without any are flags."""
-    if spec.reads_gates:
-        _check_gates(label, spec, config)
+    path = spec.with_gates(None).path
+    if path is not None:
+        _check_adapter(label, path, config)
     places = {} if config.positions == "original" else {"positions": config.positions}
     if not spec.takes_budget or (spec.bare and not budgets):
         return [policy(spec, **places | options)]
@@ -191,10 +192,8 @@ def _policies(
     return [policy(spec, budget, config.schedule, **shared | places | options) for budget in budgets]
 
 
-def _check_gates(label: str, spec: PolicySpec, config: CompareConfig) -> None:
-    path = spec.path
-    if path is None:
-        raise UserError(f"policy {label!r}: name exported gates, as {spec.scorer}:FOLDER.")
+def _check_adapter(label: str, path: str, config: CompareConfig) -> None:
+    """Raise ``UserError`` unless the policies run with the adapter that these gates were trained with, if any."""
     adapter = export.adapter_path(path)
     given = None if config.adapter is None else export.adapter_path(config.adapter)
     if adapter is None or (given is None and export.is_merged(path, config.model, config.revision)):

@@ -1,0 +1,23 @@
+"""``python -m ag.plan``: see :mod:`ag.commands.plan`."""
+
+import sys
+
+from ag.commands.plan import PlanConfig as PlanConfig
+from ag.commands.plan import main as main
+from ag.config.command_line import Invocation
+
+
+def show(asked: Invocation[PlanConfig]) -> int:
+    """Print the plan of a run, without loading weights; returns the exit code.
+
+    Raises:
+        UserError: the model's configuration cannot be read.
+    """
+    from ag.training.memory_plan import report  # imports the fake tensors of PyTorch's compiler
+
+    print(report(asked.config, asked.config.tflops))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""``--dry-run`` of commands that load a model: they say what they would do, load nothing, and write nothing."""
+
+from importlib import import_module
+
+import pytest
+
+from ag.__main__ import COMMANDS
+
+SAID = {
+    "generate": (["policy=mine=h2o", "budget=8", "prompt=x", "compare=true"], "mine\nfull cache\n"),
+    "explain": (["policies=[h2o,tova+caote]", "root=nowhere"], "h2o\ntova+caote\n"),
+    "bench": (["prefill", "context=[64,128]"], "prefill: context 64, batch 1\nprefill: context 128, batch 1\n"),
+    "models": (["gemma3-270m", "accept_license=gemma"], "gemma3-270m\n"),
+    "compare": (["policies=[full,h2o]", "budgets=[8]", "root=nowhere"], "ppl: full\nppl: h2o 8\n"),
+    "evaluate": (["policies=[full,h2o]", "budgets=[8]", "root=nowhere"], "responses: full\nresponses: h2o 8\n"),
+}
+WRONG = {
+    "generate": ["policy=h3o", "prompt=x"],
+    "explain": ["policies=[flags]"],
+    "bench": ["context=[0]"],
+    "models": ["smollm2", "accept_license=gemma"],
+    "compare": ["policies=[full,h2o]"],
+    "evaluate": ["policies=[h3o]", "root=nowhere"],
+}
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """Run a command without writing and without a model; its exit code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ag.model.base.load_base", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("ag.model.base.resolve", lambda *_: pytest.fail("a model was fetched"))
+
+    def run(name, words):
+        module = f"ag.{name}" if name not in ("bench", "evaluate") else f"ag.{name}.__main__"
+        code = import_module(module).main([*words, "--dry-run"])
+        assert list(tmp_path.iterdir()) == []
+        return code
+
+    return run
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_would_be_done(name, command, capsys):
+    assert SAID.keys() == WRONG.keys() == COMMANDS.keys() - {"fit", "plan"}  # tests/integration; it writes nothing
+    words, said = SAID[name]
+    assert (command(name, words), capsys.readouterr().out) == (0, said)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong(name, command, capsys):
+    assert command(name, WRONG[name]) == 2
+    assert capsys.readouterr().err.startswith(f"ag.{name}: error: ")
