@@ -47,6 +47,14 @@ DOCUMENTS = "data.kind=text data.name=c data.packing=packed data.cross_documents
             "trainer.strategy=fsdp2 model.quantization=nf4",
             "model.quantization=nf4 trainer.strategy=fsdp2 trainer.strategy=ddp",
         ),
+        (
+            "trainer.strategy=fsdp2 trainer.precision=16-mixed trainer.accelerator=gpu",
+            "trainer.precision=16-mixed trainer.strategy=fsdp2 bf16-mixed",
+        ),
+        (
+            "trainer.strategy=fsdp2 export.merge=true",
+            "export.merge=true trainer.strategy=fsdp2 export.merge=false",
+        ),
         ("export.push_to_hub=me/gates train=lora", "export.push_to_hub train=lora"),
         ("data.cache=kept", "data.cache=kept data.kind=facts data.streaming=false"),
         ("data.name=piqa", "data.name=piqa data.kind=facts data.kind=sft"),

@@ -15,7 +15,7 @@ from ag.engine.rows import attention
 from tests.support.attention_by_hand import Scene
 from tests.support.bounds import hold, of_logits, of_weights
 
-PROMPT, NEW = 20, 4
+PROMPT, NEW = 20, 2
 IDS = torch.randint(3, 128, (2, PROMPT + NEW), generator=torch.Generator().manual_seed(0))
 
 
@@ -40,10 +40,10 @@ def same(held):
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["", "left"])
-@pytest.mark.parametrize("name", ["h2o", "h2o@heads", "tova"])
+@pytest.mark.parametrize("name", ["h2o@heads", "tova"])
 def test_weights_of_a_decoded_token_come_from_the_kernel(tiny_llama, monkeypatch, name, padded):
     """No key is copied to float32 to be multiplied again; tokens that stay are those of the plain version."""
-    model, mask = tiny_llama(num_hidden_layers=2), torch.ones_like(IDS)
+    model, mask = tiny_llama(num_hidden_layers=1), torch.ones_like(IDS)
     mask[1, : 7 * padded] = 0
     monkeypatch.setenv("AG_KERNELS", "reference")
     want, held = decoded(model, name, 8, "every", mask=mask)
@@ -94,10 +94,10 @@ def test_what_all_queries_pay_is_summed_by_a_kernel(monkeypatch, name):
 @pytest.mark.parametrize("schedule", ["prefill", "blocks:8"])
 def test_the_engine_says_when_queries_and_slots_line_up(tiny_llama, monkeypatch, schedule):
     """A prompt that is read whole, padded or not; blocks of it as long as all heads hold equally many tokens."""
-    model, calls = tiny_llama(num_hidden_layers=2), []
+    model, calls = tiny_llama(num_hidden_layers=1), []
     kernel = observe.column_sums
     monkeypatch.setattr(observe, "column_sums", lambda *given: calls.append(given[0].shape[2]) or kernel(*given))
-    for padding, counts in ((0, {"prefill": [20] * 2, "blocks:8": [8, 8, 8, 8, 4, 4]}), (7, {"prefill": [20] * 2})):
+    for padding, counts in ((0, {"prefill": [20], "blocks:8": [8, 8, 4]}), (7, {"prefill": [20]})):
         mask = torch.ones_like(IDS)
         mask[1, :padding] = 0
         if schedule not in counts:

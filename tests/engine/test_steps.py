@@ -1,6 +1,7 @@
 """Steps are the same operations on the same memory, without a wait, so that a CUDA graph can record them."""
 
 import copy
+import functools
 from collections import Counter
 
 import pytest
@@ -63,10 +64,11 @@ def one_thread():
 def read(tiny_llama, tiny_mistral):
     """Make a cache that has read a prompt of one sequence, or of three that are padded."""
 
-    def made(given, options, gates, batch):
+    def made(given, options, gates, batch, layers=3):
         options = dict(options)
         window = options.pop("sliding_window", None)
-        model = tiny_llama() if window is None else tiny_mistral(sliding_window=window)
+        make = tiny_llama if window is None else functools.partial(tiny_mistral, sliding_window=window)
+        model = make(num_hidden_layers=layers)
         if gates is not None:
             ag.attach(model, gates_for(model, recent_tokens=4, **gates))
         cache = ag.EvictionCache(model, *given, **options)
@@ -98,21 +100,21 @@ def test_two_steps_are_the_same_operations_on_the_same_memory(read, monkeypatch,
 
 
 @torch.no_grad()
-def check_alike(read, monkeypatch, name, batch):
-    model, cache = read(*ALIKE[name], batch)
+def check_alike(read, monkeypatch, name, batch, layers=3, before=10):
+    model, cache = read(*ALIKE[name], batch, layers)
     cache.reserve(40)
     step = ag.NextToken(model, cache)
     with kernels_seen(monkeypatch) as recording:
-        for number in range(10):
+        for number in range(before):
             step(tokens(batch, number))
         found = []
-        for number in range(10, 12):
+        for number in range(before, before + 2):
             with recording() as each:
                 step(tokens(batch, number))
             found.append(each)
     assert not found[0].waits and not found[1].waits
     first, second = map(work, found)
-    assert first == second and len(first) > 50
+    assert first == second and len(first) > 15 * layers
 
 
 def state(cache):
@@ -135,9 +137,9 @@ def test_a_step_that_is_replayed_does_what_the_model_does(read, monkeypatch, nam
 
 
 @torch.no_grad()
-def check_replayed(read, monkeypatch, name, batch):
-    """Over ends of pages, and with a token that goes by itself and a copy in between."""
-    model, cache = read(*ALIKE[name], batch)
+def check_replayed(read, monkeypatch, name, batch, layers=3, steps=45):
+    """Over ends of pages, and with a token that goes by itself and a copy in between, 14 steps before the end."""
+    model, cache = read(*ALIKE[name], batch, layers)
     plain, made, replayed = copy.deepcopy(cache), [], []
     with kernels_seen(monkeypatch) as recording:
 
@@ -156,9 +158,9 @@ def check_replayed(read, monkeypatch, name, batch):
         mine, theirs = ag.NextToken(model, cache, record), ag.NextToken(model, plain)
         for each in (cache, plain):
             each.reserve(30)
-        for number in range(45):
+        for number in range(steps):
             assert torch.equal(mine(tokens(batch, number)), theirs(tokens(batch, number))), number
-            if number == 30:
+            if number == steps - 15:
                 for each in (cache, plain):
                     model(tokens(batch, 99), position_ids=each.text.next_ranks(), past_key_values=each)
                 copies = [copy.deepcopy(each) for each in (cache, plain)]

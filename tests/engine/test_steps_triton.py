@@ -10,14 +10,15 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from tests.engine import test_steps
 from tests.engine.test_steps import one_thread, read  # noqa: F401
 
-CASES = ["full", "h2o", "h2o@heads", "tova", "streaming_llm", "gates of the prompt", "gates of all"]
+#: What calls each kernel of a step; one layer and fewer steps than elsewhere, as the interpreter takes its time.
+CASES = ["full", "h2o", "h2o@heads", "streaming_llm", "gates of the prompt", "gates of all"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_steps_are_the_same_operations_on_the_same_memory(read, monkeypatch, name):  # noqa: F811
-    test_steps.check_alike(read, monkeypatch, name, 3)
+    test_steps.check_alike(read, monkeypatch, name, 2, layers=1, before=5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["h2o", "gates of all"])
 def test_a_step_that_is_replayed_does_what_the_model_does(read, monkeypatch, name):  # noqa: F811
-    test_steps.check_replayed(read, monkeypatch, name, 1)
+    test_steps.check_replayed(read, monkeypatch, name, 1, layers=1, steps=28)

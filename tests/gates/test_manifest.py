@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import re
 import shutil
 from collections.abc import Callable
@@ -224,27 +223,6 @@ def test_exports_from_before(tmp_path: Path, schema: str) -> None:
         reseal(folder, {key: value for key, value in old.items() if key != name} | {"gate": gate})
         with refuses(ExportError, "missing", name):
             AttentionGates.from_pretrained(folder)
-
-
-def test_flipped_bits_never_load_as_something_else(tmp_path: Path) -> None:
-    folder = make_export(tmp_path / "e")
-    rng = random.Random(0)
-    for name, spare in {"gates.safetensors": 0, "gate_config.json": 5}.items():
-        file = folder / name
-        raw = file.read_bytes()
-        loaded = 0
-        for _ in range(50):
-            damaged = bytearray(raw)
-            damaged[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
-            file.write_bytes(damaged)
-            try:
-                gates = AttentionGates.from_pretrained(folder)
-            except ExportError:
-                continue
-            loaded += 1
-            assert_same(gates, make_gates())
-        assert loaded <= spare
-        file.write_bytes(raw)
 
 
 @pytest.fixture(scope="module")

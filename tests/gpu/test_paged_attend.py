@@ -1,14 +1,12 @@
 """Several new tokens against rows in pages on a card, against the reference in float64."""
 
-from itertools import product
-
 import pytest
 import torch
 
 from ag.kernels.paged_attend import paged_attend
 from ag.kernels.paged_attend.reference import reference_paged_attend
 from ag.kernels.pages import Pages
-from tests.gpu.cases import DEVICE, DIMS, DTYPES, PRECISIONS, REHEARSAL, draw, here, name, near, scattered
+from tests.gpu.cases import DEVICE, PAIRS, PRECISIONS, draw, here, name, near, scattered
 
 pytestmark = pytest.mark.gpu
 
@@ -30,10 +28,6 @@ def rows(lengths, count, group, dim, dtype):
     pages = Pages(keys, values, ranks, gate, table, held)
     q = draw(2, len(lengths) // 2 * group, queries, dim, dtype=dtype)
     return q, pages, (torch.arange(queries, device=DEVICE) + last - queries).expand(2, -1)
-
-
-# a rehearsal has one type a head size
-PAIRS = list(zip(DIMS, DTYPES * 3, strict=False)) if REHEARSAL else list(product(DIMS, DTYPES))
 
 
 @pytest.mark.parametrize(("dim", "dtype"), PAIRS, ids=name)

@@ -1,12 +1,10 @@
 """Decoding over rows in pages on a card, against each row's attention in float64."""
 
-from itertools import product
-
 import pytest
 import torch
 
 from ag.kernels.paged_decode import paged_decode, paged_decode_weights
-from tests.gpu.cases import DEVICE, DIMS, DTYPES, PRECISIONS, REHEARSAL, draw, name, near, scattered
+from tests.gpu.cases import DEVICE, PAIRS, PRECISIONS, draw, name, near, scattered
 
 pytestmark = pytest.mark.gpu
 
@@ -33,10 +31,6 @@ def by_row(q, keys, values, table, lengths, scaling):
         weights[row, :, :count] = (queries[row] @ k.T * scaling).softmax(-1)
         out[row] = weights[row, :, :count] @ v
     return out.view(q.shape), weights.view(*q.shape[:2], -1)
-
-
-# a rehearsal has one type a head size
-PAIRS = list(zip(DIMS, DTYPES * 3, strict=False)) if REHEARSAL else list(product(DIMS, DTYPES))
 
 
 @pytest.mark.parametrize(("dim", "dtype"), PAIRS, ids=name)

@@ -8,10 +8,11 @@ import torch
 import ag
 from ag.engine.pool import PAGE
 from ag.engine.step import NextToken, cuda_graph
-from tests.gpu.cases import DEVICE, REHEARSAL, near
+from tests.gpu.cases import DEVICE, FEW, REHEARSAL, near
 from tests.support.gates_for import gates_for
 
 pytestmark = pytest.mark.gpu
+PROMPT, NEW = (30, 2) if REHEARSAL else (40, 2 * PAGE)
 POLICIES = {
     "full": (("full",), None),
     "h2o": (("h2o", 24, "every"), None),
@@ -27,13 +28,13 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_graph_computes_what_the_model_does(tiny_llama, triton_untuned, policy, batch):
     given, gates = POLICIES[policy]
-    model, recorded = tiny_llama().to(DEVICE), []
+    model, recorded = tiny_llama(**FEW).to(DEVICE), []
     if gates is not None:
         ag.attach(model, gates_for(model, recent_tokens=4, **gates).to(DEVICE))
     cache = ag.EvictionCache(model, *given)
     make = torch.Generator().manual_seed(batch)
-    ids = torch.randint(3, 128, (batch, 40 + 2 * PAGE), generator=make).to(DEVICE)
-    model(ids[:, :40], past_key_values=cache)
+    ids = torch.randint(3, 128, (batch, PROMPT + NEW), generator=make).to(DEVICE)
+    model(ids[:, :PROMPT], past_key_values=cache)
     plain = copy.deepcopy(cache)
 
     def record(run):
@@ -41,9 +42,9 @@ def test_a_graph_computes_what_the_model_does(tiny_llama, triton_untuned, policy
         return cuda_graph(run)
 
     mine = NextToken(model, cache, None if REHEARSAL else record)
-    cache.reserve(2 * PAGE)
-    for t in range(40, ids.shape[1]):
+    cache.reserve(NEW)
+    for t in range(PROMPT, ids.shape[1]):
         want = model(ids[:, t : t + 1], past_key_values=plain).logits[:, -1]
         near(mine(ids[:, t : t + 1]), want, 1e-5, "logits")
-    assert cache.kept_positions(1)[0][0].tolist() == plain.kept_positions(1)[0][0].tolist()
+    assert cache.kept_positions(-1)[0][0].tolist() == plain.kept_positions(-1)[0][0].tolist()
     assert REHEARSAL or recorded

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from ag import fit
 from ag.callbacks.checkpoint_files import AtomicCheckpointIO, checkpoints
@@ -81,22 +80,6 @@ def test_empty_dataset(split: str, data: Path, fails: Fails, tmp_path: Path) -> 
     (data / "boolq" / f"{split}.jsonl").write_text("")
     name = {"train": "training"}.get(split, split)
     assert f"the {name} split of boolq has no rows" in fails(f"data.root={data}")
-    assert nothing_written(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("config", "model"),
-    [
-        (GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=128, n_positions=256), GPT2LMHeadModel),
-        (BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=128), BloomForCausalLM),
-    ],
-    ids=["gpt2", "bloom"],
-)
-def test_model_without_the_attention_interface(config, model, base: Path, fails: Fails, tmp_path: Path) -> None:
-    (base / "model.safetensors").unlink()
-    model(config).save_pretrained(base)
-    message = fails(f"model.name={base}", "model.attn_implementation=eager")
-    assert f"{model.__name__} does not use the attention interface" in message
     assert nothing_written(tmp_path)
 
 

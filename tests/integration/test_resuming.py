@@ -14,7 +14,6 @@ import torch
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.gates.gate import AttentionGates
-from ag.model import base as models
 from ag.training.module import GatedLM
 from tests.support.command import column, logged, resume, runs, start, train, weights
 
@@ -216,25 +215,6 @@ def test_no_checkpoint(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     run = Path(shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints")))
     assert fit.main([f"resume={run}"]) == 2
     assert "holds no intact checkpoints" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("loss.beta=0.3", "that run has loss.beta=0.4, not 0.3; leave loss.beta as it was"),
-        ("train=gates", "that run has train='gates+lora', not 'gates'; leave train as it was"),
-        ("data.batch_size=4", "that run has data.batch_size=2, not 4; leave data.batch_size as it was"),
-        ("recipe=quickstart", "that run has recipe='tiny', not 'quickstart'; leave recipe as it was"),
-    ],
-)
-def test_resume_with_another_configuration(
-    override: str, message: str, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(models, "load_base", lambda *_: pytest.fail("a model was loaded"))
-    with pytest.raises(SystemExit) as exit:
-        fit.main([f"resume={whole}", override])
-    assert exit.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 def test_checkpoint_of_another_recipe(

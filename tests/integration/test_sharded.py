@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.config import Config
-from ag.config.keys import ConfigError
 from ag.config.recipes import resolve
 from ag.gates.gate import AttentionGates
 from ag.run import build_trainer
@@ -50,19 +49,6 @@ def test_sharded_run_trains_resumes_and_exports(recipe: Path, moved_base: Path, 
     finish(f"resume={again}")
     assert logged(again) == logged(two) and len(column(again, "train/loss")) == 4
     torch.testing.assert_close(weights(again), weights(two), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"model.quantization": "nf4", "model.dtype": "bfloat16"}, "sharded 4-bit weights are silently corrupted"),
-        ({"trainer.precision": "16-mixed", "trainer.accelerator": "gpu"}, "sharded gradients cannot be scaled"),
-        ({"export.merge": "true", "train": "gates+lora"}, "no GPU holds the whole base"),
-    ],
-)
-def test_refused_with_shards(recipe: Path, overrides: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve(Config, {"recipe": str(recipe), "trainer.strategy": "fsdp2"} | overrides)
 
 
 def test_strategy_covers_all_machines(recipe: Path) -> None:

@@ -228,14 +228,6 @@ def test_flash_attention_and_triton_are_never_required() -> None:
     assert "flash-attn" not in {d.name for d in (*DEVELOPMENT, *PINS)}
 
 
-@pytest.mark.parametrize("script", ["scripts/test.sh", "scripts/quickstart.sh", ".ci/run"])
-def test_script_is_executable_bash(script: str) -> None:
-    path = ROOT / script
-    assert path.stat().st_mode & 0o111
-    assert path.read_text().startswith("#!/usr/bin/env bash\n")
-    subprocess.run(["bash", "-n", str(path)], check=True)
-
-
 def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "setup.sh").write_text((ROOT / "scripts" / "setup.sh").read_text())

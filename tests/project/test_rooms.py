@@ -70,6 +70,9 @@ def test_no_import_goes_round():
     inside = {name: {other for other in others if other in modules} - {"ag"} for name, others in modules.items()}
     assert inside["ag.run"] >= {"ag.training.module", "ag.gates.gate"}
     assert len(list(graphlib.TopologicalSorter(inside).static_order())) == len(modules) > 150
+    tasks = {name: others for name, others in modules.items() if name.startswith("ag.evaluate.tasks.")}
+    assert len(tasks) > 10  # which know no comparison
+    assert not [name for name, others in tasks.items() if any("evaluate.comparison" in other for other in others)]
 
 
 def test_the_package_itself_loads_nothing():

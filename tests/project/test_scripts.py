@@ -23,7 +23,10 @@ def commands(script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_syntax(script):
+def test_executable_bash(script):
+    sourced = script.name == "setup.sh"
+    assert script.read_text().startswith("#!/usr/bin/env bash\n") != sourced
+    assert script.suffix == ".sbatch" or bool(script.stat().st_mode & 0o111) != sourced
     done = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
