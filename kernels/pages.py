@@ -27,6 +27,13 @@ class Pages(NamedTuple):
         return [self.keys, self.values, self.ranks, *([] if self.gate is None else [self.gate])]
 
 
+class Reach(NamedTuple):
+    """What the query of a new token of rank n sees, of which all is held that its query before saw."""
+
+    recent: int | None = None  # the token of rank n - recent goes where its gate is closed; None: gates do not matter
+    window: int | None = None  # that of rank n - window goes; not below recent; None: there is no sliding window
+
+
 class New(NamedTuple):
     """One new token of each row."""
 

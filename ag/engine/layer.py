@@ -31,6 +31,7 @@ from ag.engine.store import PagedStore, Rows
 from ag.errors import UserError
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
+from ag.kernels.pages import Reach
 from ag.model.geometry import fingerprint
 from ag.model.hooks import AttentionCall, UnsupportedModelError
 from ag.model.projection import output_weight
@@ -343,8 +344,8 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             self._open = self._open + width if gate is None else 0
         if self._forgets and not now.reading and not (self._settled and stays and width == 1):
             if self._in_turn(step):
-                victims = self.store.expired(now.ranks, self._near, self.window)  # of padding: gone before
-                self.store.append(call.k, call.v, now.ranks, keep, gate, victims, self.memory)
+                reach = Reach(self._near, self.window)  # of padding: gone before
+                self.store.append(call.k, call.v, now.ranks, keep, gate, reach, self.memory)
                 return
             first = now.ranks[:, 0] + (~now.real[:, 0]).long()
             self.store.settle(first, self._near, self.window, self.memory)

@@ -20,9 +20,8 @@ from ag.engine.pool import PAGE, Pool, pages_for
 from ag.engine.records import Records, fit
 from ag.engine.select import closing_order
 from ag.engine.table import PageTable
-from ag.kernels.pages import New, Pages
+from ag.kernels.pages import New, Pages, Reach
 from ag.kernels.pool_append import pool_append
-from ag.kernels.pool_expired import pool_expired
 
 FEW = 4  # tokens of a row that go at once by filling their slots; more are closed up in order
 
@@ -211,10 +210,10 @@ class PagedStore:
         ranks: Tensor,
         keep: Tensor | None,
         gate: Tensor | None = None,
-        victims: Tensor | None = None,
+        reach: Reach | None = None,
         records: Records | None = None,
     ) -> None:
-        """Add new tokens behind those of the rows; one of each row may come in place of tokens that go.
+        """Add new tokens behind those of the rows; one of each row may come in place of what it no longer sees.
 
         The tokens of a prompt are not copied before it is known which of them stay: until :meth:`write`.
 
@@ -224,9 +223,8 @@ class PagedStore:
             ranks: ``[B, T]`` rank of each token in its sequence.
             keep: ``[B, Hkv or 1, T]`` bool, which of them to store; None stores all.
             gate: ``[B, Hkv, T]``, what the gate says of them; None: 1 of each.
-            victims: ``[R, V]`` int32, where one token of each row comes; as :func:`~ag.kernels.pool_append.pool_append`
-                takes them.
-            records: as for :meth:`retain`, of the victims.
+            reach: what the queries see, where one token of each row comes; what they no longer do goes. None: nothing.
+            records: as for :meth:`retain`, of what goes.
 
         Raises:
             PoolFullError: when the pool has no room for them; nothing is stored then.
@@ -234,11 +232,11 @@ class PagedStore:
         shape = k.shape[:3]
         gate = self._said(gate, shape)
         if shape[2] == 1 and (keep is None or keep.shape[1] == 1):
-            self._push(k, v, ranks if keep is None else ranks.masked_fill(~keep[:, 0], -1), gate, victims, records)
+            self._push(k, v, ranks if keep is None else ranks.masked_fill(~keep[:, 0], -1), gate, reach, records)
             if keep is not None:
                 self._known = None
             return
-        assert victims is None
+        assert reach is None
         self._apart(k, v)
         new = Rows(
             keys=k.flatten(0, 1),
@@ -274,26 +272,26 @@ class PagedStore:
         v: Tensor,
         ranks: Tensor,
         gate: Tensor | None,
-        victims: Tensor | None,
+        reach: Reach | None,
         records: Records | None,
     ) -> None:
         """Add one new token of each sequence, none where its rank is below 0."""
         if self._prompt is not None:
             self.write()
         self._apart(k, v)
-        evicting = victims is not None or self._going is not None
+        evicting, victims = reach is not None or self._going is not None, None
         # what goes is known to the device alone, so that the host looks where a page may have ended
-        ahead = victims is not None or (evicting and (self._reserved or k.device.type != "cpu"))
+        ahead = reach is not None or (evicting and (self._reserved or k.device.type != "cpu"))
         self.make_room(1, everywhere=evicting, ahead=PAGE if ahead else 0)
         if self._going is not None:
             (victims, records), self._going = self._going, None
         new = New(k[:, :, 0], v[:, :, 0], ranks[:, 0], None if gate is None else gate[:, :, 0])
-        pool_append(self.rows, new, victims, [] if victims is None else self._noted(records))
+        pool_append(self.rows, new, victims, self._noted(records) if evicting else [], reach)
         self._room -= 1
-        if victims is None:
-            self._since += 1
-        else:
+        if evicting:
             self.ordered, self._known = False, None
+        else:
+            self._since += 1
 
     def movable(self, records: Records) -> bool:
         """Tell whether a token can be moved with what a scorer recorded of it, by :func:`pool_append`."""
@@ -427,14 +425,6 @@ class PagedStore:
         return self.table.demand(self._count(), tokens, evicting=evicting)
 
     # ---- tokens go
-
-    def expired(self, ranks: Tensor, recent: int | None, window: int | None) -> Tensor:
-        """Return the slots ``[R, 2]`` of what the next token's query no longer sees.
-
-        See :func:`ag.kernels.pool_expired.pool_expired`; ``ranks`` is ``[B, 1]``.
-        """
-        self.write()
-        return pool_expired(self.rows, ranks[:, 0], recent, window)
 
     def retain(self, keep: Tensor, records: Records | None = None, *, in_order: bool = False) -> bool:
         """Keep some tokens and free the others.

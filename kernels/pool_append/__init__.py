@@ -8,13 +8,17 @@ from torch import Tensor
 
 from ag.kernels.dispatch import no_triton, pick, recorded
 from ag.kernels.pages import New as New
-from ag.kernels.pages import Pages
+from ag.kernels.pages import Pages, Reach
 from ag.kernels.pool_append import cpu
 from ag.kernels.pool_append.reference import reference_pool_append
 
 
 def pool_append(
-    pages: Pages, new: New | None = None, victims: Tensor | None = None, records: Sequence[Tensor] = ()
+    pages: Pages,
+    new: New | None = None,
+    victims: Tensor | None = None,
+    records: Sequence[Tensor] = (),
+    reach: Reach | None = None,
 ) -> None:
     """Add a new token to each row, and close the gaps of those that go by the last tokens of their rows, in place.
 
@@ -28,6 +32,8 @@ def pool_append(
         victims: ``[R, V]`` int32, slots of the tokens that go, the new one's among them, each row's distinct; -1: none.
         records: ``[R, C, S]`` float32 each, numbers of each token by slot, which go with it; those of a new token and
             of free slots are 0.
+        reach: what the queries of the new tokens see; victims are those that they no longer do, found among the ranks
+            of each row, and ``victims`` is None. With ``recent`` the gate column is bool: open or closed.
 
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
@@ -50,4 +56,4 @@ def pool_append(
     append = {"cpp": cpu.pool_append}.get(version, reference_pool_append)
     if version == "triton":
         from ag.kernels.pool_append.triton import triton_pool_append as append
-    append(pages, new, victims, records)
+    append(pages, new, victims, records, reach)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ag.kernels import native
-from ag.kernels.pages import New, Pages
+from ag.kernels.pages import New, Pages, Reach
 
 KERNEL = native.Kernel(
     Path(__file__).with_name("cpu.cpp"),
@@ -20,12 +20,14 @@ KERNEL = native.Kernel(
         *[ctypes.c_int64, *[ctypes.c_void_p] * 8],  # columns, ranks, table, lengths, new ranks, victims
         *[ctypes.c_int64] * 2,
         *[ctypes.c_void_p] * 2,  # records and their widths
-        *[ctypes.c_int64] * 5,
+        *[ctypes.c_int64] * 7,
     ),
 )
 
 
-def pool_append(pages: Pages, new: New | None, victims: Tensor | None, records: Sequence[Tensor]) -> None:
+def pool_append(
+    pages: Pages, new: New | None, victims: Tensor | None, records: Sequence[Tensor], reach: Reach | None = None
+) -> None:
     """Do what :func:`ag.kernels.pool_append.pool_append` does, on the CPU."""
     keys, values, ranks, gate, table, lengths = pages
     rows, pools = len(table), [keys, values] if gate is None else [keys, values, gate]
@@ -36,6 +38,7 @@ def pool_append(pages: Pages, new: New | None, victims: Tensor | None, records: 
         if gate is not None:
             fresh.append(gate.new_ones(rows) if new.gate is None else new.gate.contiguous())
     going = None if victims is None else victims.to(torch.int32, copy=True)  # it is sorted there
+    recent, window = reach or (None, None)
     KERNEL(
         len(pools),
         _pointers(*(x.data_ptr() for x in pools)),
@@ -55,6 +58,8 @@ def pool_append(pages: Pages, new: New | None, victims: Tensor | None, records: 
         1 if of_sequence is None else rows // len(of_sequence),
         table.shape[1],
         keys.shape[1],
+        recent or 0,
+        window or 0,
     )
     increment_version([*pools, ranks, lengths, *records])  # autograd does not see the call
 

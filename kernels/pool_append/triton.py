@@ -10,7 +10,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ag.kernels.pages import New, Pages
+from ag.kernels.pages import New, Pages, Reach
+from ag.kernels.tiles import places
+
+SEARCHED = 1024  # ranks that a program looks at together
 
 
 @triton.jit
@@ -32,10 +35,32 @@ def _put(column, fresh, row, source, target, new, there, D: tl.constexpr, DP: tl
 
 
 @triton.jit
+def _out_of_reach(ranks, gate, table, count, rank, recent, window, PAGE: tl.constexpr, COUNT: tl.constexpr):
+    """Return the slots of what the query of a token of this rank no longer sees, -1 for none; each once."""
+    leaves = tl.cast(tl.where((recent > 0) & (rank >= recent), rank - recent, -1), tl.int32)
+    ends = tl.cast(tl.where((window > 0) & (rank >= window), rank - window, -1), tl.int32)
+    first, second = count * 0 - 1, count * 0 - 1
+    for n in range(0, count, COUNT):
+        slots = n + tl.arange(0, COUNT)
+        there = slots < count
+        at = places(table, slots, there, PAGE)
+        held = tl.load(ranks + at, mask=there, other=-1)
+        closed = there & (held == leaves) & (leaves >= 0) & (held != ends)
+        if gate is not None:
+            closed = closed & (tl.load(gate + at, mask=there, other=1) == 0)
+        first = tl.maximum(first, tl.max(tl.where(closed, slots, -1), 0))
+        second = tl.maximum(second, tl.max(tl.where(there & (held == ends) & (ends >= 0), slots, -1), 0))
+    return first, second
+
+
+@triton.jit(do_not_specialize=["recent", "window"])
 def _append(keys, values, ranks, gate, table, lengths, new_keys, new_values, new_ranks, new_gate, victims, moves, most,
-            heads, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr,
-            V: tl.constexpr, VP: tl.constexpr):  # fmt: skip
-    """Do one row; ``moves`` [R, V + 1, 2] gets slots (from, to) in their order, -1 for a new token or for none."""
+            heads, recent, window, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+            PAGE: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, COUNT: tl.constexpr):  # fmt: skip
+    """Do one row; ``moves`` [R, V + 1, 2] gets slots (from, to) in their order, -1 for a new token or for none.
+
+    Without victims, and with ``V`` of 2, those go that the new token no longer sees, found ``COUNT`` ranks at once.
+    """
     row = tl.cast(tl.program_id(0), tl.int64)
     table += row * most
     moves += row * (V + 1) * 2
@@ -45,12 +70,18 @@ def _append(keys, values, ranks, gate, table, lengths, new_keys, new_values, new
         rank = tl.load(new_ranks + row // heads)
     waiting = rank >= 0
     bound = length + 1  # slots from here on are done
+    leaves, passes = length * 0 - 1, length * 0 - 1
+    if V > 0 and victims is None:
+        leaves, passes = _out_of_reach(ranks, gate, table, length, rank, recent, window, PAGE, COUNT)
     for turn in tl.static_range(V + 1):
         slot = length * 0 - 1
         if turn < V:
-            number = tl.arange(0, VP)
-            slots = tl.load(victims + row * V + number, mask=number < V, other=-1)
-            slot = tl.max(tl.where(slots < bound, slots, -1), 0)
+            if victims is None:
+                slot = tl.maximum(tl.where(leaves < bound, leaves, -1), tl.where(passes < bound, passes, -1))
+            else:
+                number = tl.arange(0, VP)
+                slots = tl.load(victims + row * V + number, mask=number < V, other=-1)
+                slot = tl.max(tl.where(slots < bound, slots, -1), 0)
         goes = slot >= 0
         behind = waiting & (turn == V)  # no victim was left for the new token
         dropped = goes & waiting & (slot == length)
@@ -95,7 +126,9 @@ def _carry(record, moves, width, slots, V: tl.constexpr, WP: tl.constexpr):
 
 
 @torch.compiler.disable
-def triton_pool_append(pages: Pages, new: New | None, victims: Tensor | None, records: Sequence[Tensor]) -> None:
+def triton_pool_append(
+    pages: Pages, new: New | None, victims: Tensor | None, records: Sequence[Tensor], reach: Reach | None = None
+) -> None:
     """Do what :func:`ag.kernels.pool_append.pool_append` does on the card, which is never waited for."""
     keys, values, ranks, gate, table, lengths = pages
     (_, page, dim), width, rows = keys.shape, values.shape[2], len(table)
@@ -104,7 +137,8 @@ def triton_pool_append(pages: Pages, new: New | None, victims: Tensor | None, re
     if new is not None and gate is not None:
         said = gate.new_ones(rows) if new.gate is None else new.gate.contiguous()
         said = said.view(torch.uint8) if said.dtype == torch.bool else said
-    most = 0 if victims is None else victims.shape[1]
+    recent, window = reach or (None, None)
+    most = 2 if reach is not None else 0 if victims is None else victims.shape[1]
     moves = torch.empty(rows, most + 1, 2, dtype=torch.int32, device=keys.device)
     with torch.cuda.device_of(keys):
         _append[(rows,)](
@@ -115,9 +149,10 @@ def triton_pool_append(pages: Pages, new: New | None, victims: Tensor | None, re
                 else (new.keys.contiguous(), new.values.contiguous(), new.ranks.contiguous())
             ),
             *(said, None if victims is None else victims.int().contiguous(), moves, table.shape[1]),
-            *(1 if new is None else rows // len(new.ranks), dim, triton.next_power_of_2(dim)),
-            *(width, triton.next_power_of_2(width), page, most, triton.next_power_of_2(max(most, 1))),
-            num_warps=1,
+            *(1 if new is None else rows // len(new.ranks), recent or 0, window or 0),
+            *(dim, triton.next_power_of_2(dim), width, triton.next_power_of_2(width)),
+            *(page, most, triton.next_power_of_2(max(most, 1)), SEARCHED),
+            num_warps=1 if reach is None else 4,
         )
         for record in records:
             count, slots = record.shape[1:]

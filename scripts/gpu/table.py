@@ -22,7 +22,6 @@ TESTS = {
     "gated_attention": 90,
     "paged_decode": 50,
     "pool_append": 30,
-    "pool_expired": 20,
     "engine": 60,
     "gated_prefill": 60,
     "column_sums": 50,

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ag.engine.pool import PAGE, Pool, PoolFullError
 from ag.engine.store import PagedStore
+from ag.kernels.pages import Reach
 
 DIM, HEADS, ROOM = 3, 2, 40
 
@@ -96,23 +97,18 @@ class Stores(RuleBasedStateMachine):
 
         self.add(number, call, new, counts)
 
-    @rule(number=st.integers(0, 9), seed=st.integers(0, 2**16), victims=st.integers(0, 3))
-    def push(self, number, seed, victims):
-        """One token of each row in place of some."""
+    @rule(number=st.integers(0, 9), seed=st.integers(0, 2**16), window=st.integers(1, 20))
+    def push(self, number, seed, window):
+        """One token of each row in place of what leaves its window."""
         store, lists = self.stores[number % len(self.stores)]
-        draw = torch.Generator().manual_seed(seed)
-        (k, v, ranks, keep, gate), new, counts = self.new_tokens(lists, 1, draw, absent=seed % 2 == 0)
-        gone = torch.full((len(lists.rows), max(victims, 1)), -1, dtype=torch.int32)
+        arguments, new, counts = self.new_tokens(lists, 1, torch.Generator().manual_seed(seed), absent=seed % 2 == 0)
+        gone = torch.full((len(lists.rows), 1), -1, dtype=torch.int32)
         for r, row in enumerate(lists.rows):
-            chosen = torch.randperm(len(row), generator=draw)[:victims]
-            gone[r, : len(chosen)] = chosen.int()
-
-        def call():
-            store.append(k, v, ranks, keep, gate, gone if victims else None)
-
+            for _, rank, _ in new[r]:
+                gone[r, 0] = next((slot for slot, x in enumerate(row) if x[1] == rank - window), -1)
         before = list(lists.seen)
-        self.add(number, call, new, counts)
-        if lists.seen != before or not any(counts):
+        self.add(number, lambda: store.append(*arguments, Reach(window=window)), new, counts)
+        if lists.seen != before:
             self.fill(lists, gone)
 
     def fill(self, lists, victims):

@@ -18,11 +18,9 @@ from ag.kernels.paged_attend import paged_attend
 from ag.kernels.paged_attend.reference import reference_paged_attend
 from ag.kernels.paged_decode import paged_decode, paged_decode_weights
 from ag.kernels.paged_decode.reference import reference_paged_decode
-from ag.kernels.pages import New, Pages
+from ag.kernels.pages import New, Pages, Reach
 from ag.kernels.pool_append import pool_append
 from ag.kernels.pool_append.reference import reference_pool_append
-from ag.kernels.pool_expired import pool_expired
-from ag.kernels.pool_expired.reference import reference_pool_expired
 from ag.kernels.row_worst import row_worst
 from ag.kernels.row_worst.reference import reference_row_worst
 from tests.gpu.cases import DEVICE, arguments, draw, exact, near, run
@@ -70,7 +68,8 @@ def rows_in_pages():
     return Pages(*pages), torch.zeros(4, 3, 8, device=DEVICE)
 
 
-def test_pool_append():
+@pytest.mark.parametrize(("reach", "lengths"), [(None, [2, 2, 3, 0]), (Reach(2, 4), [2, 2, 4, 2])])
+def test_pool_append(reach, lengths):
     """Two tokens for a sequence and six for the other; later ones come in place of one or two."""
     torch.manual_seed(0)
     (mine, noted), (theirs, wanted) = rows_in_pages(), rows_in_pages()
@@ -78,12 +77,12 @@ def test_pool_append():
         ranks = torch.tensor([rank if rank < 2 else -1, rank], device=DEVICE)
         new = New(draw(2, 2, 20), draw(2, 2, 12), ranks, torch.tensor([[True, False]] * 2, device=DEVICE))
         gone = [[-1, -1], [-1, -1], [1, -1], [0, 1]] if rank > 2 else [[-1, -1]] * 4
-        victims = torch.tensor(gone, dtype=torch.int32, device=DEVICE)
-        pool_append(mine, new, victims, [noted])
-        reference_pool_append(theirs, new, victims, [wanted])
+        victims = None if reach else torch.tensor(gone, dtype=torch.int32, device=DEVICE)
+        pool_append(mine, new, victims, [noted], reach)
+        reference_pool_append(theirs, new, victims, [wanted], reach)
         for record in (noted, wanted):
             record += (torch.arange(8, device=DEVICE) < mine.lengths[:, None])[:, None] * (rank + 1)
-    assert mine.lengths.tolist() == theirs.lengths.tolist() == [2, 2, 3, 0]
+    assert mine.lengths.tolist() == theirs.lengths.tolist() == lengths
     assert torch.equal(noted, wanted)
     slots = torch.arange(8, device=DEVICE)
     at = (mine.table[:, slots // 4] * 4 + slots % 4)[slots < mine.lengths[:, None]]  # free slots hold anything
@@ -123,19 +122,6 @@ def test_paged_attend():
     for window, recent in ((None, None), (7, 3)):
         want = reference_paged_attend(q.double(), exact, ranks, 0.3, window, recent)
         near(paged_attend(q, pages, ranks, 0.3, window, recent), want, 1e-4, "out")
-
-
-def test_pool_expired():
-    torch.manual_seed(0)
-    pages, _ = rows_in_pages()
-    pages.ranks.copy_(torch.randint(9, pages.ranks.shape))
-    pages.lengths.copy_(torch.tensor([0, 3, 6, 8]))
-    for new in ([4, 9], [-1, 8]):
-        ranks = torch.tensor(new, device=DEVICE)
-        for recent, window in ((2, 5), (None, 4), (3, 3)):
-            assert torch.equal(
-                pool_expired(pages, ranks, recent, window), reference_pool_expired(pages, ranks, recent, window)
-            )
 
 
 def test_row_worst():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ag.kernels.pages import New
+from ag.kernels.pages import New, Reach
 from ag.kernels.pool_append import cpu, pool_append, reference_pool_append
 from tests.support.compiled import needs
 from tests.support.paged import pages_of, read
@@ -24,6 +24,11 @@ CASES = {
     "wide_values": {"width": 7, "dtype": torch.bfloat16, "gate": torch.bool},
     "probabilities": {"gate": torch.float32, "records": (1, 6)},
     "records": {"records": (2,), "victims": 2},
+    "recent": {"reach": Reach(5), "gate": torch.bool, "records": (2,), "absent": 0.2},
+    "window": {"reach": Reach(window=9)},
+    "both": {"reach": Reach(5, 9), "gate": torch.bool, "page": 1},
+    "same": {"reach": Reach(6, 6), "gate": torch.bool, "page": 16},
+    "longer_than_all": {"reach": Reach(200, 300), "gate": torch.bool},
 }
 
 
@@ -37,6 +42,7 @@ def check(append, case, seed=0, steps=40):
     """Run steps on rows that are lists of (rank, gate, numbers by record); keys and values follow rank and row."""
     c = {"batch": 2, "heads": 3, "absent": 0.0, "width": 4, "victims": 1, "page": 4, "records": ()} | case
     dtype, gate = c.get("dtype", torch.float32), c.get("gate")
+    reach, most = c.get("reach"), 0 if "reach" in c else c["victims"]
     batch, heads, count = c["batch"], c["heads"], c["batch"] * c["heads"]
     generator = torch.Generator().manual_seed(seed)
     draw = lambda: float(torch.rand((), generator=generator))  # noqa: E731
@@ -48,22 +54,26 @@ def check(append, case, seed=0, steps=40):
         present = [draw() >= c["absent"] or seen[b] < 5 for b in range(batch)]
         said = [draw() < 0.5 for _ in range(count)]
         keys, values = (torch.zeros(batch, heads, n, dtype=dtype) for n in (4, c["width"]))
-        victims = torch.full((count, c["victims"]), -1, dtype=torch.int32) if c["victims"] else None
+        victims = torch.full((count, most), -1, dtype=torch.int32) if most else None
         for r, row in enumerate(rows):
             b = r // heads
             keys[b, r % heads], values[b, r % heads] = seen[b] + r / 8, seen[b] + r / 8 + 0.5
             if present[b]:
                 row.append((seen[b], said[r], [0.0] * sum(c["records"])))
-            gone = [t for t in range(len(row)) if draw() < 0.15][-c["victims"] :] if c["victims"] else []
+            gone = [t for t in range(len(row)) if draw() < 0.15][-most:] if most else []
+            if reach is not None and present[b]:
+                gone = out_of_reach(row, seen[b], *reach)
             for at in sorted(gone, reverse=True):
                 last = row.pop()
                 if at < len(row):
                     row[at] = last
             for place, at in enumerate(gone):
-                victims[r, (place + r) % c["victims"]] = at  # in any order
+                if victims is not None:
+                    victims[r, (place + r) % most] = at  # in any order
         ranks = torch.tensor([n if here else -1 for n, here in zip(seen, present, strict=True)])
         flags = None if gate is None else torch.tensor(said).view(batch, heads).to(gate)
-        append(pages, New(*(None if x is None else apart(x) for x in (keys, values, ranks, flags))), victims, records)
+        new = New(*(None if x is None else apart(x) for x in (keys, values, ranks, flags)))
+        append(pages, new, victims, records, reach)
         seen = [n + here for n, here in zip(seen, present, strict=True)]
         assert pages.lengths.tolist() == [len(row) for row in rows]
         at = 0
@@ -85,6 +95,13 @@ def check(append, case, seed=0, steps=40):
                         numbers[at + w] += rank + w
                         record[r, w, slot] += rank + w
             at += width
+
+
+def out_of_reach(row, rank, recent, window):
+    """Return the places of what a token of this rank no longer sees."""
+    leaves = [at for at, (held, flagged, _) in enumerate(row) if held + (recent or -1) == rank and not flagged]
+    ends = [at for at, (held, _, _) in enumerate(row) if held + (window or -1) == rank]
+    return {*leaves, *ends}
 
 
 def apart(x):

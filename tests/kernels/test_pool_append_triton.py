@@ -10,8 +10,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from ag.kernels.pool_append import pool_append
 from ag.kernels.pool_append.triton import triton_pool_append
-from ag.kernels.pool_expired.triton import triton_pool_expired
-from tests.kernels import test_pool_append, test_pool_expired
+from tests.kernels import test_pool_append
 
 MORE = {"odd_sizes": {"width": 5, "page": 5, "victims": 3}, "half": {"width": 7, "dtype": torch.float16}}
 
@@ -34,8 +33,7 @@ def test_it_is_picked_in_the_interpreter(caplog):
     assert "pool_append: triton" in caplog.text
 
 
-@pytest.mark.parametrize(("recent", "window"), [(5, 9), (6, 6), (None, 9), (5, None)])
-def test_what_expires_equals_a_search(monkeypatch, recent, window):
-    monkeypatch.setattr("ag.kernels.pool_expired.triton.SEARCHED", 8)
-    monkeypatch.setattr(test_pool_expired, "RANKS", range(0, 45, 4))
-    test_pool_expired.check(triton_pool_expired, recent, window)
+@pytest.mark.parametrize("case", ["recent", "window", "both", "same"])
+def test_what_is_out_of_reach_goes(monkeypatch, case):
+    monkeypatch.setattr("ag.kernels.pool_append.triton.SEARCHED", 8)
+    test_pool_append.check(triton_pool_append, test_pool_append.CASES[case], steps=20)

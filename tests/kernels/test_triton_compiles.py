@@ -27,9 +27,8 @@ from ag.kernels.gated_attention.triton import triton_gated_attention  # noqa: E4
 from ag.kernels.gated_prefill.triton import triton_gated_prefill  # noqa: E402
 from ag.kernels.paged_attend.triton import triton_paged_attend  # noqa: E402
 from ag.kernels.paged_decode import triton as paged  # noqa: E402
-from ag.kernels.pages import New, Pages  # noqa: E402
+from ag.kernels.pages import New, Pages, Reach  # noqa: E402
 from ag.kernels.pool_append.triton import triton_pool_append  # noqa: E402
-from ag.kernels.pool_expired.triton import triton_pool_expired  # noqa: E402
 from ag.kernels.row_worst.reference import Going  # noqa: E402
 from ag.kernels.row_worst.triton import triton_row_going, triton_row_worst  # noqa: E402
 from ag.kernels.tuned import Tuned  # noqa: E402
@@ -201,20 +200,13 @@ def test_paged_attend_compiles(compiled, dim, dtype):
 
 
 @pytest.mark.slow
-@cases(("dim", "dtype", "victims"), (89, 60, HALF, 2), (90, 256, WHOLE, 0))
-def test_pool_append_compiles(compiled, dim, dtype, victims):
+@cases(("dim", "dtype", "victims", "reach"), (89, 60, HALF, 2, None), (90, 256, WHOLE, 0, Reach(4, 9)))
+def test_pool_append_compiles(compiled, dim, dtype, victims, reach):
     x = torch.randn(2, 2, dim).to(dtype)
     gone = torch.full((4, victims), -1, dtype=torch.int32) if victims else None
     new = New(x, x, torch.tensor([7, -1]), torch.ones(2, 2).bool())
-    triton_pool_append(in_pages(dim, dtype), new, gone, [torch.zeros(4, 3, 32)])
+    triton_pool_append(in_pages(dim, dtype), new, gone, [torch.zeros(4, 3, 32)], reach)
     assert set(compiled) == {"_append", "_carry"}
-
-
-@pytest.mark.slow
-@cases(("dim", "dtype"), (89, 60, HALF), (90, 256, WHOLE))
-def test_pool_expired_compiles(compiled, dim, dtype):
-    triton_pool_expired(in_pages(dim, dtype), torch.tensor([40, -1]), 4, 9)
-    assert set(compiled) == {"_expired"}
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ FREE |= {"empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 #: Where the engine calls kernels from.
 KERNELS = {
     "ag.engine.attend": ["paged_decode", "paged_decode_weights"],
-    "ag.engine.store": ["pool_append", "pool_expired"],
+    "ag.engine.store": ["pool_append"],
     "ag.engine.allocators.base": ["row_worst", "row_going"],
     "torch.nn.functional": ["rms_norm"],  # one operation on a card
 }
