@@ -57,7 +57,8 @@ class Forward(Holdings, Interceptor):
     def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
         """Take note of the text that is to come, whole or in parts: the prompt, or the same text grown longer.
 
-        ``model.generate`` calls it. Without it the first forward pass is the prompt.
+        ``model.generate`` calls it. Without it the first forward pass is the prompt. While a prompt is being read, the
+        rest of it may become another one.
 
         Args:
             valid: ``[B, T]`` bool, False on padding.
@@ -94,11 +95,19 @@ class Forward(Holdings, Interceptor):
         device = device_of(decoder) if attention_mask is None else attention_mask.device
         self.text.extend(attention_mask, batch, length, device)
 
+    def demand(self, tokens: int) -> int:
+        """Return the most pages that a pass of so many tokens of each sequence may take.
+
+        Of the first pass it is not known, and of the last one of a prompt only what its tokens take.
+        """
+        reading = self.text.seen < self.text.prompt_columns
+        return sum(layer.demand(tokens, reading=reading) for layer in self.evicting_layers)
+
     def _require(self, tokens: int) -> None:
         """Refuse a pass of so many tokens of each sequence before it begins, where the pool may have no room for it."""
         if self.pool is None:
             return
-        pages = sum(layer.demand(tokens) for layer in self.evicting_layers)
+        pages = self.demand(tokens)
         if pages > self.pool.free:
             raise PoolFullError.of(f"{tokens} tokens of each of {len(self.valid)} sequences need", pages, self.pool)
 

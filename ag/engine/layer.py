@@ -288,11 +288,17 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             self.evicted_at = now.seen
         self.gate_memory.stepped()
 
-    def demand(self, tokens: int) -> int:
-        """Return the most pages that a pass of so many tokens of each sequence, behind others, may take."""
+    def demand(self, tokens: int, *, reading: bool = False) -> int:
+        """Return the most pages that a pass of so many tokens of each sequence, behind others, may take.
+
+        Args:
+            tokens: that come.
+            reading: whether they are of a prompt.
+        """
         if self.store is None:
             return 0
-        return self.store.demand(tokens, evicting=self._forgets or self._decides_again or self.policy.block is not None)
+        decides = self.policy.block is not None if reading else self._decides_again
+        return self.store.demand(tokens, evicting=self._forgets or decides)
 
     @property
     def _decides_again(self) -> bool:

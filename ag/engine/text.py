@@ -96,6 +96,8 @@ class Text(Attributes):
             self._ids = tokens
         if not self.seen:
             self._expected = valid
+        elif self.seen < min(self.prompt_columns, valid.shape[1]):  # another prompt goes on from what was read
+            self.prompt_columns, self.prompt_lengths = valid.shape[1], valid.sum(1)
 
     def saw(self, tokens: Tensor) -> None:
         """Take note of the text ``[B, T]`` that went by."""

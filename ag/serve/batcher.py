@@ -23,6 +23,7 @@ from ag.engine.pool import Pool, PoolFullError
 from ag.engine.step import NextToken
 from ag.errors import UserError
 from ag.serve.admission import Admission, Need
+from ag.serve.beginnings import Beginnings
 from ag.serve.request import Event, Reason, Request, Stream
 from ag.serve.sampler import Sampler
 from ag.serve.snapshot import Counts, Running, Snapshot
@@ -57,6 +58,11 @@ class Answer:
     read: int = 0
 
     @property
+    def prompt(self) -> Tensor:
+        """The ids of the prompt."""
+        return self.text[: len(self.request.tokens)]
+
+    @property
     def written(self) -> int:
         """Tokens of the answer so far."""
         return len(self.text) - len(self.request.tokens)
@@ -70,19 +76,26 @@ class Prompt:
         answers: that begin with it.
         cache: what is held of it.
         read: tokens read so far.
+        shared: of these, tokens that were held before.
+        shared_pages: pages of these.
+        mark: where the beginning ends that it has in common with other texts; 0: nowhere behind ``shared``.
     """
 
     answers: list[Answer]
     cache: EvictionCache
     read: int = 0
+    shared: int = 0
+    shared_pages: int = 0
+    mark: int = 0
 
 
 class Batcher:
     """Answers requests with one model, under one policy, out of one pool.
 
     Requests are admitted in the order in which they come, each as soon as the pages that it may take are free. Prompts
-    are read in parts beside the tokens of others. Where the pool runs out nevertheless, the answer that came last gives
-    its pages back and is read again later, with its tokens so far.
+    are read in parts beside the tokens of others; a beginning that several have in common is read once, and held for
+    as long as nobody needs its pages. Where the pool runs out nevertheless, the answer that came last gives its pages
+    back and is read again later, with its tokens so far.
 
     Args:
         model: causal language model in evaluation mode.
@@ -127,6 +140,8 @@ class Batcher:
         self._lock = threading.Condition()
         self._stopping = False
         self._at_once = _reads_at_once(self._cache)
+        #: None: what is read of a prompt depends on what follows.
+        self._beginnings = None if self._at_once or self.policy.block is not None else Beginnings()
         self._admission = Admission(self._cache, model.config, sys.maxsize if self._at_once else prefill_tokens)
         ends = model.generation_config.eos_token_id if model.generation_config is not None else None
         self._ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
@@ -164,6 +179,8 @@ class Batcher:
             if len(self._waiting) >= self.queue:
                 raise Busy(f"{len(self._waiting)} requests are waiting, as many as may: try again later.")
             self._waiting.append(answers)
+            if self._beginnings is not None:
+                self._beginnings.remember(text)
             self._lock.notify()
         return [answer.stream for answer in answers]
 
@@ -222,6 +239,8 @@ class Batcher:
                 pages=self.pool.size,
                 free=self.pool.free,
                 page_nbytes=self.pool.page_nbytes(),
+                beginnings=0 if self._beginnings is None else len(self._beginnings),
+                beginning_pages=0 if self._beginnings is None else self._beginnings.pages,
                 counts=replace(self.counts, ended=self.counts.ended.copy()),
             ),
         )
@@ -280,21 +299,51 @@ class Batcher:
             self._waiting.popleft()
         for answer in answers:
             answer.need = need
-        cache = EvictionCache(self.model, self.policy, pool=self.pool)
-        cache.expect(torch.ones(1, len(answers[0].request.tokens), dtype=torch.bool))
-        self._reading = Prompt(answers, cache)
+        self._reading = self._prompt(answers)
+        self._spare(wanted - self._reading.shared_pages)
         return True
+
+    def _prompt(self, answers: list[Answer]) -> Prompt:
+        """Return a prompt of which nothing is read yet but the beginning that is held, if there is one."""
+        prompt, found = answers[0].prompt, None
+        reading = Prompt(answers, EvictionCache(self.model, self.policy, pool=self.pool))
+        if self._beginnings is not None:
+            found = self._beginnings.find(prompt)
+            with self._lock:
+                reading.mark = 0 if self._crowded else self._beginnings.common(prompt)
+        if found is not None:
+            reading.cache = deepcopy(found.cache)
+            reading.read = reading.shared = len(found.tokens)
+            reading.shared_pages = len(found.numbers())
+        if reading.mark <= reading.read:
+            reading.mark = 0
+        reading.cache.expect(torch.ones(1, len(prompt), dtype=torch.bool))
+        return reading
+
+    def _spare(self, pages: int) -> bool:
+        """Have so many pages free, if beginnings must be given up for that; returns whether any was."""
+        gone = False
+        while self._beginnings is not None and self.pool.free < pages and self._beginnings.drop():
+            gone = True
+        return gone
 
     def _read_part(self, prompt: Prompt, tokens: int) -> int:
         """Read a part of a prompt; at its end its answers begin, and join the batch. Returns how many were read."""
-        first, whole = prompt.answers[0], len(prompt.answers[0].request.tokens)
-        part = first.text[prompt.read : whole][: None if self._at_once else tokens]
+        text, behind = prompt.answers[0].prompt, prompt.answers[0].need.writing * len(prompt.answers)
+        whole, until = len(text), prompt.mark or len(text)
+        part = text[prompt.read : until][: None if self._at_once else tokens]
+        last = prompt.read + len(part) == whole
         try:
+            # where pages are shared what stays of the prompt is written elsewhere
+            self._spare(prompt.cache.demand(len(part)) + (behind if last else 0))
             logits = self._fed(prompt.cache, part)
             prompt.read += len(part)
-            if prompt.read < whole:
+            if prompt.read == prompt.mark:
+                self._hold(prompt, behind)
+            if not last:
                 return len(part)
-            self.counts.prompts += whole
+            self.counts.prompts += whole - prompt.shared
+            self.counts.reused += prompt.shared
             self._admission.learn(prompt.cache, whole)
             for answer in list(prompt.answers):
                 again = prompt.cache if answer is prompt.answers[-1] else deepcopy(prompt.cache)
@@ -306,6 +355,13 @@ class Batcher:
             self._fail(prompt.answers, prompt.cache, error)
         self._reading = None
         return len(part)
+
+    def _hold(self, prompt: Prompt, behind: int) -> None:
+        """Hold what was read of a prompt so far for others, where there is room for the rest and what stays of it."""
+        read, prompt.mark = prompt.mark, 0
+        rest = prompt.answers[0].need.reading * (len(prompt.answers[0].prompt) - read) // len(prompt.answers[0].prompt)
+        if self._beginnings is not None and self.pool.free >= rest + behind:
+            self._beginnings.add(prompt.answers[0].prompt[:read], prompt.cache)
 
     def _fed(self, cache: EvictionCache, tokens: Tensor) -> Tensor:
         """Read tokens ``[T]`` behind those of a cache; returns the logits ``[V]`` of the next one, on the CPU."""
@@ -327,7 +383,8 @@ class Batcher:
     def _put_off(self, prompt: Prompt, error: PoolFullError) -> None:
         """Give the pages of a prompt back until others have answered; where there are none it cannot be answered."""
         self._reading = None
-        if not self._running:
+        gone = self._spare(self.pool.size)
+        if not gone and not self._running:
             self._fail(prompt.answers, prompt.cache, error)
             return
         prompt.cache.reset()
@@ -354,6 +411,7 @@ class Batcher:
             return
         tokens = torch.stack([answer.text[answer.read :][:1] for answer in self._running]).to(self.model.device)
         try:
+            self._spare(self._cache.demand(1))
             logits = self._next(tokens).float().cpu()
         except PoolFullError as error:
             self._put_back(error)
@@ -381,6 +439,9 @@ class Batcher:
         reason: Reason | None = answer.sampler.ended(answer.text, answer.written)
         if reason is not None:
             self._end(answer, reason)
+            if self._beginnings is not None:
+                with self._lock:
+                    self._beginnings.remember(answer.text)
         return reason is None
 
     def _put_back(self, error: PoolFullError) -> None:

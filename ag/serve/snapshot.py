@@ -61,6 +61,8 @@ class Snapshot:
         pages: of the pool.
         free: pages that nobody holds.
         page_nbytes: bytes of a page.
+        beginnings: common beginnings of prompts that are held, until others need their pages.
+        beginning_pages: pages that these have, some of them together with answers.
         counts: what went by.
     """
 
@@ -70,4 +72,6 @@ class Snapshot:
     pages: int
     free: int
     page_nbytes: int
+    beginnings: int
+    beginning_pages: int
     counts: Counts

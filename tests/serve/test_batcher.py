@@ -6,7 +6,6 @@ import random
 import threading
 
 import pytest
-import torch
 
 import ag
 from ag.errors import UserError
@@ -15,18 +14,16 @@ from ag.serve.admission import Need
 from ag.serve.batcher import Busy
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
+from tests.support.served import alone, finish, read, text
 
 POLICIES = {
-    "full": ("full", None),
-    "h2o": ("h2o", 0.25),
-    "every": (ag.policy("h2o", 12, "every"), None),
-    "snapkv": (ag.policy("snapkv", 16, window=8), None),
-    "flags": ("flags", None),
+    "full": ag.policy("full"),
+    "h2o": ag.policy("h2o", 0.25),
+    "every": ag.policy("h2o", 12, "every"),
+    "snapkv": ag.policy("snapkv", 16, window=8),
+    "streaming_llm": ag.policy("streaming_llm", 20, "steps:3"),
+    "flags": ag.policy("flags"),
 }
-
-
-def text(draw, length):
-    return [draw.randrange(6, 128) for _ in range(length)]
 
 
 def model_for(tiny_llama, name):
@@ -36,57 +33,53 @@ def model_for(tiny_llama, name):
     return model
 
 
-def alone(model, spec, budget, request):
-    """The answer of ``model.generate``, greedy."""
-    cache = ag.EvictionCache(model, spec, budget) if isinstance(spec, str) else ag.EvictionCache(model, spec)
-    ids = torch.tensor([request.tokens])
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=request.max_tokens, do_sample=False)
-    return out[0, len(request.tokens) :].tolist()
+def pool_of(model, pages):
+    return ag.Pool(model, pages * ag.Pool(model, 2**14).page_nbytes())
 
 
-def finish(batcher, steps=4000):
-    while batcher.busy:
-        batcher.step()
-        steps -= 1
-        assert steps
-
-
-def read(stream):
-    return [token.id for token in stream]
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, name):
-    """Requests come at random, in a pool that is too small for all of them: some wait, some are put back."""
-    model, (spec, budget), draw = model_for(tiny_llama, name), POLICIES[name], random.Random(0)
-    pool = ag.Pool(model, 160 * ag.Pool(model, 2**14).page_nbytes())
-    batcher = Batcher(model, tiny_tokenizer, spec, pool, budget, prefill_tokens=24)
-    requests = [Request(tokens=text(draw, draw.randrange(1, 90)), max_tokens=draw.randrange(1, 30)) for _ in range(40)]
-    streams = []
-    for request in requests:
-        streams += batcher.submit(request)
-        for _ in range(draw.randrange(4)):
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("every", 20), ("flags", 20)]
+    + [pytest.param(name, 200 if name == "every" else 60, marks=pytest.mark.slow) for name in POLICIES],
+)
+def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, name, count):
+    """Requests come at random, in a pool that is too small for all of them: some wait, some share, some leave."""
+    model, policy, draw = model_for(tiny_llama, name), POLICIES[name], random.Random(0)
+    pool = pool_of(model, 160)
+    batcher = Batcher(model, tiny_tokenizer, policy, pool, prefill_tokens=24)
+    systems = [text(draw, 66) for _ in range(2)]
+    requests, streams = [], []
+    for number in range(count):
+        tokens = draw.choice([*systems, []]) + text(draw, draw.randrange(1, 40))
+        requests.append(Request(tokens=tokens, max_tokens=draw.randrange(1, 24)))
+        streams += batcher.submit(requests[-1])
+        if number % 10 == 9:
+            streams[-draw.randrange(1, 4)].cancel()
+        for _ in range(draw.randrange(5)):
             batcher.step()
     finish(batcher)
     for request, stream in zip(requests, streams, strict=True):
-        assert read(stream) == alone(model, spec, budget, request)
-        assert stream.reason in ("stop", "length")
-    assert pool.free == pool.size
-    assert batcher.counts.prompts >= sum(len(request.tokens) for request in requests)
+        found, wanted = read(stream), alone(model, policy, request)
+        assert found == wanted[: len(found)]
+        assert stream.reason == "cancelled" or (len(found) == len(wanted) and stream.reason in ("stop", "length"))
+    counts = batcher.counts
+    assert counts.reused and counts.ended.total() == count and 0 < counts.ended["cancelled"] <= count // 10
+    assert batcher._spare(pool.size) and pool.free == pool.size
 
 
-def test_an_answer_that_is_put_back_loses_no_token(tiny_llama, tiny_tokenizer, monkeypatch):
+@pytest.mark.parametrize("name", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("h2o", "flags"))])
+def test_an_answer_that_is_put_back_loses_no_token(tiny_llama, tiny_tokenizer, monkeypatch, name):
     """Requests that say they take nothing are all admitted, so that the pool runs out among them."""
-    model, draw = model_for(tiny_llama, "full"), random.Random(1)
-    pool = ag.Pool(model, 130 * ag.Pool(model, 2**14).page_nbytes())
-    batcher = Batcher(model, tiny_tokenizer, "full", pool)
+    model, policy, draw = model_for(tiny_llama, name), POLICIES[name], random.Random(1)
+    pool = pool_of(model, 130 if name == "full" else 60)
+    batcher = Batcher(model, tiny_tokenizer, policy, pool)
     monkeypatch.setattr(batcher._admission, "need", lambda request: Need(0, 0))
     requests = [Request(tokens=text(draw, 40), max_tokens=60) for _ in range(8)]
     streams = [stream for request in requests for stream in batcher.submit(request)]
     finish(batcher)
     assert batcher.counts.put_back
     for request, stream in zip(requests, streams, strict=True):
-        assert read(stream) == alone(model, "full", None, request)
+        assert read(stream) == alone(model, policy, request)
     assert pool.free == pool.size
 
 
@@ -124,7 +117,7 @@ def test_what_ends_an_answer(tiny_llama, tiny_tokenizer):
     pool = ag.Pool(model, 2**22)
     batcher = Batcher(model, tiny_tokenizer, "full", pool, batch=3, clock=lambda: now[0])
     whole = Request(tokens=text(draw, 20), max_tokens=24)
-    answer = alone(model, "full", None, whole)
+    answer = alone(model, "full", whole)
     said = tiny_tokenizer.decode(answer[3:5])
     place = next(i for i in range(1, 25) if said in tiny_tokenizer.decode(answer[:i]))
     (stops,) = batcher.submit(Request(tokens=whole.tokens, max_tokens=24, stop=(said,)))
@@ -184,7 +177,7 @@ def test_threads(tiny_llama, tiny_tokenizer):
     batcher.stop()
     worker.join(60)
     assert not worker.is_alive()
-    assert found == {number: alone(model, "h2o", 0.5, request) for number, request in enumerate(requests)}
+    assert found == {number: alone(model, ag.policy("h2o", 0.5), request) for number, request in enumerate(requests)}
 
 
 def test_events_are_heard_as_they_come(tiny_llama, tiny_tokenizer):

@@ -1,0 +1,40 @@
+"""Requests to a batcher, and what each would be answered alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import ag
+from ag.serve import Batcher, Request, Stream
+
+
+def text(draw: random.Random, length: int) -> list[int]:
+    """Token ids of the tiny models, none of which ends a text (5) or is padding (0)."""
+    return [draw.randrange(6, 128) for _ in range(length)]
+
+
+def alone(model: PreTrainedModel, policy: Any, request: Request) -> list[int]:
+    """The answer of ``model.generate``, greedy."""
+    cache = ag.EvictionCache(model, policy)
+    ids = torch.tensor([request.tokens])  # a 0 among them is no padding
+    told: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": request.max_tokens}
+    out = model.generate(ids, past_key_values=cache, do_sample=False, **told)  # type: ignore[operator]
+    answer: list[int] = out[0, len(request.tokens) :].tolist()
+    return answer
+
+
+def finish(batcher: Batcher, steps: int = 9000) -> None:
+    """Step until nothing is left to do."""
+    while batcher.busy:
+        batcher.step()
+        steps -= 1
+        assert steps
+
+
+def read(stream: Stream) -> list[int]:
+    """The ids of an answer."""
+    return [token.id for token in stream]
