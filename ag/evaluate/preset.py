@@ -40,8 +40,8 @@ class Preset:
     names: dict[str, str]
 
     def name(self, result: Result) -> str:
-        """What a row is called: ``full cache``, ``flags``, ``gates 0.5``, ``h2o 0.5``."""
-        return f"{self.names[result.row.label]} {result.budget}".rstrip()
+        """What a result is called: ``full cache``, ``flags``, ``gates 0.5``, ``h2o 0.5``."""
+        return f"{self.names[result.summary.label]} {result.budget}".rstrip()
 
 
 def run(asked: Invocation[EvaluateConfig]) -> int:
@@ -59,7 +59,7 @@ def run(asked: Invocation[EvaluateConfig]) -> int:
         console.print(table(results, comparison.counted(TASK)))
         console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
     for result in comparison.failed:
-        print(f"ag.evaluate: error: {preset.name(result)}: {result.row.problem}", file=sys.stderr)
+        print(f"ag.evaluate: error: {preset.name(result)}: {result.summary.problem}", file=sys.stderr)
     return 2 if comparison.failed else 0
 
 
@@ -129,7 +129,7 @@ def figures(result: Result) -> dict[str, Any]:
     return {
         "losses": [outcome.score for outcome in result.outcomes],
         "tokens": [outcome.tags["tokens"] for outcome in result.outcomes],
-        "kept": result.row.kept,
+        "kept": result.summary.kept,
         "kv_bytes": sum(outcome.kv_bytes for outcome in result.outcomes),
         "accuracy": sum(right) / len(right) if right else None,
     }
@@ -137,7 +137,11 @@ def figures(result: Result) -> dict[str, Any]:
 
 def table(results: dict[str, Result], title: str) -> Table:
     """Return the table that the command prints; differences are paired, with their standard error."""
-    over = [f"{name} in {one.row.over_budget} of {one.row.n}" for name, one in results.items() if one.row.over_budget]
+    over = [
+        f"{name} in {one.summary.over_budget} of {one.summary.n}"
+        for name, one in results.items()
+        if one.summary.over_budget
+    ]
     out = Table(title=title, caption=f"{OVER}: {', '.join(over)} {OVER_NOTE}" if over else None)
     for column in ("cache", "loss", "difference", "accuracy", "evicted", "KV bytes"):
         out.add_column(column, justify="left" if column == "cache" else "right")
@@ -146,7 +150,7 @@ def table(results: dict[str, Result], title: str) -> Table:
         error = math.nan if paired is None or paired.error is None else paired.error
         out.add_row(
             name,
-            f"{result.row.mean:.4f}",
+            f"{result.summary.mean:.4f}",
             "" if paired is None else f"{paired.difference:+.4f} +- {error:.4f}",
             "" if found["accuracy"] is None else f"{found['accuracy']:.1%}",
             f"{1 - found['kept']:.1%}",

@@ -18,6 +18,6 @@ config = CompareConfig(
     output=output,
 )
 for result in compare(config, Console(stderr=True)).results:
-    row, paired = result.row, result.paired
-    print(f"{result.name}: {row.kept:.0%} kept, {row.mean:.3f} {row.metric}", end="")
+    summary, paired = result.summary, result.paired
+    print(f"{result.name}: {summary.kept:.0%} kept, {summary.mean:.3f} {summary.metric}", end="")
     print("" if paired is None else f", {paired.difference:+.3f} [{paired.low:+.3f}, {paired.high:+.3f}] to full")

@@ -8,12 +8,12 @@ import numpy as np
 
 from ag.engine.spec import PolicySpec
 from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.folder import Row
+from ag.evaluate.comparison.folder import Summary
 from ag.evaluate.comparison.result import Result
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.tasks.base import Tags
 
-ROW = Row(
+SUMMARY = Summary(
     key="0123456789abcdef",
     policy="ag.policy('h2o', budget=0.5)",
     label="h2o",
@@ -57,8 +57,8 @@ def result(task: str, label: str, budget: float | None, cost: float, seed: int) 
         {"nats": float(x), "hits": float(s)} if asked else {} for x, s in zip(nats, scores, strict=True)
     ]
     outcomes = [Outcome(str(i), float(s), 512, kept, 4096, 0.1, tags[i]) for i, s in enumerate(scores)]
-    row = replace(
-        ROW,
+    summary = replace(
+        SUMMARY,
         key=f"{task}{label}{budget}",
         policy=f"ag.policy('{SPECS.get(label, label)}', budget={budget})",
         label=label,
@@ -72,7 +72,7 @@ def result(task: str, label: str, budget: float | None, cost: float, seed: int) 
         floor=0.1 if asked else None,
         **TASKS[task],
     )
-    return Result(row, outcomes, [], SPECS.get(label) or PolicySpec(label))
+    return Result(summary, outcomes, [], SPECS.get(label) or PolicySpec(label))
 
 
 def comparison(folder: Path, **costs: float) -> Comparison:

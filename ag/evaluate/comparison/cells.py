@@ -17,7 +17,7 @@ from ag.engine import Policy, policy
 from ag.engine.spec import PolicySpec, parse_budget
 from ag.errors import UserError
 from ag.evaluate import tasks
-from ag.evaluate.comparison.folder import Row, tag_mean
+from ag.evaluate.comparison.folder import Summary, tag_mean
 from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.tasks import Loaded, Outcome, Task
 from ag.evaluate.tasks.questions import QuestionTask
@@ -59,7 +59,7 @@ class Cell:
 
         Args:
             samples: the task's.
-            prefill: what later tokens of a prompt see; see :class:`Row`.
+            prefill: what later tokens of a prompt see; see :class:`Summary`.
         """
         if not self.policy.spec.evicts or prefill == "sparse":
             return 0
@@ -74,18 +74,20 @@ class Cell:
             f"predicted from its last token: as with a full cache, whatever was evicted. Give {instead}."
         )
 
-    def row(self, outcomes: Sequence[Outcome], loaded: Loaded, prefill: str, conditions: Mapping[str, Any]) -> Row:
-        """Make the row of what became of its samples.
+    def summary(
+        self, outcomes: Sequence[Outcome], loaded: Loaded, prefill: str, conditions: Mapping[str, Any]
+    ) -> Summary:
+        """Make the summary of what became of its samples.
 
         Args:
             outcomes: outcomes of the samples.
             loaded: the samples.
-            prefill: what later tokens of a prompt see; see :class:`Row`.
+            prefill: what later tokens of a prompt see; see :class:`Summary`.
             conditions: see :func:`ag.evaluate.comparison.conditions.conditions`.
         """
         mean, error = mean_and_error([outcome.score for outcome in outcomes])
         tokens = sum(outcome.tokens for outcome in outcomes)
-        return Row(
+        return Summary(
             **self._start(loaded, prefill, conditions),
             kept=sum(outcome.kept * outcome.tokens for outcome in outcomes) / tokens if tokens else 1.0,
             mean=mean,
@@ -100,10 +102,10 @@ class Cell:
             over_budget=sum(outcome.over_budget for outcome in outcomes),
         )
 
-    def failed(self, problem: str, loaded: Loaded, prefill: str, conditions: Mapping[str, Any]) -> Row:
-        """Make the row of a cell that has no result; see :meth:`row`."""
+    def failed(self, problem: str, loaded: Loaded, prefill: str, conditions: Mapping[str, Any]) -> Summary:
+        """Make the summary of a cell that has no result; see :meth:`summary`."""
         nothing: dict[str, Any] = {"kept": None, "mean": None, "error": None, "n": 0, "seconds": 0.0, "kv_bytes": 0.0}
-        return Row(**self._start(loaded, prefill, conditions), **nothing, cut=0, problem=problem)
+        return Summary(**self._start(loaded, prefill, conditions), **nothing, cut=0, problem=problem)
 
     def _start(self, loaded: Loaded, prefill: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
         lengths = [self.task.length(sample) for sample in loaded.samples]

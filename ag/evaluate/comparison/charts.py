@@ -91,7 +91,7 @@ def short(name: str) -> str:
 
 def looks(comparison: Comparison) -> dict[str, Look]:
     """Return the look of each policy, by label."""
-    gated = {result.row.label: result.is_gated for result in comparison.results}
+    gated = {result.summary.label: result.is_gated for result in comparison.results}
     counts = {True: 0, False: 0}
     found = {}
     for label in comparison.labels:
@@ -124,7 +124,7 @@ def leading(comparison: Comparison) -> list[Chart]:
     for what, belongs in kinds:
         for task in comparison.tasks:
             results = [result for result in comparison.of_task(task) if result.outcomes]
-            shares = {result.row.kept for result in results if result.evicts and belongs(result)}
+            shares = {result.summary.kept for result in results if result.evicts and belongs(result)}
             if len(shares) >= SEVERAL and not comparison.uninformative(task):
                 found.append(_over_full(comparison, f"{what}: {task}", results, nats=belongs is _is_asked_after))
                 break
@@ -132,11 +132,11 @@ def leading(comparison: Comparison) -> list[Chart]:
 
 
 def _is_asked_after(result: Result) -> bool:
-    return result.row.question == "after" and result.nats is not None
+    return result.summary.question == "after" and result.nats is not None
 
 
 def _continues(result: Result) -> bool:
-    return result.row.question is None and result.row.metric == "nats per token"
+    return result.summary.question is None and result.summary.metric == "nats per token"
 
 
 def _over_full(comparison: Comparison, title: str, results: Sequence[Result], nats: bool) -> Chart:
@@ -152,11 +152,11 @@ def _over_full(comparison: Comparison, title: str, results: Sequence[Result], na
         else:
             place, form = (paired.difference, paired.low, paired.high), "+.3f"
         said = "{:{form}} nats [{:{form}}, {:{form}}]".format(*place, form=form)
-        return Point(measured[0], *place, f"{result.row.label}: {said} at {measured[0]:.1%} kept")
+        return Point(measured[0], *place, f"{result.summary.label}: {said} at {measured[0]:.1%} kept")
 
     y_label = "nats over the full cache" if full else "nats"
     lines = _lines(comparison, results, point)
-    return Chart(_titled(title, results), KEPT, y_label, lines, looks(comparison)[full.row.label] if full else None)
+    return Chart(_titled(title, results), KEPT, y_label, lines, looks(comparison)[full.summary.label] if full else None)
 
 
 def quality(comparison: Comparison, task: str, nats: bool = False) -> list[Chart]:
@@ -166,11 +166,11 @@ def quality(comparison: Comparison, task: str, nats: bool = False) -> list[Chart
         if (measured := result.measure(nats)) is None:
             return None
         kept, mean, error = measured
-        return Point(kept, mean, mean - error, mean + error, f"{result.row.label}: {mean:.4f} at {kept:.1%} kept")
+        return Point(kept, mean, mean - error, mean + error, f"{result.summary.label}: {mean:.4f} at {kept:.1%} kept")
 
     results = comparison.of_task(task)
-    which = "higher" if results[0].row.higher_is_better and not nats else "lower"
-    metric = "nats per answer token" if nats else results[0].row.metric
+    which = "higher" if results[0].summary.higher_is_better and not nats else "lower"
+    metric = "nats per answer token" if nats else results[0].summary.metric
     lines = _lines(comparison, results, point)
     title = f"{task}: nats of the right answer" if nats else task
     return [Chart(_titled(title, results), KEPT, f"{metric} ({which} is better)", lines)] if lines else []
@@ -199,7 +199,7 @@ def along(comparison: Comparison, task: str) -> list[Chart]:
                 Point(x, y, y - (error or 0.0), y + (error or 0.0), f"{shown(result)}: {y:{form}} from {x:,}")
                 for x, (y, error) in means.items()
             ]
-            lines += [Line(looks(comparison)[result.row.label], short(shown(result)), points)] if points else []
+            lines += [Line(looks(comparison)[result.summary.label], short(shown(result)), points)] if points else []
         if lines:
             title = f"{task} at budget {budget}" if budget else task
             y_label = f"nats a token over {comparison.baseline}" if compared else "nats a token"
@@ -212,7 +212,7 @@ def _lines(comparison: Comparison, results: Sequence[Result], point: Callable[[R
     """Return the line of each policy that has points, gates last, so that they are drawn over the others."""
     found = []
     for label, look in looks(comparison).items():
-        mine = [result for result in results if result.row.label == label]
+        mine = [result for result in results if result.summary.label == label]
         points = sorted(made for result in mine if (made := point(result)) is not None)
         if points:
             found.append(Line(look, f"{short(label)} ({held(mine)})", points, level=not mine[0].evicts))
@@ -220,4 +220,4 @@ def _lines(comparison: Comparison, results: Sequence[Result], point: Callable[[R
 
 
 def _titled(title: str, results: Sequence[Result]) -> str:
-    return f"{title}, {max(result.row.n for result in results)} samples"
+    return f"{title}, {max(result.summary.n for result in results)} samples"

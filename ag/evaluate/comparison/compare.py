@@ -37,7 +37,7 @@ def run(asked: Invocation[CompareConfig]) -> int:
         console.print(f"{APART} {'; '.join(apart)}", soft_wrap=True)
     console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
     for result in comparison.failed:
-        print(f"ag.compare: error: {result.row.task}: {result.name}: {result.row.problem}", file=sys.stderr)
+        print(f"ag.compare: error: {result.summary.task}: {result.name}: {result.summary.problem}", file=sys.stderr)
     return 2 if comparison.failed else 0
 
 
@@ -59,14 +59,14 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
         warnings.simplefilter("always", CorruptRowWarning)
         warnings.simplefilter("ignore", BudgetWarning)  # rows say it
         try:
-            rows = fill(config, cells, folder, console, command)
+            summaries = fill(config, cells, folder, console, command)
         except KeyboardInterrupt:
-            there = len(folder.rows().keys() & {cell.key for cell in cells})
+            there = len(folder.summaries().keys() & {cell.key for cell in cells})
             kept = f"{there} of {len(cells)} cells are in {folder.path}"
             raise KeyboardInterrupt(f"{kept}; the same command goes on from there") from None
     for warning in caught:
         console.print(f"warning: {warning.message}", soft_wrap=True)
-    comparison = Comparison.of(config, cells, rows, folder)
+    comparison = Comparison.of(config, cells, summaries, folder)
     (folder.path / "config.yaml").write_text(dump(config))
     (folder.path / "table.md").write_text(markdown(comparison), encoding="utf-8")
     save(comparison)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from ag.commands.compare import CompareConfig
-from ag.evaluate.comparison.folder import Row
+from ag.evaluate.comparison.folder import Summary
 from ag.hardware import cpu_name
 
 UNKNOWN = "unknown"  # rows of earlier versions do not say it
 
 
 def conditions(config: CompareConfig, command: str) -> dict[str, Any]:
-    """Return what a row holds of this process at this moment: fields of :class:`Row`.
+    """Return what a summary holds of this process at this moment: fields of :class:`Summary`.
 
     Args:
         config: settings of the comparison.
@@ -44,44 +44,57 @@ def called(config: CompareConfig) -> str:
     return f"compare(CompareConfig({', '.join(given)}), console)"
 
 
-def measured(rows: Sequence[Row]) -> list[tuple[str, str]]:
+def measured(summaries: Sequence[Summary]) -> list[tuple[str, str]]:
     """Return name and text of what a comparison was measured with; values that some rows alone have are counted."""
-    dates = sorted(row.date for row in rows if row.date is not None)
+    dates = sorted(summary.date for summary in summaries if summary.date is not None)
     period = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
     found = [
-        ("model", _counted(rows, _weights)),
-        ("versions", _counted(rows, lambda row: ", ".join(f"{name} {one}" for name, one in row.versions.items()))),
-        ("hardware", _counted(rows, _hardware)),
-        ("date", _counted(rows, lambda row: UNKNOWN if row.date is None else period)),
-        ("command", _counted(rows, lambda row: row.command or UNKNOWN)),
+        ("model", _counted(summaries, _weights)),
+        (
+            "versions",
+            _counted(summaries, lambda summary: ", ".join(f"{name} {one}" for name, one in summary.versions.items())),
+        ),
+        ("hardware", _counted(summaries, _hardware)),
+        ("date", _counted(summaries, lambda summary: UNKNOWN if summary.date is None else period)),
+        ("command", _counted(summaries, lambda summary: summary.command or UNKNOWN)),
     ]
     return [(name, text) for name, texts in found for text in texts]
 
 
-def prompts(rows: Iterable[Row]) -> str:
+def prompts(summaries: Iterable[Summary]) -> str:
     """Say how long the samples of a task are, and with which options it was run."""
-    row = next((row for row in rows if row.prompt_mean is not None), None)
-    if row is None:
+    summary = next((summary for summary in summaries if summary.prompt_mean is not None), None)
+    if summary is None:
         return f"prompts: {UNKNOWN}; options: {UNKNOWN}"
-    spread = "" if row.prompt_min == row.prompt_max else f" on average ({row.prompt_min} to {row.prompt_max})"
-    options = ", ".join(f"{name}={_plain(one)}" for name, one in (row.task_options or {}).items())
-    return f"prompts: {row.prompt_mean:g} tokens{spread}; options: {options or 'none'}"
+    spread = (
+        ""
+        if summary.prompt_min == summary.prompt_max
+        else f" on average ({summary.prompt_min} to {summary.prompt_max})"
+    )
+    options = ", ".join(f"{name}={_plain(one)}" for name, one in (summary.task_options or {}).items())
+    return f"prompts: {summary.prompt_mean:g} tokens{spread}; options: {options or 'none'}"
 
 
-def _weights(row: Row) -> str:
-    dtype = row.dtype or f"dtype {UNKNOWN}"
-    return f"{row.model}, {dtype}" + (f", {row.quantization}" if row.quantization not in (None, "none") else "")
+def _weights(summary: Summary) -> str:
+    dtype = summary.dtype or f"dtype {UNKNOWN}"
+    return f"{summary.model}, {dtype}" + (
+        f", {summary.quantization}" if summary.quantization not in (None, "none") else ""
+    )
 
 
-def _hardware(row: Row) -> str:
-    threads = "" if row.threads is None else f", {row.threads} {'thread' if row.threads == 1 else 'threads'}"
-    return (row.hardware or UNKNOWN) + threads
+def _hardware(summary: Summary) -> str:
+    threads = (
+        "" if summary.threads is None else f", {summary.threads} {'thread' if summary.threads == 1 else 'threads'}"
+    )
+    return (summary.hardware or UNKNOWN) + threads
 
 
-def _counted(rows: Sequence[Row], say: Callable[[Row], str]) -> list[str]:
-    texts = [say(row) for row in rows]
+def _counted(summaries: Sequence[Summary], say: Callable[[Summary], str]) -> list[str]:
+    texts = [say(summary) for summary in summaries]
     several = len(set(texts)) > 1
-    return [f"{text} ({texts.count(text)} of {len(rows)} rows)" if several else text for text in dict.fromkeys(texts)]
+    return [
+        f"{text} ({texts.count(text)} of {len(summaries)} rows)" if several else text for text in dict.fromkeys(texts)
+    ]
 
 
 def _plain(value: Any) -> str:

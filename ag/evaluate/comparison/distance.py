@@ -34,7 +34,7 @@ class Distance:
     @property
     def is_far(self) -> bool:
         """Whether much is lost: half of the score above the floor, or ln 2 nats a token, and more than chance."""
-        mine, best = self.result.row, self.full.row
+        mine, best = self.result.summary, self.full.summary
         scored = self.score or (self.gain if best.higher_is_better else None)
         if best.higher_is_better and scored is not None and certain(scored):
             assert mine.mean is not None and best.mean is not None  # both have samples
@@ -43,7 +43,7 @@ class Distance:
         return self.unit == "nats" and -self.gain.difference > HALVED and certain(self.gain)
 
     def __str__(self) -> str:
-        text = f"{self.result.row.label}, {ahead(self.gain, self.unit, self.full.row.label)}"
+        text = f"{self.result.summary.label}, {ahead(self.gain, self.unit, self.full.summary.label)}"
         return text if certain(self.gain) else f"{text}, which may be chance (p = {self.gain.p:.3f})"
 
     @property
@@ -51,9 +51,9 @@ class Distance:
         """Both mean scores and their difference, where nats judge; else empty."""
         if self.score is None:
             return ""
-        means = " against ".join(f"{one.row.mean:.3f}" for one in (self.result, self.full))
+        means = " against ".join(f"{one.summary.mean:.3f}" for one in (self.result, self.full))
         ends = f"[{self.score.low:.3f}, {self.score.high:.3f}]"
-        return f"{self.full.row.metric} {means}, {self.score.difference:+.3f} {ends}"
+        return f"{self.full.summary.metric} {means}, {self.score.difference:+.3f} {ends}"
 
 
 def distance(result: Result, full: Result | None, nats: bool, lower: bool, unit: str) -> Distance | None:

@@ -204,8 +204,8 @@ def depths(task: str, results: Sequence[Result]) -> Figure:
         depths, lengths = (sorted({place[which] for place in scores}) for which in (0, 1))
         means = [[np.mean(scores.get((depth, length), np.nan)) for length in lengths] for depth in depths]
         _heat(axes, means, lengths, [f"{depth:g}" for depth in depths], cmap="viridis")
-        axes.set_title(f"{short(shown(result))}: {result.row.mean:.2f}", fontsize=8)
-    figure.suptitle(f"{task}: {results[0].row.metric} by length (tokens) and depth of the needle", fontsize=11)
+        axes.set_title(f"{short(shown(result))}: {result.summary.mean:.2f}", fontsize=8)
+    figure.suptitle(f"{task}: {results[0].summary.metric} by length (tokens) and depth of the needle", fontsize=11)
     return figure
 
 

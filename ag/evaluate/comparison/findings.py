@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ag.commands.compare import CompareConfig
 from ag.evaluate.comparison.cells import Cell
-from ag.evaluate.comparison.folder import Folder, Row
+from ag.evaluate.comparison.folder import Folder, Summary
 from ag.evaluate.comparison.result import Result, pair
 from ag.evaluate.comparison.shares import apart, at_budget, differing, held, may_pair, percent
 from ag.evaluate.comparison.statistics import sign_flips
@@ -54,17 +54,19 @@ class Comparison:
     hidden: Sequence[str] = ()
 
     @classmethod
-    def of(cls, config: CompareConfig, cells: Sequence[Cell], rows: Mapping[str, Row], folder: Folder) -> Comparison:
+    def of(
+        cls, config: CompareConfig, cells: Sequence[Cell], summaries: Mapping[str, Summary], folder: Folder
+    ) -> Comparison:
         """Gather what belongs to the cells, and test each against the baseline."""
         results = []
         for cell in cells:
             # an earlier run may have called it otherwise
-            row = replace(rows[cell.key], label=cell.label, policy=repr(cell.policy))
-            outcomes = folder.outcomes(row) if row.problem is None else []
-            results.append(Result(row, outcomes, folder.views(row.key), cell.policy.spec))
+            summary = replace(summaries[cell.key], label=cell.label, policy=repr(cell.policy))
+            outcomes = folder.outcomes(summary) if summary.problem is None else []
+            results.append(Result(summary, outcomes, folder.views(summary.key), cell.policy.spec))
         baseline = config.called.get(config.baseline, config.baseline)
         shown = {cell.key for cell in cells}
-        hidden = [f"{row.task}: {row.name}" for key, row in folder.rows().items() if key not in shown]
+        hidden = [f"{summary.task}: {summary.name}" for key, summary in folder.summaries().items() if key not in shown]
         return cls.tested(folder.path, baseline, results, hidden)
 
     @classmethod
@@ -83,17 +85,17 @@ class Comparison:
     @property
     def failed(self) -> list[Result]:
         """The cells without a result."""
-        return [result for result in self.results if result.row.problem is not None]
+        return [result for result in self.results if result.summary.problem is not None]
 
     @property
     def tasks(self) -> list[str]:
         """The tasks, in their order."""
-        return list(dict.fromkeys(result.row.task for result in self.results))
+        return list(dict.fromkeys(result.summary.task for result in self.results))
 
     @property
     def labels(self) -> list[str]:
         """The policies as they were listed, in their order."""
-        return list(dict.fromkeys(result.row.label for result in self.results))
+        return list(dict.fromkeys(result.summary.label for result in self.results))
 
     @property
     def names(self) -> list[str]:
@@ -103,7 +105,9 @@ class Comparison:
     @property
     def meanings(self) -> dict[str, str]:
         """What the names stand for that do not say it themselves: labels, and shortened paths."""
-        return {result.name: result.row.policy for result in self.results if result.row.label != str(result.spec)}
+        return {
+            result.name: result.summary.policy for result in self.results if result.summary.label != str(result.spec)
+        }
 
     @property
     def budgets(self) -> list[str]:
@@ -112,12 +116,12 @@ class Comparison:
 
     def shown(self, label: str) -> str:
         """Return what legends call a policy: its label and the shares that it holds."""
-        shares = held([result for result in self.results if result.row.label == label])
+        shares = held([result for result in self.results if result.summary.label == label])
         return f"{label} ({shares})" if shares else label
 
     def of_task(self, task: str) -> list[Result]:
         """Return the results of a task."""
-        return [result for result in self.results if result.row.task == task]
+        return [result for result in self.results if result.summary.task == task]
 
     def baseline_of(self, result: Result) -> Result | None:
         """Return what a result is tested against: the baseline at its budget, where both hold equally much."""
@@ -126,10 +130,10 @@ class Comparison:
 
     def _baseline_at(self, result: Result) -> Result | None:
         """Return the baseline at a result's budget, else the one without a budget; None without a result of both."""
-        same = [other for other in self.of_task(result.row.task) if other.row.label == self.baseline]
+        same = [other for other in self.of_task(result.summary.task) if other.summary.label == self.baseline]
         for budget in (result.budget, ""):
             other = next((other for other in same if other.budget == budget), None)
-            if other is not None and other.outcomes and result.outcomes and other.row.key != result.row.key:
+            if other is not None and other.outcomes and result.outcomes and other.summary.key != result.summary.key:
                 return other
         return None
 
@@ -138,37 +142,37 @@ class Comparison:
 
         Samples that a policy cannot change are counted too: see :meth:`ag.evaluate.comparison.cells.Cell.untouched`.
         """
-        rows = [result.row for result in self.of_task(task)]
-        row = max(rows, key=lambda row: row.n)
-        said = [f"{row.n} {unit(task)}, left out: {row.left_out}"]
-        if row.question is not None:
-            said.append(f"question {row.question} eviction")
-        if untouched := max((row.untouched or 0 for row in rows if row.n), default=0):
+        summaries = [result.summary for result in self.of_task(task)]
+        summary = max(summaries, key=lambda summary: summary.n)
+        said = [f"{summary.n} {unit(task)}, left out: {summary.left_out}"]
+        if summary.question is not None:
+            said.append(f"question {summary.question} eviction")
+        if untouched := max((summary.untouched or 0 for summary in summaries if summary.n), default=0):
             said.append(f"{untouched} with answers of one token alone, which eviction after the prompt cannot change")
         return "; ".join(said)
 
     def uninformative(self, task: str) -> str:
         """Say that the model cannot do a task, as its full cache shows; empty where it can, or where nobody knows."""
-        for row in (result.row for result in self.of_task(task) if not result.evicts):
-            if row.mean is not None and row.floor is not None and row.mean <= row.floor:
-                return f"not informative for this model: {row.metric} {row.mean:.4f} with the full cache"
+        for summary in (result.summary for result in self.of_task(task) if not result.evicts):
+            if summary.mean is not None and summary.floor is not None and summary.mean <= summary.floor:
+                return f"not informative for this model: {summary.metric} {summary.mean:.4f} with the full cache"
         return ""
 
     @property
     def averaged(self) -> list[str]:
         """The metrics that several tasks share and whose mean over these tasks says something."""
-        metrics = [self.of_task(task)[0].row for task in self.tasks]
-        names = [row.metric for row in metrics if row.higher_is_better]
+        metrics = [self.of_task(task)[0].summary for task in self.tasks]
+        names = [summary.metric for summary in metrics if summary.higher_is_better]
         return [name for name in dict.fromkeys(names) if names.count(name) > 1]
 
-    def leaders(self) -> list[tuple[str, list[Row | None], list[float | None]]]:
+    def leaders(self) -> list[tuple[str, list[Summary | None], list[float | None]]]:
         """Return for each policy and budget its rows by task, and its means over the tasks of each averaged metric."""
         lines = []
         for name in self.names:
-            found = {result.row.task: result.row for result in self.results if result.name == name}
+            found = {result.summary.task: result.summary for result in self.results if result.name == name}
             averages = []
             for metric in self.averaged:
-                means = [row.mean for row in found.values() if row.metric == metric]
+                means = [summary.mean for summary in found.values() if summary.metric == metric]
                 scores = [mean for mean in means if mean is not None]
                 averages.append(sum(scores) / len(scores) if len(scores) == len(means) else None)
             lines.append((name, [found.get(task) for task in self.tasks], averages))
@@ -181,7 +185,7 @@ class Comparison:
         names = list(dict.fromkeys(result.name for result in results))
         better, certain, tasks = (np.zeros((len(names), len(names))) for _ in range(3))
         for task in self.tasks:
-            mine = [result for result in results if result.row.task == task]
+            mine = [result for result in results if result.summary.task == task]
             if not mine:
                 continue
             at = np.ix_(*[[names.index(result.name) for result in mine]] * 2)
@@ -221,7 +225,7 @@ def _gains(results: Sequence[Result]) -> tuple[NDArray[np.float64], NDArray[np.f
     scored = [result.scores for result in results]
     shared = [sample for sample in scored[0] if all(sample in scores for scores in scored)]
     scores = np.array([[one[sample] for sample in shared] for one in scored])
-    scores = scores if results[0].row.higher_is_better else -scores
+    scores = scores if results[0].summary.higher_is_better else -scores
     differences = scores[:, None] - scores[None]
     p = sign_flips(differences.reshape(-1, len(shared))).reshape(len(results), -1)
     return differences.mean(-1), p

@@ -1,7 +1,7 @@
-"""The folder of a comparison: one row a cell, the scores of its samples beside it, and locks that share the work.
+"""The folder of a comparison: one line a cell, the scores of its samples beside it, and locks that share the work.
 
-- ``results.jsonl``: a row as JSON on each line, appended and synced as its cell ends; of a key the last row counts;
-- ``samples/KEY.jsonl``: the outcome of every sample of the cell, whole before its row is written;
+- ``results.jsonl``: a summary on each line, appended and synced as its cell ends; of a key the last line counts;
+- ``samples/KEY.jsonl``: the outcome of every sample of the cell, whole before its line is written;
 - ``views/KEY.json``: which tokens of a few prompts stayed;
 - ``locks/KEY.lock``: held while a process works on the cell. These are flock locks: the kernel frees them when a
   process dies, however that happens. On network file systems flock has to be enabled (NFS 4, or ``local_lock=none``);
@@ -36,7 +36,7 @@ class CorruptRowWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class Row:
+class Summary:
     """What came out of one cell.
 
     Attributes:
@@ -68,7 +68,7 @@ class Row:
         floor: the mean up to which a full cache shows that the model cannot do the task; None where there is none.
         over_budget: samples in which more is protected than the budget allows, and stays; None: not known.
 
-    What follows is None where it is not known, as in rows of earlier versions:
+    What follows is None where it is not known, as in lines of earlier versions:
 
     Attributes:
         untouched: samples that the policy cannot change; see :meth:`ag.evaluate.comparison.cells.Cell.untouched`.
@@ -80,7 +80,7 @@ class Row:
         task_options: the task's options with their values, defaults included.
         hardware: the GPU, or the CPU that it ran on.
         threads: that computed on the CPU.
-        date: when the row was written, UTC in ISO 8601.
+        date: when the line was written, UTC in ISO 8601.
         command: the command line, or the Python call.
     """
 
@@ -133,9 +133,9 @@ class Row:
         return ", ".join(f"{number} {why}" for number, why in counts if number) or "0"
 
 
-HINTS: dict[type[Any], dict[str, Any]] = {kind: get_type_hints(kind) for kind in (Row, Outcome)}
-# rows of earlier versions lack them; ``problem`` is in all
-LATER = frozenset(one.name for one in fields(Row) if one.default is None) - {"problem"}
+HINTS: dict[type[Any], dict[str, Any]] = {kind: get_type_hints(kind) for kind in (Summary, Outcome)}
+# lines of earlier versions lack them; ``problem`` is in all
+LATER = frozenset(one.name for one in fields(Summary) if one.default is None) - {"problem"}
 HINTS[Outcome]["tags"] = dict[str, str | int | float]
 
 
@@ -192,18 +192,18 @@ class Folder:
             raise UserError(f"output={path}: {error.strerror}; expected a folder that can be written to.") from error
         self._checked: set[bytes] = set()
 
-    def rows(self) -> dict[str, Row]:
-        """Return the rows by key; what cannot be used goes to ``results.corrupt.jsonl``, with a warning."""
+    def summaries(self) -> dict[str, Summary]:
+        """Return the summaries by key; what cannot be used goes to ``results.corrupt.jsonl``, with a warning."""
         with FileLock(self.path / "locks" / ROWS):
             path = self.path / ROWS
             lines = path.read_bytes().split(b"\n") if path.exists() else []
-            found: dict[str, Row] = {}
+            found: dict[str, Summary] = {}
             good, bad = [], []
             for line in filter(None, lines):
                 try:
-                    row: Row = read_line(line.decode(), Row)
+                    summary: Summary = read_line(line.decode(), Summary)
                     if line not in self._checked:
-                        self._check(row)
+                        self._check(summary)
                     self._checked.add(line)
                 except (ValueError, OSError) as error:
                     bad.append(line)
@@ -211,32 +211,32 @@ class Folder:
                     warnings.warn(reason, CorruptRowWarning, stacklevel=2)
                 else:
                     good.append(line)
-                    found[row.key] = row
+                    found[summary.key] = summary
             if bad:
                 with (self.path / CORRUPT).open("ab") as file:
                     file.write(b"".join(line + b"\n" for line in bad))
                 self._replace(path, b"".join(line + b"\n" for line in good))
         return found
 
-    def _check(self, row: Row) -> None:
-        """Raise ``ValueError`` unless a row with a result fits its samples."""
-        if row.problem is not None:
+    def _check(self, summary: Summary) -> None:
+        """Raise ``ValueError`` unless a summary with a result fits its samples."""
+        if summary.problem is not None:
             return
-        outcomes = self.outcomes(row)
+        outcomes = self.outcomes(summary)
         scores = [outcome.score for outcome in outcomes]
-        fits_them = len(scores) == row.n > 0 and mean_and_error(scores) == (row.mean, row.error)
-        fits_them &= all(getattr(row, name) in (None, tag_mean(outcomes, name)) for name in ("nats", "hits"))
-        if not fits_them or row.kept is None or not 0 <= row.kept <= 1:
+        fits_them = len(scores) == summary.n > 0 and mean_and_error(scores) == (summary.mean, summary.error)
+        fits_them &= all(getattr(summary, name) in (None, tag_mean(outcomes, name)) for name in ("nats", "hits"))
+        if not fits_them or summary.kept is None or not 0 <= summary.kept <= 1:
             raise ValueError("it does not fit its samples")
 
-    def outcomes(self, row: Row) -> list[Outcome]:
-        """Return what became of each sample of a row.
+    def outcomes(self, summary: Summary) -> list[Outcome]:
+        """Return what became of each sample of a cell.
 
         Raises:
             ValueError: a line cannot be used.
             OSError: they are not there.
         """
-        text = self._beside("samples", row.key, "jsonl").read_text(encoding="utf-8")
+        text = self._beside("samples", summary.key, "jsonl").read_text(encoding="utf-8")
         return [read_line(line, Outcome) for line in text.splitlines()]
 
     def views(self, key: str) -> list[View]:
@@ -247,12 +247,14 @@ class Folder:
         except (OSError, ValueError, TypeError, KeyError):
             return []
 
-    def append(self, row: Row, outcomes: Iterable[Outcome], views: Iterable[View]) -> None:
+    def append(self, summary: Summary, outcomes: Iterable[Outcome], views: Iterable[View]) -> None:
         """Write what came out of a cell; after a crash it is there as a whole, or not at all."""
         text = "".join(json.dumps(asdict(outcome), allow_nan=False) + "\n" for outcome in outcomes)
-        self._replace(self._beside("samples", row.key, "jsonl"), text.encode())
-        self._replace(self._beside("views", row.key, "json"), json.dumps([view.to_json() for view in views]).encode())
-        line = json.dumps(asdict(row), allow_nan=False).encode() + b"\n"
+        self._replace(self._beside("samples", summary.key, "jsonl"), text.encode())
+        self._replace(
+            self._beside("views", summary.key, "json"), json.dumps([view.to_json() for view in views]).encode()
+        )
+        line = json.dumps(asdict(summary), allow_nan=False).encode() + b"\n"
         with FileLock(self.path / "locks" / ROWS), (self.path / ROWS).open("a+b") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             if file.read(1) not in (b"", b"\n"):  # a process died while it wrote

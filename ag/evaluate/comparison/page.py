@@ -38,12 +38,12 @@ def render(comparison: Comparison) -> str:
         policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'",
         data=embedded(viewer(comparison)),
         comparison=comparison,
-        model=comparison.results[0].row.model,
-        versions=comparison.results[0].row.versions,
+        model=comparison.results[0].summary.model,
+        versions=comparison.results[0].summary.versions,
         verdicts=first,
         more_verdicts=[one for one in judged if one not in first],
-        measured=measured([result.row for result in comparison.results]),
-        prompts={task: prompts(result.row for result in comparison.of_task(task)) for task in comparison.tasks},
+        measured=measured([result.summary for result in comparison.results]),
+        prompts={task: prompts(result.summary for result in comparison.of_task(task)) for task in comparison.tasks},
         lead=[(one.title, svg(one)) for one in lead],
         charts=[(one.title, svg(one)) for found in drawn.values() for one in found],
         legend=[(legend_mark(look), comparison.shown(label)) for label, look in charts.looks(comparison).items()],
@@ -70,7 +70,7 @@ def viewer(comparison: Comparison) -> dict[str, Any]:
     prompts: dict[tuple[str, str], dict[str, Any]] = {}
     for result in comparison.results:
         for view in result.views:
-            key = result.row.task, view.sample
+            key = result.summary.task, view.sample
             prompt = prompts.setdefault(key, {"name": f"{key[0]}: {key[1]}", "pieces": view.pieces, "policies": []})
             prompt["policies"].append({"name": result.name, "evicts": result.evicts, "kept": view.to_json()["kept"]})
     return {"prompts": list(prompts.values())}

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ag.engine.spec import PolicySpec
-from ag.evaluate.comparison.folder import Row, tag_values
+from ag.evaluate.comparison.folder import Summary, tag_values
 from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error
 from ag.evaluate.comparison.views import View
 from ag.evaluate.tasks import Outcome
@@ -20,7 +20,7 @@ class Result:
     """A cell with all that came out of it.
 
     Attributes:
-        row: its row.
+        summary: its summary.
         outcomes: outcomes of its samples.
         views: what it kept of a few prompts.
         spec: what its policy is made of.
@@ -28,7 +28,7 @@ class Result:
         paired_nats: the same of the right answers' negative log-likelihoods; None where these were not measured.
     """
 
-    row: Row
+    summary: Summary
     outcomes: list[Outcome]
     views: list[View]
     spec: PolicySpec
@@ -38,19 +38,19 @@ class Result:
     @property
     def budget(self) -> str:
         """The budget as it is written: 1 is a token, 1.0 the whole prompt; empty without one."""
-        return "" if self.row.budget is None else str(self.row.budget)
+        return "" if self.summary.budget is None else str(self.summary.budget)
 
     @property
     def name(self) -> str:
         """The policy and its budget."""
-        return self.row.name
+        return self.summary.name
 
     @property
     def shares(self) -> tuple[float, float] | None:
         """The shares that it holds: of the tokens of all prompts, and of a prompt on average; None without a result."""
-        if self.row.kept is None or not self.outcomes:
+        if self.summary.kept is None or not self.outcomes:
             return None
-        return self.row.kept, sum(outcome.kept for outcome in self.outcomes) / len(self.outcomes)
+        return self.summary.kept, sum(outcome.kept for outcome in self.outcomes) / len(self.outcomes)
 
     @property
     def tokens(self) -> int:
@@ -59,7 +59,7 @@ class Result:
 
     @property
     def is_gated(self) -> bool:
-        """Whether gates take part, whatever the row is called."""
+        """Whether gates take part, whatever the policy is called."""
         return self.spec.reads_gates
 
     @property
@@ -80,10 +80,10 @@ class Result:
 
     def measure(self, nats: bool) -> tuple[float, float, float] | None:
         """Return kept share, mean and standard error of the score or of the nats; None where they are not known."""
-        found = self.nats if nats else (self.row.mean, self.row.error)
-        if self.row.kept is None or found is None or found[0] is None:
+        found = self.nats if nats else (self.summary.mean, self.summary.error)
+        if self.summary.kept is None or found is None or found[0] is None:
             return None
-        return self.row.kept, found[0], found[1] or 0.0
+        return self.summary.kept, found[0], found[1] or 0.0
 
 
 def pair(result: Result, other: Result, nats: bool = False) -> Paired | None:

@@ -72,11 +72,12 @@ class Table(NamedTuple):
 
 def leaderboard(comparison: Comparison) -> Table:
     """Return the mean score of each policy and budget by task, and averages over tasks that share a metric."""
-    rows = {task: [result.row for result in comparison.of_task(task)] for task in comparison.tasks}
-    most = {task: max(row.n for row in found) for task, found in rows.items()}
+    summaries = {task: [result.summary for result in comparison.of_task(task)] for task in comparison.tasks}
+    most = {task: max(summary.n for summary in found) for task, found in summaries.items()}
     head = [Head("policy", number=False)]
-    for task, (row, *_) in rows.items():
-        head.append(Head(task, small=f"{row.metric} {'↑' if row.higher_is_better else '↓'}, n = {most[task]}"))
+    for task, (summary, *_) in summaries.items():
+        arrow = "↑" if summary.higher_is_better else "↓"
+        head.append(Head(task, small=f"{summary.metric} {arrow}, n = {most[task]}"))
     head += [Head(f"average {metric}", small="↑") for metric in comparison.averaged]
     lines = []
     for name, found, averages in comparison.leaders():
@@ -99,36 +100,36 @@ def of_task(comparison: Comparison, task: str, *more: str) -> Table:
     lines = [line(result) for result in results]
     absent = {column for column in (*NATS, OVER) if not any(found[column].text for found in lines)}
     columns = [column for column in (*COLUMNS, *more) if column not in absent]
-    names = {"score": results[0].row.metric, "difference": f"against {comparison.baseline}"}
+    names = {"score": results[0].summary.metric, "difference": f"against {comparison.baseline}"}
     head = [Head(names.get(name, name), NOTES.get(name, ""), number=name not in TEXTS) for name in columns]
     return Table(head, [[found[column] for column in columns] for found in lines])
 
 
 def line(result: Result) -> dict[str, Cell]:
     """Return the line of a result by column."""
-    row, paired = result.row, result.paired
-    cut = f" ({row.cut} cut)" if row.cut else ""
+    summary, paired = result.summary, result.paired
+    cut = f" ({summary.cut} cut)" if summary.cut else ""
     found = dict.fromkeys(COLUMNS, Cell("")) | {
-        "policy": Cell(row.label, row.label),
-        "budget": Cell(result.budget, row.budget),
-        "n": Cell(f"{row.n}", row.n),
-        "left out": Cell(f"{row.left_out}{cut}", row.too_long + row.too_short),
-        "prefill": Cell(row.prefill, row.prefill),
-        "seconds": Cell(f"{row.seconds:.1f}", row.seconds),
+        "policy": Cell(summary.label, summary.label),
+        "budget": Cell(result.budget, summary.budget),
+        "n": Cell(f"{summary.n}", summary.n),
+        "left out": Cell(f"{summary.left_out}{cut}", summary.too_long + summary.too_short),
+        "prefill": Cell(summary.prefill, summary.prefill),
+        "seconds": Cell(f"{summary.seconds:.1f}", summary.seconds),
     }
-    if row.mean is None or row.kept is None:
-        return found | {"score": Cell(f"none: {row.problem}")}
+    if summary.mean is None or summary.kept is None:
+        return found | {"score": Cell(f"none: {summary.problem}")}
     found |= {
-        "kept": Cell(f"{row.kept:.1%}", row.kept),
-        OVER: Cell(f"{row.over_budget} of {row.n}" if row.over_budget else "", row.over_budget),
-        "score": Cell(_mean(row.mean, row.error), row.mean),
-        "KV MB": Cell(f"{row.kv_bytes / 1e6:.2f}", row.kv_bytes),
+        "kept": Cell(f"{summary.kept:.1%}", summary.kept),
+        OVER: Cell(f"{summary.over_budget} of {summary.n}" if summary.over_budget else "", summary.over_budget),
+        "score": Cell(_mean(summary.mean, summary.error), summary.mean),
+        "KV MB": Cell(f"{summary.kv_bytes / 1e6:.2f}", summary.kv_bytes),
     }
     if paired is not None:
         found |= {"difference": _difference(paired), "p": Cell(_p(paired.p), paired.p)}
     if result.nats is not None:
-        found["nats"] = Cell(_mean(*result.nats), row.nats)
-        found["hits"] = Cell("" if row.hits is None else f"{row.hits:.4f}", row.hits)
+        found["nats"] = Cell(_mean(*result.nats), summary.nats)
+        found["hits"] = Cell("" if summary.hits is None else f"{summary.hits:.4f}", summary.hits)
     if result.paired_nats is not None:
         found["nats difference"] = _difference(result.paired_nats)
     return found
@@ -168,10 +169,10 @@ def markdown(comparison: Comparison) -> str:
     parts.append(_markdown(leaderboard(comparison)))
     parts += [*(f"- {name}: `{one}`" for name, one in comparison.meanings.items()), ""] if comparison.meanings else []
     for task in comparison.tasks:
-        row = comparison.of_task(task)[0].row
-        which = "higher" if row.higher_is_better else "lower"
-        parts.append(f"## {task}\n\n{row.metric}, {which} is better; {comparison.counted(task)}\n")
-        parts.append(f"{prompts(result.row for result in comparison.of_task(task))}\n")
+        summary = comparison.of_task(task)[0].summary
+        which = "higher" if summary.higher_is_better else "lower"
+        parts.append(f"## {task}\n\n{summary.metric}, {which} is better; {comparison.counted(task)}\n")
+        parts.append(f"{prompts(result.summary for result in comparison.of_task(task))}\n")
         if comparison.uninformative(task):
             parts.append(f"**{comparison.uninformative(task)}**\n")
         table = of_task(comparison, task)
@@ -183,7 +184,7 @@ def markdown(comparison: Comparison) -> str:
     if apart := comparison.apart():
         parts += [f"{APART}\n", *(f"- {one}" for one in apart), ""]
     parts.append("## How it was measured\n")
-    for what, text in measured([result.row for result in comparison.results]):
+    for what, text in measured([result.summary for result in comparison.results]):
         parts.append(f"- {what}: `{text}`" if what == "command" else f"- {what}: {text}")
     return "\n".join([*parts, ""])
 
@@ -199,7 +200,7 @@ def _markdown(table: Table) -> str:
 
 def printed(comparison: Comparison) -> Printed:
     """Return the table that the command prints."""
-    over = any(result.row.over_budget for result in comparison.results)
+    over = any(result.summary.over_budget for result in comparison.results)
     table = Printed(box=box.SIMPLE_HEAD, pad_edge=False, caption=f"* {OVER}: there are {OVER_NOTE}" if over else None)
     for column in ("task", "policy"):
         table.add_column(column, overflow="fold")
@@ -209,10 +210,14 @@ def printed(comparison: Comparison) -> Printed:
     for result in comparison.results:
         cells = {column: cell.text for column, cell in line(result).items()}
         difference = cells["difference"].partition(" ")[0]
-        kept = f"*{cells['kept']}" if result.row.over_budget else cells["kept"]  # little room: table.md says how many
-        score = cells["score"] if result.row.problem is None else "none"  # the command says why in a line of its own
+        kept = (
+            f"*{cells['kept']}" if result.summary.over_budget else cells["kept"]
+        )  # little room: table.md says how many
+        score = (
+            cells["score"] if result.summary.problem is None else "none"
+        )  # the command says why in a line of its own
         shown = (kept, score, difference, cells["p"], *(cells[column] for column in nats))
-        table.add_row(result.row.task, result.name, *shown)
+        table.add_row(result.summary.task, result.name, *shown)
     return table
 
 

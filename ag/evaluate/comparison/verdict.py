@@ -13,7 +13,7 @@ from ag.evaluate.comparison.shares import at_budget, hold_alike
 from ag.evaluate.comparison.statistics import Paired
 
 HALF = 0.5
-LETTERS = 120  # of the reason why a policy has no result, which its row has in full
+LETTERS = 120  # of the reason why a policy has no result, which its summary has in full
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class Verdict(Finding):
         return [self._first(), *filter(None, [self._against_full()])]
 
     def _first(self) -> str:
-        gain, names = self.gain, [name for name in self.level if self.certain or name != self.rival.row.label]
-        start, how = f"{self.where}, {self.task}: {self.best.row.label}", f"(n = {gain.n}, p {_p(gain.p)})"
-        others, rival = ", ".join(names), self.rival.row.label
+        gain, names = self.gain, [name for name in self.level if self.certain or name != self.rival.summary.label]
+        start, how = f"{self.where}, {self.task}: {self.best.summary.label}", f"(n = {gain.n}, p {_p(gain.p)})"
+        others, rival = ", ".join(names), self.rival.summary.label
         if self.certain:
             return f"{start}, {ahead(gain, self.unit, rival)} {how}" + (others and f"; level with it: {others}")
         between = f"{gain.difference:+.3f} {self.unit} [{gain.low:.3f}, {gain.high:.3f}] {how}"
@@ -140,21 +140,21 @@ def judge(comparison: Comparison, task: str, budget: str) -> Finding:
     known = [result for result in results if result.outcomes and (not nats or result.nats is not None)]
     compared = at_budget(known, budget)
     absent = [one for one in _at(comparison, task, budget) if not any(one is other for other in compared)]
-    reasons = {one.row.label: reason for one in absent if (reason := _reason(one, nats))}
+    reasons = {one.summary.label: reason for one in absent if (reason := _reason(one, nats))}
     left_out = [f"{label} ({reason})" for label, reason in reasons.items()]
     if not compared:
         return Finding(task, budget, "no policy has a result at this budget", left_out=left_out)
-    lower = nats or not all(result.row.higher_is_better for result in known)
+    lower = nats or not all(result.summary.higher_is_better for result in known)
     best, *others = sorted(compared, key=lambda one: _mean(one, nats), reverse=not lower)
     alike = [one for one in others if hold_alike(best, one)]
     full = next((one for one in known if not one.evicts), None)
     rival = next((one for one in alike if not (best.is_gated and one.is_gated)), full)
     gain = None if rival is None else better(best, rival, nats, lower)
     if rival is None or gain is None:
-        reason = f"there is nothing to compare {compared[0].row.label} with"
+        reason = f"there is nothing to compare {compared[0].summary.label} with"
         return Finding(task, budget, reason, left_out=left_out)
-    unit = "nats" if nats or best.row.metric.startswith("nats") else f"in {best.row.metric}"
-    gains = [(one.row.label, better(best, one, nats, lower)) for one in alike]
+    unit = "nats" if nats or best.summary.metric.startswith("nats") else f"in {best.summary.metric}"
+    gains = [(one.summary.label, better(best, one, nats, lower)) for one in alike]
     from_full = [distance(one, full, nats, lower, unit) for one in (best, rival)]
     return Verdict(
         task=task,
@@ -172,10 +172,10 @@ def judge(comparison: Comparison, task: str, budget: str) -> Finding:
 def _reason(result: Result, nats: bool) -> str:
     """Say why a result is not compared; empty for the full cache, which every other one is held against."""
     if not result.outcomes:
-        return f"no result: {textwrap.shorten(result.row.problem or 'no samples', LETTERS, placeholder=' ...')}"
+        return f"no result: {textwrap.shorten(result.summary.problem or 'no samples', LETTERS, placeholder=' ...')}"
     if nats and result.nats is None:
         return "its nats were not measured"
-    return f"it holds {result.row.kept:.1%} of the prompt" if result.evicts else ""
+    return f"it holds {result.summary.kept:.1%} of the prompt" if result.evicts else ""
 
 
 def _at(comparison: Comparison, task: str, budget: str) -> list[Result]:

@@ -20,7 +20,7 @@ from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import Cell
 from ag.evaluate.comparison.conditions import called, conditions
-from ag.evaluate.comparison.folder import Folder, Row
+from ag.evaluate.comparison.folder import Folder, Summary
 from ag.evaluate.comparison.progress import Progressing
 from ag.evaluate.comparison.views import View, record
 from ag.evaluate.tasks import Loaded, Outcome, Sample, Task
@@ -32,29 +32,29 @@ POLL_SECONDS = 0.5
 
 def fill(
     config: CompareConfig, cells: Sequence[Cell], folder: Folder, console: Console, command: str = ""
-) -> dict[str, Row]:
-    """Run the cells that have no row yet; a cell that another process works on is waited for.
+) -> dict[str, Summary]:
+    """Run the cells that have no summary yet; a cell that another process works on is waited for.
 
     Args:
         config: settings of the comparison.
         cells: its cells.
         folder: its folder.
         console: where progress is shown.
-        command: what asked for it, for the rows; empty: the Python call.
+        command: what asked for it, for the summaries; empty: the Python call.
 
     Returns:
-        The row of every cell, by key.
+        The summary of every cell, by key.
 
     Raises:
         UserError: the model or a task's data cannot be had.
     """
-    rows = folder.rows()
-    again = {key for key, row in rows.items() if config.retry and row.problem is not None}
+    summaries = folder.summaries()
+    again = {key for key, summary in summaries.items() if config.retry and summary.problem is not None}
     worker: _Worker | None = None
     told = False
     progress = Progressing(console, len(cells))
     with progress.shown():
-        while missing := [cell for cell in cells if cell.key not in rows or cell.key in again]:
+        while missing := [cell for cell in cells if cell.key not in summaries or cell.key in again]:
             progress.cells(len(cells) - len(missing))
             with ExitStack() as held:
                 claimed: list[Cell] = []
@@ -66,21 +66,21 @@ def fill(
                         and held.enter_context(folder.claim(cell.key))
                     ):
                         claimed.append(cell)
-                rows = folder.rows()  # another process may have ended one between the look and the lock
-                again &= {key for key, row in rows.items() if row.problem is not None}
-                mine = [cell for cell in claimed if cell.key not in rows or cell.key in again]
+                summaries = folder.summaries()  # another process may have ended one between the look and the lock
+                again &= {key for key, summary in summaries.items() if summary.problem is not None}
+                mine = [cell for cell in claimed if cell.key not in summaries or cell.key in again]
                 if mine:
                     worker = worker or _Worker(config, folder, command or called(config))
                     worker.run(mine, progress)
                     again -= {cell.key for cell in mine}
-                    rows = folder.rows()
+                    summaries = folder.summaries()
             if not claimed:
                 if not told:
                     console.print(f"Waiting for {len(missing)} cells that other processes work on.")
                 told = True
                 time.sleep(POLL_SECONDS)
-                rows = folder.rows()
-    return {cell.key: rows[cell.key] for cell in cells}
+                summaries = folder.summaries()
+    return {cell.key: summaries[cell.key] for cell in cells}
 
 
 class _Worker:
@@ -141,13 +141,13 @@ class _Worker:
         except Exception as error:  # a part of a plugin may raise anything
             progress.forget()
             return _problem(error)
-        for row, outcomes, views in found:
-            self.folder.append(row, outcomes, views)
+        for summary, outcomes, views in found:
+            self.folder.append(summary, outcomes, views)
         return None
 
     def _run(
         self, cells: Sequence[Cell], done: list[list[Outcome]], progress: Progressing
-    ) -> list[tuple[Row, list[Outcome], list[View]]]:
+    ) -> list[tuple[Summary, list[Outcome], list[View]]]:
         samples = self.loaded.samples
         refused = [cell for cell in cells if 0 < cell.untouched(samples, self._prefill(cell)) == len(samples)]
         touched = [cell for cell in cells if cell not in refused]
@@ -171,7 +171,7 @@ class _Worker:
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
         views = record(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
         found = [
-            (cell.row(outcomes, self.loaded, *self._where(cell)), outcomes, seen)
+            (cell.summary(outcomes, self.loaded, *self._where(cell)), outcomes, seen)
             for cell, outcomes, seen in zip(touched, mine, views, strict=True)
         ]
         return found + [(cell.failed(cell.refusal(), self.loaded, *self._where(cell)), [], []) for cell in refused]
@@ -200,7 +200,7 @@ def _first(done: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:
 
 
 def _problem(error: Exception) -> str:
-    """Say in a row why a cell has no result; of what is no fault of a user, the error's type and where it came from."""
+    """Say why a cell has no result; of what is no fault of a user, the error's type and where it came from."""
     text = " ".join(str(error).split())[:500]
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         return f"out of memory: {text}"

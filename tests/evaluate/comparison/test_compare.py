@@ -78,7 +78,7 @@ def in_process(work, *arguments):
 
 def test_cells_hold_what_a_plain_computation_gives(config, quiet, tiny_folder, tiny_llama):
     comparison = compare(config(), quiet)
-    assert [(result.row.label, result.row.budget) for result in comparison.results] == [
+    assert [(result.summary.label, result.summary.budget) for result in comparison.results] == [
         ("full", None),
         ("h2o", 0.5),
         ("h2o", 0.25),
@@ -86,19 +86,19 @@ def test_cells_hold_what_a_plain_computation_gives(config, quiet, tiny_folder, t
         ("tova", 0.25),
     ]
     for result in comparison.results:
-        losses, kept = by_hand_cells.continuations(tiny_folder, result.row.label, result.row.budget, 40, 8)
+        losses, kept = by_hand_cells.continuations(tiny_folder, result.summary.label, result.summary.budget, 40, 8)
         bound = of_nats(tiny_llama())
         assert [outcome.score for outcome in result.outcomes] == pytest.approx(losses, abs=bound)
-        assert (result.row.n, result.row.too_short, result.row.too_long) == (6, 1, 0)
-        hold(result.row.mean, sum(losses) / 6, bound)
-        assert result.row.kept == pytest.approx(kept)
-        assert result.row.metric == "nats per token" and not result.row.higher_is_better
-        assert result.row.prefill == "dense"
+        assert (result.summary.n, result.summary.too_short, result.summary.too_long) == (6, 1, 0)
+        hold(result.summary.mean, sum(losses) / 6, bound)
+        assert result.summary.kept == pytest.approx(kept)
+        assert result.summary.metric == "nats per token" and not result.summary.higher_is_better
+        assert result.summary.prefill == "dense"
     full, h2o = comparison.results[:2]
     assert full.paired is None
-    assert h2o.paired.difference == pytest.approx(h2o.row.mean - full.row.mean)
-    assert h2o.row.policy == "ag.policy('h2o', budget=0.5)"
-    assert h2o.row.versions["torch"] == torch.__version__
+    assert h2o.paired.difference == pytest.approx(h2o.summary.mean - full.summary.mean)
+    assert h2o.summary.policy == "ag.policy('h2o', budget=0.5)"
+    assert h2o.summary.versions["torch"] == torch.__version__
 
 
 def test_kvzip_is_asked_in_the_models_own_tokens(config, quiet, tiny_folder, tiny_tokenizer):
@@ -117,9 +117,9 @@ def test_kvzip_is_asked_in_the_models_own_tokens(config, quiet, tiny_folder, tin
             logits = torch.cat([first, rest], 1)[0]
             losses.append(float(torch.nn.functional.cross_entropy(logits, ids[0, 40:])))
     result = comparison.results[1]
-    assert (result.row.label, len(losses)) == ("kvzip", 6)
+    assert (result.summary.label, len(losses)) == ("kvzip", 6)
     assert [outcome.score for outcome in result.outcomes] == pytest.approx(losses, abs=of_nats(model))
-    assert result.row.kept == 0.5
+    assert result.summary.kept == 0.5
 
 
 def test_a_second_run_computes_nothing_and_changes_nothing(config, quiet, done, monkeypatch):
@@ -270,7 +270,7 @@ def test_out_of_memory_is_recorded_and_the_run_goes_on(config, quiet, failing, e
     calls = failing(error)
     comparison = compare(config(policies=["full", "tova", "h2o"]), quiet)
     assert calls == [["full", "tova", "tova", "h2o", "h2o"], ["full"], ["tova"], ["tova"], ["h2o"], ["h2o"]]
-    problems = {result.name: result.row.problem for result in comparison.results}
+    problems = {result.name: result.summary.problem for result in comparison.results}
     assert problems == {
         "full": None,
         "h2o 0.5": None,
@@ -288,9 +288,9 @@ def test_failed_cells_run_again_only_when_asked(config, quiet, failing, monkeypa
     failing(MemoryError("none left"))
     compare(config(), quiet)
     monkeypatch.undo()
-    assert [result.row.problem is None for result in compare(config(), quiet).results] == [True] * 3 + [False] * 2
+    assert [result.summary.problem is None for result in compare(config(), quiet).results] == [True] * 3 + [False] * 2
     again = compare(config(retry=True), quiet)
-    assert [result.row.problem is None for result in again.results] == [True] * 5
+    assert [result.summary.problem is None for result in again.results] == [True] * 5
     for page in ("table.md", "report.html"):  # there is no such column where budgets hold
         assert "over budget" not in (again.folder / page).read_text()
     assert len(lines(config().output)) == 7  # of a key the last row counts
@@ -301,8 +301,11 @@ def test_a_budget_that_cannot_be_met_is_recorded_with_what_was_kept(config, quie
         config(policies=["full", "h2o+vatp"], policy_options={"h2o+vatp": {"sinks": 8}}, budgets=[10, 30]), quiet
     )
     full, small, large = comparison.results
-    assert (small.row.budget, small.row.kept) == (10, pytest.approx(13 / 40))  # 8 sinks and 5 recents are protected
-    assert (large.row.budget, large.row.kept) == (30, pytest.approx(30 / 40))
+    assert (small.summary.budget, small.summary.kept) == (
+        10,
+        pytest.approx(13 / 40),
+    )  # 8 sinks and 5 recents are protected
+    assert (large.summary.budget, large.summary.kept) == (30, pytest.approx(30 / 40))
     assert small.paired.n == large.paired.n == 6
 
 
@@ -312,7 +315,7 @@ def test_rows_say_in_how_many_samples_more_is_protected_than_the_budget_allows(c
     options = {"h2o+vatp": {"sinks": 2}}
     named = config(policies=["full", "snapkv", "h2o+vatp"], policy_options=options, budgets=[0.1, 0.9])
     comparison = compare(named, Console(file=out, width=200))
-    rows = {result.name: result.row for result in comparison.results}
+    rows = {result.name: result.summary for result in comparison.results}
     assert {name: row.over_budget for name, row in rows.items()} == {
         "full": 0,
         "snapkv 0.1": 6,
@@ -338,16 +341,16 @@ def test_a_policy_that_insists_has_the_reason_in_its_row(config, quiet):
     options = {"h2o+vatp": {"sinks": 8, "strict": True}}
     comparison = compare(config(policies=["full", "h2o+vatp"], policy_options=options, budgets=[10, 30]), quiet)
     full, small, large = comparison.results
-    assert "fewer than the 13 that it protects" in small.row.problem and small.row.mean is None
-    assert large.row.problem is None and large.row.kept == pytest.approx(30 / 40)
+    assert "fewer than the 13 that it protects" in small.summary.problem and small.summary.mean is None
+    assert large.summary.problem is None and large.summary.kept == pytest.approx(30 / 40)
     assert small.paired is None and large.paired.n == 6
 
 
 def test_a_budget_above_the_prompt_keeps_everything(config, quiet, tiny_llama):
     comparison = compare(config(policies=["full", "h2o"], budgets=[1000]), quiet)
     full, h2o = comparison.results
-    assert (h2o.row.budget, h2o.row.kept) == (1000, 1.0)
-    hold(h2o.row.mean, full.row.mean, of_nats(tiny_llama()))
+    assert (h2o.summary.budget, h2o.summary.kept) == (1000, 1.0)
+    hold(h2o.summary.mean, full.summary.mean, of_nats(tiny_llama()))
 
 
 def test_a_score_that_is_no_number_is_a_problem(config, quiet, monkeypatch):
@@ -356,12 +359,12 @@ def test_a_score_that_is_no_number_is_a_problem(config, quiet, monkeypatch):
             yield index, Outcome("0", float("nan"), 40, 0.5, 10, 0.0)
 
     monkeypatch.setattr(tasks.TASKS["ppl"][0], "run", run)
-    assert compare(config(policies=["full"]), quiet).results[0].row.problem == "sample 0 has the score nan."
+    assert compare(config(policies=["full"]), quiet).results[0].summary.problem == "sample 0 has the score nan."
 
 
 def test_nothing_but_too_short_samples_is_a_problem(config, quiet):
     options = {"ppl": {"prompt": 400, "continuation": 8}}
-    row = compare(config(policies=["full"], task_options=options), quiet).results[0].row
+    row = compare(config(policies=["full"], task_options=options), quiet).results[0].summary
     assert row.problem.startswith("no sample can be run")
     assert (row.n, row.too_short) == (0, 7)
 
@@ -369,9 +372,9 @@ def test_nothing_but_too_short_samples_is_a_problem(config, quiet):
 def test_n_samples_are_the_first_n_that_can_be_run(config, quiet, capsys, tiny_folder):
     """Six of seven documents are long enough; the seventh is the short one."""
     comparison = compare(config(samples=6), quiet)
-    assert {(result.row.n, result.row.too_short) for result in comparison.results} == {(6, 0)}
+    assert {(result.summary.n, result.summary.too_short) for result in comparison.results} == {(6, 0)}
     comparison = compare(config(samples=7), quiet)
-    assert {(result.row.n, result.row.too_short) for result in comparison.results} == {(6, 1)}
+    assert {(result.summary.n, result.summary.too_short) for result in comparison.results} == {(6, 1)}
     counted = "6 documents, left out: 1 too short"
     assert comparison.counted("ppl") == counted
     for page in ("table.md", "report.html"):
@@ -396,20 +399,20 @@ def test_gates_by_their_flags_and_ranked(config, quiet, tiny_llama, tmp_path):
     comparison = compare(config(policies=policies), quiet)
     ranked = [f"gates:{short}", f"gates:{short}@uniform", f"gates:{short}@heads"]
     assert comparison.labels == ["full", f"flags:{short}", *ranked]
-    rows = [(e.row.label, e.row.budget, e.row.prefill) for e in comparison.results[1:]]
+    rows = [(e.summary.label, e.summary.budget, e.summary.prefill) for e in comparison.results[1:]]
     assert rows == [
         (f"flags:{short}", None, "sparse"),
         *[(label, budget, "dense") for label in ranked for budget in (0.5, 0.25)],
     ]
-    assert 0.2 < comparison.results[1].row.kept < 0.95
+    assert 0.2 < comparison.results[1].summary.kept < 0.95
     for result in comparison.results[2:]:
-        assert result.row.kept == pytest.approx(result.row.budget)
+        assert result.summary.kept == pytest.approx(result.summary.budget)
         assert (
-            result.row.policy.startswith(f"ag.policy('gates:{path}")
-            and f"budget={result.row.budget}" in result.row.policy
+            result.summary.policy.startswith(f"ag.policy('gates:{path}")
+            and f"budget={result.summary.budget}" in result.summary.policy
         )
     assert all(result.is_gated for result in comparison.results[1:])
-    keys = [result.row.key for result in comparison.results]
+    keys = [result.summary.key for result in comparison.results]
     with torch.no_grad():
         next(gates.parameters()).add_(0.5)
     export.save(tmp_path / "gates", gates, base_model="tiny")
@@ -422,10 +425,10 @@ def test_flags_are_found_again_that_were_called_gates(config, quiet, tiny_llama,
     export.save(tmp_path / "gates", gates_for(tiny_llama()), base_model="tiny")
     path = tmp_path / "gates"
     before = compare(config(policies=["full", f"gates:{path}"], budgets=[]), quiet)
-    assert before.results[1].row.policy == f"ag.policy('gates:{path}')"
+    assert before.results[1].summary.policy == f"ag.policy('gates:{path}')"
     monkeypatch.setattr("ag.model.base.load_base", None)
     now = compare(config(policies=["full", f"flags:{path}"], budgets=[]), quiet)
-    assert now.results[1].row.policy == f"ag.policy('flags:{path}')"
+    assert now.results[1].summary.policy == f"ag.policy('flags:{path}')"
     assert now.results[1].scores == before.results[1].scores and now.results[1].is_gated and not now.hidden
     with refuses(UserError, "'ppl: a'", "'ppl: b'", "the same"):
         list_cells(config(policies=["full", f"a=flags:{path}", f"b=gates:{path}"], budgets=[]))
@@ -450,8 +453,8 @@ def test_one_export_at_several_shares_under_labels(config, quiet, tiny_llama, tm
         alone = config(policies=["full", path], policy_options={path: {"share": share}}, output=str(tmp_path / "alone"))
         one = compare(alone, quiet).results[1]
         assert one.scores == result.scores
-        assert result.row.policy == f"ag.policy('{path}', share={share})" and result.paired.n == 6
-        kept.append(result.row.kept)
+        assert result.summary.policy == f"ag.policy('{path}', share={share})" and result.paired.n == 6
+        kept.append(result.summary.kept)
     assert kept[0] > kept[1] + 0.1
     table = tables(comparison.folder)
     assert f"- g10: `ag.policy('{path}', share=0.1)`" in table and table.count(path) == 2
@@ -459,7 +462,7 @@ def test_one_export_at_several_shares_under_labels(config, quiet, tiny_llama, tm
     monkeypatch.setattr("ag.model.base.load_base", None)
     again = compare(labelled("high", "low", baseline="high"), quiet)
     assert again.labels == ["full", "high", "low"] and again.baseline == "high"
-    assert [result.row.mean for result in again.results] == [result.row.mean for result in comparison.results]
+    assert [result.summary.mean for result in again.results] == [result.summary.mean for result in comparison.results]
     assert [result.paired is not None for result in again.results] == [True, False, False]  # low holds less than high
     words = [f"model={config().model}", "tasks=[ppl]", f"root={config().root}", f"output={config().output}"]
     words += ["task_options.ppl.prompt=40", "task_options.ppl.continuation=8", "baseline=high"]
@@ -523,7 +526,7 @@ def test_a_budgeted_baseline_is_met_at_the_same_budget(config, quiet, done):
     by_name = {result.name: result for result in comparison.results}
     assert by_name["full"].paired is None and by_name["h2o 0.5"].paired is None
     for budget in ("0.5", "0.25"):
-        difference = by_name[f"tova {budget}"].row.mean - by_name[f"h2o {budget}"].row.mean
+        difference = by_name[f"tova {budget}"].summary.mean - by_name[f"h2o {budget}"].summary.mean
         assert by_name[f"tova {budget}"].paired.difference == pytest.approx(difference)
 
 
@@ -629,13 +632,13 @@ def test_nats_of_right_answers(config, quiet, question):
     comparison = compare(config(tasks=["needle_single"], task_options=options), quiet)
     for result in comparison.results:
         tags = [outcome.tags for outcome in result.outcomes]
-        assert result.row.nats == pytest.approx(sum(one["nats"] for one in tags) / 2)
-        assert result.row.hits == pytest.approx(sum(one["hits"] for one in tags) / 2)
-        assert (result.row.question, result.row.floor) == (question, 0.1)
-        assert result.nats[0] == result.row.nats
+        assert result.summary.nats == pytest.approx(sum(one["nats"] for one in tags) / 2)
+        assert result.summary.hits == pytest.approx(sum(one["hits"] for one in tags) / 2)
+        assert (result.summary.question, result.summary.floor) == (question, 0.1)
+        assert result.nats[0] == result.summary.nats
     full, h2o = comparison.results[:2]
     assert full.paired_nats is None
-    assert h2o.paired_nats.difference == pytest.approx(h2o.row.nats - full.row.nats)
+    assert h2o.paired_nats.difference == pytest.approx(h2o.summary.nats - full.summary.nats)
     assert h2o.paired_nats.n == 2
     assert comparison.counted("needle_single") == f"2 haystacks, left out: 0; question {question} eviction"
     remark = "not informative for this model: exact match 0.0000 with the full cache"

@@ -69,10 +69,10 @@ def test_a_comparison_from_python_says_the_call(config, quiet):
     asked = config(policies=["full"], task_options={"ppl": {"prompt": 40, "continuation": 8}})
     [result] = compare(asked, quiet).results
     again = eval(
-        result.row.command, {"compare": lambda config, _: config, "CompareConfig": CompareConfig, "console": 0}
+        result.summary.command, {"compare": lambda config, _: config, "CompareConfig": CompareConfig, "console": 0}
     )
     assert again == asked
-    assert result.row.task_options == {"text_field": "text", "prompt": 40, "continuation": 8}
+    assert result.summary.task_options == {"text_field": "text", "prompt": 40, "continuation": 8}
     assert called(CompareConfig()) == "compare(CompareConfig(), console)"
 
 
@@ -91,7 +91,7 @@ def test_rows_of_earlier_versions_are_resumed_and_unknown(config, quiet, monkeyp
     old = path.read_bytes()
     monkeypatch.setattr("ag.model.base.load_base", None)
     comparison = compare(replace(asked, batch_policies=1), quiet, "another command")
-    assert path.read_bytes() == old and [result.row.mean for result in comparison.results] == [
+    assert path.read_bytes() == old and [result.summary.mean for result in comparison.results] == [
         row["mean"] for row in rows
     ]
     text = (comparison.folder / "table.md").read_text()
@@ -100,7 +100,7 @@ def test_rows_of_earlier_versions_are_resumed_and_unknown(config, quiet, monkeyp
 
 
 def test_what_differs_between_rows_is_counted():
-    row = made_up.result("ppl", "h2o", 0.5, 0.0, 1).row
+    row = made_up.result("ppl", "h2o", 0.5, 0.0, 1).summary
     here = {"dtype": "float32", "quantization": "nf4", "hardware": "a card", "threads": 1, "command": "python x"}
     rows = [replace(row, **here, date=f"2026-01-0{day}T00:00:00+00:00") for day in (3, 1)]
     period = "2026-01-01T00:00:00+00:00 to 2026-01-03T00:00:00+00:00"

@@ -66,7 +66,7 @@ def results(comparison):
     """Scores, kept shares and views by cell; None for one that failed."""
     return {
         result.name: None
-        if result.row.problem
+        if result.summary.problem
         else (
             result.scores,
             [outcome.kept for outcome in result.outcomes],
@@ -82,14 +82,19 @@ def test_the_others_go_on(config, quiet, parts, tmp_path):
     comparison = compare(config(policies=listed, budgets=[0.5], output=tmp_path / "mixed"), quiet)
     found = results(comparison)
     assert {name: found[name] for name in alone} == alone
-    problems = {result.name: result.row.problem for result in comparison.failed}
+    problems = {result.name: result.summary.problem for result in comparison.failed}
     assert problems.keys() == found.keys() - alone.keys()
     names(problems["not_a_number 0.5"], "NotANumber.score", "layer 1", "finite")
     names(problems["lookup 0.5"], "KeyError", "'absent'", "test_failing_cells.py")
     names(problems["h2o+shapeless 0.5"], "RuntimeError", "test_failing_cells.py")  # and no file of torch
     names(problems["h2o@stuck 0.5"], "ArithmeticError", "no share for it", "test_failing_cells.py")
     for result in comparison.failed:
-        assert (result.row.mean, result.row.kept, result.row.n, result.row.prefill) == (None, None, 0, "dense")
+        assert (result.summary.mean, result.summary.kept, result.summary.n, result.summary.prefill) == (
+            None,
+            None,
+            0,
+            "dense",
+        )
 
 
 def test_samples_that_were_done_are_not_run_again(config, quiet, monkeypatch, tmp_path):
@@ -120,9 +125,9 @@ def test_a_policy_that_the_model_cannot_have(config, quiet, tiny_tokenizer, tmp_
     listed = ["full", "expected_attention", "h2o"]
     comparison = compare(config(model=str(tmp_path / "base"), policies=listed, budgets=[0.5]), quiet)
     [failed] = comparison.failed
-    assert (failed.name, failed.row.prefill) == ("expected_attention 0.5", "")
-    names(failed.row.problem, "DeepseekV3Model", "8", "24")
-    assert [result.row.n for result in comparison.results if result is not failed] == [SAMPLES] * 2
+    assert (failed.name, failed.summary.prefill) == ("expected_attention 0.5", "")
+    names(failed.summary.problem, "DeepseekV3Model", "8", "24")
+    assert [result.summary.n for result in comparison.results if result is not failed] == [SAMPLES] * 2
 
 
 def test_a_task_that_fails(config, quiet, monkeypatch):
@@ -134,13 +139,13 @@ def test_a_task_that_fails(config, quiet, monkeypatch):
 
     monkeypatch.setattr(kind, "read", read)
     comparison = compare(config(policies=["full", "h2o"], budgets=[0.5], tasks=["needle_single", "ppl"]), quiet)
-    assert [(result.row.task, result.row.n) for result in comparison.results] == [
+    assert [(result.summary.task, result.summary.n) for result in comparison.results] == [
         *[("needle_single", 0)] * 2,
         *[("ppl", SAMPLES)] * 2,
     ]
     assert len(comparison.failed) == 2
     for result in comparison.failed:
-        names(result.row.problem, "IndexError", "no needle", "test_failing_cells.py")
+        names(result.summary.problem, "IndexError", "no needle", "test_failing_cells.py")
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])

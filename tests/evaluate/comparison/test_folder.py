@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.evaluate.comparison.folder import CorruptRowWarning, Folder, Row, read_line
+from ag.evaluate.comparison.folder import CorruptRowWarning, Folder, Summary, read_line
 from ag.evaluate.tasks import Outcome
-from tests.support.made_up import ROW
+from tests.support.made_up import SUMMARY
 
 OUTCOME = Outcome("3", 3.25, 512, 0.498, 1024, 1.5, {"length": 512, "depth": 0.5, "subset": "a"})
-LINE = json.dumps(asdict(ROW))
+LINE = json.dumps(asdict(SUMMARY))
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
@@ -23,13 +23,13 @@ VALUES = st.recursive(
 
 def test_what_is_written_comes_back(tmp_path):
     results = Folder(tmp_path)
-    results.append(ROW, [OUTCOME], [])
-    later = replace(ROW, seconds=2.0)
+    results.append(SUMMARY, [OUTCOME], [])
+    later = replace(SUMMARY, seconds=2.0)
     results.append(later, [OUTCOME], [])
-    other = replace(ROW, key="f", problem="out of memory: 3 GiB", mean=None, kept=None, n=0)
+    other = replace(SUMMARY, key="f", problem="out of memory: 3 GiB", mean=None, kept=None, n=0)
     results.append(other, [], [])
-    assert Folder(tmp_path).rows() == {ROW.key: later, "f": other}
-    assert Folder(tmp_path).outcomes(ROW) == [OUTCOME]
+    assert Folder(tmp_path).summaries() == {SUMMARY.key: later, "f": other}
+    assert Folder(tmp_path).outcomes(SUMMARY) == [OUTCOME]
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 3
 
 
@@ -37,31 +37,31 @@ def test_rows_of_earlier_versions_are_read(tmp_path):
     """They know nothing of questions and of right answers, nor of what they were measured with."""
     later = {"question", "nats", "hits", "floor", "untouched", "dtype", "quantization", "prompt_mean", "prompt_min"}
     later |= {"prompt_max", "task_options", "hardware", "threads", "date", "command"}
-    old = json.dumps({name: value for name, value in asdict(ROW).items() if name not in later})
-    assert read_line(old, Row) == ROW
+    old = json.dumps({name: value for name, value in asdict(SUMMARY).items() if name not in later})
+    assert read_line(old, Summary) == SUMMARY
     results = Folder(tmp_path)
-    results.append(ROW, [OUTCOME], [])
+    results.append(SUMMARY, [OUTCOME], [])
     (tmp_path / "results.jsonl").write_text(old + "\n")
-    assert results.rows() == {ROW.key: ROW}
+    assert results.summaries() == {SUMMARY.key: SUMMARY}
     assert not (tmp_path / "results.corrupt.jsonl").exists()
 
 
 def test_nats_that_do_not_fit_their_samples_are_refused(tmp_path):
     results = Folder(tmp_path)
     outcome = replace(OUTCOME, tags={"nats": 2.5, "hits": 1.0})
-    results.append(replace(ROW, nats=2.5, hits=1.0), [outcome], [])
-    assert Folder(tmp_path).rows()[ROW.key].nats == 2.5
-    results.append(replace(ROW, nats=2.0, hits=1.0), [outcome], [])
+    results.append(replace(SUMMARY, nats=2.5, hits=1.0), [outcome], [])
+    assert Folder(tmp_path).summaries()[SUMMARY.key].nats == 2.5
+    results.append(replace(SUMMARY, nats=2.0, hits=1.0), [outcome], [])
     with pytest.warns(CorruptRowWarning, match="does not fit its samples"):
-        assert Folder(tmp_path).rows()[ROW.key].nats == 2.5
+        assert Folder(tmp_path).summaries()[SUMMARY.key].nats == 2.5
 
 
 def test_a_row_after_a_torn_one_stands_on_its_own_line(tmp_path):
     results = Folder(tmp_path)
     (tmp_path / "results.jsonl").write_text(LINE[:40])
-    results.append(ROW, [OUTCOME], [])
+    results.append(SUMMARY, [OUTCOME], [])
     with pytest.warns(CorruptRowWarning, match="a row cannot be used"):
-        assert results.rows() == {ROW.key: ROW}
+        assert results.summaries() == {SUMMARY.key: SUMMARY}
     assert (tmp_path / "results.corrupt.jsonl").read_text() == LINE[:40] + "\n"
     assert (tmp_path / "results.jsonl").read_text() == LINE + "\n"
 
@@ -69,9 +69,11 @@ def test_a_row_after_a_torn_one_stands_on_its_own_line(tmp_path):
 def test_a_key_cannot_lead_out_of_the_folder(tmp_path):
     results = Folder(tmp_path / "out")
     (tmp_path / "secret.jsonl").write_text("")
-    (tmp_path / "out" / "results.jsonl").write_text(json.dumps(asdict(ROW) | {"key": "../../secret", "n": 0}) + "\n")
+    (tmp_path / "out" / "results.jsonl").write_text(
+        json.dumps(asdict(SUMMARY) | {"key": "../../secret", "n": 0}) + "\n"
+    )
     with pytest.warns(CorruptRowWarning, match="key="):
-        assert results.rows() == {}
+        assert results.summaries() == {}
 
 
 def test_a_lock_is_exclusive_and_free_again(tmp_path):
@@ -105,24 +107,24 @@ def test_a_lock_is_exclusive_and_free_again(tmp_path):
 )
 def test_what_is_no_row_is_refused(line):
     with pytest.raises(ValueError):
-        read_line(line, Row)
+        read_line(line, Summary)
 
 
 @settings(max_examples=150)
-@given(st.sampled_from(list(asdict(ROW))), VALUES)
+@given(st.sampled_from(list(asdict(SUMMARY))), VALUES)
 def test_a_changed_value_is_refused_or_of_the_right_type(name, value):
     number = (int, float)
     maybe = ("budget", "error", "nats", "hits", "floor", "prompt_mean")
     allowed = dict.fromkeys(maybe, (*number, type(None))) | {"seconds": number, "kv_bytes": number}
     text = name in ("problem", "question", "dtype", "quantization", "hardware", "date", "command")
     allowed["task_options"] = (dict, type(None))
-    expected = allowed.get(name, (type(getattr(ROW, name)), str if text else int, type(None)))
+    expected = allowed.get(name, (type(getattr(SUMMARY, name)), str if text else int, type(None)))
     try:
-        row = read_line(json.dumps(asdict(ROW) | {name: value}), Row)
+        row = read_line(json.dumps(asdict(SUMMARY) | {name: value}), Summary)
     except ValueError as error:
         assert str(error)
     else:
-        assert asdict(row) == asdict(ROW) | {name: value}
+        assert asdict(row) == asdict(SUMMARY) | {name: value}
         assert isinstance(value, expected)
 
 
@@ -132,19 +134,19 @@ def test_a_changed_value_is_refused_or_of_the_right_type(name, value):
 def test_any_file_is_sorted_into_rows_and_the_rest(tmp_path_factory, pieces):
     folder = tmp_path_factory.mktemp("results")
     results = Folder(folder)
-    results.append(ROW, [OUTCOME], [])
+    results.append(SUMMARY, [OUTCOME], [])
     found = b"\n".join(pieces)
     (folder / "results.jsonl").write_bytes(found)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CorruptRowWarning)
-        rows = results.rows()
+        rows = results.summaries()
     written = [line for line in found.split(b"\n") if line]
     good = [line for line in written if line == LINE.encode()]
-    assert rows == ({ROW.key: ROW} if good else {})
+    assert rows == ({SUMMARY.key: SUMMARY} if good else {})
     assert (folder / "results.jsonl").read_bytes().split() == b"\n".join(good).split() or len(good) == len(written)
     corrupt = folder / "results.corrupt.jsonl"
     kept_aside = corrupt.read_bytes().split(b"\n")[:-1] if corrupt.exists() else []
     assert kept_aside == [line for line in written if line != LINE.encode()]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert results.rows() == rows
+        assert results.summaries() == rows

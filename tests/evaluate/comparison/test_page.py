@@ -133,7 +133,7 @@ def test_an_injected_script_would_not_run(chromium, compared, tmp_path):
     text = (compared.folder / "report.html").read_text()
     (tmp_path / "page.html").write_text(text.replace("</main>", "<script>document.title = 'run'</script></main>"))
     chromium.get((tmp_path / "page.html").as_uri())
-    assert chromium.title == f"What to evict: {compared.results[0].row.model}"
+    assert chromium.title == f"What to evict: {compared.results[0].summary.model}"
     assert chromium.find_element(By.ID, "summary").text
     assert "Content Security Policy" in chromium.get_log("browser")[0]["message"]
 

@@ -23,16 +23,18 @@ from ag.evaluate.comparison.tables import markdown
 from ag.evaluate.comparison.views import View, pieces
 from ag.evaluate.tasks import Outcome
 from tests.evaluate.comparison.test_folder import VALUES
-from tests.support.made_up import ROW
+from tests.support.made_up import SUMMARY
 
 HALF = 0.5e-4 + 1e-12  # of a unit of the last digit that is printed
 
 
 def result(label, budget, task, scores, higher=False, views=(), metric="accuracy"):
-    row = replace(ROW, label=label, budget=budget, task=task, higher_is_better=higher, n=len(scores), metric=metric)
-    row = replace(row, mean=float(np.mean(scores)))
+    summary = replace(
+        SUMMARY, label=label, budget=budget, task=task, higher_is_better=higher, n=len(scores), metric=metric
+    )
+    summary = replace(summary, mean=float(np.mean(scores)))
     outcomes = [Outcome(str(i), s, 9, 0.5, 9, 0.1) for i, s in enumerate(scores)]
-    return Result(row, outcomes, list(views), PolicySpec(label))
+    return Result(summary, outcomes, list(views), PolicySpec(label))
 
 
 class Page(html.parser.HTMLParser):
@@ -64,14 +66,14 @@ def test_table_md_holds_the_rows_in_cell_order(compared):
     tables = [line for line in lines if len(line) in (10, 13) and line[0] not in ("policy", "---")]
     assert len(tables) == len(compared.results) == 14
     for line, one in zip(tables, compared.results, strict=True):
-        assert line[0] == one.row.label
-        assert float(line[2].rstrip("%")) == pytest.approx(100 * one.row.kept, abs=0.05 + 1e-9)
+        assert line[0] == one.summary.label
+        assert float(line[2].rstrip("%")) == pytest.approx(100 * one.summary.kept, abs=0.05 + 1e-9)
         mean, _, error = line[3].partition(" ± ")
-        assert (float(mean), float(error)) == pytest.approx((one.row.mean, one.row.error), abs=HALF)
-        assert (len(line) == 13) == (one.row.task == "needle_single")
+        assert (float(mean), float(error)) == pytest.approx((one.summary.mean, one.summary.error), abs=HALF)
+        assert (len(line) == 13) == (one.summary.task == "needle_single")
         if len(line) == 13:
-            assert float(line[6].partition(" ")[0]) == pytest.approx(one.row.nats, abs=HALF)
-            assert float(line[8]) == pytest.approx(one.row.hits, abs=HALF)
+            assert float(line[6].partition(" ")[0]) == pytest.approx(one.summary.nats, abs=HALF)
+            assert float(line[8]) == pytest.approx(one.summary.hits, abs=HALF)
             if one.paired_nats:
                 assert float(line[7].split()[0]) == pytest.approx(one.paired_nats.difference, abs=HALF)
         if one.paired:
@@ -106,8 +108,10 @@ def test_averages_are_over_tasks_with_the_same_metric():
     assert comparison.leaders()[0][2] == [0.625]
     assert "| policy | a | b | c | d | average accuracy |" in markdown(comparison)
     assert Comparison(Path(), "x", [results[0], *others]).averaged == []
-    failed = replace(results[1].row, mean=None, problem="out of memory")
-    assert Comparison(Path(), "x", [results[0], replace(results[1], row=failed, outcomes=[])]).leaders()[0][2] == [None]
+    failed = replace(results[1].summary, mean=None, problem="out of memory")
+    assert Comparison(Path(), "x", [results[0], replace(results[1], summary=failed, outcomes=[])]).leaders()[0][2] == [
+        None
+    ]
 
 
 def test_curves_over_positions():
@@ -126,9 +130,9 @@ def streamed(tmp_path):
     for label, texts in nats.items():
         tags = [{"nats@4": a, "nats@6": b, "held@end": 0.25 + 0.5 * (label == "full")} for a, b in texts]
         scores = [(2 * a + 3 * b) / 5 for a, b in texts]
-        row = replace(result(label, None if label == "full" else 0.5, "ppl_stream", scores).row, key=label)
+        summary = replace(result(label, None if label == "full" else 0.5, "ppl_stream", scores).summary, key=label)
         outcomes = [Outcome(str(i), s, 9, 0.5, 9, 0.1, t) for i, (s, t) in enumerate(zip(scores, tags, strict=True))]
-        results.append(Result(row, outcomes, [], PolicySpec(label)))
+        results.append(Result(summary, outcomes, [], PolicySpec(label)))
     return Comparison.tested(tmp_path, "full", results)
 
 
@@ -207,7 +211,7 @@ def test_views_are_what_a_cache_keeps(compared, tiny_folder):
     for one in compared.of_task("ppl"):
         view = one.views[1]
         assert "".join(view.pieces) == text[:40]
-        cache = ag.EvictionCache(model, one.row.label, one.row.budget, **_options(one.row.label))
+        cache = ag.EvictionCache(model, one.summary.label, one.summary.budget, **_options(one.summary.label))
         with torch.no_grad():
             model(torch.tensor([ids]), past_key_values=cache)
         for layer in range(3):
@@ -305,7 +309,7 @@ def test_embedded_json_is_inert_and_whole(value):
 def test_names_are_escaped_in_the_page(compared):
     one = compared.results[1]
     bad = '<script>alert("x")</script>'
-    results = [*compared.results[:1], replace(one, row=replace(one.row, label=bad))]
+    results = [*compared.results[:1], replace(one, summary=replace(one.summary, label=bad))]
     text = render(Comparison(compared.folder, "full", results))
     assert bad not in text and "&lt;script&gt;alert(" in text
     assert len([tag for tag, _ in Page(text).elements if tag == "script"]) == 2

@@ -30,8 +30,8 @@ def result(label, budget, tokens, kept, task="ppl"):
     ]
     total = sum(n * share for n, share in zip(tokens, kept, strict=True)) / sum(tokens)
     mean = sum(one.score for one in outcomes) / len(outcomes)
-    row = replace(made.row, task=task, kept=total, mean=mean, n=len(outcomes), floor=None)
-    return Result(row, outcomes, [], SPECS.get(label) or PolicySpec(label))
+    summary = replace(made.summary, task=task, kept=total, mean=mean, n=len(outcomes), floor=None)
+    return Result(summary, outcomes, [], SPECS.get(label) or PolicySpec(label))
 
 
 def tokens_of(budget, lengths=LENGTHS):
@@ -97,12 +97,12 @@ def mixed():
 
 def test_unequal_shares_are_never_paired(mixed, no_charts):
     comparison = of(mixed)
-    assert [one.row.label for one in at_budget(comparison.results, "0.25")] == ["mine", "h2o", "fitting"]
+    assert [one.summary.label for one in at_budget(comparison.results, "0.25")] == ["mine", "h2o", "fitting"]
     wins = comparison.wins("0.25")
     assert wins.names == ["full (100 %)", "mine 0.25 (25 %)", "h2o 0.25 (25 %)", "fitting (26 %)"]
     assert wins.tasks.tolist() == [[1] * 4] * 4
     verdict = judge(comparison, "ppl", "0.25")
-    assert (verdict.best.row.label, verdict.rival.row.label) == ("fitting", "h2o")
+    assert (verdict.best.summary.label, verdict.rival.summary.label) == ("fitting", "h2o")
     assert comparison.apart() == [
         "ppl: snapkv 0.25 holds 32.0 %, mine 0.25 25.0 %",
         "ppl: flags holds 63.0 %, mine 0.25 25.0 %",
@@ -110,19 +110,21 @@ def test_unequal_shares_are_never_paired(mixed, no_charts):
     for text in (render(comparison), markdown(comparison)):
         for line in comparison.apart():
             assert line in text
-    assert [one.row.label for one in comparison.results if one.paired is None] == ["full"]  # each is held against it
+    assert [one.summary.label for one in comparison.results if one.paired is None] == [
+        "full"
+    ]  # each is held against it
 
 
 def test_what_is_not_level_is_not_named_level(mixed):
     """Two exports whose flags hold different shares: neither is the other's rival, nor level with it."""
     results = [one for one in mixed if one.budget == ""]
     verdict = judge(of(results), "ppl", "")
-    assert (verdict.best.row.label, verdict.rival.row.label, list(verdict.level)) == ("flags", "full", [])
+    assert (verdict.best.summary.label, verdict.rival.summary.label, list(verdict.level)) == ("flags", "full", [])
 
 
 def test_a_baseline_that_evicts_is_for_those_that_hold_as_much(mixed):
     comparison = of(mixed, "flags")
-    assert {one.row.label: one.paired is not None for one in comparison.results} == {
+    assert {one.summary.label: one.paired is not None for one in comparison.results} == {
         "full": True,
         "mine": False,
         "h2o": False,
@@ -197,4 +199,6 @@ def test_the_verdict_names_gates_at_every_budget():
     results += [result(label, b, LENGTHS, (b, b)) for label in ("mine", "h2o") for b in (0.5, 0.25)]
     found = verdicts(of(results))
     assert [one.budget for one in found] == ["0.5", "0.25"]
-    assert {frozenset((one.best.row.label, one.rival.row.label)) for one in found} == {frozenset(("mine", "h2o"))}
+    assert {frozenset((one.best.summary.label, one.rival.summary.label)) for one in found} == {
+        frozenset(("mine", "h2o"))
+    }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ag.compare import main
-from ag.evaluate.comparison.folder import Folder, Row
+from ag.evaluate.comparison.folder import Folder, Summary
 from ag.evaluate.tasks import Outcome
 from ag.gates import export
 from tests.support.bounds import of_nats
@@ -48,10 +48,10 @@ def folder(tmp_path, tiny_llama, tiny_tokenizer):
 def run(folder):
     """`run(words)`: the command's results by task and policy, rows with their samples."""
 
-    def run(*words: str, output: str = "out") -> dict[tuple[str, str], tuple[Row, list[Outcome]]]:
+    def run(*words: str, output: str = "out") -> dict[tuple[str, str], tuple[Summary, list[Outcome]]]:
         status = main([f"model={folder}", f"root={folder}", f"output={folder / output}", *words])
         results = Folder(folder / output)
-        rows = results.rows().values()
+        rows = results.summaries().values()
         assert status == (2 if any(row.problem for row in rows) else 0)
         return {(row.task, row.label): (row, results.outcomes(row) if row.n else []) for row in rows}
 

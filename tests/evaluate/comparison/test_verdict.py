@@ -24,7 +24,7 @@ def difference(comparison, task, budget, mine, theirs):
     0.027 errors of the mean (see test_statistics.py), one of 20,000 half the variance.
     """
     one, two = (
-        next(e for e in comparison.of_task(task) if e.row.label == label and e.budget in ("", budget))
+        next(e for e in comparison.of_task(task) if e.summary.label == label and e.budget in ("", budget))
         for label in (mine, theirs)
     )
     gains = np.array(
@@ -43,7 +43,7 @@ def test_gates_that_lead(task, tmp_path):
     """They cost 0.2 nats a share evicted, h2o 0.5: 0.15 at half the memory. Known nats judge, not hits."""
     comparison = made_up.comparison(tmp_path)
     [first] = [one for one in headlines(verdicts(comparison)) if one.task == task]
-    assert (first.budget, first.best.row.label, first.rival.row.label) == ("0.5", "mine", "h2o")
+    assert (first.budget, first.best.summary.label, first.rival.summary.label) == ("0.5", "mine", "h2o")
     gain, low, high, drawn = difference(comparison, task, "0.5", "mine", "h2o")
     assert abs(gain - 0.15) < 2**0.5 * made_up.NOISE
     assert first.gain.difference == pytest.approx(gain)
@@ -61,7 +61,11 @@ def test_where_nothing_differs_it_says_so(tmp_path):
     verdict = judge(comparison, "ppl", "0.5")
     assert not verdict.certain
     assert "cannot be told from" in str(verdict) and "ahead" not in str(verdict)
-    assert {"mine", "h2o", "h2o+caote@preference"} >= {verdict.best.row.label, verdict.rival.row.label, *verdict.level}
+    assert {"mine", "h2o", "h2o+caote@preference"} >= {
+        verdict.best.summary.label,
+        verdict.rival.summary.label,
+        *verdict.level,
+    }
     assert "tova" not in verdict.level
 
 
@@ -69,9 +73,9 @@ def test_gates_are_not_rivals_of_gates(tmp_path):
     """Whatever they are called: what the policy is made of counts, not its label."""
     comparison = made_up.comparison(tmp_path)
     gated = PolicySpec.parse("gates:other")
-    second = [replace(one, spec=gated) if one.row.label.startswith("h2o") else one for one in comparison.results]
+    second = [replace(one, spec=gated) if one.summary.label.startswith("h2o") else one for one in comparison.results]
     verdict = judge(Comparison(tmp_path, "full", second), "ppl", "0.3")
-    assert (verdict.best.row.label, verdict.rival.row.label) == ("mine", "tova")
+    assert (verdict.best.summary.label, verdict.rival.summary.label) == ("mine", "tova")
 
 
 @pytest.mark.parametrize("name", ["flags", "gates"])  # the same without a budget
@@ -79,18 +83,18 @@ def test_flags_compete_where_they_hold_as_much(tmp_path, name):
     comparison = made_up.comparison(tmp_path)
     flagged = made_up.result("ppl", "mine", None, 0.01, 99)
     for kept, best in ((0.45, "h2o"), (0.485, "mine"), (0.515, "mine"), (0.55, "h2o")):
-        row = replace(flagged.row, kept=kept)
+        summary = replace(flagged.summary, kept=kept)
         outcomes = [replace(outcome, kept=kept) for outcome in flagged.outcomes]
-        rest = [e for e in comparison.results if e.row.label != "mine"]
-        flags = replace(flagged, row=row, outcomes=outcomes, spec=PolicySpec.parse(f"{name}:somewhere"))
+        rest = [e for e in comparison.results if e.summary.label != "mine"]
+        flags = replace(flagged, summary=summary, outcomes=outcomes, spec=PolicySpec.parse(f"{name}:somewhere"))
         verdict = judge(Comparison(tmp_path, "full", [*rest, flags]), "ppl", "0.5")
-        assert verdict.best.row.label == best and flags.is_gated
+        assert verdict.best.summary.label == best and flags.is_gated
 
 
 def test_one_policy_is_held_against_the_full_cache(tmp_path):
-    results = [e for e in made_up.comparison(tmp_path).results if e.row.label in ("full", "tova")]
+    results = [e for e in made_up.comparison(tmp_path).results if e.summary.label in ("full", "tova")]
     verdict = judge(Comparison(tmp_path, "full", results), "ppl", "0.1")
-    assert (verdict.best.row.label, verdict.rival.row.label) == ("tova", "full")
+    assert (verdict.best.summary.label, verdict.rival.summary.label) == ("tova", "full")
     assert "nats behind full [0.8" in str(verdict)
     assert verdict.gain.difference == pytest.approx(-0.81, abs=made_up.NOISE)
 
@@ -110,7 +114,7 @@ def test_the_distance_to_the_full_cache(budget, nats, tmp_path):
             f"mine, {-gain:.3f} nats behind full [{-mine.gain.high:.3f}, {-mine.gain.low:.3f}]" in verdict.sentences[1]
         )
         assert "far" not in str(verdict)
-    mine, full = (one.row.mean for one in (asked.best, asked.from_full[0].full))
+    mine, full = (one.summary.mean for one in (asked.best, asked.from_full[0].full))
     assert asked.from_full[0].score.difference == pytest.approx(mine - full)
     assert f"recall {mine:.3f} against {full:.3f}, {mine - full:+.3f} [" in str(asked)
     assert "against" not in str(going_on)
@@ -122,9 +126,9 @@ def scored(label, budget, rights, of=24, problem=None, kept=None):
     scores = [float(i < rights) for i in range(of)]
     outcomes = [replace(outcome, score=s) for outcome, s in zip(one.outcomes, scores, strict=False)]
     told = {"task": "needles", "metric": "exact match", "higher_is_better": True, "floor": 0.1, "problem": problem}
-    told |= {"mean": rights / of, "kept": one.row.kept if kept is None else kept, "question": "after"}
+    told |= {"mean": rights / of, "kept": one.summary.kept if kept is None else kept, "question": "after"}
     spec = PolicySpec.parse("flags:x") if label == "flags" else one.spec
-    return Result(replace(one.row, **told), [] if problem else outcomes, [], spec)
+    return Result(replace(one.summary, **told), [] if problem else outcomes, [], spec)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +222,11 @@ def test_two_curves_lead(tmp_path):
     [text] = [one for one in leading(Comparison(tmp_path, "h2o", alone)) if "ppl" in one.title]
     assert (text.y_label, text.zero) == ("nats", None)
     for one, result in zip(text.lines[-1].points, sorted(made_up.BUDGETS), strict=True):  # of gates
-        [mean] = [e.row.mean for e in alone if (e.row.task, e.row.label, e.row.budget) == ("ppl", "mine", result)]
+        [mean] = [
+            e.summary.mean
+            for e in alone
+            if (e.summary.task, e.summary.label, e.summary.budget) == ("ppl", "mine", result)
+        ]
         assert one.y == pytest.approx(mean) and one.low < one.y < one.high
 
 

@@ -155,13 +155,13 @@ def test_every_policy_runs_with_the_adapter_of_the_gates(tiny_llama, tiny_tokeni
     comparison = compare(config, Console(file=io.StringIO()))
     _, loaded = load(tiny_tokenizer, limit=2, **SHORT)
     for result, policy in zip(comparison.results, ("full", f"flags:{tmp_path / 'export'}", None), strict=True):
-        assert result.row.problem is None and result.row.n == 2
+        assert result.summary.problem is None and result.summary.n == 2
         policy = policy or ag.policy("tova", 16, "every")
         for outcome, sample in zip(result.outcomes, loaded.samples, strict=True):
             text, cache = alone(adapted, policy, sample)
             assert (outcome.tags["generated"], outcome.tokens) == (len(text), cache.seen_tokens)
             assert outcome.kept == pytest.approx(cache.kept_share())
-    kept = [result.row.kept for result in comparison.results]
+    kept = [result.summary.kept for result in comparison.results]
     assert kept[0] == 1.0 and all(0 < share < 1 for share in kept[1:])
 
 
