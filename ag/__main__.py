@@ -12,6 +12,7 @@ COMMANDS = {
     "fit": "train gates, adapters, or both: ag fit recipe=quickstart",
     "plan": "memory and time of a training step, without weights or a GPU",
     "generate": "continue a text under a policy, and show what it saves",
+    "serve": "answer many clients of OpenAI's API at once",
     "compare": "policies on tasks at budgets: tables, tests and a page",
     "evaluate": "a run's gates on its own validation rows",
     "explain": "pictures of what policies keep, and why",

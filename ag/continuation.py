@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ag.commands.generate import GenerateConfig
+from ag.commands.shared import SharedPolicy
 from ag.config import ModelConfig
 from ag.config.command_line import Invocation
 from ag.engine import EvictionCache, Policy, policy
@@ -113,7 +114,7 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
         UserError: (ModelError, ExportError, ...) naming what is wrong and the fix.
     """
     text, policies = _read_prompt(config), _policies(config)
-    model, tokenizer = _load(config, next(iter(policies.values())).spec.path or config.gates)
+    model, tokenizer = load(config, next(iter(policies.values())).spec.path or config.gates)
     if config.chat and tokenizer.chat_template is None:
         raise UserError("chat=true: the model's tokenizer has no chat template; set chat=false.")
     if config.chat:
@@ -140,19 +141,31 @@ def _read_prompt(config: GenerateConfig) -> str:
         raise UserError(f"file={config.file}: {error}; expected a text file in UTF-8.") from error
 
 
-def _policies(config: GenerateConfig) -> dict[str, Policy]:
-    """Return the policies by name; unknown names and bad budgets are found before a model is loaded."""
+def read_policy(config: SharedPolicy) -> Policy:
+    """Return the policy that a command is told; unknown names and bad budgets are found before a model is loaded.
+
+    Raises:
+        UserError: naming the key, its value, and what was expected.
+    """
     spec = PolicySpec.parse(config.policy or ("gates" if config.gates else "full"))
     if config.gates and spec.path and Path(config.gates) != Path(spec.path):
         raise UserError(f"gates={config.gates} and policy={spec} name two exports; leave gates= out.")
-    spec = spec.with_gates(config.gates, "gates=EXPORT")
-    chosen = policy(spec, config.budget, config.schedule, **config.options)
-    found = {next(iter(named([config.policy or "gates"]))): chosen} if spec.evicts else {}
+    return policy(spec.with_gates(config.gates, "gates=EXPORT"), config.budget, config.schedule, **config.options)
+
+
+def _policies(config: GenerateConfig) -> dict[str, Policy]:
+    """Return the policies by name."""
+    chosen = read_policy(config)
+    found = {next(iter(named([config.policy or "gates"]))): chosen} if chosen.spec.evicts else {}
     return found | ({"full cache": policy("full")} if config.compare or not found else {})
 
 
-def _load(config: GenerateConfig, gates: str | None) -> tuple[Model, PreTrainedTokenizerBase]:
-    """Load the base model, with the adapter of exported gates where they have one, and the tokenizer."""
+def load(config: SharedPolicy, gates: str | None) -> tuple[Model, PreTrainedTokenizerBase]:
+    """Load the base model, with the adapter of exported gates where they have one, and the tokenizer.
+
+    Raises:
+        UserError: when no base model is named, or it cannot be loaded.
+    """
     base = export.read_info(gates)["base_model"] if gates else {"name": "", "revision": None}
     name = config.model or base["name"]
     if not name:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from ag.commands.shared import SharedDtype
+from ag.commands.shared import SharedPolicy
 from ag.config.command_line import keyed
-from ag.config.sections import BUDGET, key, mapping
+from ag.config.sections import key
 
 
 @dataclass
-class GenerateConfig(SharedDtype):
+class GenerateConfig(SharedPolicy):
     """The keys of ``python -m ag.generate``."""
 
-    gates: str | None = key(None, "folder of exported gates, which a policy named gates or flags uses")
-    policy: str | None = key(None, "what to evict, such as h2o or gates; null: gates where there are some, else full")
-    budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null")
-    schedule: str = key("prefill", "when something is evicted: prefill, blocks:m, every, steps:n, joined by +")
-    options: dict[str, Any] = mapping("options of the policy, as options.window=16")
-    adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
-    model: str | None = key(None, "hub id, local folder or alias, instead of the base model that the export names")
     prompt: str | None = key(
         None, "the text to continue", instead="put a text with these signs into a file and give file=PATH"
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from ag.config.sections import key
+from ag.config.sections import BUDGET, key, mapping
 from ag.plugins import load
 
 MODEL = "hub id, local folder, alias (smollm2, gemma3-270m), or random:llama-8b (random:PATH.json): random weights"
@@ -36,3 +36,16 @@ class SharedModel(SharedDtype):
     """The keys of a command that names this model itself."""
 
     model: str = key("smollm2", MODEL)
+
+
+@dataclass
+class SharedPolicy(SharedDtype):
+    """The keys of a command that runs one policy."""
+
+    gates: str | None = key(None, "folder of exported gates, which a policy named gates or flags uses")
+    policy: str | None = key(None, "what to evict, such as h2o or gates; null: gates where there are some, else full")
+    budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null")
+    schedule: str = key("prefill", "when something is evicted: prefill, blocks:m, every, steps:n, joined by +")
+    options: dict[str, Any] = mapping("options of the policy, as options.window=16")
+    adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
+    model: str | None = key(None, "hub id, local folder or alias, instead of the base model that the export names")

@@ -429,7 +429,11 @@ class Batcher:
 
     def _add(self, answer: Answer, logits: Tensor) -> bool:
         """Choose the next token of an answer; returns whether it goes on."""
-        token = answer.sampler(answer.text, logits)
+        try:
+            token = answer.sampler(answer.text, logits)
+        except Exception as error:  # such as probabilities that are none, at a temperature near 0
+            self._end(answer, None, error)
+            return False
         answer.text = torch.cat([answer.text, torch.tensor([token.id])])
         answer.stream.put(token)
         self.counts.tokens += 1

@@ -8,6 +8,7 @@ from ag.__main__ import COMMANDS
 
 SAID = {
     "generate": (["policy=mine=h2o", "budget=8", "prompt=x", "compare=true"], "mine\nfull cache\n"),
+    "serve": (["policy=h2o", "share=0.3", "memory=1.5GiB", "port=80"], "h2o: 1610612736 bytes, 127.0.0.1:80\n"),
     "explain": (["policies=[h2o,tova+caote]", "root=nowhere"], "h2o\ntova+caote\n"),
     "bench": (["prefill", "context=[64,128]"], "prefill: context 64, batch 1\nprefill: context 128, batch 1\n"),
     "models": (["gemma3-270m", "accept_license=gemma"], "gemma3-270m\n"),
@@ -16,6 +17,7 @@ SAID = {
 }
 WRONG = {
     "generate": ["policy=h3o", "prompt=x"],
+    "serve": ["policy=h2o"],
     "explain": ["policies=[flags]"],
     "bench": ["context=[0]"],
     "models": ["smollm2", "accept_license=gemma"],
@@ -32,7 +34,7 @@ def command(monkeypatch, tmp_path):
     monkeypatch.setattr("ag.model.base.resolve", lambda *_: pytest.fail("a model was fetched"))
 
     def run(name, words):
-        module = f"ag.{name}" if name not in ("bench", "evaluate") else f"ag.{name}.__main__"
+        module = f"ag.{name}" if name not in ("bench", "evaluate", "serve") else f"ag.{name}.__main__"
         code = import_module(module).main([*words, "--dry-run"])
         assert list(tmp_path.iterdir()) == []
         return code

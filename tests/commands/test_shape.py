@@ -39,5 +39,5 @@ def test_shared_keys_are_declared_once():
         schema, _ = declared(name)
         if schema is not Config and issubclass(schema, Shared):
             again[name] = shared & set(schema.__annotations__)
-    assert again.keys() == {"generate", "compare", "evaluate", "explain", "bench"}
+    assert again.keys() == {"generate", "serve", "compare", "evaluate", "explain", "bench"}
     assert set().union(*again.values()) == {"model"}

@@ -148,7 +148,14 @@ def test_an_error_concerns_its_own_request(tiny_llama, tiny_tokenizer, monkeypat
     (first,) = batcher.submit(Request(tokens=text(draw, 20), max_tokens=6))
     batcher.step()
     (broken,) = batcher.submit(Request(tokens=[200, 5], max_tokens=6))  # not in the vocabulary
+    undrawn = batcher.submit(Request(tokens=[7, 8], temperature=1e-42, n=2))
+    (late,) = batcher.submit(Request(tokens=[7, 8], max_tokens=6, temperature=1.0))
+    batcher.step()
+    monkeypatch.setattr(batcher._running[-1].sampler, "_draw", "no generator")
     finish(batcher)
+    for stream, error in zip([*undrawn, late], (RuntimeError, RuntimeError, TypeError), strict=True):
+        with pytest.raises(error):
+            read(stream)
     assert len(read(first)) == 6
     with pytest.raises(IndexError):
         read(broken)

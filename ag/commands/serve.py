@@ -1,0 +1,52 @@
+"""Answer clients of OpenAI's API: ``python -m ag.serve model=smollm2 policy=gates:smollm2 share=0.3 memory=2GiB``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ag.commands.shared import SharedPolicy
+from ag.config.command_line import keyed
+from ag.config.sections import key
+
+KEY_VARIABLE = "AG_API_KEY"
+UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+@dataclass
+class ServeConfig(SharedPolicy):
+    """The keys of ``python -m ag.serve``."""
+
+    share: float | None = key(None, "what the policy keeps of each prompt, instead of budget", low=0, high=1)
+    memory: str = key("1GiB", "for the keys and values of all requests, taken at once", words="bytes, MiB, GiB, MB, GB")
+    host: str = key("127.0.0.1", "address that it listens at; 0.0.0.0: every address of the machine")
+    port: int = key(8000, "port that it listens at; 0: one that is free", low=0, high=65535)
+    api_key: str | None = key(
+        None, f"what clients have to know; where others can see this line, set the variable {KEY_VARIABLE} instead"
+    )
+    served_name: str | None = key(None, "what clients call the model; null: the last part of its name")
+    prefill_tokens: int = key(512, "tokens of prompts that are read between two tokens of the answers", low=1)
+    batch: int = key(64, "most answers at once", low=1)
+    queue: int = key(256, "most requests that wait", low=1)
+    body_bytes: int = key(2**20, "longest body of a request", low=1)
+    answer_tokens: int = key(1024, "longest answer; a chat that asks for no other length may be as long", low=1)
+    wait_seconds: float = key(60.0, "longest time that a request waits before its prompt is read", low=0)
+    answer_seconds: float = key(600.0, "longest time from a request to the end of its answer, which is cut", low=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.share is not None and self.budget is not None:
+            raise ValueError(f"share={self.share} and budget={self.budget} say the same: leave one out")
+        if self.share is not None:
+            self.budget, self.share = self.share, None  # once: a dumped configuration is read again
+        if self.memory_bytes < 1:
+            raise ValueError(f"memory={self.memory}: expected bytes, such as 2GiB")
+
+    @property
+    def memory_bytes(self) -> int:
+        """What ``memory`` says; 0 where it says nothing."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", self.memory.strip().lower())
+        return int(float(found[1]) * UNITS.get(found[2], 0)) if found else 0
+
+
+main = keyed("ag.serve", ServeConfig, "ag.serve.server:run")

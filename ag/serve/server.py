@@ -1,0 +1,129 @@
+"""The server: a model, its batcher and its app under uvicorn, from the first request to the last."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from ag.commands.serve import KEY_VARIABLE, ServeConfig
+from ag.config.command_line import Invocation
+from ag.continuation import load, read_policy
+from ag.engine.pool import Pool
+from ag.errors import UserError
+from ag.serve.batcher import Batcher
+
+try:
+    import uvicorn
+
+    from ag.serve.app import Limits, Service
+    from ag.serve.worker import where
+except ModuleNotFoundError as error:
+    raise UserError(f"ag.serve needs {error.name}: pip install 'ag[serve]'.") from error
+
+DRAIN_SECONDS = 24.0  # which running answers have after SIGTERM; orchestrators kill after 30
+CLOSE_SECONDS = 2  # which the connections have after that
+CONNECTIONS = 1024  # at once; more are refused
+
+
+class Server(uvicorn.Server):
+    """A server that answers what it has begun before it ends.
+
+    Args:
+        service: whose app it serves.
+        config: of uvicorn.
+    """
+
+    def __init__(self, service: Service, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._service = service
+        self._end: float | None = None  # when running answers are given up
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take no more requests after SIGTERM or Ctrl-C; end at once when it comes again."""
+        if self._end is not None:
+            self.should_exit = self.force_exit = True
+            return
+        self._service.draining = True
+        self._end = time.monotonic() + DRAIN_SECONDS
+
+    async def on_tick(self, counter: int) -> bool:
+        """Tell, ten times a second, whether to end."""
+        if self._end is not None:
+            over = time.monotonic() > self._end
+            if over:
+                self._service.worker.cancel()
+            self.should_exit |= over or not self._service.worker.open
+        return await super().on_tick(counter)
+
+
+def run(asked: Invocation[ServeConfig]) -> int:
+    """Serve until SIGTERM or Ctrl-C; returns the exit code."""
+    config = asked.config
+    chosen = read_policy(config)
+    if asked.dry_run:
+        print(f"{chosen.spec}: {config.memory_bytes} bytes, {config.host}:{config.port}")
+        return 0
+    model, tokenizer = load(config, chosen.spec.path or config.gates)
+    batcher = Batcher(
+        model,  # type: ignore[arg-type]  # of PEFT, which passes all on
+        tokenizer,
+        chosen,
+        Pool(model, config.memory_bytes),
+        prefill_tokens=config.prefill_tokens,
+        batch=config.batch,
+        queue=config.queue,
+    )
+    limits = Limits(config.body_bytes, config.answer_tokens, config.wait_seconds, config.answer_seconds)
+    name = config.served_name or Path(config.model or str(model.config.name_or_path)).name
+    service = Service(batcher, name, limits, config.api_key or os.environ.get(KEY_VARIABLE) or None)
+    _log()
+    listener = _listen(config.host, config.port)
+    host, port = listener.getsockname()[:2]
+    print(f"ag.serve: {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    if service.api_key is None and host not in ("127.0.0.1", "::1"):
+        print(f"ag.serve: warning: host={host} without api_key: everybody who reaches it may ask", file=sys.stderr)
+    settings = uvicorn.Config(
+        service.app(),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        limit_concurrency=CONNECTIONS,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
+    )
+    Server(service, settings).run([listener])
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that connections can come to.
+
+    Raises:
+        UserError: when the address is not of this machine, or taken.
+    """
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise UserError(f"host={host} port={port}: {error.strerror}; expected an address of this machine and a free "
+                        "port; port=0 finds one.") from None  # fmt: skip
+
+
+class _Line(logging.Formatter):
+    """One line each, errors by their type and place alone: their texts may quote prompts."""
+
+    def formatException(self, info: tuple[type[BaseException], BaseException, TracebackType | None]) -> str:  # type: ignore[override]  # noqa: D102,N802,E501
+        return where(info[1])
+
+
+def _log() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Line("%(asctime)s %(message)s"))
+    for name, level in (("ag.serve", logging.INFO), ("uvicorn", logging.WARNING)):
+        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).propagate = False
