@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from ag.config.recipes import RECIPES, load_config
 from ag.config.schema import Config
 from ag.gates import export, folder
 from ag.gates.export import ExportError
-from tests.support import ROOT
 from tests.support.refused import refuses
 
 NAMES = folder.shipped()
@@ -39,13 +37,6 @@ def test_each_is_what_its_recipe_trains() -> None:
         recipe = load_config(RECIPES / "fit" / f"{name}_remember.yaml", Config)
         assert ag.AttentionGates.from_pretrained(name).config == recipe.gate
         assert recipe.export.weights == "int8" == export.read_info(name)["weights"]
-
-
-def test_each_is_packed() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    for name in NAMES:
-        assert f"ag.recipes.gates.{name}" in project["packages"]
-        assert project["package-data"][f"ag.recipes.gates.{name}"] == ["*"]
 
 
 def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.training.loggers import read_metrics
 from tests.gpu.cases import REHEARSAL
+from tests.support.command import weights as weights
 from tests.support.undrawn import UNDRAWN
 from tests.support.warm import started
 
@@ -50,13 +51,6 @@ def _fit(arguments: list[str], alone: bool) -> None:
         command = [python, *program, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-4000:]
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    """Return the trained weights in the newest checkpoint."""
-    state = torch.load(checkpoints(run)[0], weights_only=True, map_location="cpu")
-    found: dict[str, torch.Tensor] = state["state_dict"]
-    return found
 
 
 def check_losses(run: Path) -> list[float]:

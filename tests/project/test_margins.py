@@ -68,9 +68,9 @@ def test_report_names_the_smallest_margin_and_what_failed(capsys):
     assert ["failed", "a.py::test_max", "avx2-2-0"] in lines
 
 
-KERNELS = [f"kernels/test_{name}.py" for name in ("row_statistics", "column_sums", "gated_attention", "gated_prefill")]
-KERNELS += [f"kernels/test_{name}.py" for name in ("hard_inputs", "paged_decode", "paged_attend", "gemv")]
-ENGINE = ["engine/test_precision.py", "engine/test_wrappers.py", "engine/test_scorers.py"]  # of short sums
+#: What is compiled for the processor, every kernel on the hardest inputs, and the engine's sums.
+FEW = [f"kernels/test_{name}.py" for name in ("row_statistics", "paged_decode", "paged_attend", "gemv", "hard_inputs")]
+FEW.append("engine/test_precision.py")
 
 
 @pytest.mark.slow
@@ -79,6 +79,6 @@ def test_numbers_do_not_depend_on_the_machine(tmp_path, capsys):
     """One round under the lowest instruction set, with two threads, other random numbers, in another order."""
     lowest = SWEEP.available()[0]
     run = SWEEP.Run(lowest, 2, 1)
-    shares = SWEEP.measured(run, [str(TESTS / file) for file in KERNELS + ENGINE] + ["-m", "not slow"], tmp_path, None)
+    shares = SWEEP.measured(run, [str(TESTS / file) for file in FEW] + ["-m", "not slow"], tmp_path, None)
     assert len(shares) > 100
     assert SWEEP.report({run: shares}, 1.0), capsys.readouterr().out

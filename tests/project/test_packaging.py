@@ -180,9 +180,9 @@ def test_wheel_holds_our_folders_below_ag_only(wheel_names: list[str]) -> None:
         "ag/evaluate/comparison/page_files/page.html",
     ):
         assert name in wheel_names
-    recipes = {f"ag/recipes/{path.relative_to(ROOT / 'recipes')}" for path in (ROOT / "recipes").rglob("*.yaml")}
-    assert recipes <= set(wheel_names)
-    assert {name.split("/")[2] for name in recipes} == {"fit", "compare"}
+    shipped = [path for path in (ROOT / "recipes").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert {path.suffix for path in shipped} >= {".yaml", ".safetensors"}
+    assert {f"ag/recipes/{path.relative_to(ROOT / 'recipes')}" for path in shipped} <= set(wheel_names)
     assert not [name for name in wheel_names if "__pycache__" in name]
 
 
@@ -202,12 +202,6 @@ def test_malicious_lightning_releases_are_excluded() -> None:
     (lightning,) = (d for d in DEPENDENCIES if d.name == "lightning")
     assert not lightning.specifier.contains("2.6.2") and not lightning.specifier.contains("2.6.3")
     assert lightning.specifier.contains("2.6.4")
-
-
-def test_oldest_supported_versions_are_allowed() -> None:
-    bounds = {d.name: d.specifier for d in DEPENDENCIES}
-    assert bounds["torch"].contains("2.11.0") and bounds["transformers"].contains("5.17.0")
-    assert not bounds["transformers"].contains("6.0.0")
 
 
 def test_pins_satisfy_the_bounds() -> None:

@@ -25,6 +25,7 @@ TWINS = {
     "mistral_cpt": "redpajama_cpt",
     "kernels_tuned": "kernels",  # in the interpreter nothing is timed
 }
+SMALLEST = ROOT / "tests" / "gpu" / "test_smallest.py"
 TESTS = {"engine", "smallest"}  # files that `check` starts; all files are run by test_the_tests_of_a_card
 FEWER = """
 
@@ -65,9 +66,9 @@ def checkout(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # beside other work
 def test_the_tests_of_a_card():
-    """A card meets tests that work: they run in Triton's interpreter."""
+    """A card meets tests that work: they run in Triton's interpreter; the smallest ones below."""
     pytest.importorskip("triton", reason="needs Triton")
-    passed(ROOT / "tests" / "gpu", AG_GPU_REHEARSAL="1")
+    passed(SMALLEST.parent, f"--ignore={SMALLEST}", AG_GPU_REHEARSAL="1")
 
 
 @pytest.mark.slow
@@ -109,7 +110,7 @@ def test_the_whole_command_rehearsed_on_a_cpu(checkout, tmp_path):
 def test_kernels_are_tested_without_the_packages_of_training():
     """Every file is collected; the smallest case of each kernel runs, in Triton's interpreter."""
     pytest.importorskip("triton", reason="needs Triton's interpreter")
-    words = ("-p", "tests.support.absent", "-k", "smallest", ROOT / "tests" / "gpu")
+    words = ("-p", "tests.support.absent", "-k", "smallest", SMALLEST.parent)
     said = passed(*words, AG_GPU_REHEARSAL="1", PYTHONPATH=".")
     passes = re.search(r"(\d+) passed, 1 skipped", said)
     assert passes and int(passes[1]) >= len(table.KERNELS) and "needs bitsandbytes" in said

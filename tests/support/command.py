@@ -86,5 +86,6 @@ def same_weights(run: Path, expected: Path, moved: Path) -> None:
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """Trained weights in the newest checkpoint."""
-    state: dict[str, torch.Tensor] = torch.load(checkpoints(run)[0], weights_only=True)["state_dict"]
-    return state
+    state = torch.load(checkpoints(run)[0], weights_only=True, map_location="cpu")
+    found: dict[str, torch.Tensor] = state["state_dict"]
+    return found

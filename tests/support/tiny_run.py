@@ -19,9 +19,10 @@ from lightning import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ag.callbacks import AtomicCheckpointIO, NonFiniteError, build
+from ag.callbacks import NonFiniteError
 from ag.config import CheckpointConfig, Config, TrainerConfig
-from ag.training.loggers import build_loggers
+from ag.config.sections import WandbConfig
+from ag.run import build_trainer
 
 LAYERS, HEADS, TOKENS, WIDTH = 3, 2, 10, 4
 
@@ -138,31 +139,11 @@ def fit(
         checkpoint=CheckpointConfig(**(checkpoint or {})),
         trainer=TrainerConfig(**{"progress": False, "accelerator": "cpu", **(trainer or {})}),
         logger=logger or ["csv"],
+        wandb=WandbConfig(offline=True),
     )
-    config.wandb.offline = True
-    settings = config.trainer
     tiny = Tiny(**(module or {}))
     tiny.val_loss = val_loss or tiny.val_loss
-    runner = Trainer(
-        accelerator=settings.accelerator,
-        devices=settings.devices,
-        strategy=settings.strategy,
-        max_epochs=settings.max_epochs,
-        max_steps=settings.max_steps,
-        accumulate_grad_batches=settings.accumulate,
-        gradient_clip_val=settings.clip,
-        val_check_interval=settings.val_every * settings.accumulate or None,
-        check_val_every_n_epoch=None if settings.val_every else 1,
-        log_every_n_steps=settings.log_every,
-        enable_progress_bar=settings.progress,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        callbacks=build(config, run_dir),
-        plugins=[AtomicCheckpointIO()],
-        logger=build_loggers(config, run_dir),
-        default_root_dir=run_dir,
-    )
+    runner = build_trainer(config, run_dir)
     runner.fit(tiny, loader(batches), loader(2), ckpt_path=ckpt_path, weights_only=True)
     return runner, tiny
 
