@@ -128,7 +128,7 @@ class Decision:
         wrong = (found & NOT_FINITE).any(-1).any(-1)
         if wrong.any():
             self._refuse_scores(layers[int(wrong.long().argmax())])
-        self._note_over((found & OVER).any(-1).any(0), "more tokens per KV head (sinks, recent, window)")
+        self._note_over((found & OVER).any(-1).any(0), "more tokens per KV head (sinks, recent, window, protect)")
 
     # ---- a part of a cache, see ag.stateful.Stateful
 
@@ -181,6 +181,7 @@ class Decision:
                     f"{type(scorer).__name__}.{what} of {self.policy!r} gave {gave} in layer {seen.layer}: expected a "
                     f"tensor [B, Hkv, N], here {list(valid.shape)}."
                 )
+        protected = protected if seen.stays is None else protected | seen.stays
         second, first_share = scorer.second(seen, score) or (None, 1.0)
         ballot = Ballot(
             score,
@@ -227,10 +228,12 @@ class Decision:
         if self.policy.strict:
             raise UserError(
                 f"{self.policy!r}: {int(ballot.capacity[row])} tokens per KV head are fewer than the "
-                f"{int(ballot.fixed[row])} that it protects (sinks, recent, window); give a larger budget, protect "
-                "less, or leave strict=True out, so that they stay."
+                f"{int(ballot.fixed[row])} that it protects (sinks, recent, window, protect); give a larger budget, "
+                "protect less, or leave strict=True out, so that they stay."
             )
-        self._note_over(tight.cpu(), f"{int(ballot.fixed[row])} tokens per KV head (sinks, recent, window), more")
+        self._note_over(
+            tight.cpu(), f"{int(ballot.fixed[row])} tokens per KV head (sinks, recent, window, protect), more"
+        )
         ballot.capacity = ballot.fixed.where(tight, ballot.capacity)
 
     def _note_over(self, over: Tensor, much: str) -> None:

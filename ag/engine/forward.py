@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
@@ -68,6 +68,21 @@ class Forward(Holdings, Interceptor):
             UserError: when the tokens do not go on from those seen.
         """
         self.text.expect(valid, tokens)
+
+    def protect(self, spans: Sequence[Any]) -> None:
+        """Let tokens stay whatever the policy says of them, until :meth:`reset`: a system prompt, say.
+
+        They count in the budget, like sinks. A model's sliding window hides them in its layers all the same. Another
+        call replaces what this one says.
+
+        Args:
+            spans: pairs (first token, the one behind the last) of each sequence's own tokens, counted from 0, or for
+                each sequence a list of such pairs. What is gone already does not come back.
+
+        Raises:
+            UserError: for a pair that is none, or lists for another number of sequences.
+        """
+        self.text.protect(spans)
 
     def saw(self, tokens: Tensor) -> None:
         """Take note of the text ``[B, T]`` that went by; ``model.generate`` calls it."""

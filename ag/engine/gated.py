@@ -52,11 +52,13 @@ class GatedLayer(EvictionLayer):
     # ---- what the stages ask
 
     def _flags(self, step: Step) -> Tensor | None:
-        """Return the flags ``[B, Hkv, T]`` of the new tokens, 1 for sinks; None: the gate was not asked, all stay."""
+        """Return the flags ``[B, Hkv, T]`` of the new tokens, 1 where they stay anyway; None: not asked, all stay."""
         config = self.gates.config
         if step.logits is None:
             return None
-        flags = self.gates.flags(step.logits)
+        flags, stays = self.gates.flags(step.logits), step.now.stays(step.now.ranks)
+        if stays is not None:
+            flags = flags | stays[:, None]
         if step.now.lowest_rank >= config.sink_tokens:
             return flags
         return flags | (step.now.ranks < config.sink_tokens)[:, None]

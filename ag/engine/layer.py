@@ -558,6 +558,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
                 sliding_window=call.window,
                 gate=None if gate is None else gate.masked_fill(~filled, 0.0),
                 prompt_lengths=now.prompt_lengths,
+                stays=now.stays(ranks),
                 decoding=not now.reading,
                 precise=self.policy.scorer is not None and self.policy.scorer.needs.precise,
                 recorded=MappingProxyType(self.memory),

@@ -163,6 +163,7 @@ class Context:
         sliding_window: of the model's layer, or None.
         gate: probabilities ``[B, Hkv, N]`` of the layer's gate, or None.
         prompt_lengths: ``[B]`` long, own tokens of each prompt as far as they are known; None: all tokens seen.
+        stays: ``[B, Hkv, N]`` bool, tokens that the caller protects; None: none.
         decoding: whether the prompt is over.
         precise: whether the logits of a prompt's last queries, and of a short prompt, are products in float64.
         recorded: what the scorer noted, tensors ``[..., N]`` whose last dimension is that of the keys (tokens that came
@@ -181,6 +182,7 @@ class Context:
     sliding_window: int | None = None
     gate: Tensor | None = None
     prompt_lengths: Tensor | None = None
+    stays: Tensor | None = None
     decoding: bool = False
     precise: bool = False
     recorded: Mapping[str, Tensor] | None = None
@@ -206,6 +208,8 @@ class Observation:
         self.layer, self.gate, self.decoding, self.recorded = (
             context.layer, context.gate, context.decoding, context.recorded
         )  # fmt: skip
+        #: Tokens ``[B, Hkv, N]`` that the caller protects; None: none.
+        self.stays = context.stays
         self._turn, self._output, self._memo_of_pass = context.turn, context.output, context.memo_of_pass
         self._precise = context.precise and not context.decoding
         self.scaling, self.sliding_window = context.scaling, context.sliding_window

@@ -68,6 +68,7 @@ class Pass(Tokens):
         seen: columns of the input that went by with the forward pass.
         prompt_columns: columns of the prompt.
         prompt_lengths: ``[B]`` long, own tokens of each prompt, as far as they are known.
+        protected: ``[B, L]`` bool, which of the first L own tokens never go; None: none is protected so.
         lengths: the ``counts``, worked out once.
         due: ``[B]`` bool, sequences of which something may go after these tokens; None: of none.
         every_due: whether those are all sequences.
@@ -89,6 +90,7 @@ class Pass(Tokens):
     prompt_columns: int
     prompt_lengths: Tensor
     lengths: Tensor
+    protected: Tensor | None = None
     due: Tensor | None = None
     every_due: bool = False
     positions: Tensor | None = None
@@ -102,6 +104,14 @@ class Pass(Tokens):
     def completes_prompt(self) -> bool:
         """Whether the prompt is over after these tokens, and none of them follows it."""
         return self.reading and self.ends_prompt
+
+    def stays(self, ranks: Tensor) -> Tensor | None:
+        """Return which tokens of these ranks ``[B, ..., N]`` never go, bool of the same shape; None: none."""
+        if self.protected is None or not self.protected.shape[1]:
+            return None
+        inside = (ranks >= 0) & (ranks < self.protected.shape[1])
+        places = ranks.where(inside, 0).long().flatten(1)
+        return inside & self.protected.gather(1, places).view(ranks.shape)
 
     def to(self, device: torch.device) -> Self:
         """Return the same on another device."""

@@ -42,6 +42,8 @@ class Text(Attributes):
     prompt_columns: int
     #: ``[B]`` long, own tokens of each prompt, as far as they are known.
     prompt_lengths: Tensor
+    #: ``[B, L]`` bool, which of the first L own tokens never go, whatever the policy; None: none is protected so.
+    protected: Tensor | None
     _unpadded: int  # columns that came without padding: each sequence has at least so many own tokens
     _right_padded: bool  # whether some sequence ends with padding in the last forward pass
     _gaps: bool  # whether one did in any
@@ -63,7 +65,7 @@ class Text(Attributes):
         **dict.fromkeys(("valid", "prompt_lengths", "_decided"), Tensor),
         **dict.fromkeys(("before", "prompt_columns", "_unpadded", "_number", "_settled"), int),
         **dict.fromkeys(("_right_padded", "_gaps"), bool),
-        **dict.fromkeys(("_expected", "_ids", "_ends", "_settled_for"), Tensor | None),
+        **dict.fromkeys(("protected", "_expected", "_ids", "_ends", "_settled_for"), Tensor | None),
         "_decisions": tuple,
     }
 
@@ -75,7 +77,7 @@ class Text(Attributes):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.now = self._expected = self._ids = self._ends = self._settled_for = None
+        self.now = self.protected = self._expected = self._ids = self._ends = self._settled_for = None
         self.valid, self.prompt_lengths = torch.empty(0, 0, dtype=torch.bool), torch.empty(0, dtype=torch.long)
         self.before = self.prompt_columns = self._unpadded = self._number = self._settled = 0
         self._right_padded = self._gaps = False
@@ -120,6 +122,19 @@ class Text(Attributes):
                 f"The tokens that model.generate was given differ from those that this cache has seen, from column "
                 f"{int(differs.long().argmax())} on: {again}."
             )
+
+    def protect(self, spans: Sequence[Any]) -> None:
+        """Let tokens stay; see :meth:`ag.engine.forward.Forward.protect`."""
+        found = [_marked(x) for x in spans] if any(isinstance(x, list) for x in spans) else [_marked(spans)]
+        longest = max(map(len, found))
+        marks = torch.stack([F.pad(x, (0, longest - len(x))) for x in found])
+        self.protected = self._of_each(marks, len(self.valid)) if self.seen else marks
+
+    def _of_each(self, marks: Tensor, count: int) -> Tensor:
+        """Return marks ``[count, L]`` of all sequences: each prompt's for all of its beams, or one prompt's for all."""
+        if count % len(marks):
+            raise UserError(f"protect: spans for {len(marks)} sequences: expected one list of spans, or {count} lists.")
+        return marks.repeat_interleave(count // len(marks), 0).to(self.valid.device)
 
     # ---- a forward pass
 
@@ -191,7 +206,8 @@ class Text(Attributes):
         """Return what the next step depends on: addresses, and the columns that tables of all tokens have room for."""
         self.reserve(1)
         assert self._ahead is not None
-        return self.next_ranks().data_ptr(), self._ahead.data_ptr(), self.seen // AHEAD
+        marks = 0 if self.protected is None else self.protected.data_ptr()
+        return self.next_ranks().data_ptr(), self._ahead.data_ptr(), marks, self.seen // AHEAD
 
     @property
     def ends(self) -> bool:
@@ -227,6 +243,8 @@ class Text(Attributes):
         if len(whole) != len(new):  # beams: each prompt comes several times
             whole = whole.repeat_interleave(len(new) // len(whole), 0)
         self.prompt_columns, self.prompt_lengths = whole.shape[1], whole.sum(1)
+        if self.protected is not None:
+            self.protected = self._of_each(self.protected, len(new)).to(new.device)
 
     def blocks(self) -> Iterator[Tensor] | None:
         """Cut a prompt into the blocks of the schedule, and what comes with it (a draft) off; None: it stays whole.
@@ -276,6 +294,7 @@ class Text(Attributes):
             seen=self.seen,
             prompt_columns=self.prompt_columns,
             prompt_lengths=self.prompt_lengths,
+            protected=self.protected,
             lengths=tokens.counts if lengths is None else lengths,
             due=due,
             every_due=every,
@@ -495,6 +514,7 @@ class Text(Attributes):
         self.valid = valid[:, int(valid.any(0).long().argmax()) :]  # without columns of texts that left
         self.before = self.prompt_columns = self._settled = self.seen
         self.prompt_lengths = torch.cat([x.prompt_lengths.to(device) for x in (self, other)])
+        self.protected = _marks_of_both(self, other)
         self._unpadded, self._right_padded, self._gaps = min(self._unpadded, other._unpadded), False, True
         self.now = self._expected = self._ids = self._ends = self._settled_for = None
 
@@ -503,7 +523,7 @@ class Text(Attributes):
         self._counters = self._ahead = None
         if self._ids is not None and len(self._ids) != len(self.valid):  # beams are more than the text has rows
             self._ids = None
-        for name in ("valid", "prompt_lengths", "_ids", "_settled_for"):
+        for name in ("valid", "prompt_lengths", "protected", "_ids", "_settled_for"):
             x = getattr(self, name)
             setattr(self, name, None if x is None else x[indices.to(x.device)])
         if len(self._decided):
@@ -522,3 +542,33 @@ class Text(Attributes):
         kinds = (int, int, Tensor | None)
         if not all(len(x) == 3 and all(map(isinstance, x, kinds)) for x in self._decisions):
             raise ValueError("_decisions")
+        if self.protected is not None and (self.protected.dtype, len(self.protected)) != (torch.bool, len(self.valid)):
+            raise ValueError("protected")
+
+
+def _marked(spans: Sequence[Any]) -> Tensor:
+    """Return ``[L]`` bool, which own tokens lie in spans ``(first, behind the last)``."""
+    for span in spans:
+        whole = len(span) == 2 and all(isinstance(x, int) for x in span) if isinstance(span, tuple) else False
+        if not whole or not 0 <= span[0] < span[1]:
+            raise UserError(
+                f"protect: {span!r}: expected pairs (first token, the one behind the last), such as (0, 40), or for "
+                "each sequence a list of such pairs."
+            )
+    marks = torch.zeros(max((behind for _, behind in spans), default=0), dtype=torch.bool)
+    for first, behind in spans:
+        marks[first:behind] = True
+    return marks
+
+
+def _marks_of_both(one: Text, other: Text) -> Tensor | None:
+    """Return what is protected in two texts, one below the other."""
+    if one.protected is None and other.protected is None:
+        return None
+    device = one.valid.device
+    marks = [
+        torch.zeros(len(x.valid), 0, dtype=torch.bool, device=device) if x.protected is None else x.protected.to(device)
+        for x in (one, other)
+    ]
+    longest = max(x.shape[1] for x in marks)
+    return torch.cat([F.pad(x, (0, longest - x.shape[1])) for x in marks])
