@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from contextlib import suppress
@@ -28,6 +29,7 @@ from ag.engine.step import decode
 from ag.errors import BudgetWarning, UserError
 from ag.gates import export
 from ag.model import base as models
+from ag.model import chat
 from ag.model.geometry import fingerprint
 
 if TYPE_CHECKING:
@@ -113,13 +115,15 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
     Raises:
         UserError: (ModelError, ExportError, ...) naming what is wrong and the fix.
     """
-    text, policies = _read_prompt(config), _policies(config)
+    text, policies, protected = _read_prompt(config), _policies(config), _spans(config)
     model, tokenizer = load(config, next(iter(policies.values())).spec.path or config.gates)
     if config.chat and tokenizer.chat_template is None:
         raise UserError("chat=true: the model's tokenizer has no chat template; set chat=false.")
     if config.chat:
         messages = [{"role": "user", "content": text}]
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        if "template" in config.protect:
+            protected += chat.spans(tokenizer, text, messages, ["template"])
     ids = tokenizer(text, add_special_tokens=not config.chat, return_tensors="pt", verbose=False)["input_ids"]
     context, length = model.config.get_text_config().max_position_embeddings, ids.shape[1]
     if not 0 < length <= context - config.max_new_tokens:
@@ -127,7 +131,9 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
             f"The prompt has {length} tokens: expected 1 to {context - config.max_new_tokens}, which leave room for "
             f"max_new_tokens={config.max_new_tokens} in the model's context."
         )
-    return {name: _generate(model, tokenizer, ids.long(), policy, config) for name, policy in policies.items()}
+    return {
+        name: _generate(model, tokenizer, ids.long(), policy, protected, config) for name, policy in policies.items()
+    }
 
 
 def _read_prompt(config: GenerateConfig) -> str:
@@ -151,6 +157,18 @@ def read_policy(config: SharedPolicy) -> Policy:
     if config.gates and spec.path and Path(config.gates) != Path(spec.path):
         raise UserError(f"gates={config.gates} and policy={spec} name two exports; leave gates= out.")
     return policy(spec.with_gates(config.gates, "gates=EXPORT"), config.budget, config.schedule, **config.options)
+
+
+def _spans(config: GenerateConfig) -> list[tuple[int, int]]:
+    """Return the spans of tokens that ``protect`` names by numbers."""
+    found = []
+    for word in config.protect:
+        ends = re.fullmatch(r"(\d+)-(\d+)", word)
+        if ends:
+            found.append((int(ends[1]), int(ends[2])))
+        elif word != "template" or not config.chat:
+            raise UserError(f"protect={word}: expected spans such as 0-40, or template with chat=true.")
+    return found
 
 
 def _policies(config: GenerateConfig) -> dict[str, Policy]:
@@ -191,7 +209,12 @@ class _Clock(BaseStreamer):
 
 
 def _generate(
-    model: Model, tokenizer: PreTrainedTokenizerBase, ids: Tensor, policy: Policy, config: GenerateConfig
+    model: Model,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Tensor,
+    policy: Policy,
+    protected: list[tuple[int, int]],
+    config: GenerateConfig,
 ) -> Generation:
     policy = policy.with_tokenizer(tokenizer)
     with suppress(UserError), warnings.catch_warnings():  # a policy may refuse so short a prompt, or say things of it
@@ -199,6 +222,7 @@ def _generate(
         _continue(model, EvictionCache(model, policy), ids[:, :WARM_PROMPT], replace(config, max_new_tokens=WARM_NEW))
     torch.manual_seed(config.seed)
     cache = EvictionCache(model, policy)
+    cache.protect(protected)
     new, (start, first, *_, last) = _continue(model, cache, ids, config)
     size = fingerprint(model.config)
     entry = size["num_layers"] * size["num_kv_heads"] * size["head_dim"] * next(model.parameters()).element_size()

@@ -18,6 +18,9 @@ class GenerateConfig(SharedPolicy):
     )
     file: str | None = key(None, "file with that text, instead of prompt")
     chat: bool = key(False, "put the text into the tokenizer's chat template, as a user's message")
+    protect: list[str] = key(
+        [], "tokens of the prompt that never go: spans such as 0-40, or template, what chat=true adds to the text"
+    )
     max_new_tokens: int = key(64, "longest continuation in tokens", low=1)
     temperature: float = key(0.0, "0: always the likeliest token; above: sample at this temperature", low=0)
     top_p: float = key(1.0, "sample from the likeliest tokens that together have this probability", low=0, high=1)

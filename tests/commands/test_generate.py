@@ -164,6 +164,17 @@ def test_chat_template(folder, tiny_llama, tiny_tokenizer, tmp_path):
     chat = generate(config(folder, model=str(tmp_path), chat=True))["gates"]
     by_hand = generate(config(folder, prompt=f"[user] {PROMPT}\n>"))["gates"]
     assert (chat.text, chat.prompt_tokens) == (by_hand.text, by_hand.prompt_tokens)
+    gone = [
+        generate(config(folder, model=str(tmp_path), chat=True, protect=protect))["gates"].evicted
+        for protect in ([], ["template"], ["0-7", f"{7 + len(PROMPT)}-{9 + len(PROMPT)}"], ["0-400"])
+    ]
+    assert gone[0] > gone[1] == gone[2] > gone[3] == 0
+
+
+@pytest.mark.parametrize("word", ["template", "7", "system", "3-x"])
+def test_what_cannot_be_protected(folder, word):
+    with pytest.raises(UserError, match=f"protect={word}: expected spans such as 0-40"):
+        generate(config(folder, protect=[word]))
 
 
 @pytest.mark.parametrize(
