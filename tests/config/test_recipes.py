@@ -61,7 +61,7 @@ def flat(name: str) -> dict[str, object]:
 
 
 def test_the_list_of_recipes_is_complete() -> None:
-    assert list(recipes("ag.fit")) == sorted([*ABLATIONS, *TASKS, *CPT, *OTHERS])
+    assert list(recipes("ag.fit")) == list(recipes("ag.plan")) == sorted([*ABLATIONS, *TASKS, *CPT, *OTHERS])
     assert list(recipes("ag.compare")) == sorted(COMPARISONS)
     assert recipes("ag.generate") == {}
 

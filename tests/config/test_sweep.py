@@ -102,13 +102,14 @@ def share_folder(place):
     return folder
 
 
-def test_signal_reaches_the_run_and_ends_the_sweep(place):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_reaches_the_run_and_ends_the_sweep(place, signum):
     process = worker("0/1", WAIT="60")
     wait_for(lambda: seeds(place) == [0])
-    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signum)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGUSR1 and seeds(place) == [0]
-    assert f"exit {-signal.SIGUSR1}" in out
+    assert process.returncode == 128 + signum and seeds(place) == [0]
+    assert f"exit {-signum}" in out
 
 
 def test_failed_run_is_tried_again_by_the_same_command(place, monkeypatch, capsys):

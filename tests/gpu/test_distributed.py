@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gpu.cases import DEVICE
+from tests.gpu.cases import DEVICE, REHEARSAL
 from tests.gpu.runs import check_losses, continued, train, weights
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +16,7 @@ def alone(recipe, tmp_path_factory):
     return train(recipe, tmp_path_factory.mktemp("alone"), alone=True)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", *([] if REHEARSAL else ["fsdp2"])])  # on gloo: tests/integration
 def test_one_rank_is_a_run_alone(recipe, alone, tmp_path, strategy):
     """Losses, resuming and the export; checkpointed activations and LoRA take part."""
     run = train(recipe, tmp_path, f"trainer.strategy={strategy}", alone=True)
