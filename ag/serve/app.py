@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -28,6 +28,7 @@ from ag.errors import UserError
 from ag.serve.batcher import Batcher, Busy
 from ag.serve.detokenizer import Detokenizer
 from ag.serve.metrics import Metrics
+from ag.serve.page import page
 from ag.serve.protocol import FORMS, ApiError, Asked, ChatAsked, CompletionAsked, Form, as_json, parse, usage
 from ag.serve.request import Request
 from ag.serve.worker import Answers, Piece, StoppedError, WaitedError, Worker, where
@@ -70,6 +71,8 @@ class Service:
     def __init__(self, batcher: Batcher, name: str, limits: Limits, api_key: str | None = None) -> None:
         self.name, self.limits, self.api_key = name, limits, api_key
         self.tokenizer, self.model = batcher.tokenizer, batcher.model
+        self._policy = str(batcher.policy.spec) + (f" {batcher.policy.budget}" if batcher.policy.budget else "")
+        self._page = page()
         self._metrics = Metrics(batcher.snapshot)
         self.worker = Worker(batcher, self._metrics.timed)
         self.began = int(time.time())
@@ -97,8 +100,10 @@ class Service:
         guarded.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         guarded.add_api_route("/v1/completions", self.completions, methods=["POST"])
         guarded.add_api_route("/metrics", self.metrics, methods=["GET"])
+        guarded.add_api_route("/live", self.live, methods=["GET"])
         app.include_router(guarded)
         app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/", self.page, methods=["GET"])  # its script asks for the key
         app.add_exception_handler(ApiError, refuse)
         app.add_exception_handler(HTTPException, refuse)
         return app
@@ -107,8 +112,18 @@ class Service:
 
     async def health(self) -> Response:
         """Tell whether requests are taken: 200, or 503."""
-        status = "failed" if self.worker.failed else "draining" if self.draining else "ok"
-        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+        return JSONResponse({"status": self._status()}, 200 if self._status() == "ok" else 503)
+
+    async def page(self) -> Response:
+        """Show what :meth:`live` tells."""
+        text, rules = self._page
+        return Response(text, media_type="text/html", headers={"Content-Security-Policy": rules})
+
+    async def live(self) -> Response:
+        """Tell the page what is going on."""
+        now = self.worker.batcher.snapshot()
+        told = asdict(now) | asdict(now.counts) | {"model": self.name, "policy": self._policy, "status": self._status()}
+        return JSONResponse(told | {"counts": None, "ended": now.counts.ended.total(), "seconds": time.monotonic()})
 
     async def metrics(self) -> Response:
         """Tell Prometheus."""
@@ -282,6 +297,9 @@ class Service:
     def _check_model(self, name: str) -> None:
         if name != self.name:
             raise ApiError(404, f"model={name[:200]!r}: expected {self.name!r}.", "model", "model_not_found")
+
+    def _status(self) -> str:
+        return "failed" if self.worker.failed else "draining" if self.draining else "ok"
 
     def _model(self) -> Model:
         return Model(id=self.name, created=self.began, object="model", owned_by="ag")

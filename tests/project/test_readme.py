@@ -15,6 +15,7 @@ import ag
 from ag import models
 from ag.bench.__main__ import main
 from ag.commands.bench import BenchConfig
+from ag.commands.serve import ServeConfig
 from ag.compare import CompareConfig
 from ag.config import Config
 from ag.config.command_line import parse
@@ -32,6 +33,7 @@ from tests.support.warm import started
 RUNS = {"ag.fit": Config, "ag.plan": PlanConfig}
 SCHEMAS = {
     "ag.generate": GenerateConfig,
+    "ag.serve": ServeConfig,
     "ag.evaluate": EvaluateConfig,
     "ag.explain": ExplainConfig,
     "ag.bench": BenchConfig,
@@ -117,6 +119,12 @@ def test_command_is_one_that_the_tests_cover(page, words, capsys, monkeypatch, t
         monkeypatch.setattr(Source, "get", lambda source, accepted=None: tmp_path / source.name)
         assert models.main(words[3:]) == 0
         assert capsys.readouterr().out == f"{tmp_path / words[3]}\n"
+    elif program == "curl":
+        protocol = pytest.importorskip(
+            "ag.serve.protocol", reason="needs the server's libraries: pip install 'ag[serve]'"
+        )
+        kind = protocol.ChatAsked if "/chat/" in words[1] else protocol.CompletionAsked
+        assert protocol.parse(kind, words[words.index("-d") + 1].encode()).model == "smollm2"
     elif program == "bash":
         assert (ROOT / words[1]).is_file()
     else:

@@ -1,15 +1,15 @@
 """The page in headless Chromium."""
 
 import re
-import shutil
 from dataclasses import replace
 
 import pytest
 
 from ag.evaluate.comparison.page import render
 from tests.support import made_up
+from tests.support.browser import browser
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install -e '.[dev]'")
+pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install -e '.[dev]'")
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
@@ -20,21 +20,9 @@ pytestmark = pytest.mark.slow  # a browser
 @pytest.fixture(scope="module")
 def chromium():
     """A browser without network, which logs its console."""
-    names = [("chromium", "chromium-browser", "google-chrome"), ("chromedriver",)]
-    browser, driver = (next(filter(None, map(shutil.which, choices)), None) for choices in names)
-    if browser is None or driver is None:
-        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    quiet = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", *quiet):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    chromium = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    chromium.execute_cdp_cmd("Network.enable", {})
-    chromium.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["http*://*"]})
-    yield chromium
-    chromium.quit()
+    with browser() as chromium:
+        chromium.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["http*://*"]})
+        yield chromium
 
 
 @pytest.fixture
