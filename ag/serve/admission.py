@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from ag.engine.allocators.uniform import Uniform
@@ -66,42 +68,45 @@ class Admission:
         The last token of an answer is not read, and so takes no room.
         """
         prompt, read = len(request.tokens), request.max_tokens - 1
-        again = self._reread(request)
+        again, marks = self._reread(request), request.marks()
         return Need(
-            reading=self._pages(self._in_prompt(prompt) + again, prompt + again, self.part),
-            writing=self._pages(self._behind(prompt, read), prompt + read, 2),
+            reading=self._pages(self._in_prompt(marks) + again, prompt + again, self.part),
+            writing=self._pages(self._behind(marks, read), prompt + read, 2),
         )
 
     # ---- tokens per KV head
 
-    def _in_prompt(self, prompt: int) -> int:
+    # ``marks`` [T] bool: the tokens of a prompt, and which of them the request protects
+
+    def _in_prompt(self, marks: Tensor) -> int:
         """Return the most tokens per KV head of a prompt that is read in parts: all, but where blocks are evicted."""
+        prompt = len(marks)
         if self.policy.budget is None or self.policy.block is None:
             return prompt
-        return min(prompt, self._stays(prompt, prompt) + self.policy.block)
+        return min(prompt, self._stays(marks, prompt) + self.policy.block)
 
-    def _behind(self, prompt: int, read: int) -> int:
+    def _behind(self, marks: Tensor, read: int) -> int:
         """Return the most tokens per KV head, the mean over heads, while so many tokens of the answer are read."""
-        steps = self.policy.steps
+        steps, prompt = self.policy.steps, len(marks)
         if self._flags and self._told:
-            return min(prompt, int(MARGIN * prompt * self._kept / self._told)) + read
+            return min(prompt, int(MARGIN * prompt * self._kept / self._told) + int(marks.sum())) + read
         if self.policy.budget is None:
             return prompt + read
         if steps is None:
-            return min(prompt, self._stays(prompt, prompt)) + read
+            return min(prompt, self._stays(marks, prompt)) + read
         # under ``every`` a token takes the place of another one step later, and the host makes room without knowing
-        return min(prompt + read, self._stays(prompt, prompt + read) + min(read, 2 if steps == 1 else steps))
+        return min(prompt + read, self._stays(marks, prompt + read) + min(read, 2 if steps == 1 else steps))
 
-    def _stays(self, prompt: int, seen: int) -> int:
+    def _stays(self, marks: Tensor, seen: int) -> int:
         """Return what a decision leaves of a text of so many tokens: the budget, or more where more is protected."""
-        before, after = map(int, self.policy.capacity(torch.tensor([prompt, seen])))
-        before_more = max(before, self._protected(seen, before))
+        before, after = map(int, self.policy.capacity(torch.tensor([len(marks), seen])))
+        before_more = max(before, self._protected(marks, seen, before))
         if self.policy.budget_of != "seen" or after == before:
             return before_more
-        return max(before_more * after // before, self._protected(seen, after))
+        return max(before_more * after // before, self._protected(marks, seen, after))
 
-    def _protected(self, tokens: int, capacity: int) -> int:
-        """Ask the scorer how many of so many tokens it protects."""
+    def _protected(self, marks: Tensor, tokens: int, capacity: int) -> int:
+        """Return how many of so many tokens the request or the scorer protects."""
         assert self.policy.scorer is not None
         ranks = torch.arange(tokens)[None, None]
         none, there = torch.zeros(1, 1, tokens, 0), torch.ones_like(ranks, dtype=torch.bool)
@@ -110,7 +115,8 @@ class Admission:
             queries=Queries(q=torch.zeros(1, 1, 1, 0), ranks=ranks[0, :, -1:], valid=there[0, :, -1:]),
             context=Context(scaling=1.0),
         )
-        return int(self.policy.scorer.protected(seen, torch.tensor([capacity])).sum())
+        protected = self.policy.scorer.protected(seen, torch.tensor([capacity]))[0, 0]
+        return int((protected | F.pad(marks, (0, tokens - len(marks)))).sum())
 
     def _reread(self, request: Request) -> int:
         """Return the most tokens that are held beside a prompt while it is reread."""

@@ -23,7 +23,7 @@ from ag.engine.pool import Pool, PoolFullError
 from ag.engine.step import NextToken
 from ag.errors import UserError
 from ag.serve.admission import Admission, Need
-from ag.serve.beginnings import Beginnings
+from ag.serve.beginnings import Beginnings, marked
 from ag.serve.request import Event, Reason, Request, Stream
 from ag.serve.sampler import Sampler
 from ag.serve.snapshot import Counts, Running, Snapshot
@@ -61,6 +61,10 @@ class Answer:
     def prompt(self) -> Tensor:
         """The ids of the prompt."""
         return self.text[: len(self.request.tokens)]
+
+    def marked(self) -> Tensor:
+        """Return the text so far with what is protected, as :class:`Beginnings` compare texts."""
+        return marked(self.text, self.request.marks())
 
     @property
     def written(self) -> int:
@@ -180,7 +184,7 @@ class Batcher:
                 raise Busy(f"{len(self._waiting)} requests are waiting, as many as may: try again later.")
             self._waiting.append(answers)
             if self._beginnings is not None:
-                self._beginnings.remember(text)
+                self._beginnings.remember(answers[0].marked())
             self._lock.notify()
         return [answer.stream for answer in answers]
 
@@ -305,19 +309,20 @@ class Batcher:
 
     def _prompt(self, answers: list[Answer]) -> Prompt:
         """Return a prompt of which nothing is read yet but the beginning that is held, if there is one."""
-        prompt, found = answers[0].prompt, None
+        text, found = answers[0].marked()[: len(answers[0].prompt)], None
         reading = Prompt(answers, EvictionCache(self.model, self.policy, pool=self.pool))
         if self._beginnings is not None:
-            found = self._beginnings.find(prompt)
+            found = self._beginnings.find(text)
             with self._lock:
-                reading.mark = 0 if self._crowded else self._beginnings.common(prompt)
+                reading.mark = 0 if self._crowded else self._beginnings.common(text)
         if found is not None:
             reading.cache = deepcopy(found.cache)
-            reading.read = reading.shared = len(found.tokens)
+            reading.read = reading.shared = len(found.text)
             reading.shared_pages = len(found.numbers())
         if reading.mark <= reading.read:
             reading.mark = 0
-        reading.cache.expect(torch.ones(1, len(prompt), dtype=torch.bool))
+        reading.cache.expect(torch.ones(1, len(text), dtype=torch.bool))
+        reading.cache.protect(answers[0].request.protect)
         return reading
 
     def _spare(self, pages: int) -> bool:
@@ -358,10 +363,10 @@ class Batcher:
 
     def _hold(self, prompt: Prompt, behind: int) -> None:
         """Hold what was read of a prompt so far for others, where there is room for the rest and what stays of it."""
-        read, prompt.mark = prompt.mark, 0
-        rest = prompt.answers[0].need.reading * (len(prompt.answers[0].prompt) - read) // len(prompt.answers[0].prompt)
+        read, prompt.mark, first = prompt.mark, 0, prompt.answers[0]
+        rest = first.need.reading * (len(first.prompt) - read) // len(first.prompt)
         if self._beginnings is not None and self.pool.free >= rest + behind:
-            self._beginnings.add(prompt.answers[0].prompt[:read], prompt.cache)
+            self._beginnings.add(first.marked()[:read], prompt.cache)
 
     def _fed(self, cache: EvictionCache, tokens: Tensor) -> Tensor:
         """Read tokens ``[T]`` behind those of a cache; returns the logits ``[V]`` of the next one, on the CPU."""
@@ -445,7 +450,7 @@ class Batcher:
             self._end(answer, reason)
             if self._beginnings is not None:
                 with self._lock:
-                    self._beginnings.remember(answer.text)
+                    self._beginnings.remember(answer.marked())
         return reason is None
 
     def _put_back(self, error: PoolFullError) -> None:

@@ -3,6 +3,9 @@
 What is held of a beginning is a cache that has read so far and no further, before anything was decided about the prompt
 as a whole: all its tokens (or what flags leave of them as they are read), and what the scorer recorded of its queries.
 A copy of it reads the rest of another prompt as if it had read the beginning too. Copies share pages.
+
+Texts are compared with what their requests protect: a *text* is ``[T]`` long, twice the id of each token, and one more
+where it is protected (:func:`marked`).
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ class Beginning:
     """A beginning that is held.
 
     Attributes:
-        tokens: ids ``[T]`` on the CPU.
-        cache: which has read them.
+        text: ``[T]`` on the CPU.
+        cache: which has read it.
     """
 
-    tokens: Tensor
+    text: Tensor
     cache: EvictionCache
 
     def numbers(self) -> Tensor:
@@ -65,17 +68,17 @@ class Beginnings:
 
     def find(self, text: Tensor) -> Beginning | None:
         """Return the longest one that a text ``[T]`` goes on from; it counts as used."""
-        fitting = [x for x in self._held if len(x.tokens) < len(text) and _same(x.tokens, text) == len(x.tokens)]
+        fitting = [x for x in self._held if len(x.text) < len(text) and _same(x.text, text) == len(x.text)]
         if not fitting:
             return None
-        found = max(fitting, key=lambda x: len(x.tokens))
+        found = max(fitting, key=lambda x: len(x.text))
         self._held.remove(found)
         self._held.append(found)
         return found
 
-    def add(self, tokens: Tensor, cache: EvictionCache) -> None:
-        """Hold a copy of a cache that has read these tokens ``[T]`` of a longer prompt."""
-        self._held.append(Beginning(tokens, deepcopy(cache)))
+    def add(self, text: Tensor, cache: EvictionCache) -> None:
+        """Hold a copy of a cache that has read this much of a longer prompt."""
+        self._held.append(Beginning(text, deepcopy(cache)))
         self._count()
 
     def drop(self) -> bool:
@@ -88,6 +91,13 @@ class Beginnings:
 
     def _count(self) -> None:
         self.pages = len(torch.cat([x.numbers() for x in self._held]).unique()) if self._held else 0
+
+
+def marked(tokens: Tensor, protected: Tensor) -> Tensor:
+    """Return ids ``[T]``, the first of which may be protected ``[t]`` bool, as texts are compared."""
+    text = 2 * tokens
+    text[: len(protected)] += protected
+    return text
 
 
 def _same(a: Tensor, b: Tensor) -> int:

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from ag.errors import UserError, require
 
 #: Why an answer ended: its text did, it has ``max_tokens``, its reader left, or time ran out.
@@ -31,6 +34,8 @@ class Request:
         stop: texts that end the answer.
         logprobs: how many of the most probable tokens to name at each place, with log-probabilities; None: none.
         n: answers.
+        protect: tokens of the prompt that never go, whatever the policy: pairs (first token, the one behind the last),
+            counted from 0.
         wait_seconds: longest time before the prompt is read; None: any.
         answer_seconds: longest time before the answer ends; None: any.
 
@@ -50,6 +55,7 @@ class Request:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     n: int = 1
+    protect: tuple[tuple[int, int], ...] = ()
     wait_seconds: float | None = None
     answer_seconds: float | None = None
 
@@ -64,6 +70,15 @@ class Request:
         require(self, "repetition_penalty", self.repetition_penalty > 0, "above 0")
         require(self, "logprobs", self.logprobs is None or self.logprobs >= 0, "0 or more, or None")
         require(self, "n", self.n >= 1, "1 or more")
+        inside = all(0 <= first < behind <= len(self.tokens) for first, behind in self.protect)
+        require(self, "protect", inside, f"pairs such as (0, 40), within the {len(self.tokens)} tokens of the prompt")
+
+    def marks(self) -> Tensor:
+        """Return which tokens of the prompt are protected, ``[T]`` bool."""
+        marks = torch.zeros(len(self.tokens), dtype=torch.bool)
+        for first, behind in self.protect:
+            marks[first:behind] = True
+        return marks
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ EXACT = {
     "share of all seen": ag.policy("h2o", 0.4, "every", budget_of="seen"),
     "share of all seen, steps": ag.policy("keydiff", 0.5, "steps:5", budget_of="seen"),
     "more protected than allowed": ag.policy("snapkv", 8, window=30),
+    "protected by the request": ag.policy("h2o", 8, "every"),
     "blocks": ag.policy("h2o", 24, "blocks:20+every"),
 }
 #: Policies under which rows are not equally long.
@@ -75,8 +76,12 @@ def test_no_answer_takes_more_than_it_is_admitted_with(tiny_llama, tiny_mistral,
     model, draw = model_of(name, tiny_llama, tiny_mistral), random.Random(name)
     policy = (EXACT | UNEVEN).get(name, EXACT["full"])
     requests = [
-        Request(tokens=[draw.randrange(6, 128) for _ in range(prompt)], max_tokens=answer)
-        for prompt, answer in ((draw.randrange(60, 120), draw.randrange(20, 40)), (90, 3), (draw.randrange(1, 60), 16))
+        Request(
+            tokens=[draw.randrange(6, 128) for _ in range(prompt)],
+            max_tokens=answer,
+            protect=((prompt // 3, prompt - 1),) if name == "protected by the request" else (),
+        )
+        for prompt, answer in ((draw.randrange(60, 120), draw.randrange(20, 40)), (90, 3), (draw.randrange(4, 60), 16))
     ]
     needs = []
     for request in requests:

@@ -205,6 +205,8 @@ def test_what_is_refused(tiny_llama, tiny_tokenizer):
     batcher = Batcher(model, tiny_tokenizer, "full", pool, queue=2)
     with refuses(UserError, "max_tokens=0", "1 or more"):
         Request(tokens=[7], max_tokens=0)
+    with refuses(UserError, "protect=((1, 3),)", "(0, 40)", "2 tokens"):
+        Request(tokens=[7, 8], protect=((1, 3),))
     with refuses(UserError, "tokens", "empty"):
         Request(tokens=[])
     with refuses(UserError, "500", "512", "context"):

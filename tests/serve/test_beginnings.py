@@ -109,6 +109,24 @@ def test_beginnings_give_way(tiny_llama, tiny_tokenizer):
         assert read(stream) == alone(model, "full", request)
 
 
+@pytest.mark.parametrize("name", ["h2o, every", "flags"])
+def test_what_is_protected_is_a_part_of_a_beginning(tiny_llama, tiny_tokenizer, name):
+    policy, gates, _ = POLICIES[name]
+    model, draw = model_of(name, gates, tiny_llama, None, None), random.Random(name)
+    system = text(draw, 90)
+    batcher = Batcher(model, tiny_tokenizer, policy, ag.Pool(model, 2**22))
+    requests = [
+        Request(tokens=system + text(draw, 20), max_tokens=6, protect=protect)
+        for protect in ((), ((0, 20),), ((0, 20), (95, 110)), ((0, 21),), (), ((100, 102),), ((0, 20),))
+    ]
+    streams = [stream for request in requests for stream in batcher.submit(request)]
+    finish(batcher)
+    answers = [read(stream) for stream in streams]
+    assert answers == [alone(model, policy, request) for request in requests]
+    # of three with the first 20 protected the first one reads, of three without the same
+    assert batcher.counts.reused == 4 * 80 and batcher.snapshot().beginnings == 2
+
+
 def test_what_texts_have_in_common():
     found = Beginnings()
     first, second = torch.arange(200), torch.cat([torch.arange(100), torch.zeros(50, dtype=torch.long)])

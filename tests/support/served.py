@@ -20,6 +20,7 @@ def text(draw: random.Random, length: int) -> list[int]:
 def alone(model: PreTrainedModel, policy: Any, request: Request) -> list[int]:
     """The answer of ``model.generate``, greedy."""
     cache = ag.EvictionCache(model, policy)
+    cache.protect(request.protect)
     ids = torch.tensor([request.tokens])  # a 0 among them is no padding
     told: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": request.max_tokens}
     out = model.generate(ids, past_key_values=cache, do_sample=False, **told)  # type: ignore[operator]
