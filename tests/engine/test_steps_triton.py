@@ -19,6 +19,5 @@ def test_two_steps_are_the_same_operations_on_the_same_memory(read, monkeypatch,
     test_steps.check_alike(read, monkeypatch, name, 2, layers=1, before=5)
 
 
-@pytest.mark.parametrize("name", ["h2o", "gates of all"])
-def test_a_step_that_is_replayed_does_what_the_model_does(read, monkeypatch, name):  # noqa: F811
-    test_steps.check_replayed(read, monkeypatch, name, 1, layers=1, steps=28)
+def test_a_step_that_is_replayed_does_what_the_model_does(read, monkeypatch):  # noqa: F811
+    test_steps.check_replayed(read, monkeypatch, "h2o", 1, layers=1, steps=20)
