@@ -201,16 +201,6 @@ def test_more_epochs_than_before(recipe: Path, tmp_path: Path) -> None:
     assert column(run, "train/loss") == column(whole, "train/loss")
 
 
-def test_truncated_checkpoint(whole: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(whole, tmp_path / "run"))
-    newest, before = checkpoints(run)
-    assert (newest.name, before.name) == ("step=000018.ckpt", "step=000016.ckpt")
-    newest.write_bytes(newest.read_bytes()[:1000])
-    with pytest.warns(UserWarning, match=r"step=000018.ckpt .*damaged"):
-        resume(run)
-    equal(run, whole)
-
-
 def test_no_checkpoint(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Path(shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints")))
     assert fit.main([f"resume={run}"]) == 2
