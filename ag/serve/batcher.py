@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -23,7 +23,8 @@ from ag.engine.pool import Pool, PoolFullError
 from ag.engine.step import NextToken
 from ag.errors import UserError
 from ag.serve.admission import Admission, Need
-from ag.serve.beginnings import Beginnings, marked
+from ag.serve.answer import Answer, Prompt
+from ag.serve.beginnings import Beginnings
 from ag.serve.request import Event, Reason, Request, Stream
 from ag.serve.sampler import Sampler
 from ag.serve.snapshot import Counts, Running, Snapshot
@@ -31,66 +32,6 @@ from ag.serve.snapshot import Counts, Running, Snapshot
 
 class Busy(UserError):
     """The queue of requests is full; try again later."""
-
-
-@dataclass(eq=False)
-class Answer:
-    """An answer that is waiting, being read, or being written.
-
-    Attributes:
-        number: of the answer, counted from the first one that was asked for.
-        request: what is asked.
-        stream: where its tokens go.
-        sampler: chooses them.
-        text: ids ``[T]`` on the CPU, of the prompt and of the answer so far.
-        since: when it was asked for, in seconds of the batcher's clock.
-        need: pages that it may take.
-        read: tokens of the text that the model has read, where it is in the batch.
-    """
-
-    number: int
-    request: Request
-    stream: Stream
-    sampler: Sampler
-    text: Tensor
-    since: float
-    need: Need
-    read: int = 0
-
-    @property
-    def prompt(self) -> Tensor:
-        """The ids of the prompt."""
-        return self.text[: len(self.request.tokens)]
-
-    def marked(self) -> Tensor:
-        """Return the text so far with what is protected, as :class:`Beginnings` compare texts."""
-        return marked(self.text, self.request.marks())
-
-    @property
-    def written(self) -> int:
-        """Tokens of the answer so far."""
-        return len(self.text) - len(self.request.tokens)
-
-
-@dataclass(eq=False)
-class Prompt:
-    """A prompt that is being read, part by part.
-
-    Attributes:
-        answers: that begin with it.
-        cache: what is held of it.
-        read: tokens read so far.
-        shared: of these, tokens that were held before.
-        shared_pages: pages of these.
-        mark: where the beginning ends that it has in common with other texts; 0: nowhere behind ``shared``.
-    """
-
-    answers: list[Answer]
-    cache: EvictionCache
-    read: int = 0
-    shared: int = 0
-    shared_pages: int = 0
-    mark: int = 0
 
 
 class Batcher:

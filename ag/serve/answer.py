@@ -1,0 +1,73 @@
+"""What a batcher works on: answers, and the prompts that they begin with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ag.engine.cache import EvictionCache
+from ag.serve.admission import Need
+from ag.serve.beginnings import marked
+from ag.serve.request import Request, Stream
+from ag.serve.sampler import Sampler
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer that is waiting, being read, or being written.
+
+    Attributes:
+        number: of the answer, counted from the first one that was asked for.
+        request: what is asked.
+        stream: where its tokens go.
+        sampler: chooses them.
+        text: ids ``[T]`` on the CPU, of the prompt and of the answer so far.
+        since: when it was asked for, in seconds of the batcher's clock.
+        need: pages that it may take.
+        read: tokens of the text that the model has read, where it is in the batch.
+    """
+
+    number: int
+    request: Request
+    stream: Stream
+    sampler: Sampler
+    text: Tensor
+    since: float
+    need: Need
+    read: int = 0
+
+    @property
+    def prompt(self) -> Tensor:
+        """The ids of the prompt."""
+        return self.text[: len(self.request.tokens)]
+
+    def marked(self) -> Tensor:
+        """Return the text so far with what is protected, as :class:`Beginnings` compare texts."""
+        return marked(self.text, self.request.marks())
+
+    @property
+    def written(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.text) - len(self.request.tokens)
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt that is being read, part by part.
+
+    Attributes:
+        answers: that begin with it.
+        cache: what is held of it.
+        read: tokens read so far.
+        shared: of these, tokens that were held before.
+        shared_pages: pages of these.
+        mark: where the beginning ends that it has in common with other texts; 0: nowhere behind ``shared``.
+    """
+
+    answers: list[Answer]
+    cache: EvictionCache
+    read: int = 0
+    shared: int = 0
+    shared_pages: int = 0
+    mark: int = 0
