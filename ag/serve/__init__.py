@@ -1,7 +1,29 @@
-"""Answering many requests at once: a batch that requests join and leave between two tokens."""
+"""Answering many requests at once: a batch that requests join and leave between two tokens.
 
-from ag.serve.batcher import Batcher
-from ag.serve.request import Request, Stream, Token
-from ag.serve.snapshot import Snapshot
+As in :mod:`ag` names are imported when they are used: help and listings of the command need no torch.
+"""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ag.serve.batcher import Batcher as Batcher
+    from ag.serve.request import Request as Request
+    from ag.serve.request import Stream as Stream
+    from ag.serve.request import Token as Token
+    from ag.serve.snapshot import Snapshot as Snapshot
+
+_PUBLIC = {
+    "Batcher": "ag.serve.batcher",
+    "Request": "ag.serve.request",
+    "Snapshot": "ag.serve.snapshot",
+    "Stream": "ag.serve.request",
+    "Token": "ag.serve.request",
+}
 __all__ = ["Batcher", "Request", "Snapshot", "Stream", "Token"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'ag.serve' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)

@@ -27,7 +27,7 @@ FOLDERS = ("data", "callbacks", "kernels", "recipes")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DEPENDENCIES = [Requirement(line) for line in PROJECT["project"]["dependencies"]]
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-DEVELOPMENT = [Requirement(line) for line in (*EXTRAS["dev"], *EXTRAS["docs"])]
+DEVELOPMENT = [Requirement(line) for name in ("dev", "docs", "serve") for line in EXTRAS[name]]
 PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
 
 
@@ -212,7 +212,7 @@ def test_pins_satisfy_the_bounds() -> None:
         pins[canonicalize_name(pin.name)] = Version(str(pin.specifier)[2:])
     assert len(pins) == len(PINS)
     assert "triton" not in pins  # CUDA builds of torch ask for a version of their own
-    for dependency in (d for d in (*DEPENDENCIES, *DEVELOPMENT) if d.name != "triton"):
+    for dependency in (d for d in (*DEPENDENCIES, *DEVELOPMENT) if d.name not in ("triton", "ag")):
         assert dependency.specifier.contains(pins[canonicalize_name(dependency.name)]), dependency
 
 
