@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -23,6 +23,7 @@ class Metrics:
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Now(snapshot))
+        ProcessCollector(registry=self._registry)  # memory, files and time of the process
         first = "Seconds from a request to the first token of its answer"
         between = "Seconds from a token of an answer to the next one"
         self._first = Histogram("ag_time_to_first_token_seconds", first, buckets=SECONDS, registry=self._registry)

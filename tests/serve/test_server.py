@@ -384,3 +384,58 @@ def test_sigterm_lets_answers_end_and_takes_no_more(tiny, tmp_path):
         assert time.monotonic() - began < 30
     assert "".join(piece.choices[0].text for piece in pieces) == said(generated(tiny, "x", 300))
     assert pieces[-1].choices[0].finish_reason in ("length", "stop")
+
+
+def test_times_that_are_over(tiny, tmp_path):
+    """A request that waited too long is refused, an answer that took too long is cut."""
+    folder = saved(tiny, tmp_path)
+    keys = ("memory=4MiB", "batch=1", "served_name=tiny", "wait_seconds=0.05", "answer_seconds=0.3")
+    asked = {"model": "tiny", "prompt": "x", "max_tokens": 400, "logit_bias": {"2": -100}}
+    with server(folder, *keys) as (address, _), openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        stream = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        begun = next(stream)
+        waited = post(address, asked)
+        *_, end, last = begun, *stream
+        assert (waited.status_code, "0.05" in waited.json()["error"]["message"]) == (503, True)
+        assert waited.headers["Retry-After"]
+        assert end.choices[0].finish_reason == "length" and 0 < last.usage.completion_tokens < 400
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_leave_nothing_behind(served):
+    """Whole answers and streams, some of which are left: pages, files and memory are as after the first two hundred."""
+    address, _ = served
+
+    async def ask(requests):
+        turns = asyncio.Semaphore(16)
+
+        async def one(client, number):
+            asked = {"model": "tiny", "prompt": f"{number} {'ask ' * (number % 20)}", "max_tokens": 6, "stop": ["?!"]}
+            async with turns:
+                if number % 3 == 0:
+                    return await client.completions.create(**asked, n=2)
+                stream = await client.completions.create(**asked, stream=True)
+                async for _ in stream:
+                    if number % 3 == 1:
+                        break
+                await stream.close()
+
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
+            await asyncio.gather(*(one(client, number) for number in range(requests)))
+
+    def settled():
+        """The figures when the connections are closed too."""
+        lowest = idle(address)
+        for _ in range(20):
+            time.sleep(0.1)
+            now = idle(address)
+            lowest = now if now["process_open_fds"] < lowest["process_open_fds"] else lowest
+        return lowest
+
+    asyncio.run(ask(200))
+    before = settled()
+    asyncio.run(ask(1000))
+    after = settled()
+    assert after["process_open_fds"] == before["process_open_fds"]
+    # 6 KiB a request, less than the state that one answer has while it is read
+    assert after["process_resident_memory_bytes"] - before["process_resident_memory_bytes"] < 1000 * 6 * 2**10
