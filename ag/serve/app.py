@@ -314,7 +314,9 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -23,11 +23,11 @@ try:
     from ag.serve.app import Limits, Service
     from ag.serve.worker import where
 except ModuleNotFoundError as error:
-    raise UserError(f"ag.serve needs {error.name}: pip install 'ag[serve]'.") from error
+    missing = (error.name or "").partition(".")[0]
+    raise UserError(f"ag.serve needs {missing}: pip install 'ag[serve]'.") from error
 
 DRAIN_SECONDS = 24.0  # which running answers have after SIGTERM; orchestrators kill after 30
 CLOSE_SECONDS = 2  # which the connections have after that
-CONNECTIONS = 1024  # at once; more are refused
 
 
 class Server(uvicorn.Server):
@@ -93,7 +93,7 @@ def run(asked: Invocation[ServeConfig]) -> int:
         access_log=False,
         server_header=False,
         lifespan="on",
-        limit_concurrency=CONNECTIONS,
+        limit_concurrency=2 * (config.queue + config.batch),  # those who would wait or be answered, and some who look
         timeout_graceful_shutdown=CLOSE_SECONDS,
     )
     Server(service, settings).run([listener])

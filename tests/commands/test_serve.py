@@ -1,9 +1,12 @@
 """The keys of ``ag.serve`` that are its own."""
 
+import subprocess
+
 import pytest
 
 from ag.commands.serve import ServeConfig
 from ag.config.command_line import parse
+from tests.support.warm import started
 
 
 @pytest.mark.parametrize(
@@ -31,3 +34,11 @@ def test_what_is_refused(words, told, capsys):
 def test_a_share_is_a_budget():
     config = parse(["share=0.3"], ServeConfig, "ag.serve").config
     assert (config.budget, config.share) == (0.3, None)
+
+
+@pytest.mark.parametrize("name", ["fastapi", "openai", "prometheus_client", "uvicorn"])
+def test_without_the_extra(name):
+    """The error says how to install it; the batcher and help do without."""
+    code = f"import sys; sys.modules[{name!r}] = None; import ag.serve; from ag.commands.serve import main; "
+    done = subprocess.run([started(), "-c", f"{code}sys.exit(main(['port=0']))"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"ag.serve: error: ag.serve needs {name}: pip install 'ag[serve]'.\n")

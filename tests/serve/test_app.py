@@ -1,0 +1,112 @@
+"""The app in this process: what no client can bring about from outside."""
+
+import asyncio
+import json
+import time
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
+pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
+
+import ag  # noqa: E402
+from ag.serve import Batcher, app  # noqa: E402
+from ag.serve.protocol import NEUTRAL, ChatAsked, CompletionAsked  # noqa: E402
+from tests.support.http_server import VOCABULARY, byte_tokenizer  # noqa: E402
+
+ASKED = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture
+def batcher(tiny_llama):
+    model = tiny_llama(vocab_size=VOCABULARY)
+    return Batcher(model, byte_tokenizer(), "full", ag.Pool(model, 2**22))
+
+
+@asynccontextmanager
+async def client_of(batcher, **limits):
+    """A client, and the service that it asks."""
+    service = app.Service(batcher, "tiny", app.Limits(**limits))
+    made = service.app()
+    async with made.router.lifespan_context(made):
+        transport = httpx.ASGITransport(made)
+        async with httpx.AsyncClient(transport=transport, base_url="http://ag") as client:
+            yield client, service
+
+
+def test_a_batcher_that_fails_is_told_to_all(batcher, monkeypatch, caplog):
+    """Running answers end by an error, streams too; later requests are refused, and the server is not healthy."""
+
+    def broken():
+        time.sleep(0.1)
+        raise RuntimeError("text of a prompt")
+
+    async def work():
+        async with client_of(batcher) as (client, _):
+            monkeypatch.setattr(batcher, "step", broken)
+            asked = [client.post("/v1/completions", json=ASKED | {"stream": stream}) for stream in (False, True)]
+            whole, stream = await asyncio.gather(*asked)
+            return whole, stream, await client.post("/v1/completions", json=ASKED), await client.get("/health")
+
+    whole, stream, later, health = asyncio.run(work())
+    assert [whole.status_code, later.status_code, health.status_code] == [503] * 3
+    assert (
+        stream.status_code == 200 and json.loads(stream.text.partition("data: ")[2])["error"]["type"] == "server_error"
+    )
+    assert "RuntimeError at test_app.py:" in caplog.text and "text of a prompt" not in caplog.text
+
+
+def test_an_error_of_one_request_is_its_own(batcher, monkeypatch, caplog):
+    """Of the model, told without its text; the next request is answered."""
+    right = batcher.model.forward
+
+    def wrong(*args, **told):
+        raise KeyError("text of a prompt")
+
+    async def work():
+        async with client_of(batcher) as (client, _):
+            monkeypatch.setattr(batcher.model, "forward", wrong)
+            failed = await client.post("/v1/completions", json=ASKED)
+            monkeypatch.setattr(batcher.model, "forward", right)
+            return failed, await client.post("/v1/completions", json=ASKED)
+
+    failed, answered = asyncio.run(work())
+    assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
+    assert answered.status_code == 200 and "text of a prompt" not in failed.text + caplog.text
+    assert "KeyError at test_app.py:" in caplog.text
+
+
+def test_a_body_that_does_not_come(batcher, monkeypatch):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.05)
+
+    async def slow():
+        yield b"{"
+        await asyncio.sleep(5)
+
+    async def work():
+        async with client_of(batcher) as (client, _):
+            return await client.post("/v1/completions", content=slow(), headers={"Content-Type": "application/json"})
+
+    assert asyncio.run(work()).status_code == 408
+
+
+def test_a_model_without_a_template_takes_texts_alone(batcher):
+    batcher.tokenizer.chat_template = None
+
+    async def work():
+        async with client_of(batcher) as (client, _):
+            asked = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+            return await client.post("/v1/chat/completions", json=asked)
+
+    told = asyncio.run(work())
+    assert told.status_code == 400 and "/v1/completions" in told.json()["error"]["message"]
+
+
+def test_parameters_are_those_of_openai():
+    """And transformers' three; a parameter that is refused unless it asks for nothing is known to OpenAI's API."""
+    own = {"top_k", "min_p", "repetition_penalty"}
+    assert set(ChatAsked.model_fields) - ChatAsked.known == own | {"stream"}  # declared by its subclasses
+    assert set(CompletionAsked.model_fields) - CompletionAsked.known == own | {"stream"}
+    assert set(NEUTRAL) <= ChatAsked.known | CompletionAsked.known
