@@ -57,6 +57,8 @@ class _Now(Collector):
             ended.add_metric([reason], now.counts.ended[reason])
         yield from (answers, pages, ended)
         yield GaugeMetricFamily("ag_page_bytes", "Bytes of a page", value=now.page_nbytes)
+        held = "Pages of common beginnings, which are free for others"
+        yield GaugeMetricFamily("ag_beginning_pages", held, value=now.beginning_pages)
         for name, text, count in (
             ("ag_prompt_tokens", "Tokens of prompts that were read", now.counts.prompts),
             ("ag_prompt_tokens_reused", "Tokens of prompts whose beginning was held already", now.counts.reused),

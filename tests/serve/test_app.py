@@ -78,6 +78,32 @@ def test_an_error_of_one_request_is_its_own(batcher, monkeypatch, caplog):
     assert "KeyError at test_app.py:" in caplog.text
 
 
+def test_times_that_are_over(tiny_llama):
+    """A request that waited too long is refused, an answer that took too long is cut."""
+    model, now = tiny_llama(vocab_size=VOCABULARY, max_position_embeddings=2**14), [0.0]
+    batcher = Batcher(model, byte_tokenizer(), "full", ag.Pool(model, 2**24), batch=1, clock=lambda: now[0])
+    asked = ASKED | {"max_tokens": 10_000, "logit_bias": {"2": -100}}
+
+    async def work():
+        async with client_of(batcher, answer_tokens=10_000, wait_seconds=5, answer_seconds=50) as (client, _):
+            first = asyncio.create_task(client.post("/v1/completions", json=asked))
+            while not batcher.snapshot().running:
+                await asyncio.sleep(0.01)
+            second = asyncio.create_task(client.post("/v1/completions", json=asked))
+            while not batcher.snapshot().waiting:
+                await asyncio.sleep(0.01)
+            now[0] = 6.0
+            waited = await second
+            assert not first.done()
+            now[0] = 51.0
+            return waited, (await first).json()
+
+    waited, cut = asyncio.run(work())
+    assert (waited.status_code, "5" in waited.json()["error"]["message"]) == (503, True)
+    assert waited.headers["Retry-After"]
+    assert cut["choices"][0]["finish_reason"] == "length" and 0 < cut["usage"]["completion_tokens"] < 10_000
+
+
 def test_a_body_that_does_not_come(batcher, monkeypatch):
     monkeypatch.setattr(app, "BODY_SECONDS", 0.05)
 
