@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from ag.commands.bench import BenchConfig
@@ -76,26 +77,35 @@ def backends(config: BenchConfig) -> list[str | None]:
     return [*config.sdpa] or [usual]
 
 
-def able(plan: list[Contestant], attempt: Callable[[Contestant], object]) -> tuple[list[Contestant], list[Row]]:
-    """Let each further form of plain transformers try what will be measured.
+def able(
+    plan: list[Contestant], attempt: Callable[[Contestant], object], every: bool = False
+) -> tuple[list[Contestant], list[Row]]:
+    """Let contestants try what will be measured.
 
     Args:
-        plan: contestants, that which others are compared with first.
+        plan: contestants, plain transformers first.
         attempt: runs one.
+        every: whether the first one and those of this engine try too, which may lack room alone.
 
     Returns:
         Those that can run, and rows ``{"contestant", "skipped"}`` with the reason for the others.
     """
-    found, skipped = plan[:1], []
-    for one in plan[1:]:
+    found, skipped = [], []
+    for number, one in enumerate(plan):
+        rival = number > 0 and one.policy is None
         try:
-            if one.policy is None:
+            if rival or every:
                 attempt(one)
             found.append(one)
         except Exception as error:  # a backend without this case, no compiler, no room: whatever it is, it says so
-            first: BaseException = error
-            while cause := first.__cause__ or first.__context__:
-                first = cause
-            reason = (str(first).strip() or type(first).__name__).splitlines()[0]
-            skipped.append({"contestant": one.name, "skipped": reason})
+            if not (rival or isinstance(error, torch.OutOfMemoryError)):
+                raise
+            skipped.append({"contestant": one.name, "skipped": _reason(error)})
     return found, skipped
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of what an error, or the one behind it, says."""
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -14,6 +14,7 @@ from ag.bench.measure import drift, paired, seconds_of, spread
 from ag.bench.models import token_bytes, weight_bytes
 
 Held = tuple[float, int]  # the share of the tokens that a cache has, and its bytes
+HELD_GIB = 60  # of memory for keys and values, of which a row says how many sequences it holds
 FIRST = 3  # tokens that are generated before the clock starts
 
 
@@ -24,7 +25,8 @@ prepare = Arena.of
 def measure(arena: Arena, context: int, batch: int) -> list[Row]:
     """Return a row for each contestant; round by round, each with a cache of its own in every round."""
     config = arena.config
-    plan, skipped = able(contestants(config), lambda one: _begun(arena, one, context, batch))
+    attempt = partial(_begun, arena, context=context, batch=batch)
+    plan, skipped = able(contestants(config), attempt, every=config.fill is not False)
     seconds: dict[str, list[float]] = {one.name: [] for one in plan}
     drifts: dict[str, list[float]] = {one.name: [] for one in plan}
     held: dict[str, Held] = {}
@@ -39,19 +41,23 @@ def measure(arena: Arena, context: int, batch: int) -> list[Row]:
     rows = skipped
     for one in plan:
         share, size = held[one.name]
-        faster = paired(seconds[FULL.name], seconds[one.name])
+        faster, plain = (
+            paired(seconds[name], seconds[one.name]) if name in seconds else None for name in (FULL.name, PLAIN.name)
+        )
         roofline = everything / (weights + share * entry * context * batch)
         rows.append(
             {
                 "contestant": one.name,
                 "kept": share,
                 **spread("ms/token", seconds[one.name], 1000),
+                "tokens/s": batch / statistics.median(seconds[one.name]),
                 "x full": faster,
-                "x transformers": paired(seconds[PLAIN.name], seconds[one.name]),
+                "x transformers": plain,
                 "roofline": roofline,
-                "of roofline": faster / roofline,
+                "of roofline": None if faster is None else faster / roofline,
                 "last/first": statistics.median(drifts[one.name]),
                 "KV bytes": size,
+                f"held in {HELD_GIB} GiB": HELD_GIB * 2**30 * batch // size,
             }
         )
     return rows

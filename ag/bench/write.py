@@ -53,6 +53,8 @@ def skipped(results: dict[str, Any]) -> list[str]:
 
 
 def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, float) and name.startswith("nats"):
         return f"{value:.4f}"
     if isinstance(value, float):
@@ -66,6 +68,7 @@ def plot(rows: list[Row], value: str) -> Figure:
     axes = figure.subplots()
     for contestant, batch in dict.fromkeys((row["contestant"], row["batch"]) for row in rows):
         mine = [row for row in rows if (row["contestant"], row["batch"]) == (contestant, batch)]
+        mine = [row for row in mine if row[value] is not None]
         axes.plot(
             [row["context"] for row in mine], [row[value] for row in mine], "o-", label=f"{contestant}, batch {batch}"
         )

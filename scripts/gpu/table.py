@@ -135,6 +135,27 @@ def decode(name: str, batch: int, uneven: bool, seconds: int, static: tuple[str,
     )
 
 
+def served(context: int, seconds: int) -> Line:
+    """Return a line that decodes batches with 20 % kept; a cache that finds no room is skipped, and the table says so.
+
+    Its columns are tokens a second, and how many sequences 60 GiB hold.
+    """
+    shapes = []
+    for model in MODEL_GIB:
+        for batches in ("1,8,32,128", "1,8,32", "1,8"):
+            one, largest = sized(model, str(context), 1, 6), int(batches.rpartition(",")[2])
+            kept = 0.23 * largest * context * TOKEN_KIB[model] / (1 << 20)
+            values = {**one.values, "batch": batches, "more": "rounds=2 steps=16"}
+            shapes.append(Shape(round(one.gib + kept, 1), values))
+    return Line(
+        name=f"decode_batches_{context // 1024}k",
+        command=bench("decode", "keep=[0.2]", "uneven=true"),
+        seconds=seconds,
+        shapes=tuple(shapes),
+        rehearsal=TINY | {"context": "32", "batch": "1,2"},
+    )
+
+
 def speed() -> list[Line]:
     """Return the lines of time and memory."""
     tiny = "dtype=float32 train=40 prompt=48 decode=48 heads=2 kv_heads=1 dim=16 copy=65536 square=64 rounds=1"
@@ -221,6 +242,8 @@ def speed() -> list[Line]:
             rehearsal=TINY | {"context": "160"},
         ),
         decode("decode_even_batch_8", 8, False, 45),
+        served(8192, 50),
+        served(32768, 80),
         replace(kernels, name="kernels_tuned", seconds=150, environment={"AG_TUNE": "1"}, goals=()),
     ]
 

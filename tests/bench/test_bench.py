@@ -12,7 +12,6 @@ from ag.bench import contestants, measure, models, worker, write
 from ag.bench.__main__ import main
 from ag.bench.arena import Arena, kv_bytes
 from ag.bench.contestants import Contestant
-from ag.bench.decode import FIRST
 from ag.bench.run import bench
 from ag.commands.bench import MODES, BenchConfig
 from ag.config.command_line import parse
@@ -25,7 +24,18 @@ from tests.support.refused import names
 
 SMALL = {"model": "random:tiny", "context": [192], "rounds": 1, "warmup": 0, "steps": 3, "keep": [0.25]}
 COLUMNS = {
-    "decode": {"kept", "ms/token", "x full", "x transformers", "roofline", "of roofline", "last/first", "KV bytes"},
+    "decode": {
+        "kept",
+        "ms/token",
+        "tokens/s",
+        "x full",
+        "x transformers",
+        "roofline",
+        "of roofline",
+        "last/first",
+        "KV bytes",
+        "held in 60 GiB",
+    },
     "stream": {
         "held",
         "ms/token",
@@ -84,6 +94,25 @@ def test_decode_counts_bytes_and_the_roofline():
     assert few["of roofline"] == pytest.approx(few["x full"] / few["roofline"])
     assert full["roofline"] == 1
     assert 2 * 192 * entry <= full["KV bytes"] <= 1.3 * 2 * 192 * entry
+    assert few["tokens/s"] == pytest.approx(2000 / few["ms/token"])
+    assert few["held in 60 GiB"] == 60 * 2**30 * 2 // few["KV bytes"] > 3 * full["held in 60 GiB"]
+
+
+def test_a_full_cache_without_room_is_skipped(monkeypatch):
+    fill = Arena.fill
+
+    def filled(arena, cache, batch, length):
+        if isinstance(cache, DynamicCache) or cache.policy.scorer is None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB.")
+        fill(arena, cache, batch, length)
+
+    monkeypatch.setattr(Arena, "fill", filled)
+    found = bench(BenchConfig(mode="decode", **SMALL), "a command")
+    assert [row["contestant"] for row in found["rows"]] == ["random 0.25"]
+    assert found["rows"][0]["x full"] is None is found["rows"][0]["of roofline"]
+    assert [row["contestant"] for row in found["skipped"]] == ["transformers", "full"]
+    assert "Skipped: full, 192 tokens: CUDA out of memory." in write.markdown(found)
+    write.plot(found["rows"], "x full")
 
 
 def test_contestants_take_turns_token_by_token(monkeypatch):
@@ -96,7 +125,7 @@ def test_contestants_take_turns_token_by_token(monkeypatch):
 
     monkeypatch.setattr(Arena, "decode", told)
     rows = rows_of("decode", interleaved=True, rounds=1, warmup=0, steps=4)
-    timed = order[len(rows) * FIRST :]
+    timed = order[-4 * len(rows) :]
     assert len(set(timed[:3])) == len(rows) == 3 and timed == timed[:3] * 4
 
 

@@ -22,6 +22,7 @@ from tests.support.warm import warm_python
 TWINS = {
     "decode_uneven_batch_8": "decode_uneven",
     "decode_even_batch_8": "decode_even",
+    "decode_batches_32k": "decode_batches_8k",
     "mistral_cpt": "redpajama_cpt",
     "kernels_tuned": "kernels",  # in the interpreter nothing is timed
 }
