@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from ag.commands.shared import SharedPolicy
 from ag.config.command_line import keyed
@@ -25,6 +26,9 @@ class ServeConfig(SharedPolicy):
         None, f"what clients have to know; where others can see this line, set the variable {KEY_VARIABLE} instead"
     )
     served_name: str | None = key(None, "what clients call the model; null: the last part of its name")
+    protect: list[Literal["system", "template"]] = key(
+        [], "parts of chats that are never evicted: what system messages say, and what the chat template adds"
+    )
     prefill_tokens: int = key(512, "tokens of prompts that are read between two tokens of the answers", low=1)
     batch: int = key(64, "most answers at once", low=1)
     queue: int = key(256, "most requests that wait", low=1)

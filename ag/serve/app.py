@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from ag.engine.pool import PoolFullError
 from ag.errors import UserError
+from ag.model.chat import Part, spans
 from ag.serve.batcher import Batcher, Busy
 from ag.serve.detokenizer import Detokenizer
 from ag.serve.metrics import Metrics
@@ -39,6 +40,7 @@ BODY_SECONDS = 30  # in which a body has to come
 RETRY_SECONDS = 5  # after which a client may ask again
 READ_MULTIPLE = 16  # bodies up to so many times too long are read and dropped, so that their clients see the answer
 T = TypeVar("T")
+Spans = tuple[tuple[int, int], ...]  # the first token and the one behind the last of each
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,14 @@ class Limits:
         answer_tokens: of one answer; also what a chat's answer may have where its client does not say.
         wait_seconds: before a prompt is read.
         answer_seconds: before an answer ends.
+        protect: parts of chats that are never evicted, where a client does not say.
     """
 
     body: int = 2**20
     answer_tokens: int = 1024
     wait_seconds: float = 60.0
     answer_seconds: float = 600.0
+    protect: tuple[Part, ...] = ()
 
 
 class Service:
@@ -154,8 +158,8 @@ class Service:
         try:
             asked: Asked = parse(kind, await self._body(http))
             self._check_model(asked.model)
-            tokens = await asyncio.get_running_loop().run_in_executor(self._encoder, self._tokens, asked)
-            answers = self._submit(asked, tokens)
+            prompt = await asyncio.get_running_loop().run_in_executor(self._encoder, self._prompt, asked)
+            answers = self._submit(asked, *prompt)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except (ApiError, HTTPException):
@@ -193,7 +197,7 @@ class Service:
         finally:
             self.worker.close(answers)
 
-    def _submit(self, asked: Asked, tokens: list[int]) -> Answers:
+    def _submit(self, asked: Asked, tokens: list[int], protect: Spans) -> Answers:
         if asked.n > self.worker.batcher.batch:
             raise ApiError(400, f"n={asked.n}: expected at most {self.worker.batcher.batch} here.", "n")
         request = Request(
@@ -208,6 +212,7 @@ class Service:
             seed=asked.seed,
             logprobs=asked.best,
             n=asked.n,
+            protect=protect,
             wait_seconds=self.limits.wait_seconds,
             answer_seconds=self.limits.answer_seconds,
         )
@@ -232,31 +237,33 @@ class Service:
             raise ApiError(400, f"max_tokens={asked.longest}: expected at most {most} here.", "max_tokens")
         return asked.longest
 
-    def _tokens(self, asked: Asked) -> list[int]:
-        """Return the ids of a prompt."""
+    def _prompt(self, asked: Asked) -> tuple[list[int], Spans]:
+        """Return the ids of a prompt, and which of them are never evicted."""
         if isinstance(asked, ChatAsked):
-            text = self._conversation(asked)
-        elif isinstance(asked, CompletionAsked):
-            prompt = asked.prompt if isinstance(asked.prompt, str) else asked.prompt[0]
-            if isinstance(prompt, int):
-                return self._checked([token for token in asked.prompt if isinstance(token, int)])
-            if isinstance(asked.prompt, list) and len(asked.prompt) > 1:
-                raise ApiError(
-                    400, f"{len(asked.prompt)} prompts: expected one; send the others by themselves.", "prompt"
-                )
-            text = prompt
-        special = isinstance(asked, CompletionAsked)  # templates have theirs
-        return self._checked(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+            return self._conversation(asked)
+        assert isinstance(asked, CompletionAsked)
+        protect = tuple((first, behind) for first, behind in asked.protect)
+        prompt = asked.prompt
+        if isinstance(prompt, list) and isinstance(prompt[0], str):
+            if len(prompt) > 1:
+                raise ApiError(400, f"{len(prompt)} prompts: expected one; send the others by themselves.", "prompt")
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return self._checked(self.tokenizer(prompt, verbose=False)["input_ids"]), protect
+        return self._checked([int(token) for token in prompt]), protect
 
-    def _conversation(self, asked: ChatAsked) -> str:
+    def _conversation(self, asked: ChatAsked) -> tuple[list[int], Spans]:
         if self.tokenizer.chat_template is None:
             raise ApiError(400, "the model has no chat template: use /v1/completions.", "messages")
         messages = [message.for_template() for message in asked.messages]
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except TemplateError as error:
             raise ApiError(400, f"the chat template of the model refuses this: {error}.", "messages") from None
-        return str(text)
+        parts = self.limits.protect if asked.protect is None else asked.protect
+        protect = spans(self.tokenizer, text, messages, parts) if parts else ()
+        tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # the template has its own
+        return self._checked(tokens), tuple(protect)
 
     def _checked(self, tokens: list[int]) -> list[int]:
         if not tokens:

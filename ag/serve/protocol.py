@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from ag.errors import nearest
+from ag.model.chat import Part
 from ag.serve.request import Token
 from ag.serve.worker import Piece
 
@@ -75,7 +76,7 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class Part(BaseModel):
+class TextPart(BaseModel):
     """A part of a message's content: text."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -90,7 +91,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | list[TextPart]
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -170,6 +171,7 @@ class ChatAsked(Asked):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+    protect: list[Part] | None = None  # parts of the chat that are never evicted; None: those of the server
 
     @property
     def longest(self) -> int | None:
@@ -189,6 +191,7 @@ class CompletionAsked(Asked):
 
     prompt: str | Annotated[list[int], Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
     logprobs: int | None = Field(None, ge=0, le=20)
+    protect: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=list)  # tokens
 
     @property
     def best(self) -> int | None:

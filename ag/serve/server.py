@@ -78,7 +78,13 @@ def run(asked: Invocation[ServeConfig]) -> int:
         batch=config.batch,
         queue=config.queue,
     )
-    limits = Limits(config.body_bytes, config.answer_tokens, config.wait_seconds, config.answer_seconds)
+    limits = Limits(
+        body=config.body_bytes,
+        answer_tokens=config.answer_tokens,
+        wait_seconds=config.wait_seconds,
+        answer_seconds=config.answer_seconds,
+        protect=tuple(config.protect),
+    )
     name = config.served_name or Path(config.model or str(model.config.name_or_path)).name
     service = Service(batcher, name, limits, config.api_key or os.environ.get(KEY_VARIABLE) or None)
     _log()

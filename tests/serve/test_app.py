@@ -130,9 +130,33 @@ def test_a_model_without_a_template_takes_texts_alone(batcher):
     assert told.status_code == 400 and "/v1/completions" in told.json()["error"]["message"]
 
 
+def test_what_is_never_evicted(batcher, monkeypatch):
+    """Spans of a text, the parts of a chat that the client names, and else those of the server."""
+    asked, submit = [], batcher.submit
+    monkeypatch.setattr(batcher, "submit", lambda request, hear: asked.append(request) or submit(request, hear))
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    chat = {"model": "tiny", "messages": messages, "max_tokens": 2}
+
+    async def work():
+        async with client_of(batcher, protect=("system",)) as (client, _):
+            texts = [{"protect": [[0, 2], [4, 5]]}, {"protect": [[0, 9]]}, {"protect": [[1]]}]
+            told = [await client.post("/v1/completions", json=ASKED | more) for more in texts]
+            chats = [{}, {"protect": ["template"]}, {"protect": []}, {"protect": ["user"]}]
+            return told + [await client.post("/v1/chat/completions", json=chat | more) for more in chats]
+
+    assert [answer.status_code for answer in asyncio.run(work())] == [200, 400, 400, 200, 200, 200, 400]
+    # system: Be kind.\nuser: Hi\nassistant:
+    assert [request.protect for request in asked] == [
+        ((0, 2), (4, 5)),
+        ((8, 16),),
+        ((0, 8), (16, 23), (25, 36)),
+        (),
+    ]
+
+
 def test_parameters_are_those_of_openai():
-    """And transformers' three; a parameter that is refused unless it asks for nothing is known to OpenAI's API."""
-    own = {"top_k", "min_p", "repetition_penalty"}
+    """And four more; a parameter that is refused unless it asks for nothing is known to OpenAI's API."""
+    own = {"top_k", "min_p", "repetition_penalty", "protect"}
     assert set(ChatAsked.model_fields) - ChatAsked.known == own | {"stream"}  # declared by its subclasses
     assert set(CompletionAsked.model_fields) - CompletionAsked.known == own | {"stream"}
     assert set(NEUTRAL) <= ChatAsked.known | CompletionAsked.known
