@@ -157,8 +157,10 @@ class Asked(BaseModel):
             ApiError: for what is no token of it.
         """
         for name in self.logit_bias:
-            if not (name.isascii() and name.isdigit() and int(name) < vocabulary):
-                raise ApiError(400, f"logit_bias: {name!r}: expected tokens of 0 to {vocabulary - 1}.", "logit_bias")
+            if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocabulary):
+                raise ApiError(
+                    400, f"logit_bias: {name[:80]!r}: expected tokens of 0 to {vocabulary - 1}.", "logit_bias"
+                )
         return {int(name): bias for name, bias in self.logit_bias.items()}
 
 
@@ -237,8 +239,15 @@ def _refusal(error: ValidationError) -> ApiError:
     ]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
     missing = first["type"] == "missing"
-    value = "" if missing else f"={first['input']!r:.80}"
+    value = "" if missing else f"={_shown(first['input'])}"
     return ApiError(400, f"{param}{value}: {first['msg']}.", param or None, "missing" if missing else "invalid_value")
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python writes no number of so many digits
+        return "..."
 
 
 class Form(ABC):
