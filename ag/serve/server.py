@@ -8,7 +8,8 @@ import socket
 import sys
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any
 
 from ag.commands.serve import KEY_VARIABLE, ServeConfig
 from ag.config.command_line import Invocation
@@ -88,7 +89,7 @@ def run(asked: Invocation[ServeConfig]) -> int:
     name = config.served_name or Path(config.model or str(model.config.name_or_path)).name
     service = Service(batcher, name, limits, config.api_key or os.environ.get(KEY_VARIABLE) or None)
     _log()
-    listener = _listen(config.host, config.port)
+    listener = listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
     print(f"ag.serve: {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     if service.api_key is None and host not in ("127.0.0.1", "::1"):
@@ -106,7 +107,7 @@ def run(asked: Invocation[ServeConfig]) -> int:
     return 0
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Return a socket that connections can come to.
 
     Raises:
@@ -115,14 +116,17 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise UserError(f"host={host} port={port}: {error.strerror}; expected an address of this machine and a free "
-                        "port; port=0 finds one.") from None  # fmt: skip
+        raise UserError(
+            f"host={host} port={port}: {error.strerror}; expected an address of this machine and a free port; port=0 "
+            "finds one."
+        ) from None
 
 
 class _Line(logging.Formatter):
     """One line each, errors by their type and place alone: their texts may quote prompts."""
 
-    def formatException(self, info: tuple[type[BaseException], BaseException, TracebackType | None]) -> str:  # type: ignore[override]  # noqa: D102,N802,E501
+    def formatException(self, info: Any) -> str:
+        """Return where an error was raised, of its type, itself and its traceback."""
         return where(info[1])
 
 

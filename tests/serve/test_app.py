@@ -12,9 +12,12 @@ pytest.importorskip("openai", reason="needs the server's libraries: pip install 
 pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
 
 import ag  # noqa: E402
+from ag.errors import UserError  # noqa: E402
 from ag.serve import Batcher, app  # noqa: E402
 from ag.serve.protocol import NEUTRAL, ChatAsked, CompletionAsked  # noqa: E402
+from ag.serve.server import listen  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer  # noqa: E402
+from tests.support.refused import refuses  # noqa: E402
 
 ASKED = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
 
@@ -102,6 +105,15 @@ def test_times_that_are_over(tiny_llama):
     assert (waited.status_code, "5" in waited.json()["error"]["message"]) == (503, True)
     assert waited.headers["Retry-After"]
     assert cut["choices"][0]["finish_reason"] == "length" and 0 < cut["usage"]["completion_tokens"] < 10_000
+
+
+def test_a_port_that_is_taken():
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with refuses(UserError, f"port={port}", "port=0"):
+            listen("127.0.0.1", port)
+    with refuses(UserError, "host=192.0.2.1", "port=0"):  # of no machine
+        listen("192.0.2.1", 0)
 
 
 def test_a_body_that_does_not_come(batcher, monkeypatch):
