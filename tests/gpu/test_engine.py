@@ -5,8 +5,9 @@ import torch
 
 import ag
 from ag.engine.pool import PAGE
-from tests.gpu.cases import DEVICE, FEW, REHEARSAL, here, name, near
+from tests.gpu.cases import DEVICE, FEW, REHEARSAL, here, name
 from tests.gpu.waiting import no_waiting, pretended
+from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
 
 pytestmark = pytest.mark.gpu
@@ -71,7 +72,7 @@ def test_logits_are_those_of_the_plain_versions(tiny_llama, monkeypatch, policy)
         seen[version] = torch.cat(logits, 1), [[h.tolist() for h in row] for row in cache.kept_positions(-1)]
     assert 0 < cache.kept_share() < 1
     assert seen["triton"][1] == seen["reference"][1]
-    near(seen["triton"][0], seen["reference"][0].double(), 1e-4, policy)
+    hold(seen["triton"][0], seen["reference"][0], of_logits(model), policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

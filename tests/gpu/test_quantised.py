@@ -5,8 +5,9 @@ import torch
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 import ag
-from tests.gpu.cases import DEVICE, FEW, near
+from tests.gpu.cases import DEVICE, FEW
 from tests.gpu.runs import check_losses, continued, train, weights
+from tests.support.bounds import hold, of_float32, of_logits
 from tests.support.gates_for import gates_for
 
 pytestmark = pytest.mark.gpu
@@ -42,21 +43,21 @@ def test_forward_and_backward(model, tiny_llama):
     """Logits, and the gradients that reach the gates through 4-bit layers, are those of the dequantised weights."""
     ids = torch.randint(3, 128, (2, 33), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     results = []
-    for one in (model, dequantised(model, tiny_llama)):
-        gates = gates_for(one, scope="causal")
+    for one in (model, dequantised(model, tiny_llama), dequantised(model, tiny_llama).double()):
+        gates = gates_for(one, scope="causal").to(next(one.parameters()).dtype if results else torch.float32)
         ag.attach(one, gates)
         gating = ag.Gating(gates, torch.ones_like(ids))
         logits = one(ids, gating=gating, use_cache=False).logits
         logits.log_softmax(-1).gather(2, ids[:, :, None]).mean().backward()
         results.append((logits.detach(), {name: p.grad for name, p in gates.named_parameters()}))
-    (logits, grads), (want, want_grads) = results
-    near(logits, want.double(), 1e-3, "logits")
+    (logits, grads), (plain, plain_grads), (want, want_grads) = results
+    hold(logits, want, of_float32(plain, want), "logits")
     for name, grad in grads.items():
-        near(grad, want_grads[name].double(), 1e-2, name)
+        hold(grad, want_grads[name], of_float32(plain_grads[name], want_grads[name]), name)
         assert float(grad.abs().sum()) > 0
 
 
-def test_a_prompt_under_gates_and_what_follows(model):
+def test_a_prompt_under_gates_and_what_follows(model, tiny_llama):
     """Evicting and masking agree."""
     gates = gates_for(model, recent_tokens=2, prefill="sparse", scope="prompt")
     ag.attach(model, gates)
@@ -68,7 +69,7 @@ def test_a_prompt_under_gates_and_what_follows(model):
         gating = ag.Gating(gates, torch.ones_like(ids), torch.tensor([30], device=DEVICE), hard=True)
         masked = model(ids, gating=gating, use_cache=False).logits[0, 29:]
     assert 0.2 < cache.kept_share() < 0.95
-    near(torch.cat(served), masked.double(), 1e-3, "logits")
+    hold(torch.cat(served), masked, of_logits(dequantised(model, tiny_llama)), "logits")
 
 
 def test_a_run_resumes(recipe, tmp_path):

@@ -23,7 +23,7 @@ from ag.kernels.pool_append import pool_append
 from ag.kernels.pool_append.reference import reference_pool_append
 from ag.kernels.row_worst import row_worst
 from ag.kernels.row_worst.reference import reference_row_worst
-from tests.gpu.cases import DEVICE, arguments, draw, exact, near, run
+from tests.gpu.cases import DEVICE, arguments, draw, exact, near, right, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("triton_untuned")]
 SMALL = {"length": 19, "group": 2, "dim": 20, "dtype": torch.float32}
@@ -37,27 +37,27 @@ def test_gated_attention():
     got = run(gated_attention, [*tensors, keep], weight, options)
     want = exact(reference_gated_attention, [*tensors, keep], weight, options)
     for what, mine, theirs in zip(["out", "dq", "dk", "dv", "dkeep"], got, want, strict=True):
-        near(mine, theirs, 1e-4, what)
+        near(mine, theirs, what)
 
 
 def test_gated_prefill():
     (q, k, v), keep, options = arguments(**SMALL, padding="left", window=11, recent=2, sinks=1)
-    want = reference_gated_prefill(q.double(), k.double(), v.double(), keep.bool(), **options)
-    near(gated_prefill(q, k, v, keep.bool(), **options), want, 1e-4, "out")
+    (want,) = right(lambda *x: [reference_gated_prefill(*x, keep.bool(), **options)], q, k, v)
+    near(gated_prefill(q, k, v, keep.bool(), **options), want, "out")
 
 
 def test_column_sums():
     (q, k, _), _, options = arguments(**SMALL, padding="left", window=11)
     options |= {"queries": options["key_valid"], "power": 2, "skip": 1, "mean": True}
-    want = reference_column_sums(q.double(), k.double(), **options)
-    near(column_sums(q, k, **options), want, 1e-4, "sums")
+    (want,) = right(lambda *x: [reference_column_sums(*x, **options)], q, k)
+    near(column_sums(q, k, **options), want, "sums")
 
 
 def test_column_max():
     (q, k, _), _, options = arguments(**SMALL, padding="left", window=11)
     options |= {"queries": options["key_valid"]}
-    want = reference_column_max(q.double(), k.double(), **options)
-    near(column_max(q, k, **options), want, 1e-4, "maxima")
+    (want,) = right(lambda *x: [reference_column_max(*x, **options)], q, k)
+    near(column_max(q, k, **options), want, "maxima")
 
 
 def rows_in_pages():
@@ -104,13 +104,17 @@ def rows_of_tokens():
 
 def test_paged_decode():
     pages = rows_of_tokens()
-    q, want = draw(2, 4, 1, 20), torch.empty(2, 4, 8, dtype=torch.float64, device=DEVICE)
-    rest = pages.table, pages.lengths, 0.3
-    mixed = reference_paged_decode(q.double(), pages.keys.double(), pages.values.double(), *rest, want)
-    near(paged_decode(q, pages.keys, pages.values, *rest), mixed, 1e-4, "out")
+    q, rest = draw(2, 4, 1, 20), (pages.table, pages.lengths, 0.3)
+
+    def computed(*operands):
+        weights = torch.empty(2, 4, 8, dtype=torch.float64, device=DEVICE)
+        return [reference_paged_decode(*operands, *rest, weights), weights]
+
+    mixed, want = right(computed, q, pages.keys, pages.values)
+    near(paged_decode(q, pages.keys, pages.values, *rest), mixed, "out")
     out, weights = paged_decode_weights(q, pages.keys, pages.values, *rest)
-    near(out, mixed, 1e-4, "out beside the weights")
-    near(weights, want, 1e-4, "weights")
+    near(out, mixed, "out beside the weights")
+    near(weights, want, "weights")
 
 
 def test_paged_attend():
@@ -118,10 +122,13 @@ def test_paged_attend():
     pages.ranks.copy_(torch.rand(8, 4, device=DEVICE).argsort(-1) * 3)
     pages.gate.copy_(torch.rand(8, 4, device=DEVICE) < 0.5)
     q, ranks = draw(2, 4, 3, 20), torch.tensor([[-1, 5, 6], [7, 8, 9]], device=DEVICE)
-    exact = pages._replace(keys=pages.keys.double(), values=pages.values.double())
-    for window, recent in ((None, None), (7, 3)):
-        want = reference_paged_attend(q.double(), exact, ranks, 0.3, window, recent)
-        near(paged_attend(q, pages, ranks, 0.3, window, recent), want, 1e-4, "out")
+    for options in ((0.3, None, None), (0.3, 7, 3)):
+
+        def computed(q, keys, values, options=options):
+            return [reference_paged_attend(q, pages._replace(keys=keys, values=values), ranks, *options)]
+
+        (want,) = right(computed, q, pages.keys, pages.values)
+        near(paged_attend(q, pages, ranks, *options), want, "out")
 
 
 def test_row_worst():

@@ -15,7 +15,18 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.support.bounded import STORED, Bounded, bounded
 
-__all__ = ["bounded", "conditioned", "hold", "in_float64", "of_logits", "of_nats", "of_pass", "of_weights", "premise"]
+__all__ = [
+    "bounded",
+    "conditioned",
+    "hold",
+    "in_float64",
+    "of_float32",
+    "of_logits",
+    "of_nats",
+    "of_pass",
+    "of_weights",
+    "premise",
+]
 
 CHANGES = 8  # random changes of the operands, of which the mean square is taken
 STEP = 2.0**-10  # of a change: far above roundings of float32, far below what bends a result
@@ -105,7 +116,12 @@ def of_pass(model: Any, logits: Callable[[], Tensor], dtype: torch.dtype | None 
         found.append(logits().double())
     model.to(own)
     eps = torch.finfo(dtype or own).eps / torch.finfo(torch.float32).eps
-    return PASSES * float((found[0] - found[1]).abs().max()) * eps
+    return of_float32(found[1], found[0]) * eps
+
+
+def of_float32(plain: Tensor, exact: Tensor) -> float:
+    """Bound a float32 computation by how far another one, the reference's, is from its own result in float64."""
+    return PASSES * float((plain.double() - exact.double()).abs().max())
 
 
 def of_logits(model: Any, *rows: Tensor) -> float:
@@ -116,7 +132,8 @@ def of_logits(model: Any, *rows: Tensor) -> float:
         rows: tokens ``[T]`` of a kind with those of the test; random ones, once a model, if there are none.
     """
     if rows:
-        return max(of_pass(model, lambda row=row: model(row[None], use_cache=False).logits) for row in rows)  # type: ignore[misc]
+        there = [row[None].to(model.device) for row in rows]
+        return max(of_pass(model, lambda ids=ids: model(ids, use_cache=False).logits) for ids in there)  # type: ignore[misc]
     if model not in carried:
         draw = torch.Generator().manual_seed(0)
         carried[model] = of_logits(model, *torch.randint(3, model.config.vocab_size, (2, 48), generator=draw))
