@@ -32,6 +32,7 @@ from ag.config.command_line import command, parse
 from ag.errors import UserError
 
 PROGRAM = "serving"
+SECONDS = 3600  # longest time between two events of an answer
 WARMUP = 32  # tokens of the prompt and of the answer with which a contestant begins, before the clock starts
 
 
@@ -205,7 +206,8 @@ def by_server(config: Config, policy: str, todo: list[Ask]) -> Found:
     async def ask_all(url: str, ends: list[int]) -> Found:
         found = Found(f"server, {text}", at_once=0)
         never = {str(token): -100 for token in ends}
-        async with httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(SECONDS), limits=limits) as client:
 
             async def answer(ask: Ask) -> list[float]:
                 heard = []

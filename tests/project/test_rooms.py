@@ -23,7 +23,7 @@ BELOW = {
     "gates": LOW,
     "data": "errors files plugins config model versions",
     "engine": f"{LOW} gates",
-    "serve": f"{LOW} gates engine",
+    "serve": f"{LOW} gates engine commands continuation",
     "training": f"{LOW} gates data",
     "callbacks": f"{LOW} gates data training",
     "evaluate": f"{LOW} gates data training engine commands hardware",

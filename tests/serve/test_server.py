@@ -367,11 +367,13 @@ def test_a_full_queue_is_told(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_lets_answers_end_and_takes_no_more(tiny, tmp_path):
-    folder = saved(tiny, tmp_path)
-    with server(folder, "memory=4MiB", "served_name=tiny") as (address, process):
+def test_sigterm_lets_answers_end_and_takes_no_more(tiny_llama, tmp_path):
+    """The answer takes seconds, so that it is still written when somebody else asks."""
+    tiny, length = tiny_llama(vocab_size=VOCABULARY, max_position_embeddings=2048), 1500
+    keys = ("memory=16MiB", "served_name=tiny", f"answer_tokens={length}")
+    with server(saved(tiny, tmp_path), *keys) as (address, process):
         with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-            stream = client.completions.create(model="tiny", prompt="x", max_tokens=300, stream=True, temperature=0)
+            stream = client.completions.create(model="tiny", prompt="x", max_tokens=length, stream=True, temperature=0)
             begun = next(stream)
             began = time.monotonic()
             process.send_signal(signal.SIGTERM)
@@ -382,7 +384,7 @@ def test_sigterm_lets_answers_end_and_takes_no_more(tiny, tmp_path):
             pieces = [begun, *stream]
         assert process.wait(30) == 0
         assert time.monotonic() - began < 30
-    assert "".join(piece.choices[0].text for piece in pieces) == said(generated(tiny, "x", 300))
+    assert "".join(piece.choices[0].text for piece in pieces) == said(generated(tiny, "x", length))
     assert pieces[-1].choices[0].finish_reason in ("length", "stop")
 
 
