@@ -77,6 +77,7 @@ def run(asked: Invocation[GenerateConfig]) -> int:
     """Print what ``python -m ag.generate`` prints; returns the exit code."""
     if asked.dry_run:
         _read_prompt(asked.config)
+        _spans(asked.config)
         print(*_policies(asked.config), sep="\n")
         return 0
     generations = generate(asked.config)

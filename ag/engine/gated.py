@@ -56,7 +56,7 @@ class GatedLayer(EvictionLayer):
         config = self.gates.config
         if step.logits is None:
             return None
-        flags, stays = self.gates.flags(step.logits), step.now.stays(step.now.ranks)
+        flags, stays = self.gates.flags(step.logits), step.now.stays(step.now.ranks, step.now.lowest_rank)
         if stays is not None:
             flags = flags | stays[:, None]
         if step.now.lowest_rank >= config.sink_tokens:

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from ag.errors import UserError
+
+
+def marked(spans: Sequence[Any]) -> Tensor:
+    """Return ``[L]`` bool, which own tokens lie in spans ``(first, behind the last)``.
+
+    Raises:
+        UserError: for a span that is none.
+    """
+    for span in spans:
+        whole = len(span) == 2 and all(isinstance(x, int) for x in span) if isinstance(span, tuple) else False
+        if not whole or not 0 <= span[0] < span[1]:
+            raise UserError(
+                f"protect: {span!r}: expected pairs (first token, the one behind the last), such as (0, 40), or for "
+                "each sequence a list of such pairs."
+            )
+    marks = torch.zeros(max((behind for _, behind in spans), default=0), dtype=torch.bool)
+    for first, behind in spans:
+        marks[first:behind] = True
+    return marks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +126,12 @@ class Pass(Tokens):
         """Whether the prompt is over after these tokens, and none of them follows it."""
         return self.reading and self.ends_prompt
 
-    def stays(self, ranks: Tensor) -> Tensor | None:
-        """Return which tokens of these ranks ``[B, ..., N]`` never go, bool of the same shape; None: none."""
-        if self.protected is None or not self.protected.shape[1]:
+    def stays(self, ranks: Tensor, lowest: int = 0) -> Tensor | None:
+        """Return which tokens of these ranks ``[B, ..., N]`` never go, bool of the same shape; None: none.
+
+        ``lowest`` is a bound of the ranks that the host knows.
+        """
+        if self.protected is None or lowest >= self.protected.shape[1]:
             return None
         inside = (ranks >= 0) & (ranks < self.protected.shape[1])
         places = ranks.where(inside, 0).long().flatten(1)

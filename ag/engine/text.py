@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from ag.engine.layer import EvictionLayer
-from ag.engine.passes import Pass, Tokens
+from ag.engine.passes import Pass, Tokens, marked
 from ag.engine.policy import Policy
 from ag.engine.positions import Original
 from ag.errors import UserError
@@ -125,16 +126,9 @@ class Text(Attributes):
 
     def protect(self, spans: Sequence[Any]) -> None:
         """Let tokens stay; see :meth:`ag.engine.forward.Forward.protect`."""
-        found = [_marked(x) for x in spans] if any(isinstance(x, list) for x in spans) else [_marked(spans)]
-        longest = max(map(len, found))
-        marks = torch.stack([F.pad(x, (0, longest - len(x))) for x in found])
-        self.protected = self._of_each(marks, len(self.valid)) if self.seen else marks
-
-    def _of_each(self, marks: Tensor, count: int) -> Tensor:
-        """Return marks ``[count, L]`` of all sequences: each prompt's for all of its beams, or one prompt's for all."""
-        if count % len(marks):
-            raise UserError(f"protect: spans for {len(marks)} sequences: expected one list of spans, or {count} lists.")
-        return marks.repeat_interleave(count // len(marks), 0).to(self.valid.device)
+        each = spans if any(isinstance(x, list) for x in spans) else [spans]
+        marks = pad_sequence([marked(x) for x in each], batch_first=True)
+        self.protected = _of_each(marks, self.valid) if self.seen else marks
 
     # ---- a forward pass
 
@@ -244,7 +238,7 @@ class Text(Attributes):
             whole = whole.repeat_interleave(len(new) // len(whole), 0)
         self.prompt_columns, self.prompt_lengths = whole.shape[1], whole.sum(1)
         if self.protected is not None:
-            self.protected = self._of_each(self.protected, len(new)).to(new.device)
+            self.protected = _of_each(self.protected, new)
 
     def blocks(self) -> Iterator[Tensor] | None:
         """Cut a prompt into the blocks of the schedule, and what comes with it (a draft) off; None: it stays whole.
@@ -514,7 +508,10 @@ class Text(Attributes):
         self.valid = valid[:, int(valid.any(0).long().argmax()) :]  # without columns of texts that left
         self.before = self.prompt_columns = self._settled = self.seen
         self.prompt_lengths = torch.cat([x.prompt_lengths.to(device) for x in (self, other)])
-        self.protected = _marks_of_both(self, other)
+        if self.protected is not None or other.protected is not None:
+            none = torch.zeros(0, dtype=torch.bool, device=device)
+            rows = [[none] * len(x.valid) if x.protected is None else [*x.protected.to(device)] for x in (self, other)]
+            self.protected = pad_sequence([*rows[0], *rows[1]], batch_first=True)
         self._unpadded, self._right_padded, self._gaps = min(self._unpadded, other._unpadded), False, True
         self.now = self._expected = self._ids = self._ends = self._settled_for = None
 
@@ -546,29 +543,9 @@ class Text(Attributes):
             raise ValueError("protected")
 
 
-def _marked(spans: Sequence[Any]) -> Tensor:
-    """Return ``[L]`` bool, which own tokens lie in spans ``(first, behind the last)``."""
-    for span in spans:
-        whole = len(span) == 2 and all(isinstance(x, int) for x in span) if isinstance(span, tuple) else False
-        if not whole or not 0 <= span[0] < span[1]:
-            raise UserError(
-                f"protect: {span!r}: expected pairs (first token, the one behind the last), such as (0, 40), or for "
-                "each sequence a list of such pairs."
-            )
-    marks = torch.zeros(max((behind for _, behind in spans), default=0), dtype=torch.bool)
-    for first, behind in spans:
-        marks[first:behind] = True
-    return marks
-
-
-def _marks_of_both(one: Text, other: Text) -> Tensor | None:
-    """Return what is protected in two texts, one below the other."""
-    if one.protected is None and other.protected is None:
-        return None
-    device = one.valid.device
-    marks = [
-        torch.zeros(len(x.valid), 0, dtype=torch.bool, device=device) if x.protected is None else x.protected.to(device)
-        for x in (one, other)
-    ]
-    longest = max(x.shape[1] for x in marks)
-    return torch.cat([F.pad(x, (0, longest - x.shape[1])) for x in marks])
+def _of_each(marks: Tensor, sequences: Tensor) -> Tensor:
+    """Return the marks ``[B, L]`` of all sequences ``[B, T]``: each prompt's for its beams, or one prompt's for all."""
+    count = len(sequences)
+    if count % len(marks):
+        raise UserError(f"protect: spans for {len(marks)} sequences: expected one list of spans, or {count} lists.")
+    return marks.repeat_interleave(count // len(marks), 0).to(sequences.device)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from ag.engine.passes import marked
 from ag.errors import UserError, require
 
 #: Why an answer ended: its text did, it has ``max_tokens``, its reader left, or time ran out.
@@ -75,10 +76,8 @@ class Request:
 
     def marks(self) -> Tensor:
         """Return which tokens of the prompt are protected, ``[T]`` bool."""
-        marks = torch.zeros(len(self.tokens), dtype=torch.bool)
-        for first, behind in self.protect:
-            marks[first:behind] = True
-        return marks
+        marks = marked(self.protect)
+        return F.pad(marks, (0, len(self.tokens) - len(marks)))
 
 
 @dataclass(frozen=True)

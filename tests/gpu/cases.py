@@ -175,6 +175,32 @@ def exact(
     return right(computed, weight, *tensors)
 
 
+def by_head(
+    reference: Callable[..., Tensor], q: Tensor, *others: Tensor, options: dict[str, Any], keep: Tensor | None = None
+) -> Right:
+    """Say what a kernel has to give, by its reference in float64 and one query head at a time.
+
+    Args:
+        reference: of ``q``, the ``others`` (keys, values), and flags if there are some.
+        q: ``[B, H, T, D]``.
+        others: ``[B, Hkv, N, D]``.
+        options: of the reference.
+        keep: flags ``[B, Hkv, N]`` bool; None: there are none.
+    """
+    group = q.shape[1] // others[0].shape[1]
+
+    def computed(q: Tensor, *others: Tensor) -> list[Tensor]:
+        given = others if keep is None else (*others, keep)
+
+        def one(b: int, h: int) -> Tensor:
+            mine = (x[b : b + 1, h // group : h // group + 1] for x in given)
+            return reference(q[b : b + 1, h : h + 1], *mine, **part(options, b))
+
+        return [torch.cat([torch.cat([one(b, h) for h in range(q.shape[1])], 1) for b in range(len(q))])]
+
+    return right(computed, q, *others)[0]
+
+
 def near(got: Tensor, want: Right, what: str, dtype: torch.dtype = torch.float32) -> None:
     """Hold a result to what is right, by the norm of the difference.
 

@@ -5,27 +5,10 @@ import torch
 
 from ag.kernels.column_max import column_max
 from ag.kernels.column_max.reference import reference_column_max
-from tests.gpu.cases import DEVICE, OPTIONS, arguments, covering, here, name, near, part, right
+from tests.gpu.cases import DEVICE, OPTIONS, arguments, by_head, covering, here, name, near
 
 pytestmark = pytest.mark.gpu
 CASES = ("plain", "window", "left-padding", "right-padding")
-
-
-def by_head(q, k, options):
-    """The reference in float64, one query head at a time."""
-    group = q.shape[1] // k.shape[1]
-
-    def computed(q, k):
-        found = [
-            [
-                reference_column_max(q[b : b + 1, h : h + 1], k[b : b + 1, h // group][:, None], **part(options, b))
-                for h in range(q.shape[1])
-            ]
-            for b in range(len(q))
-        ]
-        return [torch.cat([torch.cat(row, 1) for row in found])]
-
-    return right(computed, q, k)[0]
 
 
 @pytest.mark.parametrize(("dim", "dtype", "sizes", "case", "factors"), covering(CASES, (False, True)), ids=name)
@@ -38,5 +21,5 @@ def test_maxima(triton_untuned, dim, dtype, sizes, case, factors):
         if factors:
             options["factors"] = torch.rand(queries.shape, device=DEVICE)
         got = column_max(q, k, **options)
-        near(got, by_head(q, k, options), case, q.dtype)
+        near(got, by_head(reference_column_max, q, k, options=options), case, q.dtype)
         assert torch.equal(got, column_max(q, k, **options))

@@ -5,27 +5,10 @@ import torch
 
 from ag.kernels.column_sums import column_sums
 from ag.kernels.column_sums.reference import reference_column_sums
-from tests.gpu.cases import DEVICE, OPTIONS, arguments, covering, here, name, near, part, right
+from tests.gpu.cases import DEVICE, OPTIONS, arguments, by_head, covering, here, name, near
 
 pytestmark = pytest.mark.gpu
 CASES = ("plain", "window", "left-padding", "right-padding")
-
-
-def by_head(q, k, options):
-    """The reference in float64, one query head at a time."""
-    group = q.shape[1] // k.shape[1]
-
-    def computed(q, k):
-        found = [
-            [
-                reference_column_sums(q[b : b + 1, h : h + 1], k[b : b + 1, h // group][:, None], **part(options, b))
-                for h in range(q.shape[1])
-            ]
-            for b in range(len(q))
-        ]
-        return [torch.cat([torch.cat(row, 1) for row in found])]
-
-    return right(computed, q, k)[0]
 
 
 @pytest.mark.parametrize(("dim", "dtype", "sizes", "case", "power"), covering(CASES, (1, 2)), ids=name)
@@ -36,7 +19,7 @@ def test_sums(triton_untuned, dim, dtype, sizes, case, power):
         queries = (torch.rand(q.shape[2], len(q), device=DEVICE) > 0.3).T  # not contiguous
         options |= {"queries": queries, "power": power, "skip": 3 * (power == 2), "mean": power == 2}
         got = column_sums(q, k, **options)
-        near(got, by_head(q, k, options), case, q.dtype)
+        near(got, by_head(reference_column_sums, q, k, options=options), case, q.dtype)
         assert torch.equal(got, column_sums(q, k, **options))
 
 
@@ -46,5 +29,5 @@ def test_only_some_queries_count(triton_untuned):
     (q, k, _), _, options = arguments(length=length, group=4, dim=128, dtype=torch.bfloat16)
     last = (torch.arange(length, device=DEVICE) >= length - min(32, length // 2)).expand(len(q), -1)
     given = {"scaling": options["scaling"], "queries": last}
-    near(column_sums(q, k, **given), by_head(q, k, given), "last", q.dtype)
+    near(column_sums(q, k, **given), by_head(reference_column_sums, q, k, options=given), "last", q.dtype)
     assert float(column_sums(q, k, options["scaling"], last & False).abs().sum()) == 0

@@ -5,26 +5,10 @@ import torch
 
 from ag.kernels.gated_prefill import gated_prefill
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
-from tests.gpu.cases import OPTIONS, arguments, covering, here, name, near, part, right
+from tests.gpu.cases import OPTIONS, arguments, by_head, covering, here, name, near
 
 pytestmark = pytest.mark.gpu
 CASES = ("plain", "protected", "window", "left-padding", "right-padding")
-
-
-def masked(q, k, v, keep, options):
-    """The reference in float64, one query head at a time."""
-    group = q.shape[1] // k.shape[1]
-
-    def computed(q, k, v):
-        out = torch.zeros_like(q)
-        for b in range(len(q)):
-            for h in range(q.shape[1]):
-                one = [x[b : b + 1, h // group : h // group + 1] for x in (k, v)]
-                flags = keep[b : b + 1, h // group : h // group + 1]
-                out[b, h] = reference_gated_prefill(q[b : b + 1, h : h + 1], *one, flags, **part(options, b))[0, 0]
-        return [out]
-
-    return right(computed, q, k, v)[0]
 
 
 @pytest.mark.parametrize(("dim", "dtype", "sizes", "case", "flags"), covering(CASES, ("hard", "evicted")), ids=name)
@@ -33,7 +17,12 @@ def test_output(triton_untuned, dim, dtype, sizes, case, flags):
         (q, k, v), keep, options = arguments(
             length=here(length), group=group, dim=dim, dtype=dtype, flags=flags, **OPTIONS[case]
         )
-        near(gated_prefill(q, k, v, keep.bool(), **options), masked(q, k, v, keep.bool(), options), case, q.dtype)
+        near(
+            gated_prefill(q, k, v, keep.bool(), **options),
+            by_head(reference_gated_prefill, q, k, v, options=options, keep=keep.bool()),
+            case,
+            q.dtype,
+        )
 
 
 def test_evicted_keys_are_not_read(triton_untuned):
@@ -52,7 +41,7 @@ def test_evicted_keys_are_not_read(triton_untuned):
 
 def test_every_version_gives_the_same(monkeypatch):
     (q, k, v), keep, options = arguments(length=here(1000), group=4, dim=64, dtype=torch.float32, recent=5, sinks=3)
-    want = masked(q, k, v, keep.bool(), options)
+    want = by_head(reference_gated_prefill, q, k, v, options=options, keep=keep.bool())
     for version in ("triton", "chunked", "reference"):
         monkeypatch.setenv("AG_KERNELS", version)
         near(gated_prefill(q, k, v, keep.bool(), **options), want, version)
