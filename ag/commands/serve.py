@@ -32,6 +32,9 @@ class ServeConfig(SharedPolicy):
     prefill_tokens: int = key(512, "tokens of prompts that are read between two tokens of the answers", low=1)
     batch: int = key(64, "most answers at once", low=1)
     queue: int = key(256, "most requests that wait", low=1)
+    prompt_lookup: int = key(
+        0, "draft tokens in a step, all answers together, looked up in what an answer has so far; 0: none", low=0
+    )
     body_bytes: int = key(2**20, "longest body of a request", low=1)
     answer_tokens: int = key(1024, "longest answer; a chat that asks for no other length may be as long", low=1)
     wait_seconds: float = key(60.0, "longest time that a request waits before its prompt is read", low=0)

@@ -157,14 +157,18 @@ class EvictionCache(Forward, Cache):
 
     # ---- going back, other sequences, other texts
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest tokens; a negative number is the same as a positive one.
+    def crop(self, tokens_to_remove: int | Sequence[int]) -> None:
+        """Forget the newest tokens.
+
+        Args:
+            tokens_to_remove: columns, a negative number being the same as a positive one; or for each sequence how many
+                of its own tokens: drafts of which a batch accepts unequal numbers.
 
         Raises:
             UserError: when what was evicted since, or what the scorer recorded, cannot be restored.
         """
-        remove = abs(tokens_to_remove)
-        if remove == 0:
+        remove = abs(tokens_to_remove) if isinstance(tokens_to_remove, int) else tokens_to_remove
+        if remove == 0 or (not isinstance(remove, int) and not any(remove)):
             return
         self._require(0)
         counts = self.text.take_back(remove)

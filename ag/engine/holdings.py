@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Holdings:
     evicting_layers: list[EvictionLayer]
 
     @abstractmethod
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Sequence[int]) -> None:
         """Forget the newest tokens."""
 
     @property

@@ -417,23 +417,41 @@ class Text(Attributes):
                 "model and prompt lookup, or use the schedule prefill."
             )
 
-    def take_back(self, remove: int) -> Tensor:
-        """Cut the newest columns off, and return ``[B]`` the own tokens that stay of each sequence, for :meth:`crop`.
+    def take_back(self, remove: int | Sequence[int]) -> Tensor:
+        """Forget the newest tokens, and return ``[B]`` the own tokens that stay of each sequence, for :meth:`crop`.
+
+        Args:
+            remove: columns; or own tokens of each sequence, whose columns become padding where others keep theirs.
 
         Raises:
             UserError: when what was evicted since, or what the scorer recorded, cannot be restored.
         """
-        left = self.seen - remove
+        valid = self.valid[:, :-remove] if isinstance(remove, int) else self._without(remove)
+        most, what = (remove, str(-remove)) if isinstance(remove, int) else (max(remove), str([*remove]))
+        left = self.seen - most if isinstance(remove, int) else _first_column(self.valid & ~valid)
         if self.policy.scorer is not None and left < self.prompt_columns:
-            raise UserError(f"crop({-remove}): only tokens after the prompt can go; prefill a shorter prompt.")
-        self._check_recent(remove)
+            raise UserError(f"crop({what}): only tokens after the prompt can go; prefill a shorter prompt.")
+        self._check_recent(what, valid.sum(1))
         if self.policy.budget is not None:
-            self._check_evicted(remove, left)
+            self._check_evicted(what, left)
         self._settled_for, self._settled = self._settled_lengths(), min(self._settled, left)
-        self.valid, self._unpadded = self.valid[:, :-remove], max(0, self._unpadded - remove)
+        if not isinstance(remove, int):
+            self._gaps, self._ids = True, None
+            valid = valid[:, : valid.shape[1] - _first_column(valid.flip(1))]
+        self.valid, self._unpadded = valid, max(0, self._unpadded - most)
         self._alike = self._counters = self._ahead = None
         self.prompt_columns = min(self.prompt_columns, self.seen)
         return self.valid.sum(1)
+
+    def _without(self, remove: Sequence[int]) -> Tensor:
+        """Return :attr:`valid` without so many of the newest tokens of each sequence."""
+        own, most = self.valid.cumsum(1), self.valid.sum(1)
+        if len(remove) != len(own) or not all(0 <= n <= had for n, had in zip(remove, most.tolist(), strict=True)):
+            raise UserError(
+                f"crop({[*remove]}): expected for each of {len(own)} sequences a number of its own tokens, which has "
+                f"{most.tolist()}."
+            )
+        return self.valid & (own <= (most - torch.tensor([*remove], device=own.device))[:, None])
 
     def crop(self, counts: Tensor) -> None:
         """Take decisions back that belong to columns which are there no longer; nothing went in them."""
@@ -446,33 +464,33 @@ class Text(Attributes):
         if before < self.seen and bool(due.any()):  # the rest of that forward pass brings one about too
             self._decide(due, bool(due.all()), before)
 
-    def _check_evicted(self, remove: int, left: int) -> None:
+    def _check_evicted(self, what: str, left: int) -> None:
         """Refuse to go back to a state of which something was evicted under a budget since."""
         scorer = self.policy.scorer
         assert scorer is not None
         if self.policy.steps is not None and (scorer.needs.every_query or scorer.needs.lookback):
             raise UserError(
-                f"crop({-remove}): {self.policy!r} has recorded the queries of the tokens that would go; use the "
+                f"crop({what}): {self.policy!r} has recorded the queries of the tokens that would go; use the "
                 "schedule prefill, or make a new cache."
             )
         if left < max(layer.evicted_at for layer in self.layers):
             raise UserError(
-                f"crop({-remove}): {self.policy!r} has evicted something since, which cannot come back; use the "
+                f"crop({what}): {self.policy!r} has evicted something since, which cannot come back; use the "
                 "schedule prefill, or make a new cache."
             )
 
-    def _check_recent(self, remove: int) -> None:
-        """Refuse where tokens that are evicted would be recent again.
+    def _check_recent(self, what: str, left: Tensor) -> None:
+        """Refuse to go back to so many own tokens ``[B]`` where tokens that are evicted would be recent again.
 
         The next query of a text of n tokens sees all ranks from n + 1 - r on. Below that what had settled for n tokens
         has only those that stay for another reason.
         """
-        left, settled = self.valid[:, :-remove].sum(1), self._settled_lengths()
+        settled = self._settled_lengths()
         for name, recent, last in self._recents():
             first = settled + 1 - recent if last is None else (settled + 1 - recent).minimum(last)
             if bool(((first > 0) & (left + 1 - recent < first)).any()):
                 raise UserError(
-                    f"crop({-remove}): some of the {recent} recent tokens ({name}) are evicted; crop no more than the "
+                    f"crop({what}): some of the {recent} recent tokens ({name}) are evicted; crop no more than the "
                     "last forward pass, or make a new cache."
                 )
 
@@ -505,7 +523,7 @@ class Text(Attributes):
         self._alike = self._counters = self._ahead = None
         seen, device = max(self.seen, other.seen), self.valid.device
         valid = torch.cat([F.pad(x.valid.to(device), (seen - x.seen, 0)) for x in (self, other)])
-        self.valid = valid[:, int(valid.any(0).long().argmax()) :]  # without columns of texts that left
+        self.valid = valid[:, _first_column(valid) :]  # without columns of texts that left
         self.before = self.prompt_columns = self._settled = self.seen
         self.prompt_lengths = torch.cat([x.prompt_lengths.to(device) for x in (self, other)])
         if self.protected is not None or other.protected is not None:
@@ -541,6 +559,11 @@ class Text(Attributes):
             raise ValueError("_decisions")
         if self.protected is not None and (self.protected.dtype, len(self.protected)) != (torch.bool, len(self.valid)):
             raise ValueError("protected")
+
+
+def _first_column(marks: Tensor) -> int:
+    """Return the first column of ``[B, T]`` bool with a mark."""
+    return int(marks.any(0).long().argmax())
 
 
 def _of_each(marks: Tensor, sequences: Tensor) -> Tensor:

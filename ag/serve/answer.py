@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from typing import Any, cast
 
+import torch
 from torch import Tensor
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from ag.engine.cache import EvictionCache
 from ag.serve.admission import Need
@@ -45,6 +49,17 @@ class Answer:
     def marked(self) -> Tensor:
         """Return the text so far with what is protected, as :class:`Beginnings` compare texts."""
         return marked(self.text, self.request.marks())
+
+    def coming(self, drafts: int) -> Tensor:
+        """Return the ids that the model reads next: one of the text, and up to so many more of it or looked up."""
+        known = self.text[self.read :][: 1 + drafts]
+        more = min(1 + drafts - len(known), self.request.max_tokens - self.written - 1)
+        if more <= 0 or self.read + len(known) < len(self.text):
+            return known
+        found, _ = PromptLookupCandidateGenerator(num_output_tokens=more, max_length=sys.maxsize).get_candidates(
+            cast("Any", self.text[None])
+        )
+        return torch.cat([known, found[0, len(self.text) :]])
 
     @property
     def written(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ag.engine.cache import EvictionCache
@@ -51,6 +52,8 @@ class Batcher:
         prefill_tokens: of prompts that are read at once, between two tokens of the batch.
         batch: most answers at once.
         queue: most requests that wait.
+        prompt_lookup: draft tokens in a step, all answers together: what followed the last tokens of an answer where
+            they stood before. None under a policy that cannot take tokens back.
         clock: seconds, for the limits of requests.
 
     Raises:
@@ -68,6 +71,7 @@ class Batcher:
         prefill_tokens: int = 512,
         batch: int = 64,
         queue: int = 256,
+        prompt_lookup: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         made = spec if isinstance(spec, Policy) else policy(spec, budget)
@@ -78,6 +82,7 @@ class Batcher:
         self._clock, self._numbers = clock, count()
         self._cache = EvictionCache(model, self.policy, pool=pool)  # of the batch
         self._next = NextToken(model, self._cache)
+        self._drafts = prompt_lookup if _takes_back(self._cache) else 0
         self._running: list[Answer] = []  # the sequences of the batch
         self._reading: Prompt | None = None
         self._waiting: deque[list[Answer]] = deque()  # the answers to each request
@@ -352,13 +357,17 @@ class Batcher:
     # ---- answers
 
     def _write(self) -> None:
-        """Write one token of each answer; one that was put back reads its own again before it goes on."""
+        """Write a token of each answer, and more where drafts are right.
+
+        One that was put back reads its own tokens again before it goes on.
+        """
         if not self._running:
             return
-        tokens = torch.stack([answer.text[answer.read :][:1] for answer in self._running]).to(self.model.device)
+        drafts = self._drafts // len(self._running)
+        coming = [answer.coming(drafts) for answer in self._running]
         try:
-            self._spare(self._cache.demand(1))
-            logits = self._next(tokens).float().cpu()
+            self._spare(self._cache.demand(max(map(len, coming))))
+            logits = self._step(coming)
         except PoolFullError as error:
             self._put_back(error)
             return
@@ -366,12 +375,46 @@ class Batcher:
             self._fail(self._running, self._cache, error)
             return
         self.counts.steps += 1
-        over = []
-        for place, answer in enumerate(self._running):
-            answer.read += 1
-            if answer.read == len(answer.text) and not self._add(answer, logits[place]):
+        over, wrong = [], []
+        for place, (answer, tokens, after) in enumerate(zip(self._running, coming, logits, strict=True)):
+            end = answer.read + len(tokens)
+            drafted = end - min(end, len(answer.text))
+            if not self._take(answer, tokens, after):
                 over.append(place)
+            wrong.append(end - answer.read)
+            self.counts.drafted += drafted
+            self.counts.accepted += drafted - wrong[-1]
+        self._cache.crop(wrong)
         self._release(over)
+
+    def _step(self, coming: list[Tensor]) -> list[Tensor]:
+        """Read tokens ``[T_i]`` of each answer; returns the logits ``[T_i, V]`` behind each of them, on the CPU."""
+        width = max(map(len, coming))
+        ids = torch.stack([F.pad(tokens, (width - len(tokens), 0)) for tokens in coming]).to(self.model.device)
+        if width == 1:
+            return [*self._next(ids).float().cpu()[:, None]]
+        real = torch.stack([torch.arange(width) >= width - len(tokens) for tokens in coming])
+        mask = torch.cat([self._cache.valid, real.to(self._cache.valid.device)], 1)
+        out = self.model(input_ids=ids, attention_mask=mask, past_key_values=self._cache, use_cache=True)
+        return [x[width - len(tokens) :] for x, tokens in zip(out.logits.float().cpu(), coming, strict=True)]
+
+    def _take(self, answer: Answer, read: Tensor, logits: Tensor) -> bool:
+        """Go on with an answer, of which tokens ``[T]`` were read; returns whether more is to come.
+
+        Those that it has already are skipped; drafts count as read for as long as they are what is chosen.
+
+        Args:
+            answer: where ``read`` of it becomes what counts.
+            read: tokens of the text, then drafts.
+            logits: ``[T, V]`` behind each of them.
+        """
+        for token, after in zip(read, logits, strict=True):
+            if answer.text[answer.read] != token:
+                return True
+            answer.read += 1
+            if answer.read == len(answer.text) and not self._add(answer, after):
+                return False
+        return True
 
     def _add(self, answer: Answer, logits: Tensor) -> bool:
         """Choose the next token of an answer; returns whether it goes on."""
@@ -425,6 +468,15 @@ class Batcher:
                 f"{pages * page} bytes, and the pool has {self.pool.size * page}: expected no more than that; shorten "
                 "one of them, keep less, or make a larger pool."
             )
+
+
+def _takes_back(cache: EvictionCache) -> bool:
+    """Tell whether drafts can be taken back."""
+    try:
+        cache.activate_past_recording()
+    except UserError:
+        return False
+    return True
 
 
 def _reads_at_once(cache: EvictionCache) -> bool:

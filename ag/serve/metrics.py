@@ -64,6 +64,8 @@ class _Now(Collector):
             ("ag_prompt_tokens_reused", "Tokens of prompts whose beginning was held already", now.counts.reused),
             ("ag_answer_tokens", "Tokens of answers", now.counts.tokens),
             ("ag_steps", "Steps of the batch", now.counts.steps),
+            ("ag_draft_tokens", "Draft tokens that were looked up", now.counts.drafted),
+            ("ag_draft_tokens_accepted", "Draft tokens that answers have", now.counts.accepted),
             ("ag_put_back", "Answers that gave their pages back and were read again", now.counts.put_back),
         ):
             yield CounterMetricFamily(name, text, value=count)

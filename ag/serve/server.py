@@ -78,6 +78,7 @@ def run(asked: Invocation[ServeConfig]) -> int:
         prefill_tokens=config.prefill_tokens,
         batch=config.batch,
         queue=config.queue,
+        prompt_lookup=config.prompt_lookup,
     )
     limits = Limits(
         body=config.body_bytes,

@@ -17,6 +17,8 @@ class Counts:
         tokens: of answers.
         started: answers with a first token.
         first_seconds: seconds from their requests to those tokens, all together.
+        drafted: tokens that were looked up in prompts and answers.
+        accepted: of these, tokens that the model would have chosen.
         put_back: answers that had to give their pages back, and were read again.
         ended: answers that ended, by reason; ``error`` is one of them.
     """
@@ -27,6 +29,8 @@ class Counts:
     tokens: int = 0
     started: int = 0
     first_seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
     put_back: int = 0
     ended: Counter[str] = field(default_factory=Counter)
 

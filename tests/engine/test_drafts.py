@@ -7,6 +7,12 @@ import pytest
 import torch
 
 import ag
+from ag.errors import UserError
+from tests.support import batches
+from tests.support.batches import padded, row
+from tests.support.bounds import hold, of_logits
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
 
 PROMPTS, PASSES = (21, 17), 34
 
@@ -96,3 +102,56 @@ def test_a_cache_whose_drafts_were_taken_back_equals_one_that_never_saw_them(lla
         gone = [set(old) - set(now) for old, now in zip(_flat(before), _flat(twin.held()), strict=True)]
         moments.append(any(gone))
     assert long >= 3 and cut >= 3 and sum(moments) >= 2, (long, cut, moments)
+
+
+@pytest.mark.parametrize(
+    ("spec", "family"),
+    [("full", "tiny_llama"), ("snapkv", "tiny_llama"), ("flags", "tiny_llama"), ("full", "tiny_mistral")],
+)
+@torch.no_grad()
+def test_a_batch_accepts_unequal_numbers_of_drafts(request, spec, family):
+    """Of each sequence some drafts are right, and the others are taken back: it goes on as it does alone."""
+    model = request.getfixturevalue(family)()
+    if spec == "flags":
+        ag.attach(model, gates_for(model, recent_tokens=4, covers="all", scope="causal"))
+    policy, pool = ag.policy(spec, 14 if spec == "snapkv" else None), ag.Pool(model, 2**22)
+    prompts, answers = [row(n) for n in (20, 13, 17)], [row(40, seed) for seed in range(3)]
+    batch, single = (ag.EvictionCache(model, policy, pool=pool) for _ in range(2))
+    for prompt in prompts:
+        model(prompt[None], past_key_values=single)
+        batch.join(single)
+    at, logits = [0, 0, 0], [[], [], []]
+    for rounds in (
+        [(2, 1), (0, 3), (1, 0)],
+        [(0, 0), (3, 0), (0, 0)],
+        [(0, 2), (1, 1), (0, 5)],
+        [(4, 0), (0, 0), (2, 1)],
+    ):
+        coming = [
+            torch.cat([answers[i][at[i] : at[i] + 1 + right], torch.full((wrong,), 99)])
+            for i, (right, wrong) in enumerate(rounds)
+        ]
+        new = padded(coming)
+        mask = torch.cat([batch.valid, new["attention_mask"].bool()], 1)
+        out = model(new["input_ids"], attention_mask=mask, past_key_values=batch).logits
+        batch.crop([wrong for _, wrong in rounds])
+        for i, (right, wrong) in enumerate(rounds):
+            at[i] += 1 + right
+            logits[i].append(out[i, out.shape[1] - 1 - right - wrong : out.shape[1] - wrong])
+        out = model(torch.stack([answers[i][at[i]] for i in range(3)])[:, None], past_key_values=batch).logits
+        for i in range(3):
+            at[i] += 1
+            logits[i].append(out[i])
+    for i in range(3):
+        model(prompts[i][None], past_key_values=single)
+        want = [model(token.view(1, 1), past_key_values=single).logits[0] for token in answers[i][: at[i]]]
+        hold(torch.cat(logits[i]), torch.cat(want), of_logits(model))
+        own = batch.valid[i].nonzero().flatten()
+        places = {int(column): place for place, column in enumerate(own)}
+        for layer, kept in enumerate(batches.columns(single)):
+            assert [[places[c] for c in head] for head in batches.columns(batch)[layer][i]] == kept[0]
+        single.reset()
+    with refuses(UserError, "crop([1, 2])", "3 sequences"):
+        batch.crop([1, 2])
+    with refuses(UserError, "crop([0, 999, 0])"):
+        batch.crop([0, 999, 0])

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 import ag
+from ag.engine.pool import PoolFullError
 from ag.errors import UserError
 from ag.serve import Batcher, Request
 from ag.serve.admission import Need
@@ -81,6 +82,45 @@ def test_an_answer_that_is_put_back_loses_no_token(tiny_llama, tiny_tokenizer, m
     for request, stream in zip(requests, streams, strict=True):
         assert read(stream) == alone(model, policy, request)
     assert pool.free == pool.size
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "flags", *(pytest.param(x, marks=pytest.mark.slow) for x in ("h2o", "snapkv"))]
+)
+def test_drafts_change_no_answer(tiny_llama, tiny_tokenizer, name):
+    """Texts that repeat themselves, greedy and drawn; some answers are put back."""
+    model, policy, draw = model_for(tiny_llama, name), POLICIES[name], random.Random(7)
+    found = []
+    requests = [
+        Request(
+            tokens=text(draw, 9) * 3 + text(draw, n), max_tokens=40, temperature=0.5 * (n % 2), seed=n, stop=("zz",)
+        )
+        for n in range(8)
+    ]
+    for drafts in (0, 9):
+        batcher = Batcher(model, tiny_tokenizer, policy, pool_of(model, 160), prefill_tokens=24, prompt_lookup=drafts)
+        streams = []
+        for number, request in enumerate(requests):
+            streams += batcher.submit(request)
+            for _ in range(5):
+                batcher.step()
+            if number == 4:
+                batcher._put_back(PoolFullError("full"))
+        finish(batcher)
+        found.append([read(stream) for stream in streams])
+        assert batcher.counts.put_back and batcher.pool.free == batcher.pool.size
+        assert bool(drafts) == bool(batcher.counts.accepted) == (batcher.counts.accepted < batcher.counts.drafted)
+    assert found[0] == found[1]
+    greedy = [(request, answer) for request, answer in zip(requests, found[1], strict=True) if not request.temperature]
+    assert all(answer == alone(model, policy, request) for request, answer in greedy)
+
+
+def test_no_drafts_where_nothing_is_taken_back(tiny_llama, tiny_tokenizer):
+    model = model_for(tiny_llama, "every")
+    batcher = Batcher(model, tiny_tokenizer, POLICIES["every"], ag.Pool(model, 2**20), prompt_lookup=9)
+    batcher.submit(Request(tokens=[7, 8, 9] * 9, max_tokens=20))
+    finish(batcher)
+    assert batcher.counts.drafted == 0
 
 
 def test_several_answers_share_a_prompt(tiny_llama, tiny_tokenizer):
