@@ -1,10 +1,14 @@
 """Answer the same requests under several policies, at the same memory: ``python -m benchmarks.serving requests=24``.
 
-Requests arrive at random times (Poisson), with prompts and answers of random lengths; prompts are random token ids, and
-no answer ends before its length. ``through=server`` starts ``python -m ag.serve`` in a process of its own for each
-policy and asks by HTTP, ``through=batcher`` gives the same requests to ``ag.serve.Batcher`` in a process of its own,
-which is what the server costs less, and ``through=transformers`` to transformers' continuous batching, whose cache is
-always whole. Writes ``serving.json`` into ``output``, and prints a table.
+Requests arrive at random times (Poisson), with prompts and answers of random lengths; prompts are random words of one
+token each, and no answer ends before its length. ``through`` says who answers, each in a process of its own:
+
+- ``server``: ``python -m ag.serve``, asked by HTTP;
+- ``batcher``: ``ag.serve.Batcher``, which is what the server costs less;
+- ``transformers-serve``: ``transformers serve`` with continuous batching, asked by HTTP;
+- ``transformers``: that continuous batching without its server. Its cache is always whole.
+
+Writes ``serving.json`` and ``serving.png`` into ``output``, and prints a table.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,6 +37,7 @@ from ag.errors import UserError
 
 PROGRAM = "serving"
 SECONDS = 3600  # longest time between two events of an answer
+BLOCK = 256  # tokens of a block of transformers' cache
 WARMUP = 32  # tokens of the prompt and of the answer with which a contestant begins, before the clock starts
 
 
@@ -45,7 +50,10 @@ class Config:
         ["full", "h2o 0.25 every", "gates:recipes/gates/smollm2 0.3 every"],
         "policies, each with its budget and its schedule behind it",
     )
-    through: list[str] = key(["server", "batcher", "transformers"], "who answers: server, batcher, transformers")
+    through: list[str] = key(
+        ["server", "batcher", "transformers-serve", "transformers"],
+        "who answers: server, batcher, transformers-serve, transformers",
+    )
     memory: int = key(400 * 2**20, "bytes for keys and values", low=1)
     requests: int = key(24, "requests", low=1)
     rate: float = key(60.0, "requests a minute, on average", low=0.1)
@@ -53,6 +61,7 @@ class Config:
     answer: list[int] = key([32, 128], "tokens of an answer, from and to")
     system: int = key(0, "first tokens that all prompts have in common", low=0)
     batch: int = key(64, "most answers at once", low=1)
+    prompt_lookup: int = key(0, "draft tokens in a step of the batcher and its server", low=0)
     threads: int = key(2, "CPU threads of each contestant", low=1)
     seed: int = key(0, "of lengths, tokens and times")
     output: str = key("runs/bench", "folder for serving.json")
@@ -95,12 +104,12 @@ class Found:
         self.between += [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
 
 
-def asks(config: Config, vocabulary: int) -> list[Ask]:
-    """Draw the requests, in the order of their times."""
+def asks(config: Config, words: Sequence[int]) -> list[Ask]:
+    """Draw the requests, whose prompts have these tokens, in the order of their times."""
     draw, at, found = random.Random(config.seed), 0.0, []
-    system = [draw.randrange(vocabulary) for _ in range(config.system)]
+    system = draw.choices(words, k=config.system)
     for _ in range(config.requests):
-        own = [draw.randrange(vocabulary) for _ in range(draw.randint(*config.prompt))]
+        own = draw.choices(words, k=draw.randint(*config.prompt))
         found.append(Ask(at, system + own, draw.randint(*config.answer)))
         at += draw.expovariate(config.rate / 60)
     return found
@@ -128,7 +137,14 @@ def by_batcher(config: Config, policy: str, todo: list[Ask]) -> Found:
     model, tokenizer = ag.load_base(config.model)
     text, budget, schedule = parts(policy)
     made = ag.policy(text, None if budget is None else json.loads(budget), schedule)
-    batcher = Batcher(model.eval(), tokenizer, made, ag.Pool(model, config.memory), batch=config.batch)
+    batcher = Batcher(
+        model.eval(),
+        tokenizer,
+        made,
+        ag.Pool(model, config.memory),
+        batch=config.batch,
+        prompt_lookup=config.prompt_lookup,
+    )
     ends, found = sorted(batcher._ends), Found(f"batcher, {text}", at_once=0)
     times: list[list[float]] = [[] for _ in range(len(todo) + 1)]
 
@@ -171,9 +187,8 @@ def by_transformers(config: Config, policy: str, todo: list[Ask]) -> Found:
     model: Any = ag.load_base(config.model)[0]
     settings = model.generation_config
     settings.do_sample, settings.eos_token_id = False, -1
-    width = model.config.head_dim * model.config.num_key_value_heads * 2 * model.config.num_hidden_layers
-    blocks = config.memory // (width * model.dtype.itemsize * 256)
-    room = ContinuousBatchingConfig(block_size=256, num_blocks=blocks, max_batch_tokens=512 + config.batch)
+    blocks = _blocks(config, model)
+    room = ContinuousBatchingConfig(block_size=BLOCK, num_blocks=blocks, max_batch_tokens=512 + config.batch)
     found, times, asked = Found("transformers, whole cache"), dict[str, list[float]](), dict[str, float]()
     with model.continuous_batching_context_manager(settings, continuous_batching_config=room) as manager:
         manager.add_request(todo[0].tokens[:WARMUP], max_new_tokens=WARMUP)
@@ -199,80 +214,126 @@ def by_transformers(config: Config, policy: str, todo: list[Ask]) -> Found:
 
 def by_server(config: Config, policy: str, todo: list[Ask]) -> Found:
     """Ask a server in a process of its own by HTTP."""
-    import httpx
+    text, budget, schedule = parts(policy)
+    command = [sys.executable, "-m", "ag.serve", f"model={config.model}", f"policy={text}", f"memory={config.memory}"]
+    command += [] if budget is None else [f"budget={budget}", f"schedule={schedule}"]
+    command += ["served_name=base", f"batch={config.batch}", f"prompt_lookup={config.prompt_lookup}"]
+    port = _free_port()
+    never = {str(token): -100 for token in _ends(config.model)}
+    with _started([*command, f"port={port}"], port, config) as process:
+        asked = _Client(port, {"model": "base", "temperature": 0, "logit_bias": never}, [ask.tokens for ask in todo])
+        return asyncio.run(asked.all(Found(f"server, {text}", at_once=0), todo, process.pid))
 
-    text, _, _ = parts(policy)
 
-    async def ask_all(url: str, ends: list[int]) -> Found:
-        found = Found(f"server, {text}", at_once=0)
-        never = {str(token): -100 for token in ends}
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(SECONDS), limits=limits) as client:
+def by_transformers_serve(config: Config, policy: str, todo: list[Ask]) -> Found:
+    """Ask the server of transformers in a process of its own by HTTP; it takes texts alone."""
+    import ag
+    from ag.model.base import resolve
 
-            async def answer(ask: Ask) -> list[float]:
-                heard = []
-                body = {"model": (await client.get("/v1/models")).json()["data"][0]["id"], "prompt": ask.tokens}
-                body |= {"max_tokens": ask.answer, "stream": True, "temperature": 0, "logit_bias": never}
-                async with client.stream("POST", "/v1/completions", json=body) as stream:
-                    if stream.status_code != 200:
-                        raise UserError(f"server: {stream.status_code}: {(await stream.aread()).decode():.200}")
-                    async for line in stream.aiter_lines():
-                        if line.startswith("data: {"):
-                            heard.append(time.perf_counter())
-                return heard
+    model, tokenizer = ag.load_base(config.model)
+    port, blocks, batch, base = _free_port(), _blocks(config, model), 512 + config.batch, resolve(config.model)
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", base, "--device", "cpu"]
+    command += ["--dtype", str(model.dtype).removeprefix("torch."), "--continuous-batching", "--port", str(port)]
+    command += ["--cb-block-size", str(BLOCK), "--cb-num-blocks", str(blocks), "--cb-max-batch-tokens", str(batch)]
+    settings = json.dumps({"do_sample": False, "eos_token_id": -1, "max_new_tokens": WARMUP})
+    with _started(command, port, config) as process:
+        texts = tokenizer.batch_decode([ask.tokens for ask in todo])
+        asked = _Client(port, {"model": base, "generation_config": settings}, texts)
+        return asyncio.run(asked.all(Found("transformers serve, whole cache"), todo, process.pid))
 
-            async def one(ask: Ask) -> None:
+
+class _Client:
+    """Asks a server for completions.
+
+    Args:
+        port: of the server, on this machine.
+        body: what each request says beside its prompt and its length.
+        prompts: of the requests, token ids or texts.
+    """
+
+    def __init__(self, port: int, body: dict[str, Any], prompts: list[Any]) -> None:
+        import httpx
+
+        limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(SECONDS)
+        self._client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=timeout, limits=limits)
+        self._body, self._prompts = body, prompts
+
+    async def all(self, found: Found, todo: list[Ask], process: int) -> Found:
+        """Ask as it is time for each request; returns what came of it, with the most memory of a process."""
+        async with self._client:
+            await self._times(self._prompts[0][:WARMUP], WARMUP)
+            begun = time.perf_counter()
+
+            async def one(prompt: Any, ask: Ask) -> None:
                 await asyncio.sleep(max(0.0, begun + ask.at - time.perf_counter()))
-                found.take(begun + ask.at, await answer(ask))
+                found.take(begun + ask.at, await self._times(prompt, ask.answer))
                 found.seconds = max(found.seconds, time.perf_counter() - begun)
 
-            async def watch() -> None:
-                while True:
-                    lines = (await client.get("/metrics")).text.splitlines()
-                    running = next(line for line in lines if line.startswith('ag_answers{state="running"}'))
-                    found.at_once = max(found.at_once or 0, int(float(running.split()[-1])))
-                    await asyncio.sleep(1)
-
-            await answer(Ask(0.0, todo[0].tokens[:WARMUP], WARMUP))
-            begun, watching = time.perf_counter(), asyncio.create_task(watch())
-            await asyncio.gather(*map(one, todo))
+            watching = asyncio.create_task(self._watch(found))
+            await asyncio.gather(*map(one, self._prompts, todo))
             watching.cancel()
         found.tokens = sum(ask.answer for ask in todo)
+        status = Path(f"/proc/{process}/status").read_text().splitlines()
+        found.peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
         return found
 
-    with _server(config, policy) as (url, process):
-        found = asyncio.run(ask_all(url, _ends(config.model)))
-        status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        found.peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-    return found
+    async def _times(self, prompt: Any, length: int) -> list[float]:
+        """Return when each part of an answer came."""
+        heard = []
+        body = {**self._body, "prompt": prompt, "max_tokens": length, "stream": True}
+        async with self._client.stream("POST", "/v1/completions", json=body) as stream:
+            if stream.status_code != 200:
+                raise UserError(f"server: {stream.status_code}: {(await stream.aread()).decode():.200}")
+            async for line in stream.aiter_lines():
+                if line.startswith("data: {"):
+                    heard.append(time.perf_counter())
+        return heard
+
+    async def _watch(self, found: Found) -> None:
+        """Note how many answers a server of ours writes at once."""
+        while found.at_once is not None:
+            lines = (await self._client.get("/metrics")).text.splitlines()
+            running = next(line for line in lines if line.startswith('ag_answers{state="running"}'))
+            found.at_once = max(found.at_once, int(float(running.split()[-1])))
+            await asyncio.sleep(1)
 
 
 @contextmanager
-def _server(config: Config, policy: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Start a server; gives its address and its process, and ends it."""
+def _started(command: list[str], port: int, config: Config) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a server and wait until it answers; it ends with the block."""
     import httpx
 
-    text, budget, schedule = parts(policy)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [f"model={config.model}", f"policy={text}", f"memory={config.memory}", f"port={port}"]
-    words += [f"batch={config.batch}", *([] if budget is None else [f"budget={budget}", f"schedule={schedule}"])]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(config.threads)}
-    process = subprocess.Popen([sys.executable, "-m", "ag.serve", *words], env=environment)
-    url = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(config.threads)})
     try:
         while process.poll() is None:
             with suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health").status_code == 200:
+                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
                     break
             time.sleep(0.2)
         else:
-            raise UserError(f"ag.serve {' '.join(words)} ended with {process.returncode}; see above.")
-        yield url, process
+            raise UserError(f"{' '.join(command)} ended with {process.returncode}; see above.")
+        yield process
     finally:
         process.terminate()
         process.wait(60)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def _blocks(config: Config, model: Any) -> int:
+    """Return the blocks of transformers' cache that have the memory."""
+    width = model.config.head_dim * model.config.num_key_value_heads * 2 * model.config.num_hidden_layers
+    return int(config.memory // (width * model.dtype.itemsize * BLOCK))
+
+
+def _words(tokenizer: Any) -> list[int]:
+    """Return tokens that are whole words, so that a text of them has them again."""
+    return sorted(token for piece, token in tokenizer.get_vocab().items() if piece[:1] in "Ġ▁" and piece[1:].isalpha())
 
 
 def _ends(model: str) -> list[int]:
@@ -283,18 +344,23 @@ def _ends(model: str) -> list[int]:
     return [found] if isinstance(found, int) else list(found or ())
 
 
-BY = {"server": by_server, "batcher": by_batcher, "transformers": by_transformers}
+BY = {
+    "server": by_server,
+    "batcher": by_batcher,
+    "transformers-serve": by_transformers_serve,
+    "transformers": by_transformers,
+}
 
 
 def measured(config: Config) -> Iterator[Found]:
     """Measure each contestant, in a process of its own, with the same requests."""
     from ag import load_base
 
-    todo = asks(config, load_base(config.model)[0].config.vocab_size - 1)
+    todo = asks(config, _words(load_base(config.model)[1]))
     for by in config.through:
         if by not in BY:
             raise UserError(f"through: {by!r}: expected {', '.join(BY)}.")
-        for policy in config.policies if by != "transformers" else config.policies[:1]:
+        for policy in config.policies[:1] if by.startswith("transformers") else config.policies:
             with multiprocessing.get_context("spawn").Pool(1) as one:
                 yield one.apply(BY[by], (config, policy, todo))
 
@@ -312,8 +378,35 @@ def table(results: list[Found]) -> str:
 
 
 def _spread(values: list[float], factor: float, digits: int) -> str:
+    return ", ".join(f"{x:.{digits}f}" for x in _median_and_high(values, factor))
+
+
+def _median_and_high(values: list[float], factor: float = 1) -> tuple[float, float]:
     high = quantiles(values, n=20)[-1] if len(values) > 1 else values[0]
-    return ", ".join(f"{x * factor:.{digits}f}" for x in (median(values), high))
+    return median(values) * factor, high * factor
+
+
+def draw(results: list[Found], file: Path) -> None:
+    """Draw requests a minute, and how long the first token and the next ones take, as PNG."""
+    from matplotlib.figure import Figure
+
+    names = [x.contestant for x in results]
+    figure = Figure(figsize=(9, 0.8 + 0.32 * len(results)), dpi=120, layout="constrained")
+    shown = (
+        ("requests a minute", [60 * len(x.first) / x.seconds for x in results], None),
+        ("first token, s", *zip(*(_median_and_high(x.first) for x in results), strict=True)),
+        ("next token, ms", *zip(*(_median_and_high(x.between, 1000) for x in results), strict=True)),
+    )
+    for axes, (title, values, high) in zip(figure.subplots(1, 3, sharey=True), shown, strict=True):
+        axes.barh(names, values, color="#4c78a8")
+        if high is not None:
+            axes.plot(high, names, "|", color="#333", markersize=9, label="95th percentile")
+            axes.legend(frameon=False, fontsize=7)
+        axes.set_title(title + ("" if high is None else ", median"), fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.invert_yaxis()
+    figure.savefig(file)
 
 
 @command(PROGRAM)
@@ -328,6 +421,7 @@ def main(argv: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"settings": asdict(config), "found": [asdict(x) for x in results]}
     (folder / "serving.json").write_text(json.dumps(record) + "\n")
+    draw(results, folder / "serving.png")
     print(table(results))
     return 0
 
