@@ -177,7 +177,7 @@ class Service:
             for part in form.begin():
                 yield f"data: {as_json(part)}\n\n"
             async for piece in answers:
-                yield f"data: {as_json(form.chunk(piece))}\n\n"
+                yield ": waiting\n\n" if piece is None else f"data: {as_json(form.chunk(piece))}\n\n"
             if form.asked.stream_options.include_usage:
                 yield f"data: {as_json(form.last(usage(len(answers.request.tokens), answers.written)))}\n\n"
             yield "data: [DONE]\n\n"
@@ -365,6 +365,8 @@ async def _gathered(answers: Answers) -> list[Piece]:
     texts: list[list[str]] = [[] for _ in whole]
     tokens: list[list[Any]] = [[] for _ in whole]
     async for piece in answers:
+        if piece is None:
+            continue
         texts[piece.number].append(piece.text)
         tokens[piece.number] += piece.tokens
         whole[piece.number] = piece

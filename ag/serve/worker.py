@@ -21,6 +21,8 @@ from ag.serve.request import Event, Request, Stream, Token
 
 logger = logging.getLogger("ag.serve")
 
+SILENCE_SECONDS = 15.0  # after which a client hears that it still waits; proxies often close after 30 or 60
+
 
 class StoppedError(UserError):
     """The server is stopping, or its batcher has failed: no answer goes on."""
@@ -77,8 +79,8 @@ class Answers:
             self._counts[number] += 1
         self._news.put_nowait((number, event))
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        """Yield the pieces until every answer has ended.
+    async def __aiter__(self) -> AsyncIterator[Piece | None]:
+        """Yield the pieces until every answer has ended, and None where nothing came for a while.
 
         Raises:
             StoppedError: when the server stops before.
@@ -87,7 +89,12 @@ class Answers:
         """
         left = set(range(len(self._texts)))
         while left:
-            number, event = await self._news.get()
+            try:
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    number, event = await self._news.get()
+            except TimeoutError:
+                yield None
+                continue
             if number not in left:
                 continue  # after its stop text
             piece = self._piece(number, event)

@@ -13,7 +13,7 @@ pytest.importorskip("fastapi", reason="needs the server's libraries: pip install
 
 import ag  # noqa: E402
 from ag.errors import UserError  # noqa: E402
-from ag.serve import Batcher, app  # noqa: E402
+from ag.serve import Batcher, app, worker  # noqa: E402
 from ag.serve.protocol import NEUTRAL, ChatAsked, CompletionAsked  # noqa: E402
 from ag.serve.server import listen  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer  # noqa: E402
@@ -105,6 +105,24 @@ def test_times_that_are_over(tiny_llama):
     assert (waited.status_code, "5" in waited.json()["error"]["message"]) == (503, True)
     assert waited.headers["Retry-After"]
     assert cut["choices"][0]["finish_reason"] == "length" and 0 < cut["usage"]["completion_tokens"] < 10_000
+
+
+def test_a_stream_that_waits_is_told_so(batcher, monkeypatch):
+    """By comments, which clients skip; an answer in one piece waits without them."""
+    monkeypatch.setattr(worker, "SILENCE_SECONDS", 0.02)
+    step = batcher.step
+    monkeypatch.setattr(batcher, "step", lambda: (time.sleep(0.1), step()))
+
+    async def work():
+        async with client_of(batcher) as (client, _):
+            asked = [client.post("/v1/completions", json=ASKED | {"stream": stream}) for stream in (False, True)]
+            return await asyncio.gather(*asked)
+
+    whole, stream = asyncio.run(work())
+    events = stream.text.split("\n\n")
+    assert ": waiting" in events and all(x == ": waiting" or x.startswith("data: ") for x in events[:-1])
+    said = [json.loads(x.removeprefix("data: ")) for x in events[:-1] if x.startswith("data: {")]
+    assert "".join(x["choices"][0]["text"] for x in said) == whole.json()["choices"][0]["text"]
 
 
 def test_a_port_that_is_taken():
