@@ -38,6 +38,7 @@ from ag.errors import UserError
 PROGRAM = "serving"
 SECONDS = 3600  # longest time between two events of an answer
 BLOCK = 256  # tokens of a block of transformers' cache
+COLOUR = "#4c78a8"  # of bars
 WARMUP = 32  # tokens of the prompt and of the answer with which a contestant begins, before the clock starts
 
 
@@ -392,20 +393,21 @@ def draw(results: list[Found], file: Path) -> None:
 
     names = [x.contestant for x in results]
     figure = Figure(figsize=(9, 0.8 + 0.32 * len(results)), dpi=120, layout="constrained")
-    shown = (
-        ("requests a minute", [60 * len(x.first) / x.seconds for x in results], None),
-        ("first token, s", *zip(*(_median_and_high(x.first) for x in results), strict=True)),
-        ("next token, ms", *zip(*(_median_and_high(x.between, 1000) for x in results), strict=True)),
-    )
-    for axes, (title, values, high) in zip(figure.subplots(1, 3, sharey=True), shown, strict=True):
-        axes.barh(names, values, color="#4c78a8")
-        if high is not None:
-            axes.plot(high, names, "|", color="#333", markersize=9, label="95th percentile")
-            axes.legend(frameon=False, fontsize=7)
-        axes.set_title(title + ("" if high is None else ", median"), fontsize=9)
+    speeds, *times = figure.subplots(1, 3, sharey=True)
+    speeds.barh(names, [60 * len(x.first) / x.seconds for x in results], color=COLOUR)
+    speeds.set_title("requests a minute", fontsize=9)
+    for axes, title, found in (
+        (times[0], "first token, s: median", [_median_and_high(x.first) for x in results]),
+        (times[1], "next token, ms: median", [_median_and_high(x.between, 1000) for x in results]),
+    ):
+        axes.barh(names, [middle for middle, _ in found], color=COLOUR)
+        axes.plot([high for _, high in found], names, "|", color="#333", markersize=9, label="95th percentile")
+        axes.legend(frameon=False, fontsize=7)
+        axes.set_title(title, fontsize=9)
+    for axes in (speeds, *times):
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    axes.invert_yaxis()
+    speeds.invert_yaxis()
     figure.savefig(file)
 
 
