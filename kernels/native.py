@@ -13,7 +13,9 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from filelock import FileLock
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from ag.files import home
 HEADER = Path(__file__).with_name("native.h")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 SECONDS = 300  # after which a compiler is given up
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the numbers by which the kernels know them
 
 log = logging.getLogger(__name__)
 
@@ -31,15 +34,14 @@ class Kernel:
     """A C function, named like the folder of its source and compiled at first use.
 
     Attributes:
-        source: a C++ file, which may include ``native.h``.
-        arguments: the ctypes types of the function's arguments; it returns nothing.
+        source: a C++ file, which may include ``native.h``. The function returns nothing; its arguments are ``int64_t``
+            and pointers.
     """
 
     source: Path
-    arguments: tuple[type, ...]
 
-    def __call__(self, *arguments: object) -> None:
-        """Call the function.
+    def __call__(self, *arguments: Tensor | ctypes.Array[Any] | int | None) -> None:
+        """Call the function; of a tensor or array it gets the address, null for None.
 
         Raises:
             RuntimeError: it could not be compiled (see :meth:`failure`).
@@ -47,7 +49,9 @@ class Kernel:
         function = _function(self)
         if isinstance(function, str):
             raise RuntimeError(function)
-        function(*arguments)
+        if function.argtypes is None:  # each call has numbers at the same places
+            function.argtypes = [ctypes.c_int64 if isinstance(x, int) else ctypes.c_void_p for x in arguments]
+        function(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
 
     def failure(self) -> str | None:
         """Compile the function where this machine has not done so before; return why that failed, or None."""
@@ -82,7 +86,6 @@ def _function(kernel: Kernel) -> ctypes._NamedFuncPointer | str:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [repr(error)]
         return f"{compiler} could not compile it: {said[0]}"
     found.restype = None
-    found.argtypes = kernel.arguments
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ag.engine.allocators.base import Ballot, Shares
+from ag.engine.allocators.base import Ballot, LayerBudgets
 from ag.engine.observe import Observation
 from ag.engine.policy import Policy
 from ag.engine.records import Records
@@ -31,12 +31,12 @@ class Decision:
     """
 
     def __init__(self, policy: Policy, layers: list[int]) -> None:
-        self.policy, self.shares = policy, Shares(layers)
+        self.policy, self.budgets = policy, LayerBudgets(layers)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self.shares.reset()
+        self.budgets.reset()
         self._of: Tensor | None = None  # prompts that the capacity was last asked for
         #: By layer, what decisions of steps found since the last look, ``[B, Hkv]`` uint8.
         self._found: dict[int, Tensor] = {}
@@ -61,8 +61,8 @@ class Decision:
         ballot.everyone = everyone
         self._let_through(ballot, seen.layer)
         if seen.decoding:
-            return {seen.layer: allocator.keep_later(seen.layer, ballot, self.shares)}
-        return {**allocator.keep(seen.layer, ballot, self.shares)}
+            return {seen.layer: allocator.keep_later(seen.layer, ballot, self.budgets)}
+        return {**allocator.keep(seen.layer, ballot, self.budgets)}
 
     def step(self, seen: Observation, due: Tensor, slots: Tensor, records: Records) -> bool:
         """Write down what goes of a layer where one token came to each sequence since the last decision.
@@ -83,7 +83,7 @@ class Decision:
         found = self._found.get(seen.layer)
         if found is None:
             found = self._found[seen.layer] = torch.zeros(slots.shape[:2], dtype=torch.uint8, device=slots.device)
-        self.policy.allocator.step(seen.layer, ballot, self.shares, Going(slots, found))
+        self.policy.allocator.step(seen.layer, ballot, self.budgets, Going(slots, found))
         one = all(x.stride(1) == 0 for x in (ballot.score, ballot.protected))  # of all heads
         return one and not self.policy.allocator.compares_heads
 
@@ -99,11 +99,11 @@ class Decision:
         if self.policy.budget_of == "seen":  # what is allowed grows
             return -1
         heads, compete = held.shape[1], self.policy.allocator.compares_heads
-        share = self.shares.settled.get(seen.layer)
-        if share is None:  # heads compete for what all of them are allowed
-            share = self._capacity(seen.prompt_lengths) * heads
+        allowed = self.budgets.settled.get(seen.layer)
+        if allowed is None:  # heads compete for what all of them are allowed
+            allowed = self._capacity(seen.prompt_lengths) * heads
         held = held.sum(1) if compete else held.amax(1)
-        return int((share.cpu() - held).min()) // (heads if compete else 1)
+        return int((allowed.cpu() - held).min()) // (heads if compete else 1)
 
     def most(self, heads: int) -> int:
         """Return how many tokens may go from a head when one came to each of so many."""
@@ -138,22 +138,22 @@ class Decision:
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
         self._settle()
-        self.shares.select(indices)
+        self.budgets.select(indices)
 
     def join(self, other: Decision) -> None:
         """Append what the sequences of another batch got."""
         self._settle()
         other._settle()
-        self.shares.join(other.shares)
+        self.budgets.join(other.budgets)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what each layer got."""
         self._settle()
-        return self.shares.state_dict()
+        return self.budgets.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what each layer got."""
-        self.shares.load_state_dict(state)
+        self.budgets.load_state_dict(state)
 
     def _settle(self) -> None:
         """Look for the last time before sequences change their places."""
@@ -166,8 +166,8 @@ class Decision:
         scorer, allocator = self.policy.scorer, self.policy.allocator
         assert scorer is not None
         grows = self.policy.budget_of == "seen"
-        if self.shares.over_budget is None:
-            self.shares.over_budget = torch.zeros(len(seen.q), dtype=torch.bool)
+        if self.budgets.over_budget is None:
+            self.budgets.over_budget = torch.zeros(len(seen.q), dtype=torch.bool)
         capacity = self.policy.capacity(seen.lengths) if grows else self._capacity(seen.prompt_lengths)
         seen = seen.deciding(due, capacity)
         if records is not None:
@@ -238,7 +238,7 @@ class Decision:
 
     def _note_over(self, over: Tensor, much: str) -> None:
         """Take note of sequences ``[B]`` that protect more than the budget, and warn of the first ones."""
-        known = self.shares.over_budget
+        known = self.budgets.over_budget
         assert known is not None
         if not known.any():
             warnings.warn(  # the same text for every prompt, so that Python shows it once
@@ -247,4 +247,4 @@ class Decision:
                 BudgetWarning,
                 stacklevel=2,
             )
-        self.shares.over_budget = known | over
+        self.budgets.over_budget = known | over

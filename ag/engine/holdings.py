@@ -59,7 +59,7 @@ class Holdings:
         """
         if self.decision is not None:
             self.decision.look()
-        known = None if self.decision is None else self.decision.shares.over_budget
+        known = None if self.decision is None else self.decision.budgets.over_budget
         return torch.zeros(len(self.valid), dtype=torch.bool) if known is None else known
 
     def held_tokens(self) -> Tensor:

@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ag.engine.attend import attend_many, attend_one, attend_one_weights, attend_rows
 from ag.engine.decide import Decision
 from ag.engine.lookback import Lookback
-from ag.engine.observe import Context, Keys, Observation, Queries, StoredKeys
+from ag.engine.observe import Keys, Observation, Queries, StoredKeys
 from ag.engine.passes import Pass
 from ag.engine.policy import Policy
 from ag.engine.pool import PAGE, Pool
@@ -552,23 +552,21 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         return Observation(
             keys=keys,
             queries=queries if q is queries.q else replace(queries, q=q),
-            context=Context(
-                scaling=call.scaling,
-                layer=call.layer,
-                sliding_window=call.window,
-                gate=None if gate is None else gate.masked_fill(~filled, 0.0),
-                prompt_lengths=now.prompt_lengths,
-                stays=now.stays(ranks),
-                decoding=not now.reading,
-                precise=self.policy.scorer is not None and self.policy.scorer.needs.precise,
-                recorded=MappingProxyType(self.memory),
-                turn=self.rotation.turn,
-                output=lambda: output_weight(call.module, call.q.shape[1]),
-                memo=call.memo,
-                memo_of_pass=now.memo,
-                columns=now.seen,
-                lengths=now.lengths if queries.ranks is now.ranks else None,
-            ),
+            scaling=call.scaling,
+            layer=call.layer,
+            sliding_window=call.window,
+            gate=None if gate is None else gate.masked_fill(~filled, 0.0),
+            own_prompt=now.prompt_lengths,
+            stays=now.stays(ranks),
+            decoding=not now.reading,
+            precise=self.policy.scorer is not None and self.policy.scorer.needs.precise,
+            recorded=MappingProxyType(self.memory),
+            rotation=self.rotation.turn,
+            projection=lambda: output_weight(call.module, call.q.shape[1]),
+            memo=call.memo,
+            memo_of_pass=now.memo,
+            columns=now.seen,
+            tokens_seen=now.lengths if queries.ranks is now.ranks else None,
         )
 
     def _with_lookback(self, step: Step, last: int) -> Queries:

@@ -153,126 +153,106 @@ class Queries:
         return self.outputs if self.outputs is not None and every and self.outputs.dtype == torch.float32 else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """What else a layer shows.
+@dataclass(kw_only=True, eq=False)
+class Observation:
+    """What a layer shows to scorers and allocators: queries against the keys it holds.
 
     Attributes:
+        keys: what is held.
+        queries: what meets it.
         scaling: factor of the logits.
         layer: index of the layer.
         sliding_window: of the model's layer, or None.
         gate: probabilities ``[B, Hkv, N]`` of the layer's gate, or None.
-        prompt_lengths: ``[B]`` long, own tokens of each prompt as far as they are known; None: all tokens seen.
+        own_prompt: ``[B]`` long, own tokens of each prompt as far as they are known; None: all tokens seen.
         stays: ``[B, Hkv, N]`` bool, tokens that the caller protects; None: none.
         decoding: whether the prompt is over.
         precise: whether the logits of a prompt's last queries, and of a short prompt, are products in float64.
         recorded: what the scorer noted, tensors ``[..., N]`` whose last dimension is that of the keys (tokens that came
             since have 0); None: there are no records.
-        turn: rotates queries or keys ``[B, H, n, D]`` further by places ``[B, 1, n or 1]``, by the mean rotation of so
-            many places from there on; None: the model's rotations are not known.
-        output: gives the output projection by query head, ``[H, D, M]`` float32; None: it is not known.
+        rotation: what :meth:`turn` rotates by; None: the model's rotations are not known.
+        projection: gives :attr:`output`; None: it is not known.
         memo: where measurements are remembered, so that each is made once.
         memo_of_pass: where what is the same for all layers is remembered.
-        lengths: ``[B]`` long, tokens that each sequence has seen; None: derived from the queries.
+        tokens_seen: ``[B]`` long, tokens that each sequence has seen; None: derived from the queries.
         columns: of the input that went by, a bound of the lengths that the host knows; None: it asks.
+        capacity: ``[B]`` long, tokens per KV head that the budget allows, on average over layers; None: nothing may go.
+        due: ``[B]`` bool, sequences of which something may go now; None: all.
     """
 
+    keys: Keys
+    queries: Queries
     scaling: float
     layer: int = 0
     sliding_window: int | None = None
     gate: Tensor | None = None
-    prompt_lengths: Tensor | None = None
+    own_prompt: Tensor | None = None
     stays: Tensor | None = None
     decoding: bool = False
     precise: bool = False
     recorded: Mapping[str, Tensor] | None = None
-    turn: Callable[[Tensor, Tensor, int], Tensor] | None = None
-    output: Callable[[], Tensor] | None = None
+    rotation: Callable[[Tensor, Tensor, int], Tensor] | None = None
+    projection: Callable[[], Tensor] | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict)
     memo_of_pass: dict[Hashable, Any] = field(default_factory=dict)
-    lengths: Tensor | None = None
+    tokens_seen: Tensor | None = None
     columns: int | None = None
+    capacity: Tensor | None = None
+    due: Tensor | None = None
 
-
-class Observation:
-    """What a layer shows to scorers and allocators: queries against the keys it holds.
-
-    Args:
-        keys: what is held.
-        queries: what meets it.
-        context: all else there is to know.
-    """
-
-    def __init__(self, *, keys: Keys, queries: Queries, context: Context) -> None:
-        self._keys, self._queries, self._memo = keys, queries, context.memo
-        self.layer, self.gate, self.decoding, self.recorded = (
-            context.layer, context.gate, context.decoding, context.recorded
-        )  # fmt: skip
-        #: Tokens ``[B, Hkv, N]`` that the caller protects; None: none.
-        self.stays = context.stays
-        self._turn, self._output, self._memo_of_pass = context.turn, context.output, context.memo_of_pass
-        self._precise = context.precise and not context.decoding
-        self.scaling, self.sliding_window = context.scaling, context.sliding_window
-        self._prompt_lengths, self._lengths, self._columns = context.prompt_lengths, context.lengths, context.columns
-        self.q, self.query_ranks, self.query_valid = queries.q, queries.ranks, queries.valid
-        self.new = queries.q.shape[2] if queries.new is None else queries.new
-        #: Tokens per KV head ``[B]`` that the budget allows, where something may go.
-        self.capacity: Tensor | None = None
-        #: Sequences ``[B]`` of which something may go now; None: all.
-        self.due: Tensor | None = None
+    def __post_init__(self) -> None:
+        """Take what is asked for often out of the queries."""
+        self.precise = self.precise and not self.decoding
+        self.q, self.query_ranks, self.query_valid = self.queries.q, self.queries.ranks, self.queries.valid
+        self.new = self.q.shape[2] if self.queries.new is None else self.queries.new
 
     @cached_property
     def key_ranks(self) -> Tensor:
         """``[B, Hkv, N]`` long, the place of each key among its sequence's own tokens."""
-        return self._keys.ranks.long()
+        return self.keys.ranks.long()
 
     def deciding(self, due: Tensor, capacity: Tensor) -> Observation:
-        """Return the same for a decision.
-
-        Args:
-            due: ``[B]`` bool, sequences of which something may go now.
-            capacity: ``[B]`` long, tokens per KV head that the budget allows, on average over layers.
-        """
-        seen = copy(self)
+        """Return the same for a decision about the sequences that are ``due`` under a ``capacity``."""
+        seen = copy(self)  # with what is known already
         seen.due, seen.capacity = due, capacity
         return seen
 
     @property
     def group(self) -> int:
         """Query heads a KV head, G."""
-        return self.q.shape[1] // self._keys.ranks.shape[1]
+        return self.q.shape[1] // self.keys.ranks.shape[1]
 
     @property
     def k(self) -> Tensor:
         """Keys ``[B, Hkv, N, D]``; anything on free slots."""
-        return self._keys.k
+        return self.keys.k
 
     @property
     def held(self) -> Tensor:
         """``[B, Hkv, N]`` bool, the slots that hold a token, also one that no later query sees."""
-        return self._keys.valid
+        return self.keys.valid
 
     @cached_property
     def key_valid(self) -> Tensor:
         """``[B, Hkv, N]`` bool, the slots that hold a token which some later query sees."""
         if self.sliding_window is None:
-            return self._keys.valid
-        return self._keys.valid & (self._keys.ranks > (self.lengths - self.sliding_window)[:, None, None])
+            return self.keys.valid
+        return self.keys.valid & (self.keys.ranks > (self.lengths - self.sliding_window)[:, None, None])
 
     @property
     def order(self) -> Tensor | None:
         """Slots ``[B, Hkv, N]`` in the order of ranks, free ones last; None: they are in that order."""
-        return self._keys.order
+        return self.keys.order
 
     @property
     def unordered_ranks(self) -> Tensor | None:
         """The ranks of the keys; None: they ascend."""
-        return None if self._keys.ordered else self._keys.ranks
+        return None if self.keys.ordered else self.keys.ranks
 
     @property
     def values(self) -> Values:
         """Values of the held keys, centred."""
-        return self._keys.values
+        return self.keys.values
 
     @property
     def v(self) -> Tensor:
@@ -282,14 +262,14 @@ class Observation:
     @cached_property
     def lengths(self) -> Tensor:
         """Tokens each sequence has seen, ``[B]``: one more than the rank of its newest query."""
-        if self._lengths is not None:
-            return self._lengths
+        if self.tokens_seen is not None:
+            return self.tokens_seen
         return self.query_ranks.masked_fill(~self.query_valid, -1).amax(1) + 1
 
     @property
     def prompt_lengths(self) -> Tensor:
         """Own tokens of each prompt, ``[B]``, which shares of a budget refer to."""
-        return self.lengths if self._prompt_lengths is None else self._prompt_lengths
+        return self.lengths if self.own_prompt is None else self.own_prompt
 
     @property
     def evicts(self) -> Tensor:
@@ -313,19 +293,19 @@ class Observation:
 
     def ends(self, sinks: int | Tensor, recent: int | Tensor) -> Tensor:
         """Return ``[B, Hkv, N]`` bool: so many first and newest tokens of each sequence, a number or ``[B]`` each."""
-        ranks = self._keys.ranks[:, :1] if self._keys.alike else self._keys.ranks
+        ranks = self.keys.ranks[:, :1] if self.keys.alike else self.keys.ranks
         ends = ranks >= (self.lengths - recent)[:, None, None]
         if isinstance(sinks, Tensor):
             ends |= ranks < sinks[:, None, None]
         elif sinks:
             ends |= ranks < sinks
-        return ends.expand_as(self._keys.ranks)
+        return ends.expand_as(self.keys.ranks)
 
     @cached_property
     def output(self) -> Tensor:
         """The layer's output projection by query head, ``[H, D, M]`` float32, without its bias."""
-        assert self._output is not None
-        return self._output()
+        assert self.projection is not None
+        return self.projection()
 
     def turn(self, x: Tensor, places: Tensor, span: int = 1) -> Tensor:
         """Rotate queries or keys ``[B, H, n, D]`` further by places ``[B, 1, n or 1]``, as the model's RoPE does.
@@ -335,20 +315,20 @@ class Observation:
             places: whole ones; negative ones turn back.
             span: average the rotations of so many places, from each of ``places`` on.
         """
-        assert self._turn is not None
-        return self._turn(x, places, span)
+        assert self.rotation is not None
+        return self.rotation(x, places, span)
 
     def over_layer(self, values: Tensor) -> Tensor:
         """Average ``[B, H, N]`` over all query heads by token, and give it to each KV head, ``[B, Hkv, N]``.
 
         Heads may hold different tokens; one that no longer holds a token contributes 0 for it.
         """
-        kv_heads = self._keys.ranks.shape[1]
-        if self._keys.alike:  # nothing to look up
+        kv_heads = self.keys.ranks.shape[1]
+        if self.keys.alike:  # nothing to look up
             return values.mean(1, keepdim=True).expand(-1, kv_heads, -1)
-        most = int(self.lengths.max()) if self._columns is None else self._columns
+        most = int(self.lengths.max()) if self.columns is None else self.columns
         tokens = -(-most // COLUMNS) * COLUMNS
-        values = values.unflatten(1, (kv_heads, -1)).sum(2).masked_fill(~self._keys.valid, 0.0)
+        values = values.unflatten(1, (kv_heads, -1)).sum(2).masked_fill(~self.keys.valid, 0.0)
         places = self.key_ranks.clamp(0, tokens - 1)
         by_token = values.new_zeros(len(values), tokens)
         by_token.scatter_add_(1, places.flatten(1), values.flatten(1))
@@ -374,16 +354,16 @@ class Observation:
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Return what ``make`` made at the first call with this key, by whichever of the policies that observe this."""
-        if (key, self._precise) not in self._memo:
-            self._memo[key, self._precise] = make()
-        made: Made = self._memo[key, self._precise]
+        if (key, self.precise) not in self.memo:
+            self.memo[key, self.precise] = make()
+        made: Made = self.memo[key, self.precise]
         return made
 
     def once_a_pass(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Return what ``make`` made in the first layer of a pass with this key, which is the same in all of them."""
-        if key not in self._memo_of_pass:
-            self._memo_of_pass[key] = make()
-        made: Made = self._memo_of_pass[key]
+        if key not in self.memo_of_pass:
+            self.memo_of_pass[key] = make()
+        made: Made = self.memo_of_pass[key]
         return made
 
     def _last_rows(self, last: int, only_new: bool) -> AttentionRows:
@@ -395,12 +375,12 @@ class Observation:
         ranks = self.query_ranks.gather(1, order)
         (span,) = self._spans(ranks.amin(1, keepdim=True), ranks.amax(1, keepdim=True))
         everything = Span(0, 0 if self.sliding_window is not None else span.open_until, self.key_ranks.shape[2])
-        rows = self._rows(order, slice(None), everything, precise=self._precise)
+        rows = self._rows(order, slice(None), everything, precise=self.precise)
         rows.counted = chosen.gather(1, order)
         return rows
 
     def _total(self, statistic: Statistic) -> Tensor:
-        known = self._queries.weights
+        known = self.queries.weights
         if statistic is attention and known is not None:
             return known
         if statistic is attention and no_triton(self.q) is None and best_version(self.q) == "triton":
@@ -420,29 +400,29 @@ class Observation:
             They ``[B, H, M, D]``; which exist ``[B, M]``; which slots do ``[B, N]`` (None: all). None where the host
             knows of no such order (heads hold different tokens, or a window looks past evicted ones), or types differ.
         """
-        held, whole = self.key_ranks.shape[2], self._keys.whole
+        held, whole = self.key_ranks.shape[2], self.keys.whole
         q, valid = self.q[:, :, -self.new :], self.query_valid[:, -self.new :]
-        if not self._keys.ordered or (self.sliding_window is not None and not whole) or q.dtype != self.k.dtype:
+        if not self.keys.ordered or (self.sliding_window is not None and not whole) or q.dtype != self.k.dtype:
             return None
-        if self._keys.full and not self._queries.padded:
+        if self.keys.full and not self.queries.padded:
             return q, valid, None
         if not whole or self.new < held:
             return None
         order = torch.where(valid, self.query_ranks[:, -self.new :], held).argsort(dim=1)[:, :held]
         index = order[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1])
-        return q.gather(2, index), valid.gather(1, order), self._keys.valid[:, 0]
+        return q.gather(2, index), valid.gather(1, order), self.keys.valid[:, 0]
 
     def _spans(self, oldest: Tensor, newest: Tensor) -> list[Span]:
         """Return the slots that queries see whose ranks go from ``oldest`` to ``newest`` ``[B, n]``, for each n."""
         slots = self.key_ranks.shape[2]
         if self._sees_everything:
             return [Span(0, slots, slots)] * oldest.shape[1]
-        if not self._keys.ordered:
+        if not self.keys.ordered:
             return [Span(0, 0, slots)] * oldest.shape[1]
 
         def places(ranks: Tensor) -> Tensor:
             wanted = ranks[:, None].expand(-1, self.key_ranks.shape[1], -1).to(self.key_ranks.dtype)
-            return torch.searchsorted(self._keys.sorted_ranks, wanted.contiguous(), right=True)
+            return torch.searchsorted(self.keys.sorted_ranks, wanted.contiguous(), right=True)
 
         stop, open_until = places(newest).amax((0, 1)), places(oldest).amin((0, 1))
         start = torch.zeros_like(stop)
@@ -453,7 +433,7 @@ class Observation:
     @property
     def _sees_everything(self) -> bool:
         """Whether there is one query, the newest of a sequence, to which nothing is hidden."""
-        return self._keys.full and self.decoding and self.q.shape[2] == 1 and self.sliding_window is None
+        return self.keys.full and self.decoding and self.q.shape[2] == 1 and self.sliding_window is None
 
     def _blocks(self) -> Iterator[tuple[slice, slice, AttentionRows]]:
         """Visit the new queries in tiles; yields query heads, slots and the queries against those."""
@@ -461,7 +441,7 @@ class Observation:
         tile = TILE.get(self.q.device.type, TILE["cuda"]) // (batch * self.group * held)
         width = min(max(tile, 16), BLOCK if self.q.device.type == "cpu" else 2 * BLOCK)
         heads = max(1, min(kv_heads, tile // width))
-        precise = self._precise and held <= PRECISE and self.q.device.type == "cpu"
+        precise = self.precise and held <= PRECISE and self.q.device.type == "cpu"
         tokens = self.q.shape[2]
         blocks = [slice(at, min(at + width, tokens)) for at in range(tokens - self.new, tokens, width)]
         ranks = [self.query_ranks[:, block] for block in blocks]
@@ -478,7 +458,7 @@ class Observation:
         With ``precise`` the products are those of float64: in float32 a logit of 40 is off by 1e-5, and so is its
         weight. That shows where few rows decide and a score is made of differences.
         """
-        held, queries, group = self._keys, self._queries, self.group  # what comes of it outlives this observation
+        held, queries, group = self.keys, self.queries, self.group  # what comes of it outlives this observation
         start, open_until, stop = span
         keys = (held.double if precise else held.single)[:, heads, start:stop]
         q = _by_head(self.q, group, columns, heads).to(keys.dtype) * self.scaling

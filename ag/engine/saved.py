@@ -91,7 +91,7 @@ def _check_ready(cache: Forward) -> None:
             f"{name}.save: {text.seen} of {text.prompt_columns} columns of the prompt were read so far: expected all; "
             "save the cache after them."
         )
-    if cache.decision is not None and (cache.decision.shares.open or cache.decision.shares.votes):
+    if cache.decision is not None and (cache.decision.budgets.open or cache.decision.budgets.votes):
         raise UserError(f"{name}.save: {cache.policy.allocator!r} has not decided yet; save it later.")
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ag.engine.allocators.preference import entropy_and_variance
-from ag.engine.observe import Context, Keys, Observation, Queries
+from ag.engine.observe import Keys, Observation, Queries
 from ag.engine.select import closing_order
 from ag.gates.gate import AttentionGate
 from ag.model.hooks import AttentionCall, Interceptor, decoder_of, instrument
@@ -63,7 +63,9 @@ class Reading(Interceptor):
         return Observation(
             keys=Keys(k=k.gather(2, index), v=v.gather(2, index), ranks=slots, valid=valid),
             queries=Queries(q=call.q[:, :, first:last], ranks=ranks, valid=torch.ones_like(ranks, dtype=torch.bool)),
-            context=Context(scaling=call.scaling, layer=layer, sliding_window=call.window),
+            scaling=call.scaling,
+            layer=layer,
+            sliding_window=call.window,
         )
 
 

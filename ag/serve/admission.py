@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.cache import EvictionCache
-from ag.engine.observe import Context, Keys, Observation, Queries
+from ag.engine.observe import Keys, Observation, Queries
 from ag.engine.pool import PAGE
 from ag.serve.request import Request
 
@@ -113,7 +113,7 @@ class Admission:
         seen = Observation(
             keys=Keys(k=none, v=none, ranks=ranks, valid=there),
             queries=Queries(q=torch.zeros(1, 1, 1, 0), ranks=ranks[0, :, -1:], valid=there[0, :, -1:]),
-            context=Context(scaling=1.0),
+            scaling=1.0,
         )
         protected = self.policy.scorer.protected(seen, torch.tensor([capacity]))[0, 0]
         return int((protected | F.pad(marks, (0, tokens - len(marks)))).sum())

@@ -36,7 +36,7 @@ float one(const float* x, const T* a, int64_t size) {
 }
 
 template <typename T>
-void product(const T* given, const T* weight, const T* bias, int64_t rows, int64_t size, int threads, T* out) {
+void product(const T* given, const T* weight, const T* bias, int64_t rows, int64_t size, int64_t threads, T* out) {
   std::vector<float> wide(size);
   for (int64_t i = 0; i < size; ++i) wide[i] = widen(given[i]);
   const float* x = wide.data();
@@ -55,8 +55,8 @@ void product(const T* given, const T* weight, const T* bias, int64_t rows, int64
 }  // namespace
 
 // x [in], weight [out, in], bias [out] or null, out [out], all of a type (0 float32, 1 bfloat16) and contiguous.
-extern "C" void gemv(int type, const void* x, const void* weight, const void* bias, int64_t rows, int64_t size,
-                     int threads, void* out) {
+extern "C" void gemv(int64_t type, const void* x, const void* weight, const void* bias, int64_t rows, int64_t size,
+                     int64_t threads, void* out) {
   const auto run = [&](auto kind) {
     using T = decltype(kind);
     product(static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<const T*>(bias), rows, size, threads,

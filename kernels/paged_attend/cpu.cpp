@@ -213,10 +213,10 @@ void attend(const Rows& rows, const float* q, const T* keys, const T* values, co
 // q [R, G, count, D] float32, scaled already; keys [P, page, D], values [P, page, Dv] of a type (0 float32, 1 bfloat16,
 // 2 float16), ranks [P, page], gate [P, page] or null; table, its rows `stride` apart; lengths [R]; at [R / heads, count]:
 // ranks of the queries; window and recent 0 for none; out [R, G, count, Dv] float32. All but the table contiguous.
-extern "C" void paged_attend(int type, const float* q, const void* keys, const void* values, const int32_t* ranks,
+extern "C" void paged_attend(int64_t type, const float* q, const void* keys, const void* values, const int32_t* ranks,
                              const bool* gate, const int32_t* table, const int32_t* lengths, const int32_t* at,
                              int64_t number, int64_t heads, int64_t group, int64_t count, int64_t dim, int64_t width,
-                             int64_t stride, int64_t page, int64_t window, int64_t recent, int threads, float* out) {
+                             int64_t stride, int64_t page, int64_t window, int64_t recent, int64_t threads, float* out) {
   const Rows rows = {ranks, gate, table, lengths, group, count, dim, width, stride, page, window, recent};
   const int64_t blocks = (group * count + QUERIES - 1) / QUERIES;
   const auto run = [&](auto kind) {

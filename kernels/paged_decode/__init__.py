@@ -38,15 +38,7 @@ def paged_decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths
 def paged_decode_weights(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Do what :func:`paged_decode` does, and hand out the weights, for which no key is read again.
-
-    Args:
-        q: as there, like the others.
-        keys: as there.
-        values: as there.
-        table: as there.
-        lengths: as there.
-        scaling: as there.
+    """Do what :func:`paged_decode` does, with its arguments, and hand out the weights; no key is read again for them.
 
     Returns:
         What ``paged_decode`` returns; and the weights ``[B, H, most page]`` in float32 by slot of the row, 0 behind its

@@ -97,7 +97,7 @@ void find_parts(const Chunk& c, const int32_t* pages, int64_t page, std::vector<
 
 template <typename T>
 void attend(const float* q, const T* keys, const T* values, const int32_t* table, const int32_t* lengths, int64_t rows,
-            int64_t group, int64_t dim, int64_t width, int64_t stride, int64_t slots, int64_t page, int threads,
+            int64_t group, int64_t dim, int64_t width, int64_t stride, int64_t slots, int64_t page, int64_t threads,
             float* out, float* weights) {
   const int64_t partial = group * (width + 2);  // per chunk: the mixes, then maxima, then sums
   std::vector<Chunk> chunks;
@@ -185,9 +185,9 @@ void attend(const float* q, const T* keys, const T* values, const int32_t* table
 // q [R, G, D] float32, scaled already; keys [P, page, D], values [P, page, Dv] of a type (0 float32, 1 bfloat16,
 // 2 float16); table [R, slots / page], its rows `stride` apart; lengths [R]; out [R, G, Dv] float32; weights
 // [R, G, slots] float32, or null where nobody wants them. All but the table contiguous.
-extern "C" void paged_decode(int type, const float* q, const void* keys, const void* values, const int32_t* table,
+extern "C" void paged_decode(int64_t type, const float* q, const void* keys, const void* values, const int32_t* table,
                              const int32_t* lengths, int64_t rows, int64_t group, int64_t dim, int64_t width,
-                             int64_t stride, int64_t slots, int64_t page, int threads, float* out, float* weights) {
+                             int64_t stride, int64_t slots, int64_t page, int64_t threads, float* out, float* weights) {
   const auto run = [&](auto kind) {
     using T = decltype(kind);
     attend(q, static_cast<const T*>(keys), static_cast<const T*>(values), table, lengths, rows, group, dim, width,

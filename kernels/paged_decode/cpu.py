@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import torch
@@ -10,11 +9,7 @@ from torch import Tensor
 
 from ag.kernels import native
 
-KERNEL = native.Kernel(
-    Path(__file__).with_name("cpu.cpp"),
-    (ctypes.c_int, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 7, ctypes.c_int, *[ctypes.c_void_p] * 2),
-)
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KERNEL = native.Kernel(Path(__file__).with_name("cpu.cpp"))
 
 
 def paged_decode(
@@ -30,26 +25,17 @@ def paged_decode(
     batch, heads, _, dim = q.shape
     rows, most = table.shape
     page, width = values.shape[1:]
-    query = q.float().contiguous() * scaling
-    lengths = lengths.contiguous()
     out = torch.empty(batch, heads, 1, width)
     KERNEL(
-        TYPES[keys.dtype],
-        query.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        table.data_ptr(),
-        lengths.data_ptr(),
-        *(rows, batch * heads // rows, dim, width, table.stride(0), most * page, page),
-        torch.get_num_threads(),
-        out.data_ptr(),
-        None if weights is None else weights.data_ptr(),
+        *(native.TYPES[keys.dtype], q.float().contiguous() * scaling, keys, values, table, lengths.contiguous()),
+        *(rows, batch * heads // rows, dim, width, table.stride(0), most * page, page, torch.get_num_threads()),
+        *(out, weights),
     )
     return out.to(q.dtype)
 
 
-def unavailable(keys: Tensor, values: Tensor) -> str | None:
-    """Return why the C++ version cannot run on such keys and values, or None."""
-    if keys.dtype not in TYPES or values.dtype != keys.dtype:
+def unavailable(keys: Tensor, values: Tensor, *others: Tensor, kernel: native.Kernel = KERNEL) -> str | None:
+    """Return why a C++ kernel cannot run on such columns of a pool, or None."""
+    if keys.dtype not in native.TYPES or values.dtype != keys.dtype:
         return f"keys of {keys.dtype} and values of {values.dtype} are not both float32, bfloat16 or float16"
-    return KERNEL.unavailable(keys, values, in_place=True)
+    return kernel.unavailable(keys, values, *others, in_place=True)

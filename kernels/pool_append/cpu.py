@@ -14,15 +14,7 @@ from torch.autograd.graph import increment_version
 from ag.kernels import native
 from ag.kernels.pages import New, Pages, Reach
 
-KERNEL = native.Kernel(
-    Path(__file__).with_name("cpu.cpp"),
-    (
-        *[ctypes.c_int64, *[ctypes.c_void_p] * 8],  # columns, ranks, table, lengths, new ranks, victims
-        *[ctypes.c_int64] * 2,
-        *[ctypes.c_void_p] * 2,  # records and their widths
-        *[ctypes.c_int64] * 7,
-    ),
-)
+KERNEL = native.Kernel(Path(__file__).with_name("cpu.cpp"))
 
 
 def pool_append(
@@ -31,7 +23,7 @@ def pool_append(
     """Do what :func:`ag.kernels.pool_append.pool_append` does, on the CPU."""
     keys, values, ranks, gate, table, lengths = pages
     rows, pools = len(table), [keys, values] if gate is None else [keys, values, gate]
-    fresh: list[Tensor] = []  # named, so that it outlives the call
+    fresh: list[Tensor] = []  # whose addresses alone are given
     of_sequence = None
     if new is not None:
         fresh, of_sequence = [new.keys.contiguous(), new.values.contiguous()], new.ranks.contiguous()
@@ -44,22 +36,13 @@ def pool_append(
         _pointers(*(x.data_ptr() for x in pools)),
         _fresh_pointers(*(x.data_ptr() for x in fresh)),
         _numbers(*(x.element_size() * (x.shape[2] if x.ndim > 2 else 1) for x in pools)),
-        ranks.data_ptr(),
-        table.data_ptr(),
-        lengths.data_ptr(),
-        None if of_sequence is None else of_sequence.data_ptr(),
-        None if going is None else going.data_ptr(),
-        0 if going is None else going.shape[1],
+        *(ranks, table, lengths, of_sequence, going, 0 if going is None else going.shape[1]),
         len(records),
         _fresh_pointers(*(x.data_ptr() for x in records)),
         _numbers(*(x.shape[1] for x in records)),
         records[0].shape[2] if records else 0,
-        rows,
-        1 if of_sequence is None else rows // len(of_sequence),
-        table.shape[1],
-        keys.shape[1],
-        recent or 0,
-        window or 0,
+        *(rows, 1 if of_sequence is None else rows // len(of_sequence), table.shape[1], keys.shape[1]),
+        *(recent or 0, window or 0),
     )
     increment_version([*pools, ranks, lengths, *records])  # autograd does not see the call
 

@@ -121,7 +121,7 @@ template <Kind KIND>
 void sums(const float* logits, const uint8_t* counted, const float* norms, const float* spread, const float* along,
           const float* dots, const float* outputs, const float* centre, const float* centred, int64_t batch,
           int64_t heads, int64_t kv_heads, int64_t rows, int64_t keys, int64_t dim, int64_t batch_stride,
-          int64_t head_stride, int threads, float* out) {
+          int64_t head_stride, int64_t threads, float* out) {
   const int64_t all = batch * heads, group = heads / kv_heads, chunks = (rows + CHUNK - 1) / CHUNK;
   const int64_t blocks = (keys + COLUMNS - 1) / COLUMNS;
   const auto row_of = [](const float* base, int64_t index, int64_t size) { return base ? base + index * size : base; };
@@ -168,11 +168,11 @@ void sums(const float* logits, const uint8_t* counted, const float* norms, const
 // logits, dots [B, H, w, N]; counted [B, w]; norms, spread, along [B, Hkv, N]; outputs [B, H, w, D]; centre [B, Hkv, D];
 // centred [B, Hkv, N, D], of which each head's matrix is contiguous; out [B, H, N]. The others are contiguous; all are
 // float32 but counted (bytes), and null where the kind does not need them.
-extern "C" void row_statistics(int kind, const float* logits, const uint8_t* counted, const float* norms,
+extern "C" void row_statistics(int64_t kind, const float* logits, const uint8_t* counted, const float* norms,
                                const float* spread, const float* along, const float* dots, const float* outputs,
                                const float* centre, const float* centred, int64_t batch, int64_t heads,
                                int64_t kv_heads, int64_t rows, int64_t keys, int64_t dim, int64_t batch_stride,
-                               int64_t head_stride, int threads, float* out) {
+                               int64_t head_stride, int64_t threads, float* out) {
   const auto run = kind == ATTENTION ? sums<ATTENTION> : kind == VALUE ? sums<VALUE> : kind == KEY ? sums<KEY>
                                                                                                   : sums<JOINT>;
   run(logits, counted, norms, spread, along, dots, outputs, centre, centred, batch, heads, kv_heads, rows, keys, dim,

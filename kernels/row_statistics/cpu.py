@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import torch
@@ -12,10 +11,7 @@ from ag.kernels import native
 from ag.kernels.row_statistics.reference import KINDS, Kind
 from ag.kernels.row_statistics.values import Values
 
-KERNEL = native.Kernel(
-    Path(__file__).with_name("cpu.cpp"),
-    (ctypes.c_int, *[ctypes.c_void_p] * 9, *[ctypes.c_int64] * 8, ctypes.c_int, ctypes.c_void_p),
-)
+KERNEL = native.Kernel(Path(__file__).with_name("cpu.cpp"))
 
 
 def row_statistics(
@@ -43,10 +39,9 @@ def row_statistics(
     out = torch.empty(batch, heads, keys)
     KERNEL(
         KINDS.index(kind),
-        *(None if x is None else x.data_ptr() for x in (*parts, centred)),
-        *(batch, heads, kv_heads, rows, keys, dim, *strides),
-        torch.get_num_threads(),
-        out.data_ptr(),
+        *(*parts, centred),
+        *(batch, heads, kv_heads, rows, keys, dim, *strides, torch.get_num_threads()),
+        out,
     )
     return out
 

@@ -69,14 +69,16 @@ def test_while_decoding_each_layer_keeps_its_total():
     decision = Scripted("global", ballots)
     held = decision.run()
     totals = [sum(map(len, layer)) for layer in held]
-    assert {layer: x.tolist() for layer, x in decision.shares.settled.items()} == {i: [n] for i, n in enumerate(totals)}
-    assert not decision.shares.open and not decision.shares.votes
+    assert {layer: x.tolist() for layer, x in decision.budgets.settled.items()} == {
+        i: [n] for i, n in enumerate(totals)
+    }
+    assert not decision.budgets.open and not decision.budgets.votes
     (later,) = ballots_of([24], 10, 1, seed=9)
     for layer, total in enumerate(totals):
-        keep = Global().keep_later(layer, later, decision.shares)
+        keep = Global().keep_later(layer, later, decision.budgets)
         flat = sorted((-later.score[0, g, p], g, p) for g in range(2) for p in range(23))[: total - 2]
         wanted = {(g, p) for _, g, p in flat} | {(0, 23), (1, 23)}
         assert {tuple(x) for x in keep[0].nonzero().tolist()} == wanted
     fitted = Scripted("global", ballots_of([9] * 3, 12))
     fitted.run()
-    assert {i: x.tolist() for i, x in fitted.shares.settled.items()} == {i: [24] for i in range(3)}
+    assert {i: x.tolist() for i, x in fitted.budgets.settled.items()} == {i: [24] for i in range(3)}

@@ -77,7 +77,7 @@ def test_free_slots_are_never_seen():
     quiet, loud = (Scene(seed=1, lengths=(11, 4), ragged=True).seen for _ in range(2))
     free = ~loud.key_valid
     assert bool(free.any())
-    loud.k[free], loud._keys.v[free] = 1e30, float("nan")
+    loud.k[free], loud.keys.v[free] = 1e30, float("nan")
     for part in ("a", "s", "o"):
         assert torch.equal(getattr(quiet.rows(5), part), getattr(loud.rows(5), part))
     assert torch.equal(quiet.total(attention), loud.total(attention))

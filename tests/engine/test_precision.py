@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ag
-from ag.engine.observe import Context, Keys, Observation, Queries
+from ag.engine.observe import Keys, Observation, Queries
 from ag.kernels.row_statistics import cpu
 from tests.support.bounds import bounded, hold
 from tests.support.pairs import covering
@@ -36,7 +36,8 @@ def observed(q, k, v, outputs=None):
     return Observation(
         keys=Keys(k=k, v=v, ranks=ranks.expand(1, KV_HEADS, KEYS), valid=valid),
         queries=Queries(q=q, ranks=ranks[None], valid=valid[:, 0], outputs=outputs),
-        context=Context(scaling=q.shape[-1] ** -0.5, precise=True),
+        scaling=q.shape[-1] ** -0.5,
+        precise=True,
     )
 
 

@@ -474,7 +474,7 @@ def test_reset_forgets_all_that_was_recorded(llama, name):
     cache = run(llama, policy, ROWS, PROMPTS).cache
     assert any(x > 0 for x in cache.report().seconds)
     cache.reset()
-    assert (cache.decision.shares.settled, cache.text.now, cache.seen_tokens, cache.valid.numel()) == ({}, None, 0, 0)
+    assert (cache.decision.budgets.settled, cache.text.now, cache.seen_tokens, cache.valid.numel()) == ({}, None, 0, 0)
     for layer, new in zip(cache.evicting_layers, EvictionCache(llama, policy).evicting_layers, strict=True):
         assert vars(layer) | {"_scoring": layer.scoring_seconds} == vars(new) | {"_scoring": 0.0}
     again = feed(cache, llama, [ROWS[1]], [[23], *[[1]] * STEPS])

@@ -9,7 +9,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from ag.engine.observe import Context, Keys, Observation, Queries
+from ag.engine.observe import Keys, Observation, Queries
 from tests.support.bounds import ROUNDINGS, conditioned, hold
 
 
@@ -119,14 +119,12 @@ class Scene:
         return Observation(
             keys=Keys(k=k, v=v, ranks=ranks, valid=valid, full=bool(valid.all()), whole=whole),
             queries=Queries(q=q, ranks=query_ranks, valid=query_valid, padded=not bool(query_valid.all())),
-            context=Context(
-                scaling=scaling,
-                layer=self._layer,
-                sliding_window=self.window,
-                gate=gate,
-                turn=turned,
-                output=lambda: output,
-            ),
+            scaling=scaling,
+            layer=self._layer,
+            sliding_window=self.window,
+            gate=gate,
+            rotation=turned,
+            projection=lambda: output,
         )
 
     def bound(self, score: Callable[[Observation], Tensor]) -> Tensor:

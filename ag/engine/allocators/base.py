@@ -34,7 +34,7 @@ class Ballot:
         due: ``[B]`` bool, sequences of which something may go; the others keep all.
         preference: ``[B]`` float64, how much the layer wants, where the allocator asks.
         prompt_capacity: ``[B]`` long, the capacity at the end of the prompt, where it grows since; None: it does not.
-        second: ``[B, Hkv, N]`` float32, a score that decides over the rest of a head's share; None: there is one score.
+        second: ``[B, Hkv, N]`` float32, decides over the rest of a head's tokens; None: there is one score.
         first_share: share of a head's tokens that ``score`` decides over, where there are two.
         everyone: whether the host knows that all sequences are due.
         ranks: ``[B, Hkv, N]`` long, in whose order tokens with equal scores are kept; None: they lie in that order.
@@ -96,16 +96,16 @@ class Ballot:
         """Return a number of tokens ``[B]`` that was settled at the end of the prompt, grown as the capacity has."""
         return settled if self.prompt_capacity is None else settled * self.capacity // self.prompt_capacity
 
-    def keep(self, share: Tensor) -> Tensor:
-        """Return the mask of ``share`` ``[B]`` tokens in each head, and of all where nothing is due."""
-        return self.keep_heads(share[:, None].expand(self.valid.shape[:2]))
+    def keep(self, count: Tensor) -> Tensor:
+        """Return the mask of ``count`` ``[B]`` tokens in each head, and of all where nothing is due."""
+        return self.keep_heads(count[:, None].expand(self.valid.shape[:2]))
 
-    def keep_heads(self, share: Tensor) -> Tensor:
-        """Return the mask of ``share`` ``[B, Hkv]`` tokens, and of all where nothing is due."""
+    def keep_heads(self, count: Tensor) -> Tensor:
+        """Return the mask of ``count`` ``[B, Hkv]`` tokens, and of all where nothing is due."""
         if self.second is None:
-            return self.exempting(best(self.standing, self.protected, self.valid, share))
-        sure = best(self.standing, self.protected, self.valid, (share * self.first_share + 1e-6).long())
-        return self.exempting(select(self.second, sure, self.valid, share, self.order))
+            return self.exempting(best(self.standing, self.protected, self.valid, count))
+        sure = best(self.standing, self.protected, self.valid, (count * self.first_share + 1e-6).long())
+        return self.exempting(select(self.second, sure, self.valid, count, self.order))
 
     def going(self, keep: Tensor, most: int) -> Tensor:
         """Return the slots ``[B, Hkv, most]`` int32 of what ``keep`` leaves out, which is no more; -1 for none."""
@@ -129,7 +129,7 @@ class Ballot:
 
 
 @dataclass
-class Shares(Attributes):
+class LayerBudgets(Attributes):
     """What the layers of one batch of prompts brought and got.
 
     Attributes:
@@ -150,20 +150,20 @@ class Shares(Attributes):
     settled: dict[int, Tensor] = field(default_factory=dict)
     over_budget: Tensor | None = None
 
-    def settle(self, layer: int, ballot: Ballot, share: Tensor, mean: Tensor | None = None) -> None:
-        """Fix a layer's share for decoding; a prompt that fitted leaves every layer the mean, which is the capacity.
+    def settle(self, layer: int, ballot: Ballot, budget: Tensor, mean: Tensor | None = None) -> None:
+        """Fix a layer budget for decoding; a prompt that fitted leaves every layer the mean, which is the capacity.
 
         In blocks, a prompt that ended before the others of its batch is due no more, and settled.
         """
         fitted = ballot.prompt <= ballot.capacity
-        share = share.where(~fitted, ballot.capacity if mean is None else mean)
-        self.settled[layer] = share.where(ballot.due, self.settled.get(layer, share))
+        budget = budget.where(~fitted, ballot.capacity if mean is None else mean)
+        self.settled[layer] = budget.where(ballot.due, self.settled.get(layer, budget))
 
     def reset(self) -> None:
         """Forget everything."""
         self.open, self.votes, self.settled, self.over_budget = {}, {}, {}, None
 
-    def join(self, other: Shares) -> None:
+    def join(self, other: LayerBudgets) -> None:
         """Append what the sequences of another batch got."""
         if self.over_budget is not None and other.over_budget is not None:
             self.over_budget = torch.cat([self.over_budget, other.over_budget])
@@ -181,7 +181,7 @@ class Shares(Attributes):
         self.layers = list(self.layers)
         if self.layers != layers:
             raise ValueError("layers")
-        if not all(layer in layers and isinstance(share, Tensor) for layer, share in self.settled.items()):
+        if not all(layer in layers and isinstance(x, Tensor) for layer, x in self.settled.items()):
             raise ValueError("settled")
         if self.over_budget is not None:
             self.over_budget = self.over_budget.cpu()
@@ -193,9 +193,9 @@ class Shares(Attributes):
 class Allocator(ABC):
     """Shares the budget among layers and heads; its fields are its options."""
 
-    #: Whether a layer's share depends on the other layers'.
+    #: Whether a layer budget depends on the other layers.
     compares_layers: ClassVar[bool] = False
-    #: Whether a head's share depends on the other heads' of its layer, also while decoding.
+    #: Whether what a head keeps depends on the other heads of its layer, also while decoding.
     compares_heads: ClassVar[bool] = False
     #: Options beside the fields, which :meth:`completed` turns into fields.
     shorthands: ClassVar[tuple[str, ...]] = ()
@@ -215,20 +215,20 @@ class Allocator(ABC):
         return None
 
     @abstractmethod
-    def keep(self, layer: int, ballot: Ballot, shares: Shares) -> dict[int, Tensor]:
+    def keep(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> dict[int, Tensor]:
         """Return masks ``[B, Hkv, N]`` of what stays of the prompt, by layer: this one, and earlier ones that give way.
 
         Args:
             layer: index of the layer.
             ballot: what it brings.
-            shares: what the layers got so far; this one's share is noted there.
+            budgets: what the layers got so far; what this one gets is noted there.
         """
 
-    def keep_later(self, layer: int, ballot: Ballot, shares: Shares) -> Tensor:
+    def keep_later(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> Tensor:
         """Return the mask ``[B, Hkv, N]`` of what stays of a layer while decoding."""
-        return ballot.keep(ballot.grown(shares.settled[layer]))
+        return ballot.keep(ballot.grown(budgets.settled[layer]))
 
-    def step(self, layer: int, ballot: Ballot, shares: Shares, going: Going) -> None:
+    def step(self, layer: int, ballot: Ballot, budgets: LayerBudgets, going: Going) -> None:
         """Write down what goes of a layer where one token came to each head since the last decision.
 
         The same operations at each step, for which the host does not wait.
@@ -236,26 +236,26 @@ class Allocator(ABC):
         Args:
             layer: index of the layer.
             ballot: what it brings; all sequences are due.
-            shares: what the layers got.
+            budgets: what the layers got.
             going: gets the slots ``[B, Hkv, V]``, V being 1, or Hkv where heads compete; and what was found.
         """
         if not self.compares_heads and ballot.second is None:
-            share = ballot.grown(shares.settled[layer])
-            row_going(ballot.score, ballot.protected, ballot.valid, ballot.ranks, share, going)
+            budget = ballot.grown(budgets.settled[layer])
+            row_going(ballot.score, ballot.protected, ballot.valid, ballot.ranks, budget, going)
             return
         worst, fixed = ballot.worst, ballot.fixed
         found = ~worst.finite * NOT_FINITE + (fixed > ballot.capacity)[:, None] * OVER
         going.found.bitwise_or_(found.to(torch.uint8))
         ballot.capacity = ballot.capacity.maximum(fixed)
-        going.slots.copy_(ballot.going(self.keep_later(layer, ballot, shares), going.slots.shape[-1]))
+        going.slots.copy_(ballot.going(self.keep_later(layer, ballot, budgets), going.slots.shape[-1]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAllocator(Allocator):
-    """An allocator that finds each layer's share by itself."""
+    """An allocator that finds each layer budget by itself."""
 
     @abstractmethod
-    def share(self, ballot: Ballot, place: int, layers: int) -> Tensor:
+    def layer_budget(self, ballot: Ballot, place: int, layers: int) -> Tensor:
         """Return the tokens per KV head ``[B]`` that a layer keeps at the end of the prompt, or of a block of it.
 
         Args:
@@ -264,8 +264,8 @@ class LayerAllocator(Allocator):
             layers: how many share it.
         """
 
-    def keep(self, layer: int, ballot: Ballot, shares: Shares) -> dict[int, Tensor]:
+    def keep(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> dict[int, Tensor]:
         """Return what stays of the layer."""
-        share = self.share(ballot, shares.layers.index(layer), len(shares.layers))
-        shares.settle(layer, ballot, share)
-        return {layer: ballot.keep(share)}
+        budget = self.layer_budget(ballot, budgets.layers.index(layer), len(budgets.layers))
+        budgets.settle(layer, ballot, budget)
+        return {layer: ballot.keep(budget)}

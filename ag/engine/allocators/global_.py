@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ag.engine.allocators.base import Allocator, Ballot, Shares
+from ag.engine.allocators.base import Allocator, Ballot, LayerBudgets
 from ag.engine.select import at_least, select, select_over_heads
 from ag.errors import require
 
@@ -36,38 +36,40 @@ class Global(Allocator):
         """Refuse values out of range."""
         require(self, "floor", 0 <= self.floor <= 1, "a share from 0 to 1")
 
-    def keep(self, layer: int, ballot: Ballot, shares: Shares) -> dict[int, Tensor]:
+    def keep(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> dict[int, Tensor]:
         """Return what stays of the layer and of those before it, so that the budget and one whole layer are held.
 
         The result is that of one decision at the end: what is not among the best so far is not among the best of all.
         """
-        shares.open[layer] = shares.votes[layer] = ballot
-        last, masks = len(shares.open) == len(shares.layers), {}
-        for other, chosen in self._best(shares, ballot.due.device).items():
-            mine = shares.open[other]
+        budgets.open[layer] = budgets.votes[layer] = ballot
+        last, masks = len(budgets.open) == len(budgets.layers), {}
+        for other, chosen in self._best(budgets, ballot.due.device).items():
+            mine = budgets.open[other]
             keep = mine.as_many(chosen)
             if last:
-                shares.settle(other, mine, keep.sum((1, 2)), mean=mine.capacity * keep.shape[1])
+                budgets.settle(other, mine, keep.sum((1, 2)), mean=mine.capacity * keep.shape[1])
             if other == layer or bool((mine.valid & ~keep).any()):
                 masks[other] = keep
-                shares.open[other] = mine.after(keep)
-                shares.votes[other] = shares.open[other] if mine.second is None else shares.votes[other].after(chosen)
+                budgets.open[other] = mine.after(keep)
+                budgets.votes[other] = (
+                    budgets.open[other] if mine.second is None else budgets.votes[other].after(chosen)
+                )
         if last:
-            shares.open.clear()
-            shares.votes.clear()
+            budgets.open.clear()
+            budgets.votes.clear()
         return masks
 
-    def keep_later(self, layer: int, ballot: Ballot, shares: Shares) -> Tensor:
+    def keep_later(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> Tensor:
         """Return what stays of the layer: how its total is shared among heads is decided anew each time."""
-        total = ballot.grown(shares.settled[layer])
+        total = ballot.grown(budgets.settled[layer])
         keep = select_over_heads(
             ballot.score, ballot.protected, ballot.valid, ballot.capacity, self.floor, total, ballot.order
         )
         return ballot.as_many(ballot.exempting(keep))
 
-    def _best(self, shares: Shares, device: torch.device) -> dict[int, Tensor]:
+    def _best(self, budgets: LayerBudgets, device: torch.device) -> dict[int, Tensor]:
         """Return, by layer so far, the best of all of them ``[B, Hkv, N]``: as many as the budget of all layers."""
-        votes = shares.votes.values()
+        votes = budgets.votes.values()
         sure = [
             select(
                 vote.score, vote.protected, vote.valid, at_least(vote.capacity, self.floor, vote.protected & vote.valid)
@@ -78,10 +80,10 @@ class Global(Allocator):
             torch.cat([x.flatten(1).to(device) for x in column], 1)[:, None]
             for column in ([vote.score for vote in votes], sure, [vote.valid for vote in votes])
         )
-        budgets = [vote.capacity.to(device) * vote.valid.shape[1] for vote in votes]
-        total = torch.stack(budgets).sum(0) + (len(shares.layers) - len(budgets)) * budgets[-1]
+        allowed = [vote.capacity.to(device) * vote.valid.shape[1] for vote in votes]
+        total = torch.stack(allowed).sum(0) + (len(budgets.layers) - len(allowed)) * allowed[-1]
         best = select(score, always, held, total[:, None])[:, 0].split([vote.valid[0].numel() for vote in votes], 1)
         return {
             layer: vote.exempting(part.view_as(vote.valid).to(vote.valid.device))
-            for (layer, vote), part in zip(shares.votes.items(), best, strict=True)
+            for (layer, vote), part in zip(budgets.votes.items(), best, strict=True)
         }

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ag.engine.allocators.base import Allocator, Ballot, Shares
+from ag.engine.allocators.base import Allocator, Ballot, LayerBudgets
 from ag.engine.select import select_over_heads
 from ag.errors import require
 
@@ -30,11 +30,11 @@ class Heads(Allocator):
         """Refuse values out of range."""
         require(self, "floor", 0 <= self.floor <= 1, "a share from 0 to 1")
 
-    def keep(self, layer: int, ballot: Ballot, shares: Shares) -> dict[int, Tensor]:
+    def keep(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> dict[int, Tensor]:
         """Return what stays of the layer."""
-        return {layer: self.keep_later(layer, ballot, shares)}
+        return {layer: self.keep_later(layer, ballot, budgets)}
 
-    def keep_later(self, layer: int, ballot: Ballot, shares: Shares) -> Tensor:
+    def keep_later(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> Tensor:
         """Return what stays of the layer: how its budget is shared among heads is decided anew each time."""
         keep = select_over_heads(
             ballot.score, ballot.protected, ballot.valid, ballot.capacity, self.floor, order=ballot.order

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ag.engine.allocators.base import Allocator, Ballot, Shares
+from ag.engine.allocators.base import Allocator, Ballot, LayerBudgets
 from ag.engine.allocators.rounding import largest_remainder
 from ag.engine.observe import Observation
 from ag.errors import UserError, require
@@ -75,26 +75,26 @@ class Preference(Allocator):
         spread = entropy.double().clamp_min(1e-12) ** (1 / self.tau1)
         return spread * variance.double().clamp_min(1e-12) ** (1 / self.tau2)
 
-    def keep(self, layer: int, ballot: Ballot, shares: Shares) -> dict[int, Tensor]:
+    def keep(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> dict[int, Tensor]:
         """Return what stays of the layer and of those before it, so that the budget and one whole layer are held.
 
-        The result is that of one decision at the end: a layer's share only falls as others come.
+        The result is that of one decision at the end: a layer budget only falls as others come.
         """
-        shares.open[layer] = ballot
-        last = len(shares.open) == len(shares.layers)
-        counts, caps = self._counts(list(shares.open.values()), len(shares.layers), ballot.due.device)
+        budgets.open[layer] = ballot
+        last = len(budgets.open) == len(budgets.layers)
+        counts, caps = self._counts(list(budgets.open.values()), len(budgets.layers), ballot.due.device)
         whole = (counts >= caps).all(0).tolist()
         masks = {layer: ballot.valid}
-        for index, (other, mine) in enumerate(shares.open.items()):
-            share = counts[:, index].to(mine.score.device) + mine.fixed
+        for index, (other, mine) in enumerate(budgets.open.items()):
+            own = counts[:, index].to(mine.score.device) + mine.fixed
             if last:
-                shares.settle(other, mine, share)
+                budgets.settle(other, mine, own)
             if not whole[index]:
-                masks[other] = mine.keep(share)
+                masks[other] = mine.keep(own)
             if other in masks:  # what leaves a sliding window goes from this layer in any case
-                shares.open[other] = mine.after(masks[other])
+                budgets.open[other] = mine.after(masks[other])
         if last:
-            shares.open.clear()
+            budgets.open.clear()
         return masks
 
     def _counts(self, ballots: list[Ballot], layers: int, device: torch.device) -> tuple[Tensor, Tensor]:

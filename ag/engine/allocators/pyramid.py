@@ -30,7 +30,7 @@ class Pyramid(LayerAllocator):
         """Refuse values out of range."""
         require(self, "beta", self.beta >= 1, "1 or more")
 
-    def share(self, ballot: Ballot, place: int, layers: int) -> Tensor:
+    def layer_budget(self, ballot: Ballot, place: int, layers: int) -> Tensor:
         """Return the tokens ``[B]`` that the layer at a place keeps."""
         kept = []
         for mean, fixed, prompt in zip(

@@ -13,6 +13,6 @@ from ag.engine.allocators.base import Ballot, LayerAllocator
 class Uniform(LayerAllocator):
     """Every head of every layer keeps the budget."""
 
-    def share(self, ballot: Ballot, place: int, layers: int) -> Tensor:
+    def layer_budget(self, ballot: Ballot, place: int, layers: int) -> Tensor:
         """Return the budget."""
         return ballot.capacity
