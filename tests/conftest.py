@@ -6,7 +6,6 @@ The process that hands tests to others needs none, and so starts them sooner; th
 
 import gc
 import os
-import random
 import shlex
 from collections import Counter
 from typing import Any
@@ -37,15 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.import_plugin("tests.support.margins")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shuffle", type=int, help="seed of a random order of the tests")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # the longest first, so that at the end no worker waits for another's
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
-    if config.getoption("--shuffle") is not None:
-        random.Random(config.getoption("--shuffle")).shuffle(items)
 
 
 def pytest_collection() -> None:

@@ -18,26 +18,13 @@ FEW = 16  # new queries of a sequence
 
 
 def attend_one(call: AttentionCall, store: PagedStore) -> Tensor:
-    """Attend from one query per sequence to all stored tokens where they lie, ``[B, H, 1, D]``.
-
-    Args:
-        call: the query's; its token is stored.
-        store: what the layer holds.
-    """
+    """Attend from one query per sequence to all stored tokens, its own too, where they lie, ``[B, H, 1, D]``."""
     rows = store.rows
     return paged_decode(call.q, rows.keys, rows.values, rows.table, rows.lengths, call.scaling)
 
 
 def attend_one_weights(call: AttentionCall, store: PagedStore) -> tuple[Tensor, Tensor]:
-    """Do what :func:`attend_one` does, and give the weights too.
-
-    Args:
-        call: the query's; its token is stored.
-        store: what the layer holds, N slots wide.
-
-    Returns:
-        ``[B, H, 1, D]``, and the weights ``[B, H, N]`` in float32.
-    """
+    """Do what :func:`attend_one` does, and give the weights ``[B, H, N]`` float32 too, N slots of the store wide."""
     rows, width = store.rows, store.width
     table = rows.table[:, : -(-width // PAGE)]
     out, weights = paged_decode_weights(call.q, rows.keys, rows.values, table, rows.lengths, call.scaling)
@@ -45,16 +32,9 @@ def attend_one_weights(call: AttentionCall, store: PagedStore) -> tuple[Tensor, 
 
 
 def attend_many(call: AttentionCall, store: PagedStore, ranks: Tensor, recent: int | None) -> Tensor:
-    """Attend from queries of ranks ``[B, T]`` to all stored tokens that are not newer, where they lie.
+    """Attend from queries of ranks ``[B, T]`` to stored tokens that are not newer, where they lie, ``[B, H, T, D]``.
 
-    Args:
-        call: the queries'; their tokens are stored.
-        store: what the layer holds, in pages.
-        ranks: ``[B, T]`` long, of the queries; one below 0 gives 0.
-        recent: distance from which on only tokens whose gate is open are visible; None: all are.
-
-    Returns:
-        ``[B, H, T, D]``.
+    A rank below 0 gives 0. At distance ``recent`` and beyond only tokens whose gate is open are visible; None: all are.
     """
     return paged_attend(call.q, store.rows, ranks, call.scaling, call.window, recent)
 
@@ -68,8 +48,8 @@ def attend_rows(
 
     Args:
         call: gives the queries, as they meet the keys that are held.
-        held: what the layer holds, the new tokens among it.
-        ranks: ``[B, T]`` long, of the queries.
+        held: the new tokens among it.
+        ranks: of the queries.
         recent: distance from which on only tokens whose gate is open are visible; 0: all are.
         keep: ``[B, Hkv, N]`` bool, what queries see beside their own tokens; None: everything.
     """
@@ -110,14 +90,9 @@ def _bias(hidden: Tensor, like: Tensor) -> Tensor:
 
 
 def _attend_block(q: Tensor, held: Rows, bias: Tensor | None, scaling: float, *, together: bool) -> Tensor:
-    """Attend from ``[B, H, T, D]`` to rows, each of which serves a group of query heads.
+    """Attend from ``[B, H, T, D]`` to rows, each of which serves a group of heads, with a bias ``[R, T or 1, N]``.
 
-    Args:
-        q: the queries.
-        held: the rows.
-        bias: ``[R, T or 1, N]``, added to the logits; None: nothing.
-        scaling: factor of the logits.
-        together: whether a group's queries meet a key at once, which few of them do faster, but not with one bias.
+    ``together``: a group's queries meet a key at once, which few of them do faster, but not with one bias.
     """
     batch, heads, length, dim = q.shape
     rows, tokens = held.ranks.shape

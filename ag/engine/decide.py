@@ -45,10 +45,7 @@ class Decision:
     def decide(self, seen: Observation, due: Tensor | None = None, records: Records | None = None) -> dict[int, Tensor]:
         """Take in a layer and return masks ``[B, Hkv, N]`` of what stays, of it and of the layers where something goes.
 
-        Args:
-            seen: the layer.
-            due: ``[B]`` bool, sequences of which something may go; the others keep all. None: every one.
-            records: those of the layer, in which the scorer takes note of it first; None: there are none.
+        Of sequences that are not ``due`` all stays. The scorer first takes note of the layer in ``records``.
 
         Raises:
             UserError: under ``strict=True``, when the budget is smaller than what the policy protects, and something
@@ -65,15 +62,9 @@ class Decision:
         return {**allocator.keep(seen.layer, ballot, self.budgets)}
 
     def step(self, seen: Observation, due: Tensor, slots: Tensor, records: Records) -> bool:
-        """Write down what goes of a layer where one token came to each sequence since the last decision.
+        """Write into ``slots`` ``[B, Hkv, V]`` int32 what goes of a layer to which one token a sequence came; -1: none.
 
-        The host does not wait: what is rare is found by :meth:`look`.
-
-        Args:
-            seen: the layer.
-            due: ``[B]`` bool, all True.
-            slots: gets the slots ``[B, Hkv, V]`` int32, -1 for none; V being :meth:`most`.
-            records: of the layer.
+        The host does not wait: what is rare is found by :meth:`look`. V is :meth:`most`.
 
         Returns:
             Whether the host knows that the same slots go from all heads.
@@ -90,11 +81,7 @@ class Decision:
     def room(self, seen: Observation, held: Tensor) -> int:
         """Return how many tokens may come to each sequence of a layer before one goes; below 0: one goes now.
 
-        The host waits.
-
-        Args:
-            seen: the layer.
-            held: ``[B, Hkv]`` long on the CPU, tokens of each row.
+        The host waits. ``held`` ``[B, Hkv]`` long on the CPU are the tokens of each row.
         """
         if self.policy.budget_of == "seen":  # what is allowed grows
             return -1

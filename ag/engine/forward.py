@@ -38,12 +38,6 @@ class Forward(Holdings, Interceptor):
         """Forget everything."""
 
     @property
-    def real(self) -> Tensor:
-        """``[B, w]`` bool, which of the tokens at hand are not padding."""
-        assert self.text.now is not None
-        return self.text.now.real
-
-    @property
     def prompt_sees(self) -> Literal["dense", "sparse", "blocks"]:
         """What later tokens of a prompt see of earlier ones: all, what the gates leave, what blocks left."""
         if self.policy.block is not None:

@@ -16,13 +16,7 @@ from ag.kernels.gated_prefill import gated_prefill
 
 
 class GatedLayer(EvictionLayer):
-    """One layer with a gate, under a policy without a budget.
-
-    Args:
-        policy: of the cache.
-        rotation: what keys are rotated by.
-        gates: of the model; this layer has one.
-    """
+    """One layer with a gate, under a policy without a budget."""
 
     gates: AttentionGates
 
@@ -30,17 +24,12 @@ class GatedLayer(EvictionLayer):
         super().__init__(policy, rotation, gates)
         self.gate_type, self.recent = torch.bool, gates.config.recent_tokens
 
-    def _store(self, step: Step) -> None:
-        """Store the new tokens with their flags; what leaves the recent ones without one goes."""
-        step.flags = self._flags(step)
-        self._put(step, step.flags)
-
     def _attend(self, step: Step) -> None:
         """Attend to what is flagged or recent; in a prompt that is read densely to everything."""
         assert self.store is not None
         dense = self._dense_prompt(step)
         if step.fresh:
-            step.out = self._dense(step) if dense else self._sparse(step)
+            step.out = step.call.dense(step.now.valid, step.now.left_padded) if dense else self._sparse(step)
         elif self._one_by_one(step):
             step.out = attend_one(step.unrotated, self.store)
         else:
@@ -51,7 +40,7 @@ class GatedLayer(EvictionLayer):
 
     # ---- what the stages ask
 
-    def _flags(self, step: Step) -> Tensor | None:
+    def _said(self, step: Step) -> Tensor | None:
         """Return the flags ``[B, Hkv, T]`` of the new tokens, 1 where they stay anyway; None: not asked, all stay."""
         config = self.gates.config
         if step.logits is None:
@@ -59,9 +48,10 @@ class GatedLayer(EvictionLayer):
         flags, stays = self.gates.flags(step.logits), step.now.stays(step.now.ranks, step.now.lowest_rank)
         if stays is not None:
             flags = flags | stays[:, None]
-        if step.now.lowest_rank >= config.sink_tokens:
-            return flags
-        return flags | (step.now.ranks < config.sink_tokens)[:, None]
+        if step.now.lowest_rank < config.sink_tokens:
+            flags = flags | (step.now.ranks < config.sink_tokens)[:, None]
+        step.flags = flags
+        return flags
 
     def _dense_prompt(self, step: Step) -> bool:
         return step.now.reading and self.gates.config.prefill == "dense"
@@ -72,14 +62,13 @@ class GatedLayer(EvictionLayer):
 
     def _sparse(self, step: Step) -> Tensor:
         """Attend among the tokens of a prompt, as they come with their flags."""
-        call, now, config = step.call, step.now, self.gates.config
-        valid, flags, attend = (now.real if now.padded else None), step.flags, gated_prefill
+        call, config, flags, attend = step.call, self.gates.config, step.flags, gated_prefill
         assert flags is not None
         if any(x.requires_grad for x in (call.q, call.k, call.v)):
             flags, attend = flags.float(), gated_attention
         return attend(
             *(call.q, call.k, call.v, flags),
-            key_valid=valid,
+            key_valid=step.now.valid,
             scaling=call.scaling,
             recent=config.recent_tokens,
             sinks=config.sink_tokens,

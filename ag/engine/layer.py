@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ag.engine.attend import attend_many, attend_one, attend_one_weights, attend_rows
 from ag.engine.decide import Decision
 from ag.engine.lookback import Lookback
-from ag.engine.observe import Keys, Observation, Queries, StoredKeys
+from ag.engine.observe import Keys, Observation, Queries
 from ag.engine.passes import Pass
 from ag.engine.policy import Policy
 from ag.engine.pool import PAGE, Pool
@@ -193,18 +193,11 @@ class EvictionLayer(CacheLayerMixin, Attributes):
     # ---- a pass
 
     def judge(self, gate: AttentionGate, hidden: Tensor, now: Pass) -> Tensor:
-        """Ask the layer's gate about the tokens of a pass, before :meth:`run`; returns its logits ``[B, Hkv, T]``.
-
-        Args:
-            gate: of the layer.
-            hidden: hidden states ``[B, T, d]`` that the gate reads.
-            now: the pass.
-        """
-        real = now.real if now.padded else None
+        """Return the logits ``[B, Hkv, T]`` of the layer's gate for the tokens of a pass, ``hidden`` ``[B, T, d]``."""
         if now.remember or self.gate_memory:
-            logits = gate.step(hidden, now.ranks, real, self.gate_memory)
+            logits = gate.step(hidden, now.ranks, now.valid, self.gate_memory)
         else:
-            logits = cast("Tensor", gate(hidden, real, now.left_padded))
+            logits = cast("Tensor", gate(hidden, now.valid, now.left_padded))
         if now.reading:  # no token of a prompt is taken back
             self.gate_memory.settle()
         if not now.remember:
@@ -213,12 +206,6 @@ class EvictionLayer(CacheLayerMixin, Attributes):
 
     def run(self, call: AttentionCall, now: Pass, decision: Decision | None, layers: Sequence[EvictionLayer]) -> Tensor:
         """Take a pass through all stages; returns the attention output ``[B, H, T, D]``, 0 on padding.
-
-        Args:
-            call: q, k and v of the new tokens.
-            now: the pass.
-            decision: decides what stays of this layer; None: nothing goes, or the gates' flags say what.
-            layers: all layers of the cache.
 
         Raises:
             UnsupportedModelError: when the model attends twice in a layer; its tokens would be stored twice.
@@ -259,9 +246,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         """Return what the next step depends on beside its tokens: addresses, and what the host knows.
 
         While it stays the same, steps are the same operations on the same memory. None: the next one is another.
-
-        Args:
-            deciding: whether something may go of this layer in a step.
+        ``deciding``: something may go of this layer in a step.
         """
         store, scorer = self.store, self.policy.scorer
         if store is None or not self.rotation.in_place:
@@ -289,12 +274,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         self.gate_memory.stepped()
 
     def demand(self, tokens: int, *, reading: bool = False) -> int:
-        """Return the most pages that a pass of so many tokens of each sequence, behind others, may take.
-
-        Args:
-            tokens: that come.
-            reading: whether they are of a prompt.
-        """
+        """Return the most pages that a pass of so many tokens of each sequence, behind others, may take."""
         if self.store is None:
             return 0
         decides = self.policy.block is not None if reading else self._decides_again
@@ -306,14 +286,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         return self.policy.steps is not None or self.policy.rereads
 
     def decide_later(self, call: AttentionCall, now: Pass, decision: Decision, layers: Sequence[EvictionLayer]) -> None:
-        """Decide about a prompt that was stored, attended to and observed, from the last queries of it, and evict.
-
-        Args:
-            call: of this layer, without tokens.
-            now: the pass that the decision is due in.
-            decision: decides what stays.
-            layers: all layers of the cache.
-        """
+        """Decide about a prompt that was stored, attended to and observed, from the last queries of it, and evict."""
         assert self.lookback.queries is not None
         step = Step(call, now, decision, layers, fresh=False, unrotated=call, logits=None)
         q, ranks, valid = self.lookback.queries
@@ -327,19 +300,13 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         self.memory = {}
         self.lookback.reset()
 
+    def _said(self, step: Step) -> Tensor | None:
+        """Return what is stored of a gate beside the new tokens, ``[B, Hkv, T]``: their probability; None: nothing."""
+        return None if self.gates is None or step.logits is None else self.gates.probability(step.logits)
+
     def _store(self, step: Step) -> None:
-        """Store the new tokens, beside the probability that a gate gave them."""
-        said = None if self.gates is None or step.logits is None else self.gates.probability(step.logits)
-        self._put(step, said)
-
-    def _put(self, step: Step, gate: Tensor | None) -> None:
-        """Store the new tokens, in place of what none of their queries sees.
-
-        Args:
-            step: the pass.
-            gate: what is stored beside them, ``[B, Hkv, T]``; None: nothing, or 1 of each.
-        """
-        call, now = step.unrotated, step.now
+        """Store the new tokens, in place of what none of their queries sees."""
+        call, now, gate = step.unrotated, step.now, self._said(step)
         if self.store is None:
             pool = self.pool or Pool.growing(call.k, call.v)
             pool.check_tokens(call.k, call.v)
@@ -401,7 +368,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         call, now, keep = step.unrotated, step.now, step.masks.get(step.call.layer)
         assert self.store is not None
         if step.fresh and keep is None:
-            step.out = self._dense(step)
+            step.out = step.call.dense(now.valid, now.left_padded)
         elif self._one_by_one(step) and keep is None:
             if self._weighs(step):
                 self._know_lengths(step)
@@ -488,10 +455,6 @@ class EvictionLayer(CacheLayerMixin, Attributes):
 
     # ---- what the stages need
 
-    def _dense(self, step: Step) -> Tensor:
-        """Attend among the new tokens alone, as the model does."""
-        return step.call.dense(step.now.real if step.now.padded else None, step.now.left_padded)
-
     def _one_by_one(self, step: Step) -> bool:
         """Tell whether one query per sequence can meet the stored rows where they lie."""
         one = step.call.q.shape[2] == 1 and not step.now.reading
@@ -543,14 +506,16 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         held = self._held(step) if now.reading or not self.rotation.in_place else step.held
         q = queries.q if held is None else self.rotation.queries(queries.q, held, queries.ranks)
         everything = step.fresh or self.window is None or now.seen < self.window
-        known: dict[str, Any] = {"ranks": ranks, "valid": filled, "full": valid is None, "ordered": store.ordered}
-        known |= {"whole": everything and not self.evicted_at, "alike": self._alike}
-        if held is None:
-            keys: Keys = StoredKeys(partial(store.padded, ranks.shape[-1]), **known)
-        else:
-            keys = Keys(k=held.keys.unflatten(0, shape), v=held.values.unflatten(0, shape), **known)
         return Observation(
-            keys=keys,
+            keys=Keys(
+                stored=partial(store.padded, ranks.shape[-1]) if held is None else lambda: held,
+                ranks=ranks,
+                valid=filled,
+                full=valid is None,
+                whole=everything and not self.evicted_at,
+                ordered=store.ordered,
+                alike=self._alike,
+            ),
             queries=queries if q is queries.q else replace(queries, q=q),
             scaling=call.scaling,
             layer=call.layer,

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ag.engine.rows import AttentionRows, Statistic, attention
-from ag.engine.store import Rows
 from ag.kernels.column_sums import best_version, column_sums
 from ag.kernels.dispatch import no_triton
 from ag.kernels.row_statistics import Values
@@ -42,8 +41,8 @@ class Keys:
     """What a layer holds, rows padded to the longest, N slots.
 
     Attributes:
-        k: keys ``[B, Hkv, N, D]``, those of the queries' own tokens among them.
-        v: values ``[B, Hkv, N, D]``.
+        stored: brings keys and values together, ``[B, Hkv, N, D]`` or ``[B Hkv, N, D]``, when somebody asks for them;
+            those of the queries' own tokens are among them.
         ranks: ``[B, Hkv, N]`` int32 or long, the place of each among its sequence's own tokens.
         valid: ``[B, Hkv, N]`` bool, False on free slots, which come last.
         full: whether the host knows that no slot is free.
@@ -52,14 +51,27 @@ class Keys:
         alike: whether the host knows that all heads of a sequence hold the same tokens in the same slots.
     """
 
-    k: Tensor
-    v: Tensor
+    stored: Callable[[], tuple[Any, ...]]
     ranks: Tensor
     valid: Tensor
     full: bool = False
     whole: bool = False
     ordered: bool = True
     alike: bool = False
+
+    @cached_property
+    def _pair(self) -> list[Tensor]:
+        return [x.view(*self.ranks.shape[:2], *x.shape[-2:]) for x in self.stored()[:2]]
+
+    @property
+    def k(self) -> Tensor:
+        """Keys ``[B, Hkv, N, D]``."""
+        return self._pair[0]
+
+    @property
+    def v(self) -> Tensor:
+        """Values ``[B, Hkv, N, D]``."""
+        return self._pair[1]
 
     @cached_property
     def single(self) -> Tensor:
@@ -91,36 +103,6 @@ class Keys:
     def order(self) -> Tensor | None:
         """Slots ``[B, Hkv, N]`` in the order of ranks, free ones last; None: they are in that order."""
         return None if self.ordered else self.sorted_ranks.argsort(-1)
-
-
-class StoredKeys(Keys):
-    """Keys and values that are brought together when somebody asks for them.
-
-    Args:
-        rows: gives them, ``[R, N, D]`` each.
-        attributes: the others.
-    """
-
-    def __init__(self, rows: Callable[[], Rows], **attributes: Any) -> None:
-        vars(self).update(attributes, _make=rows)
-
-    @cached_property
-    def _rows(self) -> Rows:
-        rows: Rows = vars(self).pop("_make")()
-        return rows
-
-    @property
-    def k(self) -> Tensor:
-        """Keys."""
-        return self._of_heads(self._rows.keys)
-
-    @property
-    def v(self) -> Tensor:
-        """Values."""
-        return self._of_heads(self._rows.values)
-
-    def _of_heads(self, column: Tensor) -> Tensor:
-        return column.view(*self.ranks.shape[:2], *column.shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True)

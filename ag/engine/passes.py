@@ -122,6 +122,11 @@ class Pass(Tokens):
     memo: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
+    def valid(self) -> Tensor | None:
+        """The same as ``real``; None where all of the tokens exist."""
+        return self.real if self.padded else None
+
+    @property
     def completes_prompt(self) -> bool:
         """Whether the prompt is over after these tokens, and none of them follows it."""
         return self.reading and self.ends_prompt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -46,16 +46,6 @@ def pages_for(tokens: Tensor) -> Tensor:
 def listed(pages: Tensor, counts: Tensor) -> Tensor:
     """Return the first ``counts`` ``[R]`` of each row of ``pages`` ``[R, most]``, row after row, ``[n]`` long."""
     return pages[torch.arange(pages.shape[1]) < counts[:, None]].long()
-
-
-class Holder(Protocol):
-    """What holds pages of a pool; see :class:`ag.engine.table.PageTable`."""
-
-    def numbers(self) -> Tensor:
-        """Return the numbers of its pages, row after row, ``[n]`` long on the CPU; shared ones several times."""
-
-    def renumber(self, numbers: Tensor) -> None:
-        """Take note that page p has become page ``numbers[p]``, ``[P]`` long on the CPU."""
 
 
 class Pool:
@@ -109,7 +99,7 @@ class Pool:
         self._references = torch.zeros(0, dtype=torch.int32)  # of each page, on the host
         self._free: list[int] = []  # a stack
         self._dropped: list[tuple[Tensor, Tensor]] = []  # pages of stores that are gone
-        self._holders: WeakSet[Holder] = WeakSet()
+        self._tables: WeakSet[Any] = WeakSet()  # of class ag.engine.table.PageTable
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pool:
         """Return the same one: copies of a cache share its pages until one of them writes."""
@@ -124,10 +114,7 @@ class Pool:
         return pool
 
     def check(self, decoder: Any) -> None:
-        """Refuse a model whose keys and values it was not made for.
-
-        Args:
-            decoder: the model's stack of layers.
+        """Refuse a model, by its stack of layers, whose keys and values it was not made for.
 
         Raises:
             UserError: when geometry, type or device differ.
@@ -168,9 +155,9 @@ class Pool:
         return len(self.keys)
 
     @property
-    def holders(self) -> int:
+    def tables(self) -> int:
         """Tables that have pages of it."""
-        return len(self._holders)
+        return len(self._tables)
 
     @property
     def free(self) -> int:
@@ -199,9 +186,9 @@ class Pool:
 
     # ---- pages
 
-    def enlist(self, holder: Holder) -> None:
-        """Take note of a holder of pages, which is told when they are renumbered, for as long as it lives."""
-        self._holders.add(holder)
+    def enlist(self, table: Any) -> None:
+        """Take note of a table of pages, which is told when they are renumbered, for as long as it lives."""
+        self._tables.add(table)
 
     def take(self, count: int) -> Tensor:
         """Return the numbers of so many free pages, ``[count]`` long on the CPU, in runs where there are such.
@@ -209,7 +196,8 @@ class Pool:
         Raises:
             PoolFullError: when a pool of fixed size has fewer.
         """
-        self.require(count)
+        if self.fixed and count > self.free:
+            raise PoolFullError.of("tokens of a layer need", count, self)
         if count > self.free:
             self._resize(self.size + count - self.free + self.size // LOOSE_SHARE)
         taken = self._free[self.free - count :][::-1]
@@ -217,11 +205,6 @@ class Pool:
         pages = torch.tensor(taken, dtype=torch.long)
         self._references[pages] = 1
         return pages
-
-    def require(self, count: int) -> None:
-        """Refuse where so many free pages cannot be had."""
-        if self.fixed and count > self.free:
-            raise PoolFullError.of("tokens of a layer need", count, self)
 
     def share(self, pages: Tensor) -> None:
         """Take note of one more holder of each of these pages ``[n]``."""
@@ -261,7 +244,7 @@ class Pool:
         """Give memory of free pages back where there is much of it, and put pages in the order of rows again."""
         if self.fixed or self.free <= (self.size - self.free) // LOOSE_SHARE + 1:
             return
-        held = torch.cat([holder.numbers() for holder in self._holders]) if self._holders else torch.zeros(0).long()
+        held = torch.cat([torch.zeros(0).long(), *(table.numbers() for table in self._tables)])
         order, first = held.unique(return_inverse=True)
         places = torch.full((len(order),), len(held)).scatter_reduce_(0, first, torch.arange(len(held)), "amin")
         order = order[places.argsort()]  # by the first row that holds them
@@ -270,8 +253,8 @@ class Pool:
         self._references = self._references[order]
         self._replace(lambda column: column[order.to(column.device)])
         self._free = []
-        for holder in self._holders:
-            holder.renumber(numbers)
+        for table in self._tables:
+            table.renumber(numbers)
 
     def renew(self) -> None:
         """Copy everything, so that what autograd has saved of it does not change when something is written."""

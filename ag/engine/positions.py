@@ -17,11 +17,7 @@ from ag.model.support import check_slots
 
 @dataclass(frozen=True)
 class Original:
-    """Keys and queries stay as the model rotated them.
-
-    Args:
-        decoder: the model's stack of layers.
-    """
+    """Keys and queries stay as the model rotated them."""
 
     decoder: Any
     #: Whether stored keys can be attended to where they lie.
@@ -30,10 +26,7 @@ class Original:
     def positions(self, tokens: Tokens, seen: int, stores: Sequence[PagedStore]) -> Tensor | None:
         """Return the positions ``[B, w]`` that the model is to rotate new tokens by; None: the usual ones.
 
-        Args:
-            tokens: the new tokens.
-            seen: columns of the input, these included.
-            stores: what the layers hold before them.
+        ``seen`` are the columns of the input, these included, and ``stores`` what the layers hold before them.
         """
         return None
 
@@ -57,9 +50,6 @@ class Original:
 @dataclass(frozen=True)
 class Slots(Original):
     """Keys are stored without rotation; they and the queries are turned to slots when they meet.
-
-    Args:
-        decoder: the model's stack of layers.
 
     Raises:
         UserError: when the model's keys cannot be rotated anew.

@@ -100,7 +100,7 @@ class _Together(Interceptor):
     def attend(self, call: AttentionCall) -> Tensor:
         now = self.caches[0].text.now
         assert now is not None
-        output = call.dense(now.real if now.padded else None, now.left_padded)
+        output = call.dense(now.valid, now.left_padded)
         for cache in self.caches:
             cache.update(call.k, call.v, call.layer)
             cache.attend(_Attended(**vars(call), output=output))

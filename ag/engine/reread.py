@@ -35,11 +35,7 @@ class Measured:
 
 
 class Reread:
-    """What a cache has to do between a prompt and the tokens that follow it, for a scorer that rereads.
-
-    Args:
-        scorer: says what is repeated.
-    """
+    """What a cache has to do between a prompt and the tokens that follow it, for a scorer that rereads."""
 
     def __init__(self, scorer: Rereader) -> None:
         self.scorer = scorer
@@ -131,13 +127,7 @@ class Reread:
             self._norms = torch.linalg.vector_norm(hidden.float(), dim=-1)
 
     def measure(self, layer: EvictionLayer, call: AttentionCall, now: Pass) -> None:
-        """Measure what the queries of a repetition pay the chunk that they repeat.
-
-        Args:
-            layer: holds the prompt and the repetition.
-            call: the layer's, of the repetition.
-            now: the same pass.
-        """
+        """Measure what the queries of a repetition pay the chunk that they repeat, in a layer that holds both."""
         if call.window is not None and now.seen > call.window:
             raise UserError(
                 f"kvzip: the model attends within a window of {call.window} tokens, which hides a prompt of "

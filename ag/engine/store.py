@@ -38,14 +38,6 @@ class Rows(NamedTuple):
     gate: Tensor | None = None  # [R, N], what the gate said of each token; None: nothing
 
 
-class Ledger(NamedTuple):
-    """What is known of the tokens that a store holds, beside their keys and values; see :class:`Rows`."""
-
-    ranks: Tensor
-    valid: Tensor | None
-    gate: Tensor | None
-
-
 class PagedStore:
     """Keys and values of one layer.
 
@@ -67,7 +59,7 @@ class PagedStore:
         self.table = PageTable(rows, pool)
         self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self._counted: Tensor | None = torch.zeros(rows, dtype=torch.long)  # the same on the host; None: only there
-        self._since = 0  # tokens that came to each row since they were counted
+        self._since = 0  # tokens that came to each row since then
         #: Whether slots are in the order of ranks.
         self.ordered = True
         self._ahead = False  # whether it made room ahead since tokens were last laid out
@@ -163,12 +155,12 @@ class PagedStore:
         keys, values, ranks, *gate = parts
         return Rows(keys, values, ranks, valid, *gate)
 
-    def ledger(self) -> Ledger:
-        """Return what :meth:`padded` does, without keys and values."""
+    def ledger(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the ranks, ``valid`` and gate of :meth:`padded`, for which no key or value is read."""
         if self._prompt is not None:
-            return Ledger(*self._prompt[2:])
+            return self._prompt[2:]
         (ranks, *gate), valid = self._gathered(self.rows.columns[2:])
-        return Ledger(ranks, valid, gate[0] if gate else None)
+        return ranks, valid, gate[0] if gate else None
 
     def _gathered(self, columns: list[Tensor], width: int | None = None) -> tuple[list[Tensor], Tensor | None]:
         """Return columns of the pool by slot, ``[R, N, ...]``, and which slots hold a token; None: all."""
@@ -213,15 +205,15 @@ class PagedStore:
         reach: Reach | None = None,
         records: Records | None = None,
     ) -> None:
-        """Add new tokens behind those of the rows; one of each row may come in place of what it no longer sees.
+        """Add tokens behind those of the rows; one of each row may come in place of what it no longer sees.
 
         The tokens of a prompt are not copied before it is known which of them stay: until :meth:`write`.
 
         Args:
             k: keys ``[B, Hkv, T, D]``.
             v: values ``[B, Hkv, T, D]``.
-            ranks: ``[B, T]`` rank of each token in its sequence.
-            keep: ``[B, Hkv or 1, T]`` bool, which of them to store; None stores all.
+            ranks: ``[B, T]``.
+            keep: ``[B, Hkv or 1, T]`` bool, which of them to store; None: all.
             gate: ``[B, Hkv, T]``, what the gate says of them; None: 1 of each.
             reach: what the queries see, where one token of each row comes; what they no longer do goes. None: nothing.
             records: as for :meth:`retain`, of what goes.
@@ -252,10 +244,7 @@ class PagedStore:
             self._add(new)
 
     def _said(self, gate: Tensor | None, shape: torch.Size) -> Tensor | None:
-        """Return what is stored of a gate beside new tokens ``[B, Hkv, T]``; where it was not asked 1 of each.
-
-        The ones of a step are kept for the next one; those of a prompt would take memory as long as the cache lives.
-        """
+        """Return what is stored of a gate beside new tokens ``[B, Hkv, T]``; where it was not asked 1 of each."""
         if self.gate_type is None:
             return None
         if gate is not None:
@@ -370,10 +359,8 @@ class PagedStore:
     def make_room(self, tokens: int, *, everywhere: bool = False, ahead: int = 0) -> None:
         """Give every row pages for so many more tokens, and copies of its own of shared pages that are written then.
 
-        Args:
-            tokens: that come to each row.
-            everywhere: whether something may be written in any slot.
-            ahead: tokens that a pool which grows has pages for where it has to look, so that the host does so rarely.
+        Where it has to look, a pool that grows has pages ``ahead`` for so many tokens, so that the host does so rarely;
+        ``everywhere``: something may be written in any slot.
 
         Raises:
             PoolFullError: when the pool has too few pages; nothing has changed then.
@@ -414,12 +401,7 @@ class PagedStore:
         self._since += 1
 
     def demand(self, tokens: int, *, evicting: bool) -> int:
-        """Return the most pages that a pass of so many tokens of each row may take.
-
-        Args:
-            tokens: that come.
-            evicting: whether tokens may go then, so that every page that is shared may be written anew.
-        """
+        """Return the most pages that so many more tokens of each row may take, or ``evicting`` others."""
         if self._room >= tokens and (not self.table.shared or (self.table.open and not evicting)):
             return 0
         return self.table.demand(self._count(), tokens, evicting=evicting)
@@ -427,15 +409,10 @@ class PagedStore:
     # ---- tokens go
 
     def retain(self, keep: Tensor, records: Records | None = None, *, in_order: bool = False) -> bool:
-        """Keep some tokens and free the others.
+        """Keep what is in ``keep`` ``[R, N]``, laid out as :meth:`padded`; free the rest, if there is any.
 
-        Args:
-            keep: ``[R, N]`` bool, laid out as :meth:`padded`, True for what stays; free slots are whatever they are.
-            records: numbers of each token by slot, ``[B, H, ..., N]``, which go with it; the dictionary is changed.
-            in_order: leave slots in the order of ranks, however few go.
-
-        Returns:
-            Whether there were others.
+        What a scorer recorded by slot, ``records`` ``[B, H, ..., N]``, goes with the tokens; the dictionary is changed.
+        With ``in_order`` slots are in the order of ranks afterwards, however few go. Returns whether any did.
         """
         records = {} if records is None else records
         self._go()
@@ -552,7 +529,7 @@ class PagedStore:
 
     def crop(self, counts: Tensor, records: Records | None = None) -> None:
         """Drop the tokens whose rank is not below ``counts[b]`` ``[B]``; ``records`` as for :meth:`retain`."""
-        held = self.ledger().ranks
+        held, *_ = self.ledger()
         limit = counts.to(held.device).repeat_interleave(self.kv_heads)[:, None]
         self.retain(held < limit, records)
 
@@ -621,13 +598,7 @@ class PagedStore:
 
 
 def _check_rows(ranks: Tensor, lengths: Tensor, *, ordered: bool) -> None:
-    """Refuse rows that do not hold tokens, each once.
-
-    Args:
-        ranks: ``[n]`` int32, of the tokens held, row after row.
-        lengths: ``[R]`` tokens of each row.
-        ordered: whether the ranks of each row are said to ascend.
-    """
+    """Refuse rows of so many ``lengths`` ``[R]`` that do not hold tokens of these ``ranks`` ``[n]``, each once."""
     if not ((lengths >= 0) & (lengths <= len(ranks))).all() or int(lengths.sum()) != len(ranks):
         raise ValueError("lengths")
     places = torch.repeat_interleave(lengths) * 2**31 + ranks

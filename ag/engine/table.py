@@ -124,12 +124,9 @@ class PageTable:
     # ---- pages come and go
 
     def take(self, lengths: Tensor, more: Tensor, *, everywhere: bool = False) -> None:
-        """Take pages for more tokens, and copies of shared ones that are written then.
+        """Take pages for ``more`` tokens ``[R]`` behind ``lengths``, and copies of shared ones that are written then.
 
-        Args:
-            lengths: ``[R]``, tokens of each row.
-            more: ``[R]``, tokens that come.
-            everywhere: whether something may be written in any slot.
+        ``everywhere``: something may be written in any slot.
 
         Raises:
             PoolFullError: when the pool has too few; nothing has changed then.
@@ -158,13 +155,7 @@ class PageTable:
         return self.shared
 
     def demand(self, lengths: Tensor, tokens: int, *, evicting: bool) -> int:
-        """Return the most pages that so many more tokens of each row may take.
-
-        Args:
-            lengths: ``[R]``, tokens of each row.
-            tokens: that come.
-            evicting: whether tokens may go then, so that every page that is shared may be written anew.
-        """
+        """Return the most pages that so many more tokens of each row may take, or ``evicting`` others."""
         self.look()
         wanted, copied = self._wanted(lengths, torch.full_like(lengths, tokens), everywhere=evicting)
         return int(wanted.sum()) + len(copied)
@@ -221,7 +212,7 @@ class PageTable:
 
     def leave_pool(self) -> None:
         """Move all pages into a pool of their own."""
-        if not self.pool.fixed and self.pool.holders == 1:
+        if not self.pool.fixed and self.pool.tables == 1:
             return
         old, pages = self.pool, self.numbers()
         order = pages.unique()

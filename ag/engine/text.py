@@ -26,11 +26,7 @@ AHEAD = 1024  # columns that steps have memory for at once
 class Text(Attributes):
     """The text of one cache. It makes the passes, and says in which of them something is due.
 
-    Args:
-        policy: of the cache.
-        gates: of the model; None without gates.
-        rotation: what keys are rotated by.
-        layers: of the cache; asked what they hold, when they evicted last, and how far their queries see.
+    Layers are asked what they hold, when they evicted last, and how far their queries see.
     """
 
     #: The pass at hand; None before the first one.
@@ -133,13 +129,9 @@ class Text(Attributes):
     # ---- a forward pass
 
     def extend(self, mask: Tensor | None, batch: int, length: int, device: torch.device) -> None:
-        """Add the columns of a forward pass, and make the pass of all its tokens.
+        """Add the columns of a forward pass of ``[batch, length]`` tokens, and make the pass of all of them.
 
-        Args:
-            mask: ``[B, seen + length]``, nonzero on real tokens; None: there is no padding.
-            batch: sequences that come.
-            length: new tokens of each.
-            device: of the result, where there is no mask.
+        ``mask`` ``[B, seen + length]`` is nonzero on real tokens; None: there is no padding.
         """
         new, seen = self._real(mask, batch, length, device), self.seen
         coming = length if seen or self._expected is None else self._expected.shape[1]
@@ -308,9 +300,7 @@ class Text(Attributes):
     def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
         """Return the positions ``[B, w]`` that the model rotates the tokens at hand by; None: the usual ones.
 
-        Args:
-            given: ``position_ids`` ``[B or 1, T]`` of the forward pass, or None.
-            columns: ``[B, w]``, those of the pass among the new tokens; None: all.
+        ``given`` are those of the forward pass, ``columns`` ``[B, w]`` say which of its tokens the pass has; None: all.
         """
         assert self.now is not None
         if self.now.positions is not None:

@@ -61,7 +61,7 @@ class Reading(Interceptor):
         ranks = torch.arange(first, last, device=k.device)[None]
         valid = torch.arange(slots.shape[-1], device=k.device) < held.sum(-1)[None, :, None]
         return Observation(
-            keys=Keys(k=k.gather(2, index), v=v.gather(2, index), ranks=slots, valid=valid),
+            keys=Keys(stored=lambda: (k.gather(2, index), v.gather(2, index)), ranks=slots, valid=valid),
             queries=Queries(q=call.q[:, :, first:last], ranks=ranks, valid=torch.ones_like(ranks, dtype=torch.bool)),
             scaling=call.scaling,
             layer=layer,

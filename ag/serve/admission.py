@@ -111,7 +111,7 @@ class Admission:
         ranks = torch.arange(tokens)[None, None]
         none, there = torch.zeros(1, 1, tokens, 0), torch.ones_like(ranks, dtype=torch.bool)
         seen = Observation(
-            keys=Keys(k=none, v=none, ranks=ranks, valid=there),
+            keys=Keys(stored=lambda: (none, none), ranks=ranks, valid=there),
             queries=Queries(q=torch.zeros(1, 1, 1, 0), ranks=ranks[0, :, -1:], valid=there[0, :, -1:]),
             scaling=1.0,
         )

@@ -12,8 +12,9 @@ import ag
 from ag.errors import UserError
 from tests.support import ROOT, batches
 from tests.support.bounds import hold, of_logits, premise
+from tests.support.dense import masked
 from tests.support.gates_for import gates_for
-from tests.support.held import feed, masked_logits
+from tests.support.held import feed
 from tests.support.refused import refuses
 
 LENGTHS = (140, 101)
@@ -324,7 +325,7 @@ def test_budgets_rank_generated_tokens_by_their_own_probability(tiny_llama, name
         patch.setattr(ag.AttentionGates, "probability", recorded)
         result = feed(ag.EvictionCache(model, policy), model, rows, [prompts, *[[1, 1]] * 24])
     visible = [result.visible(layer, 0, len(rows[0])) for layer in range(3)]
-    hold(result.logits[0], masked_logits(model, rows[0], visible), of_logits(model))
+    hold(result.logits[0], masked(model, rows[0], lambda layer, _: visible[layer]), of_logits(model))
     assert len(said) == 3 * (25 if covers == "all" else 1)
     for layer in range(3):
         for b, prompt in enumerate(prompts):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import ag
 from ag.engine.scorers.kvzip import KVzip
@@ -13,41 +12,11 @@ from ag.errors import UserError
 from ag.model.hooks import decoder_of
 from tests.support.batches import padded, positions
 from tests.support.bounds import hold, of_logits, of_pass
+from tests.support.dense import masked
 from tests.support.refused import refuses
 
 OPTIONS = {"chunk": 11, "overlap": 3, "sinks": 2, "ask": "7 8 9", "ask_part": "5 6", "answer": "11"}
 ROW = torch.randint(12, 128, (1, 30), generator=torch.Generator().manual_seed(3))
-
-
-@torch.no_grad()
-def layers_of(model, ids, visible, positions):
-    """By layer: q, k, v ``[heads, T, D]`` post-RoPE, and the input ``[T, M]``, when queries see ``visible [T, T]``.
-
-    Windowed layers of a model that also has others see less: the keys less than a window away.
-    """
-    decoder, out = model.get_decoder(), []
-    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
-    near = positions[:, None] - positions < (getattr(model.config, "sliding_window", None) or len(ids))
-    x = decoder.embed_tokens(ids)[None]
-    turn = decoder.rotary_emb(x, positions[None])
-    for layer, kind in zip(decoder.layers, kinds, strict=True):
-        hidden, attention = layer.input_layernorm(x), layer.self_attn
-        seen = visible & near if kind == "sliding_attention" else visible
-        q, k, v = (
-            proj(hidden).view(1, len(ids), -1, attention.head_dim).transpose(1, 2)
-            for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if hasattr(attention, "q_norm"):
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        q, k = apply_rotary_pos_emb(q, k, *turn)
-        out.append((q[0], k[0], v[0], hidden[0]))
-        group = q.shape[1] // k.shape[1]
-        scores = q @ k.repeat_interleave(group, 1).mT * attention.head_dim**-0.5
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        mixed = (weights @ v.repeat_interleave(group, 1)).transpose(1, 2).flatten(2)
-        x = x + attention.o_proj(mixed)
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return out
 
 
 def numbers(text):
@@ -67,8 +36,9 @@ def by_hand(model, context, *, sinks, chunk, overlap=8, ask="", ask_part="", ans
             preceding = context[start - chunk : start]
             asked += preceding[max(len(preceding) - overlap, 0) :] if ask_part else []
         row = torch.tensor(context + asked + numbers(answer) + context[start:stop])
-        causal = torch.ones(len(row), len(row), dtype=torch.bool).tril()
-        for index, (q, k, v, hidden) in enumerate(layers_of(model, row, causal, torch.arange(len(row)))):
+        causal, read = torch.ones(1, len(row), len(row), dtype=torch.bool).tril(), []
+        masked(model, row, lambda *_, seen=causal: seen, lambda *given, read=read: read.append(given))
+        for index, (q, k, v, hidden) in enumerate(read):
             project = model.get_decoder().layers[index].self_attn.o_proj.weight
             group, dim = len(q) // len(k), q.shape[-1]
             for h in range(len(q)):

@@ -34,7 +34,7 @@ def observed(q, k, v, outputs=None):
     """Return the layer as scorers see it."""
     ranks, valid = torch.arange(KEYS), torch.ones(1, KV_HEADS, KEYS).bool()
     return Observation(
-        keys=Keys(k=k, v=v, ranks=ranks.expand(1, KV_HEADS, KEYS), valid=valid),
+        keys=Keys(stored=lambda: (k, v), ranks=ranks.expand(1, KV_HEADS, KEYS), valid=valid),
         queries=Queries(q=q, ranks=ranks[None], valid=valid[:, 0], outputs=outputs),
         scaling=q.shape[-1] ** -0.5,
         precise=True,

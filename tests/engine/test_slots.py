@@ -9,6 +9,7 @@ import ag
 from ag.errors import UserError
 from ag.model.hooks import UnsupportedModelError, decoder_of
 from tests.support.bounds import hold, of_logits, of_pass
+from tests.support.dense import forward
 from tests.support.gates_for import gates_for
 from tests.support.held import feed, run
 from tests.support.pairs import covering
@@ -24,40 +25,30 @@ POLICIES = {
 SCHEDULES = ("prefill", "blocks:8+every", "every")
 
 
-@torch.no_grad()
 def slot_logits(model, ids, events):
     """Logits ``[T, V]`` of one row, float64 where the model is.
 
     ``events[layer]``: what came together, as (queries, what each KV head held then, pairs that are not visible).
     """
-    decoder, length = model.get_decoder(), len(ids)
-    kv_heads = model.config.num_key_value_heads
-    group = model.config.num_attention_heads // kv_heads
-    x = decoder.embed_tokens(ids)[None]
-    for layer, happened in zip(decoder.layers, events, strict=True):
-        attention, states = layer.self_attn, layer.input_layernorm(x)
-        q, k, v = (
-            proj(states)[0].view(length, -1, attention.head_dim).transpose(0, 1)
-            for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        out = torch.full_like(q, float("nan"))
-        for queries, held, hidden_pairs in happened:
-            for g in range(kv_heads):
-                slots = torch.arange(len(held[g]))
-                mine = [held[g].index(i) for i in queries]
-                turn = decoder.rotary_emb(x, slots[None])
-                keys = apply_rotary_pos_emb(k[None, g : g + 1, held[g]], k[None, :1, held[g]], *turn)[0][0, 0]
-                for h in range(g * group, (g + 1) * group):
-                    asked = torch.zeros(1, 1, len(slots), attention.head_dim, dtype=q.dtype)
-                    asked[0, 0, mine] = q[h, queries]
-                    asked = apply_rotary_pos_emb(asked, asked, *turn)[0][0, 0, mine]
-                    scores = asked @ keys.T * attention.head_dim**-0.5
-                    hidden = [[t > i or (g, i, t) in hidden_pairs for t in held[g]] for i in queries]
-                    scores = scores.masked_fill(torch.tensor(hidden), float("-inf"))
-                    out[h, queries] = scores.softmax(-1) @ v[g, held[g]]
-        x = x + attention.o_proj(out.transpose(0, 1).reshape(1, length, -1))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return model.lm_head(decoder.norm(x))[0]
+    turned, x = model.get_decoder().rotary_emb, model.get_input_embeddings()(ids)[None]
+
+    def attend(layer, _, q, k, v):
+        out, group = torch.full_like(q, float("nan")), len(q) // len(k)
+        for queries, held, hidden_pairs in events[layer]:
+            for h in range(len(q)):
+                g = h // group
+                mine, turn = [held[g].index(i) for i in queries], turned(x, torch.arange(len(held[g]))[None])
+                asked = torch.zeros(len(held[g]), q.shape[-1], dtype=q.dtype)
+                asked[mine] = q[h, queries]
+                asked, keys = (
+                    y[0, 0] for y in apply_rotary_pos_emb(asked[None, None], k[None, None, g, held[g]], *turn)
+                )
+                hidden = [[t > i or (g, i, t) in hidden_pairs for t in held[g]] for i in queries]
+                scores = (asked[mine] @ keys.T * q.shape[-1] ** -0.5).masked_fill(torch.tensor(hidden), float("-inf"))
+                out[h, queries] = scores.softmax(-1) @ v[g, held[g]]
+        return out
+
+    return forward(model, ids, attend)
 
 
 def events_of(result, row):

@@ -117,7 +117,7 @@ class Scene:
         scaling, query_ranks, ranks, query_valid, valid = self._parts[3:]
         whole = all(len(held) == n for row, n in zip(self.held, self.lengths, strict=True) for held in row)
         return Observation(
-            keys=Keys(k=k, v=v, ranks=ranks, valid=valid, full=bool(valid.all()), whole=whole),
+            keys=Keys(stored=lambda: (k, v), ranks=ranks, valid=valid, full=bool(valid.all()), whole=whole),
             queries=Queries(q=q, ranks=query_ranks, valid=query_valid, padded=not bool(query_valid.all())),
             scaling=scaling,
             layer=self._layer,

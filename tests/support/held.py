@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import ag
 from ag.engine.policy import Policy
 from ag.engine.store import PagedStore
 from ag.model.hooks import AttentionCall
 from tests.support.bounds import hold, of_pass
+from tests.support.dense import masked
 
 
 @dataclass
@@ -136,48 +136,16 @@ def feed(
     return result
 
 
-@torch.no_grad()
-def masked_logits(model: Any, ids: Tensor, visible: Sequence[Tensor]) -> Tensor:
-    """Logits ``[T, V]`` of one row when queries see the keys of ``visible``, ``[Hkv, T, T]`` bool for each layer."""
-    config, decoder, length = model.config, model.get_decoder(), len(ids)
-    kv_heads = config.num_key_value_heads
-    group = config.num_attention_heads // kv_heads
-    x = decoder.embed_tokens(ids)[None]
-    turn = decoder.rotary_emb(x, torch.arange(length)[None])
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    for index, (layer, seen) in enumerate(zip(decoder.layers, visible, strict=True)):
-        window = windows(config)[index]
-        seen = seen if window is None else seen & (distance < window)
-        hidden, attention = layer.input_layernorm(x), layer.self_attn
-        q, k, v = (
-            proj(hidden).view(1, length, -1, attention.head_dim)
-            for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if hasattr(attention, "q_norm"):
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *turn)
-        k, v = k.repeat_interleave(group, 1), v.transpose(1, 2).repeat_interleave(group, 1)
-        scores = (q @ k.mT * attention.head_dim**-0.5).masked_fill(~seen.repeat_interleave(group, 0), float("-inf"))
-        x = x + attention.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-    logits: Tensor = model.lm_head(decoder.norm(x))[0]
-    return logits
-
-
-def windows(config: Any) -> list[int | None]:
-    """The sliding window of each layer, or None."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
 def check(model: Any, rows: Sequence[Tensor], result: Run) -> None:
     """Assert that the logits of a run are those of its record under masks."""
     for b, row in enumerate(rows):
-        visible = [result.visible(layer, b, len(row)) for layer in range(len(result.arrivals))]
-        wanted = masked_logits(model, row, visible)
-        bound = of_pass(model, partial(masked_logits, model, row, visible))
-        hold(result.logits[b], wanted, bound)
+        seen = [result.visible(layer, b, len(row)) for layer in range(len(result.arrivals))]
+
+        def visible(layer: int, _: Tensor, seen: list[Tensor] = seen) -> Tensor:
+            return seen[layer]
+
+        wanted = partial(masked, model, row, visible)
+        hold(result.logits[b], wanted(), of_pass(model, wanted))
 
 
 def alone_too(
@@ -202,7 +170,8 @@ def observed_calls(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[Atte
     attend: Callable[[ag.EvictionCache, AttentionCall], Tensor] = ag.EvictionCache.attend
 
     def recorded(self: ag.EvictionCache, call: AttentionCall) -> Tensor:
-        calls[call.layer].append((call, self.real))
+        assert self.text.now is not None
+        calls[call.layer].append((call, self.text.now.real))
         return attend(self, call)
 
     monkeypatch.setattr(ag.EvictionCache, "attend", recorded)

@@ -33,7 +33,6 @@ class Global(Allocator):
     compares_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         require(self, "floor", 0 <= self.floor <= 1, "a share from 0 to 1")
 
     def keep(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> dict[int, Tensor]:

@@ -50,7 +50,6 @@ class Preference(Allocator):
     shorthands: ClassVar[tuple[str, ...]] = ("tau",)
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         require(self, "tau1", self.tau1 > 0, "more than 0")
         require(self, "tau2", self.tau2 > 0, "more than 0")
         require(self, "observers", self.observers >= 1, "1 or more")

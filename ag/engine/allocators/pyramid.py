@@ -27,7 +27,6 @@ class Pyramid(LayerAllocator):
     official_int: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         require(self, "beta", self.beta >= 1, "1 or more")
 
     def layer_budget(self, ballot: Ballot, place: int, layers: int) -> Tensor:

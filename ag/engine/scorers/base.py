@@ -79,7 +79,6 @@ class Scorer(ABC):
     reads_gates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         require(self, "sinks", self.sinks >= 0, "0 or more")
         require(self, "recent", self.recent >= 0, "0 or more")
 

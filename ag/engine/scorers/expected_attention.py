@@ -49,7 +49,6 @@ class ExpectedAttention(Scorer):
     window: int = 512
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         super().__post_init__()
         require(self, "future", self.future >= 1, "1 or more")
         require(self, "window", self.window >= 1, "1 or more")

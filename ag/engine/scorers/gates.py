@@ -43,7 +43,6 @@ class Gates(Scorer):
     default_allocator: ClassVar[str] = "global"  # as the flags, which have one boundary for all heads
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         require(self, "sinks", self.sinks is None or self.sinks >= 0, "0 or more, or None")
         require(self, "recent", self.recent is None or self.recent >= 0, "0 or more, or None")
         require(self, "recent_share", self.recent_share is None or 0 <= self.recent_share <= 1, "0 to 1, or None")

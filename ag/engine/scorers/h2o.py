@@ -35,7 +35,6 @@ class H2O(RowScorer):
     needs = Needs(rows=True, every_query=True, steady=True)
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         super().__post_init__()
         require(self, "recent", isinstance(self.recent, int) or self.recent <= 1, "tokens, or a share up to 1.0")
         require(self, "window", self.window is None or self.window >= 1, "1 or more, or None")

@@ -36,7 +36,6 @@ class Scissorhands(RowScorer):
     needs = Needs(rows=True, every_query=True)
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         super().__post_init__()
         require(self, "window", self.window >= 1, "1 or more")
 

@@ -34,7 +34,6 @@ class SnapKV(RowScorer):
     pool_then_reduce: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         super().__post_init__()
         require(self, "window", self.window >= 1, "1 or more")
         require(self, "kernel", self.kernel >= 1 and self.kernel % 2 == 1, "an odd number")

@@ -32,7 +32,6 @@ class Tova(RowScorer):
     needs = Needs(rows=True, steady=True)
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         super().__post_init__()
         require(self, "group", self.group == "mean" or self.scope == "kv_head", "mean, or scope=kv_head")
 

@@ -37,7 +37,6 @@ class CriticalKV(Wrapper):
     scores_heads: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         super().__post_init__()
         require(self, "first", 0 <= self.first <= 1, "a share from 0 to 1")
 
