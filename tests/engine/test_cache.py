@@ -71,48 +71,6 @@ def test_evicted_memory_is_free(tiny_llama):
     assert cache.nbytes < 0.9 * 3 * 2 * 1500 * 2 * 16 * 4
 
 
-@pytest.mark.parametrize("family", ["tiny_llama", "tiny_mistral"])
-def test_a_batch_generates_the_text_of_single_prompts(family, request):
-    model = request.getfixturevalue(family)()
-    gates = gates_for(model, recent_tokens=3, sink_tokens=1)
-    ag.attach(model, gates)
-    rows = [row(n) for n in (33, 20, 7)]
-    cache = ag.EvictionCache(model, "gates")
-    text = model.generate(**padded(rows), past_key_values=cache, **GREEDY)[:, 33:]
-    for b, tokens in enumerate(rows):
-        alone = ag.EvictionCache(model, "gates")
-        single = model.generate(tokens[None], past_key_values=alone, **GREEDY)[0, len(tokens) :]
-        masked = by_hand.greedy(model, gates, tokens, len(tokens), 10)
-        assert text[b].tolist() == single.tolist() == masked
-        for layer in range(3):
-            moved = [[33 - len(tokens) + t for t in head] for head in columns(alone)[layer][0]]
-            assert columns(cache)[layer][b] == moved
-
-
-def test_reordering_equals_a_cache_of_the_reordered_prompts(tiny_llama):
-    model = tiny_llama()
-    ag.attach(model, gates_for(model, recent_tokens=4))
-    rows, order = [row(30, 1), row(22, 2), row(9, 3)], [2, 0, 0, 1]
-
-    def cache_of(rows):
-        batch, cache = padded(rows), ag.EvictionCache(model, "gates")
-        step(model, cache, *batch.values())
-        return cache, batch["attention_mask"]
-
-    (moved, mask), (built, _) = cache_of(rows), cache_of([rows[i] for i in order])
-    moved.reorder_cache(torch.tensor(order))
-    new = torch.arange(10, 14)[:, None]
-    for _ in range(4):
-        mask = torch.cat([mask, torch.ones(len(mask), 1, dtype=torch.long)], 1)
-        got, want = (step(model, cache, new, mask[order]) for cache in (moved, built))
-        hold(got, want, of_logits(model))
-    for layer in range(3):
-        assert columns(moved)[layer] == columns(built)[layer]
-    repeated, _ = cache_of(rows)
-    repeated.batch_repeat_interleave(2)
-    assert columns(repeated) == columns(cache_of([r for r in rows for _ in range(2)])[0])
-
-
 FRESH = "cache.reset()"
 
 
@@ -254,22 +212,6 @@ def test_crop_takes_back_the_newest_tokens(tiny_llama, spec, recent, sign):
     hold(got[0], want[23:], of_logits(model))
 
 
-@torch.no_grad()
-def test_crop_of_a_padded_batch(tiny_llama):
-    """Sequences of different lengths lose the same columns."""
-    model, rows = tiny_llama(), [row(30), row(24, 3)]
-    batch = padded(rows)
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    cache = ag.EvictionCache(model, "full")
-    step(model, cache, torch.cat([ids[:, :25], torch.full((2, 4), 7)], 1), mask[:, :29])
-    cache.crop(4)
-    own = [list(range(25)), list(range(6, 25))]
-    assert columns(cache)[0] == [[place] * 2 for place in own]
-    got = step(model, cache, ids[:, 25:], mask)
-    for tokens, logits in zip(rows, got, strict=True):
-        hold(logits, model(tokens[None]).logits[0, -5:], of_logits(model))
-
-
 def test_crop_gives_back_what_gates_and_prompts_allow(tiny_llama):
     model = tiny_llama()
     ag.attach(model, gates_for(model, recent_tokens=6))
@@ -402,13 +344,6 @@ def test_everything_that_generate_can_return(tiny_llama):
     hold(torch.cat(out.logits), logits, of_logits(model))
     assert [len(step) for step in out.hidden_states] == [4] * 10
     assert out.attentions == ((),) * 10  # the cache never builds the matrix
-
-
-def test_wrong_drafts_are_taken_back(tiny_llama):
-    model, ids = tiny_llama(), row(12).repeat(3)[None]
-    plain, cache = model.generate(ids, **GREEDY), ag.EvictionCache(model, "full")
-    assert torch.equal(model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY), plain)
-    assert cache.seen_tokens == 45
 
 
 @pytest.mark.parametrize("how", ["argument", "config", "model"])

@@ -14,12 +14,11 @@ import ag
 from ag.config import ModelConfig
 from ag.engine.cache import EvictionCache
 from ag.engine.decide import NonFiniteScoreError
-from ag.engine.records import accumulate, latest
 from ag.engine.store import PagedStore
 from ag.engine.wrappers import WRAPPERS
 from ag.errors import UserError
 from ag.model import base as models
-from tests.support import slow_policies, windowed
+from tests.support import slow_policies
 from tests.support.batches import padded, row, step
 from tests.support.bounds import hold, in_float64, of_logits, of_nats
 from tests.support.gates_for import gates_for
@@ -234,7 +233,7 @@ def test_what_is_held_is_what_the_policy_says(family, name, reading, writing, re
     result = run(model, policy, [row(prompt + sum(passes), 5)], [prompt], steps=passes)
     for layer, seen in calls.items():
         q, k, first = seen_by(seen, "q", 0), seen_by(seen, "k", 0), seen[0][0]
-        slow = windowed.Layer(spec, q, k, first.scaling, capacity, SCORERS[name], first.window)
+        slow = slow_policies.Layer(spec, q, k, first.scaling, capacity, SCORERS[name], first.window)
         wanted = slow_policies.follow(slow, prompt, passes, policy.block, policy.steps)
         assert [held[layer][0] for held in result.held] == wanted
 
@@ -271,32 +270,6 @@ def test_queries_that_attend_after_the_eviction(llama, name, schedule, side):
     after = alone_too(llama, make(name, schedule, 12, evict_before_attend=True), rows, by_steps(PROMPTS, [1] * 4), side)
     before = run(llama, make(name, schedule, 12), rows, PROMPTS, side)
     assert (after.logits[0] - before.logits[0]).abs().max() > 1e-2
-
-
-def test_a_sum_keeps_its_memory_and_leaves_what_it_is_made_of():
-    first, second, records = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0]), {}
-    accumulate(records, "sums", first)
-    place = records["sums"].data_ptr()
-    accumulate(records, "sums", second)
-    assert records["sums"].tolist() == [11.0, 22.0] and records["sums"].data_ptr() == place
-    assert (first.tolist(), second.tolist()) == ([1.0, 2.0], [10.0, 20.0])
-
-
-def test_the_latest_rows_of_each_sequence():
-    """A row may be all zero, when what it paid is gone; it counts as one all the same."""
-    draw, memory = torch.Generator().manual_seed(0), {}
-    wanted = [[torch.zeros(5)] * 4, [torch.zeros(5)] * 4]
-    for number in ([3, 1], [1, 1], [1, 0], [0, 2], [2, 2], [1, 1], [0, 1], [4, 3]):
-        width = max(number)
-        rows = torch.rand(2, 1, width, 5, generator=draw) * (torch.rand(2, 1, width, 1, generator=draw) < 0.6)
-        counted = torch.arange(width) >= width - torch.tensor(number)[:, None]
-        rows = rows * counted[:, None, :, None]
-        for b, n in enumerate(number):
-            wanted[b] = (wanted[b] + list(rows[b, 0, width - n :]))[-4:]
-        latest(memory, "rows", rows, counted, 4)
-        got = memory["rows"]
-        for b in range(2):
-            assert torch.equal(got[b, 0], torch.stack(wanted[b])[-got.shape[2] :])
 
 
 # ---- budgets

@@ -17,7 +17,7 @@ from ag.kernels.paged_decode import cpu as paged_cpu
 from ag.kernels.paged_decode import reference_paged_decode
 from tests.support.bounds import bounded, hold
 from tests.support.compiled import needs
-from tests.support.hard import HARD, SCALING, check_column_max, check_column_sums, check_gated_attention, hard
+from tests.support.hard import HARD, SCALING, check_columns, check_gated_attention, hard
 from tests.support.paged import attended, hold_rows, in_pages, places
 
 needs_compiler = needs(paged_cpu.KERNEL)
@@ -29,14 +29,10 @@ def test_gated_attention(name):
 
 
 @pytest.mark.parametrize("name", HARD)
-@pytest.mark.parametrize("power", [1, 2])
-def test_column_sums(name, power):
-    check_column_sums(chunked_column_sums, reference_column_sums, name, 300, power)
-
-
-@pytest.mark.parametrize("name", HARD)
-def test_column_max(name):
-    check_column_max(chunked_column_max, reference_column_max, name, 300)
+def test_columns(name):
+    check_columns(chunked_column_sums, reference_column_sums, name, 300)
+    check_columns(chunked_column_sums, reference_column_sums, name, 300, power=2)
+    check_columns(chunked_column_max, reference_column_max, name, 300)
 
 
 @pytest.mark.parametrize("name", HARD)

@@ -7,7 +7,7 @@ from ag.kernels.paged_attend import cpu, paged_attend
 from ag.kernels.paged_attend.reference import BLOCK, reference_paged_attend
 from tests.support.bounds import bounded, hold
 from tests.support.compiled import needs
-from tests.support.paged import filled, places, read
+from tests.support.paged import check_threads_and_pages, filled, places, read
 
 SCALING = 0.3
 needs_compiler = needs(cpu.KERNEL)
@@ -111,22 +111,7 @@ def test_half_precision_is_summed_in_float32(version, dtype, dim):
 @needs_compiler
 def test_cpp_depends_neither_on_threads_nor_on_where_pages_lie():
     q, pages, *others = given([400, 30, 170], 6, 50, dim=64, window=200, recent=20)
-    before = torch.get_num_threads()
-    outputs = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            outputs.append(cpu.paged_attend(q, pages, *others))
-    finally:
-        torch.set_num_threads(before)
-    order = pages.table.flatten().unique().long()
-    back = torch.zeros(len(pages.keys), dtype=torch.int32)
-    back[order] = torch.arange(len(order), dtype=torch.int32)
-    columns = [x[order] for x in pages.columns]
-    moved = type(pages)(*columns, back[pages.table.long()], pages.lengths)
-    outputs.append(cpu.paged_attend(q, moved, *others))
-    for output in outputs[1:]:
-        assert torch.equal(output, outputs[0])
+    check_threads_and_pages(lambda pages: cpu.paged_attend(q, pages, *others), pages)
 
 
 def test_float64_is_left_to_pytorch_and_a_gate_is_not_needed(fresh):

@@ -9,7 +9,7 @@ import torch
 from ag.errors import UserError
 from ag.kernels.paged_decode import cpu, paged_decode, paged_decode_weights, reference_paged_decode
 from tests.support.compiled import needs
-from tests.support.paged import attended, filled, hold_rows, places
+from tests.support.paged import attended, check_threads_and_pages, filled, hold_rows, places
 
 SCALING = 0.3
 needs_compiler = needs(cpu.KERNEL)
@@ -99,22 +99,8 @@ def test_cpp_reads_every_finite_half(dtype, width):
 
 @needs_compiler
 def test_cpp_depends_neither_on_threads_nor_on_where_pages_lie():
-    _, pages, arguments = given({"lengths": [2000, 30, 700], "heads": 6})
-    before = torch.get_num_threads()
-    outputs = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            outputs.append(cpu.paged_decode(*arguments))
-    finally:
-        torch.set_num_threads(before)
-    order = pages.table.flatten().unique().long()
-    back = torch.zeros(len(pages.keys), dtype=torch.int32)
-    back[order] = torch.arange(len(order), dtype=torch.int32)
-    q, keys, values, table, *rest = arguments
-    outputs.append(cpu.paged_decode(q, keys[order], values[order], back[table.long()], *rest))
-    for output in outputs[1:]:
-        assert torch.equal(output, outputs[0])
+    q, pages, _ = given({"lengths": [2000, 30, 700], "heads": 6})
+    check_threads_and_pages(lambda x: cpu.paged_decode(q, x.keys, x.values, x.table, x.lengths, SCALING), pages)
 
 
 def test_pytorch_reads_columns_with_gaps_and_cpp_refuses_them(fresh):

@@ -73,13 +73,6 @@ def test_gated_prefill_of_transposed_flags_and_masks(transposed):
     hold(triton_gated_prefill(q, k, v, keep.bool(), valid, 0.25), want)
 
 
-def test_column_sums_of_transposed_masks(transposed):
-    q, k, _, _, valid = transposed
-    queries = turned(torch.rand(*valid.shape) > 0.4)
-    want = reference_column_sums(*known(q, k), 0.25, queries, valid)
-    hold(triton_column_sums(q, k, 0.25, queries, valid), want)
-
-
 def test_a_window_or_a_recent_past_longer_than_the_text_is_all_of_it():
     """Sums of indices and these numbers must not pass 2^31."""
     q, k, v = draw(20, 4), draw(20), draw(20)

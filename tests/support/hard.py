@@ -60,18 +60,11 @@ def check_gated_attention(
         hold(got, want, name=part)
 
 
-def check_column_sums(
-    sums: Callable[..., Tensor], reference: Callable[..., Tensor], name: str, length: int, power: int
+def check_columns(
+    columns: Callable[..., Tensor], reference: Callable[..., Tensor], name: str, length: int, **options: int
 ) -> None:
-    """Hold column sums to float64."""
+    """Hold column sums or maxima to float64."""
     q, k, *_ = hard(name, length)
     queries = torch.ones(1, length, dtype=torch.bool)
-    want = reference(bounded(q), bounded(k), SCALING, queries, power=power)
-    hold(sums(q, k, SCALING, queries, power=power), want)
-
-
-def check_column_max(maxima: Callable[..., Tensor], reference: Callable[..., Tensor], name: str, length: int) -> None:
-    """Hold column maxima to float64."""
-    q, k, *_ = hard(name, length)
-    queries = torch.ones(1, length, dtype=torch.bool)
-    hold(maxima(q, k, SCALING, queries), reference(bounded(q), bounded(k), SCALING, queries))
+    want = reference(bounded(q), bounded(k), SCALING, queries, **options)
+    hold(columns(q, k, SCALING, queries, **options), want)

@@ -1,6 +1,6 @@
 """Rows in pages, made from lists of tokens, and read back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -99,3 +99,22 @@ def in_pages(keys: Tensor, values: Tensor, **options: Any) -> Pages:
         for column, x in zip(pages.columns, (keys, values), strict=False):
             column.flatten(0, 1)[places(pages, row)] = x[row]
     return pages
+
+
+def check_threads_and_pages(run: Callable[[Pages], Tensor], pages: Pages) -> None:
+    """Assert that a result depends neither on the number of threads nor on where pages lie."""
+    before, outputs = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            outputs.append(run(pages))
+    finally:
+        torch.set_num_threads(before)
+    order = pages.table.flatten().unique().long()
+    back = torch.zeros(len(pages.keys), dtype=torch.int32)
+    back[order] = torch.arange(len(order), dtype=torch.int32)
+    gate = None if pages.gate is None else pages.gate[order]
+    keys, values, ranks = pages.keys[order], pages.values[order], pages.ranks[order]
+    outputs.append(run(Pages(keys, values, ranks, gate, back[pages.table.long()], pages.lengths)))
+    for output in outputs[1:]:
+        assert torch.equal(output, outputs[0])

@@ -31,7 +31,11 @@ def pooled(values: Sequence[float], kernel: int, kind: str) -> list[float]:
 
 
 class Layer:
-    """One layer under a policy: feed it events, ask what each KV head holds."""
+    """One layer under a policy: feed it events, ask what each KV head holds.
+
+    In a sliding window a token leaves when the next query does not see it, before a decision, and competes no more; it
+    stays in the softmax of those that did.
+    """
 
     prompt: int
     newest: int
@@ -51,6 +55,7 @@ class Layer:
         self.heads, self.kv_heads = len(q), len(k)
         self.group = self.heads // self.kv_heads
         self.held: list[list[int]] = [[] for _ in range(self.kv_heads)]
+        self.before = self.held
         # every query's weights as they were when it attended
         self.rows: list[list[Row]] = [[] for _ in range(self.heads)]
         self.decoding = False
@@ -59,6 +64,7 @@ class Layer:
 
     def arrive(self, tokens: list[int]) -> None:
         """New tokens come, attend, and are remembered."""
+        self.forget(tokens[0])
         for head in range(self.kv_heads):
             self.held[head] = self.held[head] + tokens
         for head in range(self.heads):
@@ -70,6 +76,8 @@ class Layer:
 
     def evict(self) -> None:
         """Keep what is protected and the best of the rest, the earlier of equals."""
+        self.before = self.held  # of which the last queries saw some
+        self.forget(self.newest + 1)
         scores = self.scores()
         for head, mine in enumerate(self.held):
             if self.options.get("official_order") and len(mine) > self.capacity:
@@ -78,6 +86,11 @@ class Layer:
             safe = [t for t in mine if self.protected(t)]
             rest = sorted((t for t in mine if t not in safe), key=lambda t, h=head: (-scores[h][t], t))  # type: ignore[misc]
             self.held[head] = sorted(safe + rest[: max(0, self.capacity - len(safe))])
+
+    def forget(self, query: int) -> None:
+        """Let go what a query does not see."""
+        if self.window is not None:
+            self.held = [[t for t in mine if query - t < self.window] for mine in self.held]
 
     def protected(self, t: int) -> bool:
         age, options = self.newest - t, self.options
@@ -153,8 +166,8 @@ class Layer:
         }
 
     def observed(self, head: int, last: int) -> dict[int, list[Row]]:
-        """Rows of the last queries on the keys that are held today, by query head."""
-        mine, first = self.held[head], max(0, self.newest + 1 - last)
+        """Rows of the last queries on the keys that were held until the decision, by query head."""
+        mine, first = self.before[head], max(0, self.newest + 1 - last)
         return {
             h: [
                 attention_row(self.q[h], self.k[head], i, mine, self.scaling, self.window)
