@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -25,6 +26,13 @@ class Pages(NamedTuple):
     def columns(self) -> list[Tensor]:
         """What is stored of each token."""
         return [self.keys, self.values, self.ranks, *([] if self.gate is None else [self.gate])]
+
+
+def gathered(table: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """Return where in a column the slots of rows lie, ``[R, most page]``, and which of them hold a token."""
+    slots = torch.arange(table.shape[1] * page, device=table.device)
+    there = slots < lengths[:, None]
+    return (table.long()[:, slots // page] * page + slots % page).masked_fill(~there, 0), there
 
 
 class Reach(NamedTuple):

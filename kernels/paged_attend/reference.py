@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ag.kernels.pages import Pages
+from ag.kernels.pages import Pages, gathered
 
 BLOCK = 256  # queries that meet the rows at once
 
@@ -15,10 +15,8 @@ def reference_paged_attend(
 ) -> Tensor:
     """Compute :func:`ag.kernels.paged_attend.paged_attend` as ``softmax(scaling q K^T + mask) V`` of each row."""
     keys, values, held, gate, table, lengths = pages
-    acc, page, rows = torch.promote_types(q.dtype, torch.float32), keys.shape[1], len(table)
-    slots = torch.arange(table.shape[1] * page, device=table.device)
-    there = slots < lengths[:, None]
-    index = (table.long()[:, slots // page] * page + slots % page).masked_fill(~there, 0)
+    acc, rows = torch.promote_types(q.dtype, torch.float32), len(table)
+    index, there = gathered(table, lengths, keys.shape[1])
     # what lies in free slots may be no number
     k, v = (x.flatten(0, 1)[index].to(acc).masked_fill(~there[:, :, None], 0) for x in (keys, values))
     k, v, held = k[:, None], v[:, None], held.flatten()[index][:, None, None]

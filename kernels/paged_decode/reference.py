@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ag.kernels.pages import gathered
+
 
 def reference_paged_decode(
     q: Tensor,
@@ -16,13 +18,11 @@ def reference_paged_decode(
     weights: Tensor | None = None,
 ) -> Tensor:
     """Compute :func:`ag.kernels.paged_decode.paged_decode` as ``softmax(scaling q K^T) V`` of each row."""
-    acc, (rows, most), page = torch.promote_types(q.dtype, torch.float32), table.shape, keys.shape[1]
-    slots = torch.arange(most * page, device=table.device)
-    there = slots < lengths[:, None]
-    index = (table.long()[:, slots // page] * page + slots % page).masked_fill(~there, 0)
+    acc = torch.promote_types(q.dtype, torch.float32)
+    index, there = gathered(table, lengths, keys.shape[1])
     # what lies in free slots may be no number
     k, v = (x.flatten(0, 1)[index].to(acc).masked_fill(~there[:, :, None], 0) for x in (keys, values))
-    s = q.reshape(rows, -1, q.shape[-1]).to(acc) @ k.mT * scaling
+    s = q.reshape(len(table), -1, q.shape[-1]).to(acc) @ k.mT * scaling
     hidden = ~there[:, None]
     a = s.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0)
     if weights is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ag.engine.observe import Observation
-from ag.engine.select import best, closing_order, select, standings
+from ag.engine.select import best, closing_order, select, select_over_heads, standings
 from ag.kernels.row_worst import NOT_FINITE, OVER, row_going, row_worst
 from ag.kernels.row_worst.reference import Going, Worst
 from ag.stateful import Attributes
@@ -106,6 +106,11 @@ class Ballot:
             return self.exempting(best(self.standing, self.protected, self.valid, count))
         sure = best(self.standing, self.protected, self.valid, (count * self.first_share + 1e-6).long())
         return self.exempting(select(self.second, sure, self.valid, count, self.order))
+
+    def over_heads(self, floor: float, total: Tensor | None = None) -> Tensor:
+        """Return the mask of one top-k over the heads, as :func:`ag.engine.select.select_over_heads` says."""
+        keep = select_over_heads(self.score, self.protected, self.valid, self.capacity, floor, total, self.order)
+        return self.as_many(self.exempting(keep))
 
     def going(self, keep: Tensor, most: int) -> Tensor:
         """Return the slots ``[B, Hkv, most]`` int32 of what ``keep`` leaves out, which is no more; -1 for none."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ag.engine.allocators.base import Allocator, Ballot, LayerBudgets
-from ag.engine.select import at_least, select, select_over_heads
+from ag.engine.select import at_least, select
 from ag.errors import require
 
 
@@ -60,11 +60,7 @@ class Global(Allocator):
 
     def keep_later(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> Tensor:
         """Return what stays of the layer: how its total is shared among heads is decided anew each time."""
-        total = ballot.grown(budgets.settled[layer])
-        keep = select_over_heads(
-            ballot.score, ballot.protected, ballot.valid, ballot.capacity, self.floor, total, ballot.order
-        )
-        return ballot.as_many(ballot.exempting(keep))
+        return ballot.over_heads(self.floor, ballot.grown(budgets.settled[layer]))
 
     def _best(self, budgets: LayerBudgets, device: torch.device) -> dict[int, Tensor]:
         """Return, by layer so far, the best of all of them ``[B, Hkv, N]``: as many as the budget of all layers."""

@@ -8,7 +8,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from ag.engine.allocators.base import Allocator, Ballot, LayerBudgets
-from ag.engine.select import select_over_heads
 from ag.errors import require
 
 
@@ -35,7 +34,4 @@ class Heads(Allocator):
 
     def keep_later(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> Tensor:
         """Return what stays of the layer: how its budget is shared among heads is decided anew each time."""
-        keep = select_over_heads(
-            ballot.score, ballot.protected, ballot.valid, ballot.capacity, self.floor, order=ballot.order
-        )
-        return ballot.as_many(ballot.exempting(keep))
+        return ballot.over_heads(self.floor)
