@@ -194,24 +194,6 @@ def test_a_model_with_alternating_windows(tiny_gemma3):
         premise(all(9 < n < prompt + 9 for n in held), "flags are mixed")
 
 
-@pytest.mark.parametrize(("spec", "recent", "sign"), [("full", 1, 1), ("gates", 1, -1), ("gates", 6, 1)])
-def test_crop_takes_back_the_newest_tokens(tiny_llama, spec, recent, sign):
-    model = tiny_llama()
-    gates = gates_for(model, recent_tokens=recent) if spec == "gates" else gates_for(model, bias=1000.0)
-    ag.attach(model, gates)
-    tokens, wrong, mask = row(32), row(32, 5), torch.ones(1, 40, dtype=torch.long)
-    want, flags = by_hand.forward(model, gates, tokens, 20)
-    cache = ag.EvictionCache(model, spec)
-    step(model, cache, tokens[None, :20], mask[:, :20])
-    step(model, cache, torch.cat([tokens[20:23], wrong[:5]])[None], mask[:, :28])
-    cache.crop(sign * 5)
-    assert cache.seen_tokens == 23
-    assert columns(cache)[1][0] == by_hand.kept(gates, flags[1], 20, 23)
-    cache.crop(0)
-    got = step(model, cache, tokens[None, 23:], mask[:, :32])
-    hold(got[0], want[23:], of_logits(model))
-
-
 def test_crop_gives_back_what_gates_and_prompts_allow(tiny_llama):
     model = tiny_llama()
     ag.attach(model, gates_for(model, recent_tokens=6))
@@ -263,14 +245,6 @@ def test_gates_of_another_model(tiny_llama, tmp_path):
     gates_for(tiny_llama(num_hidden_layers=2)).save_pretrained(tmp_path / "gates")
     with pytest.raises(UserError, match=r"another model: num_layers 2 .* 3"):
         ag.EvictionCache(tiny_llama(), f"gates:{tmp_path / 'gates'}")
-
-
-def test_a_detached_model_no_longer_serves_the_cache(tiny_llama):
-    model = tiny_llama()
-    cache = ag.EvictionCache(model, "full")
-    ag.detach(model)
-    with pytest.raises(UserError, match="another model.*ag.detach"):
-        model(row(9)[None], past_key_values=cache)
 
 
 def test_a_peft_model_equals_the_merged_one(tiny_llama):
