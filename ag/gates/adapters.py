@@ -1,4 +1,4 @@
-"""LoRA adapters that were trained with gates: on disk, on a model, and whether a model has one.
+"""LoRA adapters that were trained with gates: on disk, on a model, merged into it, and whether a model has one.
 
 Gates need their adapter exactly once: beside the weights, in PEFT's layers, or merged into them. A merged model says so
 in its configuration (MERGED: the hash of the adapter's weights).
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ag.errors import UserError
+from ag.gates.card import merged_card
 from ag.gates.folder import (
     StrPath,
     check_base,
@@ -31,7 +32,8 @@ from ag.gates.folder import (
     staged,
     write,
 )
-from ag.gates.manifest import ADAPTER, ADAPTER_FILES, ExportError, minor
+from ag.gates.manifest import ADAPTER, ADAPTER_FILES, CARD, ExportError, minor
+from ag.model import base as models
 from ag.model.quiet import quiet
 
 if TYPE_CHECKING:
@@ -42,19 +44,12 @@ MERGED = "merged_adapter"  # in the config.json of a merged model
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of an export.
+    """The adapter of an export."""
 
-    Attributes:
-        source: folder of the export, for messages.
-        sha256: hash of its weights.
-        name: one of its tensors that is not zero, as PEFT calls it.
-        tensor: its values; another adapter has others.
-    """
-
-    source: str
-    sha256: str
-    name: str
-    tensor: Tensor
+    source: str  # folder of the export, for messages
+    sha256: str  # of its weights
+    name: str  # one of its tensors that is not zero, as PEFT calls it
+    tensor: Tensor  # its values; another adapter has others
 
     def times_in(self, model: nn.Module) -> int:
         """Return how often a model has the adapter: merged, as its configuration says, and in PEFT's active layers."""
@@ -66,11 +61,9 @@ class Adapter:
         return found is not None and torch.equal(found.detach().cpu(), self.tensor.to(found.dtype))
 
     def check(self, model: nn.Module, times: int) -> None:
-        """Raise ``UserError`` when a model has the adapter another number of times.
+        """Raise ``UserError`` when a model, plain or PEFT-wrapped, has the adapter another number of times.
 
-        Args:
-            model: plain or PEFT-wrapped.
-            times: 1 to run with the gates of the export, 0 to put the adapter on.
+        Once is needed to run with the gates of the export, never to put the adapter on.
         """
         found = self.times_in(model)
         if found < times:
@@ -186,12 +179,7 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
 
 
 def merge_adapter(model: PeftModel, path: StrPath) -> PreTrainedModel:
-    """Merge the adapter of a model into its weights, and name it in the configuration.
-
-    Args:
-        model: base model with its adapter; it is changed in place.
-        path: the export, or the folder of :func:`save_adapter`, that holds the same adapter.
-    """
+    """Merge the adapter of a model, that of the export, into its weights, and name it in the configuration."""
     digest = hashlib.sha256(read(local(path), ADAPTER_FILES[1])).hexdigest()
     merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
     setattr(merged.config, MERGED, digest)
@@ -240,4 +228,50 @@ def check_adapter(target: Path, adapter: PeftModel) -> None:
         raise ExportError(
             f"{target.name}: {lost[0]} is trained, and PEFT does not write it with the adapter ({len(lost)} such "
             "parameters): expected LoRA on linear layers; name these, as lora.targets=[q_proj,k_proj,v_proj,o_proj]."
+        )
+
+
+def save_merged(model: PeftModel, path: StrPath, tokenizer: PreTrainedTokenizerBase, source: StrPath) -> None:
+    """Write a full copy of the base model with the adapter merged into it; whole or absent, as :func:`save`.
+
+    The adapter is merged into ``model`` itself, which cannot be trained afterwards. The copy names its adapter: in its
+    configuration by hash, in its README in words.
+
+    Args:
+        model: base model with its adapter.
+        path: folder to write; it must not exist, or be empty.
+        tokenizer: saved beside the weights.
+        source: the export, or the folder of :func:`save_adapter`, that holds the same adapter.
+
+    Raises:
+        ExportError: for a quantised base, a folder that is not empty, or a disk that refuses.
+    """
+    target = Path(path).resolve()
+    check_mergeable(target, model)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ExportError(
+            f"{target}: the path exists: expected a new or empty folder; remove it or choose another path."
+        )
+    with staged(target) as folder:
+        merged = merge_adapter(model, source)
+        merged.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        write(folder / CARD, merged_card(Path(source).resolve().name, getattr(merged.config, MERGED)).encode())
+
+
+def is_merged(path: StrPath, model: str, revision: str | None = None) -> bool:
+    """Whether the configuration of a model, of any name, says that the adapter of an export is merged into it."""
+    try:
+        values, _ = PretrainedConfig.get_config_dict(models.resolve(model, revision), revision=revision)
+    except OSError:
+        return False
+    return bool(values.get(MERGED) == read_info(path)["sha256"][ADAPTER_FILES[1]])
+
+
+def check_mergeable(target: Path, model: PeftModel) -> None:
+    """Refuse a quantised base."""
+    if getattr(model.get_base_model().config, "quantization_config", None) is not None:
+        raise ExportError(
+            f"{target}: the base model is quantised: expected full-precision weights to merge into; "
+            "set export.merge=false, or load the base with model.quantization=none."
         )

@@ -74,22 +74,12 @@ python -m ag.generate gates=../{source} model=. adapter=false prompt="Once upon 
 
 
 def merged_card(source: str, digest: str) -> str:
-    """Return the text that says of a merged model what it is.
-
-    Args:
-        source: name of the folder that holds the adapter.
-        digest: sha256 of its weights.
-    """
+    """Return what is said of a model with an adapter of this sha256, which lies in the folder ``source``."""
     return _MERGED.format(source=source, digest=digest)
 
 
 def model_card(info: Mapping[str, Any], figure: str | None) -> str:
-    """Return the text of the model card.
-
-    Args:
-        info: content of ``gate_config.json``.
-        figure: file name of a picture in the same folder, or None.
-    """
+    """Return the text of the model card, of ``gate_config.json`` and the name of a picture in the same folder."""
     base = info["base_model"]
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base["name"]) is not None and not Path(base["name"]).exists()
     adapter = ADAPTER_FILES[0] in info["sha256"]

@@ -20,15 +20,18 @@ import torch
 from transformers import PretrainedConfig
 
 from ag.config.gate import GateConfig
-from ag.gates import hub, packed
+from ag.gates import packed
 from ag.gates.adapters import (
     Adapter,
     adapter_checksum,
     adapter_of,
     adapter_path,
     check_adapter,
+    check_mergeable,
+    is_merged,
     load_adapter,
     save_adapter,
+    save_merged,
     write_adapter,
 )
 from ag.gates.calibration import Calibration
@@ -45,6 +48,7 @@ from ag.gates.folder import (
     read,
     read_info,
     staged,
+    upload,
     write,
 )
 from ag.gates.manifest import (
@@ -63,7 +67,6 @@ from ag.gates.manifest import (
     minor,
     validate,
 )
-from ag.gates.merged import check_mergeable, is_merged, save_merged
 from ag.versions import versions
 
 if TYPE_CHECKING:
@@ -230,13 +233,12 @@ def load(
             gates = make(info["base_model"]["fingerprint"], GateConfig(**info["gate"]))
         except ValueError as error:
             raise ExportError(f"{folder / CONFIG}: {error}") from error
-    expected = gates.state_dict()
+    expected = {name: tensor.float() for name, tensor in gates.state_dict().items()}
     biases = [name for name in expected if name.endswith(".bias")]
     before = gates.config.kind == "mlp" and minor(info["schema_version"]) < 3  # without biases, which is with 0
     unwritten = {name: torch.zeros(expected.pop(name).shape) for name in biases} if before else {}
-    plain = {name: (torch.float32, tuple(tensor.shape)) for name, tensor in expected.items()}
-    stored = packed.shapes(expected) if info.get(PRECISION) == "int8" else plain
-    size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in stored.values())
+    stored = packed.pack(expected) if info.get(PRECISION) == "int8" else expected
+    size = sum(tensor.nbytes for tensor in stored.values())
     raw = read(folder, WEIGHTS, size + MEGABYTE)
     whole = 8 + int.from_bytes(raw[:8], "little") + size  # size of the header, header, weights
     if len(raw) < whole:
@@ -245,7 +247,7 @@ def load(
     tensors = parse(file, raw)
     check_keys(file, tensors, stored)
     for name, tensor in tensors.items():
-        found, wanted = (tensor.dtype, tuple(tensor.shape)), stored[name]
+        found, wanted = ((x.dtype, tuple(x.shape)) for x in (tensor, stored[name]))
         if found != wanted:
             raise ExportError(f"{file}: {name} is {found}: expected {wanted} from {CONFIG}; export the gates again.")
     check_finite(file, tensors)
@@ -272,4 +274,4 @@ def push(path: StrPath, repository: str) -> str:
     folder = local(path)
     check_hash(folder / WEIGHTS, read(folder, WEIGHTS), read_info(path)["sha256"][WEIGHTS])
     adapter = () if adapter_path(path) is None else ADAPTER_FILES
-    return hub.upload(folder, repository, [WEIGHTS, CONFIG, CARD, FIGURE, *adapter])
+    return upload(folder, repository, [WEIGHTS, CONFIG, CARD, FIGURE, *adapter])

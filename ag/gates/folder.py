@@ -1,18 +1,21 @@
-"""Folders of exports: where one lies, and files that are written whole or not at all and read with their hashes."""
+"""Folders of exports, here and on the hub: files that are written whole or not at all and read with their hashes."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -20,12 +23,12 @@ from transformers import PretrainedConfig
 from ag.config.keys import nearest
 from ag.config.recipes import RECIPES
 from ag.files import fsync
-from ag.gates.hub import download
-from ag.gates.manifest import BEFORE_1_2, CONFIG, WEIGHTS, ExportError, validate
+from ag.gates.manifest import ADAPTER, BEFORE_1_2, CARD, CONFIG, FIGURE, WEIGHTS, ExportError, validate
 from ag.model.geometry import fingerprint
 
 MEGABYTE = 1 << 20
 SHIPPED = RECIPES / "gates"
+REFUSALS = (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, LocalTokenNotFoundError, OSError)  # of the hub
 HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(:(?P<revision>\S+))?")
 
 StrPath = str | os.PathLike[str]
@@ -48,6 +51,20 @@ def local(path: StrPath) -> Path:
     if found is None or Path(found["repository"]).parent.exists():
         return folder
     return download(found["repository"], found["revision"])
+
+
+@functools.cache
+def download(repository: str, revision: str | None) -> Path:
+    """Return the local folder of an export on the hub, fetched at the first call; no revision: the newest."""
+    wanted = [WEIGHTS, CONFIG, CARD, FIGURE, f"{ADAPTER}/*"]
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
+    except REFUSALS as error:
+        at = "" if revision is None else f" at {revision}"
+        raise ExportError(
+            f"{repository}{at}: no such folder, and the hub does not give it ({str(error).splitlines()[0]}): expected "
+            "the folder of an export, or ORG/NAME or ORG/NAME:REVISION of one on the hub."
+        ) from error
 
 
 def shipped() -> list[str]:
@@ -188,3 +205,17 @@ def check_finite(file: Path, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise ExportError(f"{file}: {name} has NaN or infinite values: expected finite weights; train again.")
+
+
+def upload(folder: Path, repository: str, files: Sequence[str]) -> str:
+    """Send files of an export to a repository of the hub, which is private where it is new; returns the address."""
+    try:
+        hub = HfApi()
+        hub.create_repo(repository, private=True, exist_ok=True)
+        done = hub.upload_folder(repo_id=repository, folder_path=str(folder), allow_patterns=list(files))
+    except REFUSALS as error:
+        raise ExportError(
+            f"export.push_to_hub={repository}: the hub refuses ({str(error).splitlines()[0]}): expected a repository "
+            f"that you may write to; log in with `hf auth login`, then upload {folder}."
+        ) from error
+    return str(done)

@@ -31,17 +31,11 @@ class Dense(Interceptor):
         self.valid = None if valid is None or bool(valid.all()) else valid.bool()
         self.first = None if first is None or not bool(first.any()) else first
 
-    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
-        """Do nothing: the constructor was given padding and documents."""
-
     def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
         """Count from the start of each document, unless the caller gave positions."""
         if given is not None or self.first is None:
             return given
         return torch.arange(self.first.shape[1], device=self.first.device) - self.first
-
-    def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Do nothing: no gate reads the layer's input."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend as the model does."""
@@ -233,7 +227,7 @@ class Observing(Gating):
         if self.target == "kvzip_plus":
             self._factors = 1 / hidden.detach().float().norm(dim=-1).clamp_min(1e-12)
 
-    def has_target(self, window: int | None = None) -> Tensor:
+    def has_target(self) -> Tensor:
         """Return ``[B, T']`` bool: the tokens that gates may evict and some counting query could see."""
         columns = torch.arange(self.prompt.shape[1], device=self.prompt.device)
         first = torch.where(self._queries, columns, columns.numel()).amin(1, keepdim=True)
@@ -246,7 +240,7 @@ class Observing(Gating):
             counted = counted & self.read[:, : self._end]
             if self.copied is not None:
                 counted = counted & (columns >= self.copied[:, :1]) & (columns < self.copied[:, 1:])
-        return counted & (seen if window is None else seen & (nearest - columns < window))
+        return counted & (seen if self.window is None else seen & (nearest - columns < self.window))
 
     @torch.no_grad()
     def attend(self, call: AttentionCall) -> Tensor:

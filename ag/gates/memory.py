@@ -50,11 +50,11 @@ class GateMemory(Attributes):
         return sum(part[0].nbytes for part in (self.stored, self.new) if part is not None)
 
     def add(self, k: Tensor, v: Tensor, ranks: Tensor, real: Tensor | None) -> None:
-        """Take in the tokens of a pass.
+        """Take in keys and values ``[B, T, h' d']`` of a pass.
 
         Args:
-            k: keys ``[B, T, h' d']``.
-            v: values ``[B, T, h' d']``.
+            k: keys.
+            v: values.
             ranks: ``[B, T]`` long, the place of each token among its sequence's own ones.
             real: ``[B, T]`` bool, False on padding; None without padding.
         """

@@ -11,17 +11,6 @@ LARGEST = 127
 SCALE = ".scale"
 
 
-def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the data type and shape of each tensor that :func:`pack` makes of these."""
-    packed: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for name, tensor in tensors.items():
-        matrix = tensor.dim() == 2
-        packed[name] = (torch.int8 if matrix else torch.float32, tuple(tensor.shape))
-        if matrix:
-            packed[name + SCALE] = (torch.float32, tuple(tensor.shape[:1]))
-    return packed
-
-
 def pack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Round each matrix to 127 steps of its row's largest absolute value; other tensors stay as they are.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,11 +202,8 @@ def _quantization(config: ModelConfig, device: torch.device | str | None) -> dic
             "model.quantization=nf4 needs a bitsandbytes that works with this PyTorch: pip install -U "
             "bitsandbytes, or set model.quantization=none"
         )
-    if device is None:
-        rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0
-        device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
     return {
-        "device_map": {"": device},
+        "device_map": {"": random_base.own_device() if device is None else device},
         "quantization_config": BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",

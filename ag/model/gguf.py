@@ -11,12 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 
 def read_model(gguf: Path, **settings: Any) -> PreTrainedModel:
-    """Return a GGUF's model with its exact values, in float32.
-
-    Args:
-        gguf: the file.
-        settings: of the configuration, where the GGUF does not hold them, or not exactly.
-    """
+    """Return a GGUF's model with its exact values, in float32, and settings that the GGUF does not hold exactly."""
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     known = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):

@@ -74,9 +74,9 @@ class AttentionCall:
 class Interceptor(ABC):
     """What to do in each layer of a forward pass."""
 
-    @abstractmethod
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         """Start a forward pass over ``[B, T]`` new tokens; the mask is ``[B, seen + T]``, nonzero on real tokens."""
+        return None
 
     def modules(self) -> list[nn.Module]:
         """Return the modules that run in a forward pass beside the model's."""
@@ -116,9 +116,9 @@ class Interceptor(ABC):
         """Record the text ``[B, T]`` after generation; its last token may not have been read yet."""
         return None
 
-    @abstractmethod
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Look at the hidden states ``[B, T, d]`` that enter the attention of a layer."""
+        return None
 
     @abstractmethod
     def attend(self, call: AttentionCall) -> Tensor:
@@ -287,9 +287,8 @@ def _joined(parts: list[tuple[Tensor, Any]], length: int) -> Any:
 
     def join(outputs: list[Tensor]) -> Tensor:
         first = outputs[0]
-        whole = first.new_zeros(
-            first.shape[0], length + 1, *first.shape[2:]
-        )  # the last column takes outputs of no token
+        # the last column takes outputs of no token
+        whole = first.new_zeros(first.shape[0], length + 1, *first.shape[2:])
         for (columns, _), output in zip(parts, outputs, strict=True):
             whole.scatter_(1, _wide(columns.where(columns >= 0, length).to(output.device), output), output)
         return whole[:, :length]

@@ -50,13 +50,7 @@ def output_weight(attention: nn.Module, heads: int) -> Tensor:
 
 
 def projected_norms(v: Tensor, weight: Tensor, order: int) -> Tensor:
-    """Return the norms of projected values by query head, ``[B, H, N]``.
-
-    Args:
-        v: values ``[B, Hkv, N, D]`` float32.
-        weight: ``[H, D, M]`` float32.
-        order: order of the norm: 1, or 2.
-    """
+    """Return the norms ``[B, H, N]`` of values ``[B, Hkv, N, D]`` that were projected by ``weight`` ``[H, D, M]``."""
     group = len(weight) // v.shape[1]
     out = v.new_empty(len(v), len(weight), v.shape[2])
     for start in range(0, v.shape[2], TOKENS):

@@ -65,20 +65,22 @@ def geometry(name: str) -> PretrainedConfig:
     return found
 
 
-def load(config: ModelConfig, device: torch.device | str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Make the model that a configuration describes, drawn on the device, and a tokenizer of single bytes.
+def own_device() -> str:
+    """Return the GPU of this process, or the CPU where there is none."""
+    rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0
+    return f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
 
-    Args:
-        config: ``name`` is ``random:...``; type, quantisation and checkpointing as for a model that is loaded.
-        device: where the weights go; None: the GPU of this process, or the CPU where there is none.
+
+def load(config: ModelConfig, device: torch.device | str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Make the model that ``config.name`` describes, drawn on the device, and a tokenizer of single bytes.
+
+    Without a device it lies on the GPU of this process, or the CPU where there is none.
 
     Raises:
         UserError: for a configuration that cannot be read, or a device that is not there or has no room.
     """
     shape = geometry(config.name)
-    if device is None:
-        rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0
-        device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+    device = own_device() if device is None else device
     dtype, attention = getattr(torch, config.dtype), config.attn_implementation
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=attention)

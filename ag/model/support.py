@@ -60,10 +60,7 @@ def _calls_interface(kind: Any) -> bool:
 def check_rotations(decoder: Any, what: str, instead: str) -> None:
     """Raise unless queries and keys can be rotated to other places: whole ones, by fixed frequencies, in every layer.
 
-    Args:
-        decoder: the model's stack of layers, instrumented.
-        what: needs it.
-        instead: what to do.
+    ``what`` needs it, and ``instead`` says what to do; the decoder is instrumented.
 
     Raises:
         UnsupportedModelError: naming the class and what it does.
@@ -132,12 +129,6 @@ class _Probe(Interceptor):
     """Takes the queries of one layer; attends to nothing."""
 
     q: Tensor
-
-    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
-        """Do nothing: no decoder runs."""
-
-    def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Do nothing."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Keep the queries."""

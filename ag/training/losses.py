@@ -62,17 +62,9 @@ def token_nll(model: nn.Module, hidden: Tensor, labels: Tensor, chunk: int = 102
 def token_kl(
     model: nn.Module, hidden: Tensor, teacher: Tensor, labels: Tensor, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """Compute KL(teacher || student) of the next-token distributions at the positions that carry loss.
+    """Compute KL(teacher || student) of each label's distribution, from final hidden states ``[B, T, d]`` of both.
 
-    Args:
-        model: the language model, for its head.
-        hidden: final hidden states of the student ``[B, T, d]``.
-        teacher: final hidden states of the teacher.
-        labels: ``[B, T]``, -100 where there is no loss.
-        chunk: tokens whose logits exist at once.
-
-    Returns:
-        The divergences ``[N]`` in nats, float32, and the row ``[N]`` of each.
+    The arguments beside and the result are those of :func:`token_nll`.
     """
     rows, columns = response_positions(labels)
 
@@ -90,15 +82,10 @@ def token_kl(
 
 
 def sample_mean(values: Tensor, rows: Tensor, batch: int) -> Tensor:
-    """Average over the tokens of each row, then over the rows that have tokens.
+    """Average values ``[N]`` of tokens over those of each row ``[N]``, then over the rows that have tokens.
 
     Each sample weighs the same, so that a batch split over ranks or accumulated in parts of equal size gives the same
     gradient as the whole batch.
-
-    Args:
-        values: ``[N]``, one for each token.
-        rows: ``[N]``, the row of each.
-        batch: number of rows.
     """
     sums = values.new_zeros(batch).index_add(0, rows, values)
     counts = values.new_zeros(batch).index_add(0, rows, torch.ones_like(values))
@@ -167,7 +154,7 @@ def _above_threshold(
     gates: AttentionGates, observed: Observing, keep: float, scale: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits, what they should be, and which count: ``[L, B, Hkv, T']``; the first two from the threshold on."""
-    mask = observed.has_target(observed.window)[:, None]
+    mask = observed.has_target()[:, None]
     targets = torch.stack(list(observed.targets.values())).masked_fill(~mask, float("nan"))
     if scale == "global":
         wanted = _standardised(targets.flatten(), keep).view(targets.shape)

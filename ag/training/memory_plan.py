@@ -24,23 +24,14 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a nibble, an 8-bit maximum per 64, 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one GPU by part, and the work of one step.
+    """Bytes of one GPU by part, and the work of one step."""
 
-    Attributes:
-        parameters: numbers of parameters: ``base``, ``gates``, ``lora``.
-        memory: bytes by part, under the settings of the configuration; their sum is the peak of a step.
-        activations: bytes kept for the backward pass, without and with ``model.gradient_checkpointing``.
-        kv_cache: bytes of a full KV cache of one row, for inference.
-        flops: operations of one optimiser step on one GPU.
-        tokens: tokens of one optimiser step on all GPUs.
-    """
-
-    parameters: dict[str, int]
-    memory: dict[str, float]
-    activations: tuple[float, float]
-    kv_cache: int
-    flops: float
-    tokens: int
+    parameters: dict[str, int]  # how many: base, gates, LoRA
+    memory: dict[str, float]  # bytes by part, under the settings of the configuration; their sum is a step's peak
+    activations: tuple[float, float]  # bytes kept for the backward pass, without and with checkpointing
+    kv_cache: int  # bytes of a full KV cache of one row, for inference
+    flops: float  # operations of one optimiser step on one GPU
+    tokens: int  # of one optimiser step on all GPUs
 
     @property
     def total(self) -> float:
@@ -96,12 +87,7 @@ def plan(config: Config, measured: tuple[fake_step.Step, fake_step.Step] | None 
 
 
 def report(config: Config, tflops: float | None = None) -> str:
-    """Write the plan as a table.
-
-    Args:
-        config: a whole configuration.
-        tflops: 10^12 operations a second of one device; None: measured on matrix products here.
-    """
+    """Write the plan as a table; ``tflops`` are 10^12 operations a second of one device, None: measured here."""
     found = plan(config)
     source = "measured on matrix products here: a lower bound" if tflops is None else "given"
     tflops = _measured_tflops(config) if tflops is None else tflops

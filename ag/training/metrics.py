@@ -10,12 +10,7 @@ from ag.gates.calibration import SHARES
 
 
 class EvictedShare(Metric):
-    """Share of gated tokens that are evicted, by layer and head.
-
-    Args:
-        layers: gated layers.
-        heads: KV heads Hkv.
-    """
+    """Share of gated tokens that are evicted, by layer and KV head."""
 
     evicted: Tensor
     tokens: Tensor
@@ -26,12 +21,7 @@ class EvictedShare(Metric):
         self.add_state("tokens", torch.zeros((), dtype=torch.double), dist_reduce_fx="sum")
 
     def update(self, evicted: Tensor, counted: Tensor) -> None:
-        """Count a batch.
-
-        Args:
-            evicted: ``[L, B, Hkv, T]`` bool, True on evicted tokens.
-            counted: ``[B, T]`` bool, the tokens that gates may evict.
-        """
+        """Count a batch: ``evicted [L, B, Hkv, T]`` of the tokens ``[B, T]`` that gates may evict."""
         self.evicted += (evicted & counted[None, :, None]).sum((1, 3))
         self.tokens += counted.sum()
 

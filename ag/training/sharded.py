@@ -43,14 +43,9 @@ class ShardedStrategy(ModelParallelStrategy):
 
 
 def shard(model: nn.Module, gates: AttentionGates | None, mesh: DeviceMesh) -> None:
-    """Divide each decoder layer and each gate over the ranks; a second call does nothing.
+    """Divide each decoder layer and each gate over the ranks of a mesh; a second call does nothing.
 
     Embeddings, final norm and head stay whole: they are frozen, may be tied, and are small beside the layers.
-
-    Args:
-        model: the language model, plain or PEFT-wrapped.
-        gates: its gates.
-        mesh: one-dimensional mesh of all ranks.
     """
     decoder = decoder_of(model)
     if any(isinstance(parameter, DTensor) for parameter in decoder.parameters()):

@@ -14,7 +14,7 @@ from ag.gates import export
 from ag.gates.calibration import SHARES, Calibration
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
-from tests.support.exports import assert_same, change, make_export, make_gates, read_json, reseal, reweigh
+from tests.support.exports import assert_same, make_gates, read_json, reseal, reweigh
 from tests.support.refused import refuses
 
 TABLE = Calibration((0.2, 0.3, 0.7), (3.0, 1.0, -1.0))
@@ -47,28 +47,6 @@ def test_an_export_keeps_it(tmp_path: Path) -> None:
     export.save(tmp_path / "a", make_gates())
     assert AttentionGates.from_pretrained(tmp_path / "a").calibration is None
     assert "share=" not in (tmp_path / "a" / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("table", "parts"),
-    [
-        ([], "calibration=[] JSON"),
-        ({"shares": [0.1, 0.2]}, "calibration: missing ['boundaries']"),
-        ({"shares": [0.1, 0.2], "boundaries": [1.0, "a"]}, "calibration.boundaries 'a' numbers"),
-        ({"shares": [0.1, 0.2], "boundaries": [1.0, float("inf")]}, "calibration.boundaries inf numbers"),
-        ({"shares": 3, "boundaries": [1.0]}, "calibration.shares=3 numbers"),
-        ({"shares": [0.2, 0.1], "boundaries": [1.0, 0.0]}, "calibration.shares=[0.2, rising"),
-        ({"shares": [0.1, 1.0], "boundaries": [1.0, 0.0]}, "calibration.shares=[0.1, 1.0] between 1"),
-        ({"shares": [0.1, 0.2], "boundaries": [1.0]}, "calibration.shares=[0.1, boundaries 1"),
-        ({"shares": [0.1, 0.2], "boundaries": [1.0, 2.0]}, "calibration.boundaries=[1.0, falling"),
-        ({"shares": [], "boundaries": []}, "calibration.shares=[] two"),
-    ],
-)
-def test_a_damaged_table(tmp_path: Path, table: object, parts: str) -> None:
-    folder = make_export(tmp_path / "e")
-    change("calibration", value=table)(folder)
-    with refuses(ExportError, str(folder / "gate_config.json"), *parts.split()):
-        AttentionGates.from_pretrained(folder)
 
 
 def test_gates_of_two_layers_from_before_have_biases_of_0(tmp_path: Path) -> None:

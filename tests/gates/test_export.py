@@ -10,7 +10,10 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import Gemma2Config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import Gemma2Config, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ag.config.gate import GateConfig
 from ag.gates import export
@@ -176,3 +179,24 @@ def test_gates_with_nan_are_not_written(tmp_path: Path) -> None:
     with refuses(ExportError, "layers.1.o_proj.weight"):
         export.save(tmp_path / "e", gates)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_local_base_model_is_no_hub_id_in_the_card(tmp_path: Path) -> None:
+    export.save(tmp_path / "e", make_gates(), base_model=str(tmp_path))
+    front = (tmp_path / "e" / "README.md").read_text().split("---\n")[1]
+    assert "base_model" not in yaml.safe_load(front)
+
+
+@pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "plain"])
+def test_the_python_lines_of_the_card_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], adapter: bool) -> None:
+    words = Tokenizer(WordLevel({word: index for index, word in enumerate(["?", "Once", "upon", "a", "time"])}, "?"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "base")
+    LlamaForCausalLM(MODEL).save_pretrained(tmp_path / "base")
+    export.save(tmp_path / "e", make_gates(), adapter=make_adapter() if adapter else None)
+    card = (tmp_path / "e" / "README.md").read_text()
+    code = card.split("```python\n")[1].split("```")[0]
+    assert ("load_adapter" in code) == adapter
+    code = code.replace("PATH", str(tmp_path / "e")).replace("BASE", str(tmp_path / "base"))
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("Once upon a time")

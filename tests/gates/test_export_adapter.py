@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -22,24 +22,6 @@ from tests.support.bounds import bounded, hold, of_logits
 from tests.support.exports import MODEL, hidden, make_adapter, make_export, make_gates
 from tests.support.refused import refuses
 from tests.support.shapes import shaped
-
-
-def test_adapter_gives_the_same_logits(tmp_path: Path) -> None:
-    adapted = make_adapter(1).eval()
-    base = copy.deepcopy(adapted).unload()
-    export.save(tmp_path / "e", make_gates(), adapter=adapted)
-    assert export.adapter_path(tmp_path / "e") == tmp_path / "e" / "adapter"
-    tokens = torch.arange(8)[None]
-    with torch.no_grad():
-        expected = adapted(tokens).logits
-        assert (base(tokens).logits - expected).abs().max() > 1e-3
-        loaded = export.load_adapter(copy.deepcopy(base), tmp_path / "e")
-        assert isinstance(loaded, PeftModel)
-        assert not any(parameter.requires_grad for parameter in loaded.parameters())
-        assert torch.equal(loaded(tokens).logits, expected)
-        merged = export.load_adapter(copy.deepcopy(base), tmp_path / "e", merge=True)
-        assert isinstance(merged, LlamaForCausalLM)
-        hold(merged(tokens).logits, expected, of_logits(merged, tokens[0]))
 
 
 def test_an_adapter_without_gates(tmp_path: Path) -> None:
@@ -113,14 +95,10 @@ def test_merged_model_stands_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "nf4").exists() and hidden(tmp_path / "merged") == []
 
 
-def link_folder_outside(folder: Path) -> None:
-    shutil.move(folder / "adapter", folder.parent / "adapter")
-    (folder / "adapter").symlink_to(folder.parent / "adapter")
-
-
 def test_adapter_folder_must_be_inside(tmp_path: Path) -> None:
     folder = make_export(tmp_path / "e")
-    link_folder_outside(folder)
+    shutil.move(folder / "adapter", tmp_path / "adapter")
+    (folder / "adapter").symlink_to(tmp_path / "adapter")
     with refuses(ExportError, "adapter_config.json", str(tmp_path / "adapter")):
         export.adapter_path(folder)
 

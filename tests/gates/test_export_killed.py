@@ -208,38 +208,3 @@ def test_a_kill_at_every_operation_never_leaves_half_an_export(tmp_path: Path) -
     gap = versions.index(None)
     assert versions == [1] * gap + [None] + [2] * (len(versions) - gap - 1)
     assert len(looks) > 15 and looks[-1] == [False, False, 2]
-
-
-def fill_a_disk(path: str) -> None:
-    """Export on a disk of 512 KiB with ever more room, until it fits; the earlier export stays whole."""
-    folder, gates, adapter = Path(path) / "e", make_gates(), make_adapter()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", path], check=True)
-    write_version(folder, 1, gates, adapter)
-    refused = 0
-    ballast = Path(path) / "ballast"
-    for room in range(0, 512 << 10, 8 << 10):
-        free = shutil.disk_usage(path).free
-        ballast.write_bytes(b"\0" * (free - room))
-        try:
-            write_version(folder, 2, gates, adapter)
-        except ExportError as error:
-            assert re.search("No space left|os error 28", str(error)), error
-            assert version_of(folder) == 1 and hidden(folder) == []
-            refused += 1
-        else:
-            assert version_of(folder) == 2
-            break
-        ballast.unlink()
-    print(refused)
-
-
-@pytest.mark.slow
-def test_a_full_disk_leaves_the_earlier_export(tmp_path: Path) -> None:
-    private = ["unshare", "-rm"]
-    try:
-        probe = subprocess.run([*private, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("no unshare on this machine: a small disk cannot be made")
-    if probe.returncode:
-        pytest.skip(f"mounting a small disk is not permitted: {probe.stderr.decode().strip()}")
-    assert int(run_here(f"test_export_killed.fill_a_disk({str(tmp_path)!r})", *private)) >= 3

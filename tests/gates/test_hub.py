@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ag
-from ag.gates import export, hub
+from ag.gates import export, folder
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
 from tests.support.exports import make_gates
@@ -33,7 +33,7 @@ class Hub:
 
 
 def test_push_uploads_the_export_alone_and_keeps_it_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "HfApi", Hub)
+    monkeypatch.setattr(folder, "HfApi", Hub)
     monkeypatch.setattr(Hub, "calls", [])
     path = tmp_path / "export"
     export.save(path, make_gates())
@@ -48,7 +48,7 @@ def test_push_uploads_the_export_alone_and_keeps_it_private(tmp_path: Path, monk
 
 
 def test_push_of_a_damaged_export_uploads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "HfApi", lambda: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(folder, "HfApi", lambda: pytest.fail("the hub was asked"))
     export.save(tmp_path / "export", make_gates())
     (tmp_path / "export" / "gates.safetensors").write_bytes(b"")
     with pytest.raises(ExportError):
@@ -74,8 +74,8 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, s
             raise OSError("404: not found")
         return str(snapshot)
 
-    hub.download.cache_clear()
-    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    folder.download.cache_clear()
+    monkeypatch.setattr(folder, "snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
     return asked
 

@@ -73,6 +73,11 @@ def geometry(key: str, value: Any) -> Callable[[Path], None]:
     return change("base_model", "fingerprint", key, value=value)
 
 
+def table(shares: Any, *boundaries: Any) -> Callable[[Path], None]:
+    value = {"shares": shares, "boundaries": boundaries[0]} if boundaries else shares
+    return change("calibration", value=value)
+
+
 def o_proj(value: torch.Tensor) -> Callable[[Path], None]:
     return reweigh(lambda tensors: tensors.update({"layers.0.o_proj.weight": value}))
 
@@ -102,11 +107,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "extra gate key": (change("gate", "beta", value=1), "gate: unknown [] ['beta']"),
     "gate list": (change("gate", value=[]), "gate=[]: JSON"),
     "gate range": (change("gate", "threshold", value=1.5), "gate.threshold=1.5: 0 1"),
-    "gate infinite": (change("gate", "bias", value=INF), "gate.bias=inf: finite"),
-    "gate huge": (change("gate", "bias", value=10**400), f"gate.bias=1{'0' * 79}: finite"),
+    "gate infinite": (change("gate", "bias", value=INF), "gate.bias=inf: number"),
+    "gate huge": (change("gate", "bias", value=10**400), f"gate.bias=1{'0' * 79}: number"),
     "gate choice": (change("gate", "scope", value="all"), "gate.scope='all': causal prompt"),
-    "gate type": (change("gate", "shortcut", value=1), "gate.shortcut=1: bool"),
-    "gate bool": (change("gate", "num_heads", value=True), "gate.num_heads=True: integer"),
+    "gate type": (change("gate", "shortcut", value=1), "gate.shortcut=1: true false"),
+    "gate bool": (change("gate", "num_heads", value=True), "gate.num_heads=True: whole number"),
     "gate forged": (
         change("gate", "head_dim", value=1 << 40),
         "gate.head_dim=1099511627776: 1048576",
@@ -117,11 +122,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "first layer": (change("gate", "first_layer", value=3), "gate.first_layer=3: 3"),
     "layers": (geometry("num_layers", 10**6), "num_layers=1000000: 1 4096"),
     "kv heads": (geometry("num_kv_heads", 3), "num_kv_heads=3: num_heads=4"),
-    "windows": (geometry("windowed_layers", ["a"]), "windowed_layers='a': integer"),
+    "windows": (geometry("windowed_layers", ["a"]), "windowed_layers='a': whole number"),
     "all windowed": (geometry("windowed_layers", [0, 1, 2]), "gate.first_layer=0: 3"),
     "base name": (change("base_model", "name", value=None), "base_model.name=None: text"),
     "keep rate": (change("keep_rate", value=1.5), "keep_rate=1.5: 0 1"),
-    "metric": (change("metrics", "loss", value=NAN), "metrics.loss=nan: finite null"),
+    "metric": (change("metrics", "loss", value=NAN), "metrics.loss=nan: number null"),
     "versions": (change("versions", "torch", value=2), "versions.torch=2: text"),
     "no hash": (change("sha256", value={}), "sha256: missing ['gates.safetensors']"),
     "path in hash": (
@@ -145,6 +150,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "NaN": (o_proj(torch.full((2, 8), NAN)), "layers.0.o_proj.weight finite"),
     "infinite": (o_proj(torch.full((2, 8), INF)), "layers.0.o_proj.weight finite"),
     "link": (link_outside, "gates.safetensors: outside:"),
+    "table list": (table([]), "calibration=[]: JSON"),
+    "table without boundaries": (table({"shares": [0.1, 0.2]}), "calibration: missing ['boundaries']"),
+    "table of text": (table([0.1, 0.2], [1.0, "a"]), "calibration.boundaries='a': number"),
+    "table infinite": (table([0.1, 0.2], [1.0, INF]), "calibration.boundaries=inf: number"),
+    "table number": (table(3, [1.0]), "calibration.shares=3: number"),
+    "table falling": (table([0.2, 0.1], [1.0, 0.0]), "calibration.shares=[0.2, rising"),
+    "table to 1": (table([0.1, 1.0], [1.0, 0.0]), "calibration.shares=[0.1, 1.0]: between 1"),
+    "table short": (table([0.1, 0.2], [1.0]), "calibration.shares=[0.1, boundaries 1"),
+    "table rising": (table([0.1, 0.2], [1.0, 2.0]), "calibration.boundaries=[1.0, falling"),
+    "table empty": (table([], []), "calibration.shares=[]: two"),
 }
 
 

@@ -25,9 +25,6 @@ def test_a_matrix_by_hand() -> None:
     found = packed.pack({"inner.weight": rows, "inner.bias": torch.tensor([0.3])})
     assert found["inner.weight"].tolist() == [[127, 0, 2], [0, 0, 0], [-127, 64, 32]]  # half to even
     assert found["inner.weight.scale"].tolist() == torch.tensor([2, 0, 0.5 / 127]).tolist()
-    assert packed.shapes({"inner.weight": rows, "inner.bias": torch.tensor([0.3])}) == {
-        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()
-    }
     back = packed.unpack(found)
     assert back["inner.weight"][0].tolist() == [254, 0, 4]
     assert back["inner.bias"].tolist() == torch.tensor([0.3]).tolist()
@@ -59,7 +56,7 @@ def test_damages(tmp_path: Path) -> None:
         return tmp_path / name
 
     change("weights", value="int4")(make("a"))
-    with refuses(ExportError, "gate_config.json", "weights='int4'", "float32 or int8"):
+    with refuses(ExportError, "gate_config.json", "weights='int4'", "float32", "int8"):
         AttentionGates.from_pretrained(tmp_path / "a")
     change("weights", value="float32")(make("b"))
     with refuses(ExportError, "gates.safetensors"):

@@ -48,14 +48,11 @@ class TestResolve:
         assert models.resolve(str(folder)) == str(folder)
         assert models.resolve("meta-llama/Llama-2-7b-hf") == "meta-llama/Llama-2-7b-hf"
 
-    @pytest.mark.parametrize("name", ["./none", "/none", "~/none", "some/folder/deep"])
-    def test_path_without_a_model(self, name: str) -> None:
+    @pytest.mark.parametrize("name", ["./none", "/none", "~/none", "some/folder/deep", "an empty folder"])
+    def test_path_without_a_model(self, name: str, tmp_path: Path) -> None:
+        name = str(tmp_path) if name == "an empty folder" else name
         with refuses(models.ModelError, f"model.name='{name}'", "config.json"):
             models.resolve(name)
-
-    def test_empty_folder(self, tmp_path: Path) -> None:
-        with refuses(models.ModelError, f"model.name='{tmp_path}'", "config.json"):
-            models.resolve(str(tmp_path))
 
     def test_alias_prefers_hub_cache_then_conversion_then_hub_then_wheel(
         self, monkeypatch: pytest.MonkeyPatch, no_hub: None
@@ -80,11 +77,6 @@ class TestResolve:
         with refuses(models.ModelError, "no route", "AG_SMOLLM2_WHEEL=/none.whl"):
             models.resolve("smollm2")
 
-    def test_cache_that_cannot_be_written(self, monkeypatch: pytest.MonkeyPatch, no_hub: None) -> None:
-        monkeypatch.setenv("AG_HOME", "/dev/null/ag")
-        with refuses(models.ModelError, "AG_HOME=/dev/null/ag", "Not a directory"):
-            models.resolve("smollm2")
-
     def test_incomplete_hub_cache_is_not_used(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(models, "_snapshot", lambda revision, local_files_only: str(tmp_path))
         for name in ("config.json", "model.safetensors"):
@@ -103,9 +95,6 @@ class TestResolve:
             problem = models._ask_hub("some/model", None)
         assert problem is not None and "imeout" in problem
         assert time.monotonic() - start < 20
-
-    def test_offline_mode(self) -> None:
-        assert "offline mode" in str(models._ask_hub("some/model", None))
 
 
 class TestLoadBase:

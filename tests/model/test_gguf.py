@@ -104,16 +104,6 @@ def test_configuration_and_weights_are_smollm2(smollm2: Path) -> None:
     assert sha256(smollm2 / "model.safetensors") == WEIGHTS_SHA256["smollm2"]
 
 
-@pytest.mark.slow
-def test_answers_in_english(smollm2: Path) -> None:
-    model, tokenizer = load_base(ModelConfig(name=str(smollm2)))
-    chat = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    inputs = tokenizer(text, return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0, inputs.input_ids.shape[1] :]
-    assert tokenizer.decode(output) == "The capital of France is Paris.<|im_end|>"
-
-
 def test_special_tokens_of_smollm2(smollm2_tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = smollm2_tokenizer
     assert tokenizer("<|im_start|>user\nHi<|im_end|>").input_ids == [1, 4093, 198, 26843, 2]

@@ -1,6 +1,8 @@
 """The losses against explicit sums, their gradients against autograd in float64."""
 
+import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -152,8 +154,7 @@ class Seen:
     """A finished observation: what :class:`ag.gates.gating.Observing` holds after its forward pass."""
 
     def __init__(self, targets, logits, mask):
-        self.targets, self.logits, self.window, self.prompt = targets, logits, None, mask
-        self.has_target = lambda window: mask
+        self.targets, self.logits, self.has_target = targets, logits, lambda: mask
 
 
 def test_regression_by_hand(tiny_llama):
@@ -195,6 +196,28 @@ def of_attention(model, ids, valid):
     return of_pass(model, logarithms)
 
 
+LENGTHS = [14, 11]
+
+
+def observe(make, target, prompts, **gate):
+    """What gates observe of two rows: with the model, the eager attention, the values and what they are made of."""
+    model = make(attn_implementation="eager").requires_grad_(False)
+    ids = torch.randint(3, 128, (2, 14), generator=torch.Generator().manual_seed(2))
+    valid = (torch.arange(14) < torch.tensor(LENGTHS)[:, None]).long()
+    plain = model(ids, attention_mask=valid, output_attentions=True, use_cache=False)
+    bounds, values, read = (of_logits(model), of_attention(model, ids, valid)), {}, {}
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, index=index: values.update({index: out}))
+        layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, index=index: read.update({index: a[0]}))
+    gates = gates_for(model, **gate)
+    ag.attach(model, gates)
+    observed = Observing(gates, valid, torch.tensor(prompts), target)
+    with torch.no_grad():
+        logits = model(ids, gating=observed, use_cache=False).logits
+    hold(logits[valid.bool()], plain.logits[valid.bool()], bounds[0])
+    return observed, model, plain.attentions, values, read, bounds[1]
+
+
 @pytest.mark.parametrize("target", ["attention", "obcache_value"])
 @pytest.mark.parametrize(
     ("covers", "prefill", "recent", "window"),
@@ -208,42 +231,25 @@ def of_attention(model, ids, valid):
 )
 def test_observed_payments(tiny_llama, tiny_mistral, target, covers, prefill, recent, window):
     """From the attention matrices that the eager model returns, one key at a time."""
-    options = {"attn_implementation": "eager"}
-    model = tiny_llama(**options) if window is None else tiny_mistral(sliding_window=window, **options)
-    model.requires_grad_(False)
-    gates = gates_for(model, covers=covers, prefill=prefill, recent_tokens=recent)
-    ids = torch.randint(3, 128, (2, 14), generator=torch.Generator().manual_seed(2))
-    valid, prompts, lengths = torch.ones_like(ids), [9, 10], [14, 11]
-    valid[1, 11:] = 0
-    plain = model(ids, attention_mask=valid, output_attentions=True, use_cache=False)
-    values, bounds = {}, (of_logits(model), 2 * of_attention(model, ids, valid))  # the latter for a weight and a norm
-    for index, layer in enumerate(model.model.layers):
-        layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, index=index: values.update({index: out}))
-    ag.attach(model, gates)
-    observed = Observing(gates, valid, torch.tensor(prompts), target)
-    with torch.no_grad():
-        hidden = model(ids, gating=observed, use_cache=False).logits
-    real = valid.bool()
-    hold(hidden[real], plain.logits[real], bounds[0])
-    has_target = observed.has_target(observed.window)
-    gated = prompts if covers == "prompt" else lengths
-    for layer in range(3):
-        for b in range(2):
-            for t in range(gated[b]):
-                first = prompts[b] if prefill == "dense" else 0
-                queries = [
-                    j for j in range(first, lengths[b]) if j - t >= recent and (window is None or j - t < window)
-                ]
-                assert bool(has_target[b, t]) == bool(queries)
-                for kv in range(2) if queries else ():
-                    weights = plain.attentions[layer][b, 2 * kv : 2 * kv + 2, queries, t].double()
-                    if target == "attention":
-                        want = weights.mean(1).mean().log()
-                    else:
-                        norm = values[layer][b, t].view(2, 16)[kv].norm()
-                        want = (weights.square().mean(1).mean().sqrt() * norm).log()
-                    hold(observed.targets[layer][b, kv, t], want, bounds[1])
-            assert not has_target[b, gated[b] :].any()
+    make, prompts = tiny_llama if window is None else partial(tiny_mistral, sliding_window=window), [9, 10]
+    gate = {"covers": covers, "prefill": prefill, "recent_tokens": recent}
+    observed, _, attentions, values, _, bound = observe(make, target, prompts, **gate)
+    has_target = observed.has_target()
+    gated = prompts if covers == "prompt" else LENGTHS
+    for layer, b in itertools.product(range(3), range(2)):
+        assert not has_target[b, gated[b] :].any()
+        first = prompts[b] if prefill == "dense" else 0
+        for t in range(gated[b]):
+            queries = [j for j in range(first, LENGTHS[b]) if j - t >= recent and (window is None or j - t < window)]
+            assert bool(has_target[b, t]) == bool(queries)
+            for kv in range(2) if queries else ():
+                weights = attentions[layer][b, 2 * kv : 2 * kv + 2, queries, t].double()
+                if target == "attention":
+                    want = weights.mean(1).mean().log()
+                else:
+                    norm = values[layer][b, t].view(2, 16)[kv].norm()
+                    want = (weights.square().mean(1).mean().sqrt() * norm).log()
+                hold(observed.targets[layer][b, kv, t], want, 2 * bound)  # of a weight and a norm
 
 
 @pytest.mark.parametrize(
@@ -258,44 +264,25 @@ def test_observed_payments(tiny_llama, tiny_mistral, target, covers, prefill, re
 )
 def test_observed_repetition(tiny_llama, tiny_mistral, target, covers, prefill, window):
     """The largest weight that a response pays to a token of the prompt, from the eager model's attention matrices."""
-    options = {"attn_implementation": "eager"}
-    model = tiny_llama(**options) if window is None else tiny_mistral(sliding_window=window, **options)
-    gates = gates_for(model, covers=covers, prefill=prefill, recent_tokens=2)
-    ids = torch.randint(3, 128, (2, 14), generator=torch.Generator().manual_seed(2))
-    valid, prompts, lengths = torch.ones_like(ids), [6, 5], [14, 11]
-    valid[1, 11:] = 0
-    plain = model(ids, attention_mask=valid, output_attentions=True, use_cache=False)
-    bound = 3 * of_attention(model, ids, valid)  # of a weight and two norms
-    values, read = {}, {}
-    for index, layer in enumerate(model.model.layers):
-        layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, index=index: values.update({index: out}))
-        layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, index=index: read.update({index: a[0]}))
-    ag.attach(model, gates)
-    observed = Observing(gates, valid, torch.tensor(prompts), target)
-    with torch.no_grad():
-        model(ids, gating=observed, use_cache=False)
-    has_target, found = observed.has_target(observed.window), 0
-    for layer in range(3):
-        for b in range(2):
-            assert not has_target[b, prompts[b] :].any()
-            for t in range(prompts[b]):
-                near = [j for j in range(prompts[b], lengths[b]) if window is None or j - t < window]
-                assert bool(has_target[b, t]) == any(j - t >= 2 for j in near)
-                for kv in range(2) if has_target[b, t] else ():
-                    value = values[layer][b, t].view(2, 16)[kv]
-                    output = model.model.layers[layer].self_attn.o_proj.weight
-                    paid = []
-                    for j in near:
-                        for head in (2 * kv, 2 * kv + 1):
-                            weight = float(plain.attentions[layer][b, head, j, t])
-                            if target == "kvzip":
-                                paid.append(weight * float(value.norm()))
-                            else:
-                                written = output[:, 16 * head : 16 * head + 16] @ value
-                                paid.append(weight * float(written.norm() / read[layer][b, j].norm()))
-                    want = math.log(max(paid))
-                    hold(observed.targets[layer][b, kv, t], want, bound)
-                    found += 1
+    make, prompts = tiny_llama if window is None else partial(tiny_mistral, sliding_window=window), [6, 5]
+    gate = {"covers": covers, "prefill": prefill, "recent_tokens": 2}
+    observed, model, attentions, values, read, bound = observe(make, target, prompts, **gate)
+    has_target, found = observed.has_target(), 0
+    for layer, b in itertools.product(range(3), range(2)):
+        assert not has_target[b, prompts[b] :].any()
+        output = model.model.layers[layer].self_attn.o_proj.weight
+        for t in range(prompts[b]):
+            near = [j for j in range(prompts[b], LENGTHS[b]) if window is None or j - t < window]
+            assert bool(has_target[b, t]) == any(j - t >= 2 for j in near)
+            for kv in range(2) if has_target[b, t] else ():
+                value, paid = values[layer][b, t].view(2, 16)[kv], []
+                for j, head in itertools.product(near, (2 * kv, 2 * kv + 1)):
+                    size = value.norm()
+                    if target == "kvzip_plus":
+                        size = (output[:, 16 * head : 16 * head + 16] @ value).norm() / read[layer][b, j].norm()
+                    paid.append(float(attentions[layer][b, head, j, t] * size))
+                hold(observed.targets[layer][b, kv, t], math.log(max(paid)), 3 * bound)  # of a weight and two norms
+                found += 1
     assert found > 40
 
 

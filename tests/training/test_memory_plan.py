@@ -21,37 +21,27 @@ from ag.training.module import GatedLM
 from tests.support.warm import started
 
 LAYERS, LENGTH = 6, 160
-STEPS, BUILD = fake_step.steps, fake_step.build
+STEPS = fake_step.steps
 
 
 @pytest.fixture(scope="module", autouse=True)
 def measured_once():
-    """Batches on fake tensors and models without contents take seconds: tests share those of equal settings.
+    """A batch on fake tensors takes seconds: tests share that of equal settings, whatever the devices.
 
-    Neither depends on the devices; a batch is measured with checkpointing and without.
+    It is measured with checkpointing and without.
     """
-    known, built = {}, {}
+    known = {}
 
     def steps(config):
         trainer = replace(config.trainer, devices=1, strategy="auto")
         model = replace(config.model, gradient_checkpointing=False)
         key = repr(replace(config, model=model, trainer=trainer))
         if key not in known:
-            with pytest.MonkeyPatch.context() as patch:  # a step changes what it builds
-                patch.setattr(fake_step, "build", BUILD)
-                known[key] = STEPS(config)
+            known[key] = STEPS(config)
         return known[key]
-
-    def build(config, geometry):
-        model = replace(config.model, quantization="none", gradient_checkpointing=False)
-        key = repr((config.train, model, config.lora, config.gate, geometry))
-        if key not in built:
-            built[key] = BUILD(config, geometry)
-        return built[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_step, "steps", steps)
-        patch.setattr(fake_step, "build", build)
         yield
 
 

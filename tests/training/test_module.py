@@ -9,7 +9,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.loggers.logger import Logger
 
 import ag
 from ag.config import Config, LoraConfig, LossConfig, OptimConfig, WarmupConfig
@@ -17,10 +16,12 @@ from ag.config.validate import ConfigWarning
 from ag.data.collate import Collator, Row
 from ag.errors import UserError
 from ag.model import base as models
+from ag.training.loggers import MetricsFile
 from ag.training.losses import token_nll
 from ag.training.module import GatedLM
 from tests.support import by_hand
 from tests.support.bounds import PASSES, ROUNDINGS, hold, of_logits, of_nats
+from tests.support.command import logged
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
 
@@ -138,35 +139,8 @@ def trainer(tmp_path, **options):
     return L.Trainer(default_root_dir=tmp_path, enable_checkpointing=False, **quiet | options)
 
 
-class Lines(Logger):
-    """Keeps the log lines."""
-
-    name = version = ""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def log_hyperparams(self, *args):
-        pass
-
-    def log_metrics(self, metrics, step=None):
-        self.lines.append(metrics)
-
-
-class Batches(torch.utils.data.Dataset):
-    def __init__(self, *batches):
-        self.batches = batches
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __getitem__(self, index):
-        return self.batches[index]
-
-
 def loader(*batches):
-    return torch.utils.data.DataLoader(Batches(*batches), batch_size=None)
+    return torch.utils.data.DataLoader(batches, batch_size=None)
 
 
 def validate(module, tmp_path, *batches):
@@ -268,33 +242,12 @@ def test_regression_steps_train_the_gates_without_a_backward_pass_of_the_model(t
         changed = not torch.equal(parameter, before[name])
         assert changed == name.startswith("gates."), name
     assert "train/regress_loss" in run.callback_metrics
-    lines = Lines()
-    run = trainer(tmp_path, max_steps=5, logger=lines, log_every_n_steps=1)
+    run = trainer(tmp_path, max_steps=5, logger=MetricsFile(tmp_path), log_every_n_steps=1)
     run.fit(module, loader(*[batch(seed=i) for i in range(5)]))
     assert seen[9:] == [False] * 9 + [True] * 2 * 3
     assert any(not torch.equal(p, before[name]) for name, p in module.named_parameters() if "lora_B" in name)
-    measured = [[name in line for name in ("train/regress_loss", "train/lm_loss")] for line in lines.lines]
+    measured = [[name in line for name in ("train/regress_loss", "train/lm_loss")] for line in logged(tmp_path)]
     assert measured == [[True, False]] * 3 + [[False, True]] * 2
-
-
-@pytest.mark.slow
-def test_a_run_of_regression_only(tiny_llama, tmp_path):
-    module = build(
-        tiny_llama, loss=LossConfig(objective="regress"), warmup=WarmupConfig(keep=0.3), optim=OptimConfig(gate_lr=0.04)
-    )
-    del module.log
-    run = trainer(tmp_path, max_steps=60)
-    data, values = batch(), []
-    log = module.log
-    module.log = lambda name, value, **k: (
-        values.append(float(value)) if name == "train/regress_loss" else 0,
-        log(name, value, **k),
-    )
-    run.fit(module, loader(*[data] * 60))
-    assert values[-1] < 0.3 * values[0]
-    # at the minimum each row and head is within a token of its share
-    kept = float(run.callback_metrics["train/gate_mean_hard"])
-    assert abs(kept - 0.3) <= len(ROWS) / sum(prompt for prompt, _ in ROWS)
 
 
 def divergences(module, base, data):
@@ -390,11 +343,9 @@ def test_the_target_of_the_mean_gate_falls(tiny_llama, tmp_path, estimator):
     module = build(tiny_llama, gate={"estimator": estimator}, loss=loss, warmup=WarmupConfig(regress_steps=2))
     del module.log
     module.train()
-    lines = Lines()
-    trainer(tmp_path, max_steps=8, logger=lines, log_every_n_steps=1).fit(
-        module, loader(*[batch(seed=seed) for seed in range(8)]), loader(batch(seed=9))
-    )
-    steps = [line for line in lines.lines if "train/loss" in line]
+    run = trainer(tmp_path, max_steps=8, logger=MetricsFile(tmp_path), log_every_n_steps=1)
+    run.fit(module, loader(*[batch(seed=seed) for seed in range(8)]), loader(batch(seed=9)))
+    steps = logged(tmp_path)
     assert ["train/beta" in line for line in steps] == [False] * 2 + [True] * 6
     hold(torch.tensor([line["train/beta"] for line in steps[2:]]), torch.tensor([1.0, 0.8, 0.6, 0.4, 0.2, 0.2]), EPS)
     for line in steps[2:]:
