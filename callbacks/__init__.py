@@ -11,7 +11,6 @@ from ag.callbacks.checkpoint_files import AtomicCheckpointIO, newest_valid
 from ag.callbacks.collapse import GateCollapse
 from ag.callbacks.figures import Figures
 from ag.callbacks.finite import FiniteGuard, NonFiniteError
-from ag.callbacks.gradients import GradientNorms
 from ag.callbacks.progress import progress_bar
 from ag.callbacks.stop import StopOnSignal, Stopped, how_to_continue
 from ag.callbacks.summary import ParameterSummary
@@ -24,35 +23,22 @@ __all__ = ["AtomicCheckpointIO", "NonFiniteError", "Stopped", "build", "how_to_c
 def build(config: Config, run_dir: Path) -> list[Callback]:
     """Make the callbacks of a run, in the order in which Lightning has to call them.
 
-    Args:
-        config: the recipe; `trainer.progress`, `trainer.log_every` and `checkpoint.*` are read.
-        run_dir: the run folder; `checkpoints/` and `figures/` are created in it.
-
-    Returns:
-        The callbacks. `lightning.Trainer` also needs `plugins=[AtomicCheckpointIO()]` for atomic
-        checkpoints, and `enable_progress_bar=config.trainer.progress`.
+    `lightning.Trainer` also needs `plugins=[AtomicCheckpointIO()]`.
     """
-    gradients = GradientNorms()
     callbacks: list[Callback] = [
         ParameterSummary(),
         StopOnSignal(run_dir),
         LearningRateMonitor("step"),
         Throughput(config.trainer.log_every),
-        gradients,
-        FiniteGuard(gradients, run_dir),
+        FiniteGuard(run_dir),
         GateCollapse(config.trainer.collapse_batches, config.trainer.log_every),
         Figures(run_dir),
         RunCheckpoint(run_dir, config.checkpoint.every_steps, config.checkpoint.keep_last, config.checkpoint.monitor),
     ]
     if config.checkpoint.patience:
         # right after the validation, so that its checkpoint holds the updated count
-        callbacks.append(
-            EarlyStopping(
-                config.checkpoint.monitor,
-                patience=config.checkpoint.patience,
-                check_on_train_epoch_end=False,
-            )
-        )
+        patience = config.checkpoint.patience
+        callbacks.append(EarlyStopping(config.checkpoint.monitor, patience=patience, check_on_train_epoch_end=False))
     if config.trainer.progress:
         callbacks.append(progress_bar(config.trainer.log_every))
     return callbacks

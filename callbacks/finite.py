@@ -1,18 +1,20 @@
-"""The guard against NaN and infinity."""
+"""Gradient norms, and the guard against NaN and infinity."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from ag.callbacks.checkpoint_files import checkpoints
-from ag.callbacks.gradients import GradientNorms
 from ag.training.objectives import loss_names
+from ag.training.sharded import whole
 
 GRADIENTS = {"gates": "gradient norm of the gates", "lora": "gradient norm of LoRA"}
 
@@ -28,10 +30,12 @@ class FiniteGuard(Callback):
     were averaged; the ranks agree, so that all of them raise at the same step. With 16-mixed precision
     infinite gradients are left to the gradient scaler (it skips the step and lowers the scale) and only a NaN
     loss counts.
+
+    Logs ``train/grad_norm_gates`` and ``train/grad_norm_lora``: total 2-norms, unscaled, before clipping; a group
+    without gradients has none.
     """
 
-    def __init__(self, gradients: GradientNorms, run_dir: Path) -> None:
-        self._gradients = gradients
+    def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._losses: list[Tensor] = []
 
@@ -39,24 +43,29 @@ class FiniteGuard(Callback):
         """Keep the loss of a batch for the check (reading it here would wait for the device every batch)."""
         self._losses.append(loss.detach())
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Check the losses and the gradients of this step.
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
+        """Log the gradient norms, and check them and the losses of this step.
 
         Raises:
             NonFiniteError: on all ranks, when one of them is not finite on any rank.
         """
+        norms = {}
+        for name, parameters in pl_module.trainable().items():
+            if gradients := [parameter.grad for parameter in parameters if parameter.grad is not None]:
+                norms[name] = whole(get_total_norm(gradients))
+        pl_module.log_dict({f"train/grad_norm_{name}": norm for name, norm in norms.items()})
         losses, self._losses = self._losses, []
         if getattr(trainer.precision_plugin, "scaler", None) is None:
-            finite = bool(torch.stack([*losses, *self._gradients.norms.values()]).isfinite().all())
+            finite = bool(torch.stack([*losses, *norms.values()]).isfinite().all())
         else:
             finite = not bool(torch.stack(losses).isnan().any())
         if not trainer.strategy.reduce_boolean_decision(finite):
-            raise NonFiniteError(self._message(trainer))
+            raise NonFiniteError(self._message(trainer, norms))
 
-    def _message(self, trainer: Trainer) -> str:
+    def _message(self, trainer: Trainer, norms: dict[str, Tensor]) -> str:
         names = loss_names(trainer.callback_metrics) | {"train/eviction_loss": "eviction loss"}
         values = {name: trainer.callback_metrics.get(key) for key, name in names.items()}
-        values |= {name: self._gradients.norms.get(key) for key, name in GRADIENTS.items()}
+        values |= {name: norms.get(key) for key, name in GRADIENTS.items()}
         parts = [
             f"{name} is {float(value)}"
             for name, value in values.items()

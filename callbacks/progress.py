@@ -17,10 +17,7 @@ from rich.progress import ProgressColumn, TextColumn, TimeRemainingColumn
 
 from ag.training.objectives import loss_names
 
-FORMATS = {
-    "train/evicted": ("evicted", ".1%"),
-    "train/tokens_per_second": ("tokens/s", ".0f"),
-}
+FORMATS = {"train/evicted": ("evicted", ".1%"), "train/tokens_per_second": ("tokens/s", ".0f")}
 VALIDATION_FORMATS = {
     "val/lm_loss": ("LM loss", ".3f"),
     "val/perplexity": ("perplexity", ".2f"),
@@ -39,10 +36,13 @@ def progress_bar(log_every: int) -> ProgressBar:
     return RichBar(log_every) if sys.stdout.isatty() else TextBar(log_every)
 
 
-def _describe(trainer: Trainer, formats: dict[str, tuple[str, str]]) -> dict[str, str]:
+def _training(trainer: Trainer) -> dict[str, str]:
+    losses = {key: (name, ".3f") for key, name in loss_names(trainer.callback_metrics).items()}
+    return _formatted(trainer, losses | FORMATS)
+
+
+def _formatted(trainer: Trainer, formats: dict[str, tuple[str, str]]) -> dict[str, str]:
     metrics = trainer.callback_metrics
-    if formats is FORMATS:
-        formats = {key: (name, ".3f") for key, name in loss_names(metrics).items()} | formats
     return {name: f"{float(metrics[key]):{form}}" for key, (name, form) in formats.items() if key in metrics}
 
 
@@ -74,7 +74,7 @@ class RichBar(RichProgressBar):
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the numbers beside the bar."""
-        return dict(_describe(trainer, FORMATS))
+        return dict(_training(trainer))
 
 
 class TextBar(ProgressBar):
@@ -83,9 +83,7 @@ class TextBar(ProgressBar):
     def __init__(self, log_every: int) -> None:
         super().__init__()
         self._log_every = log_every
-        self._every = log_every
-        self._step = 0
-        self._total = ""
+        self._total = ""  # a validation may come without training
         self._enabled = True
 
     def disable(self) -> None:
@@ -99,10 +97,10 @@ class TextBar(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose how many steps lie between two lines: a multiple of `log_every`."""
         total = trainer.estimated_stepping_batches
-        self._step = trainer.global_step
+        self._step, self._every = trainer.global_step, self._log_every
         if math.isfinite(total) and total > 0:
             self._total = f"/{int(total)}"
-            self._every = self._log_every * max(1, round(total / LINES / self._log_every))
+            self._every *= max(1, round(total / LINES / self._log_every))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -111,13 +109,13 @@ class TextBar(ProgressBar):
         if trainer.global_step != self._step:
             self._step = trainer.global_step
             if self._step % self._every == 0:
-                self._line(trainer, "step", FORMATS)
+                self._line(trainer, "step", _training(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the line of a validation."""
-        self._line(trainer, "validation at step", VALIDATION_FORMATS)
+        self._line(trainer, "validation at step", _formatted(trainer, VALIDATION_FORMATS))
 
-    def _line(self, trainer: Trainer, title: str, formats: dict[str, tuple[str, str]]) -> None:
+    def _line(self, trainer: Trainer, title: str, numbers: dict[str, str]) -> None:
         if self._enabled:
-            numbers = [f"{name} {number}" for name, number in _describe(trainer, formats).items()]
-            print("  ".join([f"{title} {trainer.global_step}{self._total}", *numbers]), flush=True)
+            shown = [f"{name} {number}" for name, number in numbers.items()]
+            print("  ".join([f"{title} {trainer.global_step}{self._total}", *shown]), flush=True)

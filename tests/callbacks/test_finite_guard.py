@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +12,9 @@ import torch
 
 from ag.callbacks import NonFiniteError, newest_valid
 from ag.callbacks.finite import FiniteGuard
-from ag.callbacks.gradients import GradientNorms
 from tests.support import tiny_run
 from tests.support.refused import refuses
-from tests.support.tiny_run import Tiny, fit, weights
-from tests.support.warm import started
+from tests.support.tiny_run import Tiny, command, fit, weights
 
 
 @pytest.fixture
@@ -60,16 +56,16 @@ def test_every_accumulated_batch_counts(tmp_path: Path, modules: list[Tiny]) -> 
 
 
 def test_scaler_handles_infinite_gradients_but_not_a_nan_loss(tmp_path: Path) -> None:
-    gradients = GradientNorms()
-    gradients.norms = {"gates": torch.tensor(torch.inf)}
-    guard = FiniteGuard(gradients, tmp_path)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.tensor([torch.inf])
+    guard = FiniteGuard(tmp_path)
     trainer: Any = SimpleNamespace(
         precision_plugin=SimpleNamespace(scaler=object()),
         strategy=SimpleNamespace(reduce_boolean_decision=lambda decision: decision),
         callback_metrics={"train/lm_loss": torch.tensor(torch.nan)},
         global_step=0,
     )
-    module: Any = None
+    module: Any = SimpleNamespace(trainable=lambda: {"gates": [weight]}, log_dict=dict)
     guard.on_before_backward(trainer, module, torch.tensor(torch.inf))
     guard.on_before_optimizer_step(trainer, module, module)
     guard.on_before_backward(trainer, module, torch.tensor(torch.nan))
@@ -79,18 +75,9 @@ def test_scaler_handles_infinite_gradients_but_not_a_nan_loss(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_all_ranks_stop_when_one_loss_is_nan(tmp_path: Path) -> None:
-    options = {
-        "module": {"nan_batch": 3, "nan_rank": 1, "nan_part": "detached"},
-        "trainer": {"devices": 2, "strategy": "ddp"},
-        "checkpoint": {"every_steps": 2},
-    }
-    result = subprocess.run(
-        [started(), str(Path(tiny_run.__file__)), str(tmp_path), json.dumps(options)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    module = {"nan_batch": 3, "nan_rank": 1, "nan_part": "detached"}
+    words = command(tmp_path, module=module, trainer={"devices": 2, "strategy": "ddp"}, checkpoint={"every_steps": 2})
+    result = subprocess.run(words, capture_output=True, text=True, timeout=90)
     assert result.returncode == 3, result.stderr
     assert "step 4: LM loss is nan" in result.stderr
     assert "step 4: the loss is not finite on another rank" in result.stderr

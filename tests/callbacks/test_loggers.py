@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ag.callbacks import newest_valid
@@ -58,27 +57,6 @@ def test_it_is_written_whatever_loggers_are_chosen(tmp_path: Path) -> None:
     logged = [event.value for event in events.Scalars("train/lm_loss")]
     np.testing.assert_allclose(logged, [float(row["train/lm_loss"]) for row in rows], rtol=np.finfo(np.float32).eps)
     assert {"figures/evicted", "figures/keep-0", "figures/curves"} == set(events.Tags()["images"])
-
-
-def test_pictures_are_saved_after_each_validation(tmp_path: Path) -> None:
-    fit(tmp_path, trainer={"val_every": 3})
-    saved = sorted(path.name for path in (tmp_path / "figures").iterdir())
-    assert saved == [
-        "curves-000006.png",
-        "evicted-000003.png",
-        "evicted-000006.png",
-        "keep-0-000003.png",
-        "keep-0-000006.png",
-    ]
-    # half of the tokens of the sample are evicted: the picture is about half black
-    pixels = imread(tmp_path / "figures/keep-0-000003.png")[:, :, 0]
-    black, white = (pixels == 0).mean(), (pixels == 1).mean()
-    assert black == pytest.approx(0.4, abs=0.1) and white > black
-
-
-def test_the_baseline_without_gates_has_no_gate_pictures(tmp_path: Path) -> None:
-    fit(tmp_path, module={"has_gates": False})
-    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["curves-000006.png"]
 
 
 @pytest.mark.slow

@@ -38,12 +38,6 @@ def test_gradient_norms_are_those_before_clipping(tmp_path: Path) -> None:
     hold(found, norms(x), conditioned(norms, x))
 
 
-def test_without_gates(tmp_path: Path) -> None:
-    fit(tmp_path, module={"has_gates": False}, trainer={"max_steps": 2})
-    row = read_metrics(tmp_path / "metrics.csv")[-1]
-    assert "train/grad_norm_gates" not in row and row["train/grad_norm_lora"] > 0
-
-
 @pytest.mark.slow
 def test_throughput_counts_real_tokens_and_no_validation_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # a clock that stands still but for 2 s a training batch and 100 s a validation batch

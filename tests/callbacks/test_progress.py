@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import re
@@ -11,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import tiny_run
-from tests.support.tiny_run import fit
-from tests.support.warm import started
+from tests.support.tiny_run import command, fit
 
 
 @pytest.mark.slow
@@ -50,10 +47,10 @@ def test_rich_bar_on_a_terminal(max_steps: int, columns: int, epoch: str, tmp_pa
     limits = {"max_steps": max_steps, "max_epochs": 1 if max_steps < 0 else -1}
     main, terminal = pty.openpty()
     process = subprocess.Popen(
-        [started(), tiny_run.__file__, str(tmp_path), json.dumps({"trainer": {"progress": True} | limits})],
+        command(tmp_path, trainer={"progress": True} | limits),
         stdout=terminal,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": str(columns), "TERM": "xterm"},
+        env={**os.environ, "COLUMNS": str(columns), "TERM": "xterm"},
     )
     os.close(terminal)
     screen = b""

@@ -41,11 +41,6 @@ def test_newest_k_and_best_stay(tmp_path: Path) -> None:
     assert state == {"best": 0.5}
 
 
-def test_last_step_is_saved_without_validation(tmp_path: Path) -> None:
-    fit(tmp_path, trainer={"max_steps": 5, "max_epochs": 1})
-    assert names(tmp_path) == ["step=000005.ckpt"]
-
-
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_resumed_equals_unbroken(tmp_path: Path, accumulate: int) -> None:
     trainer = {"max_epochs": 2, "accumulate": accumulate}

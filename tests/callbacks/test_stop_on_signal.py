@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import time
@@ -13,38 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-from ag.callbacks import Stopped, newest_valid
+from ag.callbacks import newest_valid
 from ag.callbacks.stop import SIGNALS
 from ag.training.loggers import read_metrics
-from tests.support import TESTS
-from tests.support.refused import refuses
-from tests.support.tiny_run import fit, weights
-from tests.support.warm import started
+from tests.support.tiny_run import command, fit, weights
 
 pytestmark = pytest.mark.usefixtures("no_figures")
-SCRIPT = TESTS / "support" / "tiny_run.py"
 
 
 def start(run_dir: Path, **options: Any) -> subprocess.Popen[str]:
-    """Run tiny_run.py, in a fork of a process that has imported the libraries."""
-    return subprocess.Popen(
-        [started(), str(SCRIPT), str(run_dir), json.dumps(options)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    words = command(run_dir, **options)
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(process: subprocess.Popen[str], line: str) -> list[str]:
-    """Wait until a line is printed, and return what came before."""
-    assert process.stdout is not None
-    before = []
-    for printed in process.stdout:
-        if printed.strip() == line:
-            return before
-        before.append(printed.strip())
-    raise AssertionError(f"{line!r} was never printed: {process.stderr.read() if process.stderr else ''}")
+def wait_for(process: subprocess.Popen[str], line: str) -> None:
+    """Wait until a line is printed."""
+    assert process.stdout is not None and process.stderr is not None
+    if not any(printed.strip() == line for printed in process.stdout):
+        raise AssertionError(f"{line!r} was never printed: {process.stderr.read()}")
 
 
 @pytest.mark.slow
@@ -76,27 +60,6 @@ def test_signal_saves_and_resumes_exactly(tmp_path: Path, signum: int, code: int
     torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
     rows = read_metrics(tmp_path / "cut" / "metrics.csv")
     assert [row["step"] for row in rows] == list(range(1, 12 // accumulate + 1))
-
-
-def test_signal_in_the_last_step(tmp_path: Path) -> None:
-    with refuses(Stopped, "SIGTERM", "step 6") as stopped:
-        fit(tmp_path / "cut", module={"signal_batch": 5})
-    assert stopped.value.code == 143
-    runner, resumed = fit(tmp_path / "cut", ckpt_path=newest_valid(tmp_path / "cut"))
-    _, whole = fit(tmp_path / "whole")
-    assert runner.global_step == 6
-    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_a_validation_is_cut_short(tmp_path: Path) -> None:
-    process = start(tmp_path, module={"val_pause": 1.0}, trainer={"val_every": 3}, batches=6)
-    wait_for(process, "validating")
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 143, errors
-    assert newest_valid(tmp_path).name == "step=000003.ckpt"
-    assert all("val/loss" not in row for row in read_metrics(tmp_path / "metrics.csv"))
 
 
 @pytest.mark.slow

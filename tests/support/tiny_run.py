@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -42,9 +41,7 @@ class Tiny(LightningModule):
         nan_rank: int = 0,
         nan_part: str = "eviction",
         fail_batch: int = -1,
-        signal_batch: int = -1,
         pause: float = 0.0,
-        val_pause: float = 0.0,
         has_gates: bool = True,
     ) -> None:
         super().__init__()
@@ -52,8 +49,7 @@ class Tiny(LightningModule):
         self.gates = Gates() if has_gates else None
         self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH))
         self.nan_batch, self.nan_rank, self.nan_part = nan_batch, nan_rank, nan_part
-        self.fail_batch, self.signal_batch = fail_batch, signal_batch
-        self.pause, self.val_pause = pause, val_pause
+        self.fail_batch, self.pause = fail_batch, pause
         self.evicted = torch.zeros(LAYERS, HEADS)
         self.evicted_in_batch: Tensor | None = None
         self.sample_flags: list[tuple[Tensor, Tensor]] = []
@@ -65,16 +61,10 @@ class Tiny(LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         if self.pause:
-            if self.global_rank == 0:
-                print(f"batch {batch_idx}", flush=True)
-            elif batch_idx == 0:
-                # in a line of its own, whatever the other rank is writing there
-                print(f"\nrank {self.global_rank} is process {os.getpid()}\n", flush=True)
+            print(f"batch {batch_idx}", flush=True)
             time.sleep(self.pause)
         if batch_idx == self.fail_batch:
             raise RuntimeError("a bug")
-        if batch_idx == self.signal_batch:
-            os.kill(os.getpid(), signal.SIGTERM)
         seed = 1000 * self.trainer.current_epoch + batch_idx + 500 * self.global_rank
         x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
         lm_loss: Tensor = self.model(x).square().mean()
@@ -101,9 +91,6 @@ class Tiny(LightningModule):
         return lm_loss + eviction
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        if self.val_pause:
-            print("validating", flush=True)
-            time.sleep(self.val_pause)
         index = min(self.global_step, len(self.val_loss)) - 1
         self.log_dict({"val/loss": self.val_loss[index], "val/lm_loss": 1.5}, sync_dist=True)
 
@@ -146,6 +133,13 @@ def fit(
     runner = build_trainer(config, run_dir)
     runner.fit(tiny, loader(batches), loader(2), ckpt_path=ckpt_path, weights_only=True)
     return runner, tiny
+
+
+def command(run_dir: Path, **options: Any) -> list[str]:
+    """The words of a process that calls :func:`fit`, a fork of one that has imported the libraries."""
+    from tests.support.warm import started  # the script itself finds the library alone
+
+    return [started(), __file__, str(run_dir), json.dumps(options)]
 
 
 def weights(tiny: Tiny) -> Tensor:
