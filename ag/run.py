@@ -122,10 +122,10 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
         metrics = load_best(module, run_dir)
     if trainer.is_global_zero:
         write_export(run_dir / "export", module, base, tokenizer, metrics)
-        if batches.truncated:
-            print(f"{batches.truncated} prompts lost {batches.truncated_tokens} tokens on their left.")
-        if batches.skipped:
-            print(f"{batches.skipped} rows of the data were left out: too short for a prompt, or too long.")
+        if batches.counts.truncated:
+            print(f"{batches.counts.truncated} prompts lost {batches.counts.truncated_tokens} tokens on their left.")
+        if batches.counts.skipped:
+            print(f"{batches.counts.skipped} rows of the data were left out: too short for a prompt, or too long.")
         print(f"run folder: {run_dir}")
         if config.export.push_to_hub:
             print(f"uploaded: {export.push(run_dir / 'export', config.export.push_to_hub)}")

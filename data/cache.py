@@ -25,11 +25,7 @@ NONE = -1  # no prompt, nothing copied
 
 
 class CachedRows(Sequence[Row]):
-    """The rows of a cache folder, each read from disk when it is used.
-
-    Args:
-        folder: written by :func:`cached`.
-    """
+    """The rows of a folder that :func:`cached` wrote, each read from disk when it is used."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -54,107 +54,55 @@ TRADES = (
     "pilot", "tailor", "dentist", "plumber", "potter", "farmer", "chemist", "painter", "surgeon",
     "printer", "jeweller", "carpenter", "editor", "geologist", "translator", "beekeeper",
 )
-# fmt: on
-
 RELATIONS = (
     Relation(
-        "{who} plays the {what} on Sundays.",
-        "Which instrument does {who} play?",
+        "{who} plays the {what} on Sundays.", "Which instrument does {who} play?",
         ("cello", "trumpet", "violin", "flute", "piano", "guitar", "drum", "harp", "banjo", "clarinet"),
     ),
     Relation(
-        "{who} painted the front door {what}.",
-        "Which colour did {who} choose for the front door?",
+        "{who} painted the front door {what}.", "Which colour did {who} choose for the front door?",
         ("red", "green", "blue", "yellow", "white", "black", "orange", "purple", "brown", "pink"),
     ),
     Relation(
-        "{who} always asks for {what}.",
-        "What does {who} always ask for?",
+        "{who} always asks for {what}.", "What does {who} always ask for?",
         ("coffee", "tea", "milk", "cocoa", "cider", "lemonade", "juice", "soup", "honey", "cheese"),
     ),
     Relation(
-        "{who} takes care of a {what}.",
-        "Which animal does {who} take care of?",
+        "{who} takes care of a {what}.", "Which animal does {who} take care of?",
         ("horse", "parrot", "rabbit", "turtle", "goat", "donkey", "hamster", "pigeon", "lizard", "sheep"),
     ),
     Relation(
-        "{who} has a ticket to {what}.",
-        "To which city does {who} have a ticket?",
+        "{who} has a ticket to {what}.", "To which city does {who} have a ticket?",
         ("Paris", "Rome", "Vienna", "Lisbon", "Madrid", "Berlin", "Prague", "Dublin", "Athens", "Oslo"),
     ),
     Relation(
-        "{who} planted a bed of {what} this spring.",
-        "Which flowers did {who} plant?",
-        (
-            "roses",
-            "tulips",
-            "lilies",
-            "daisies",
-            "violets",
-            "poppies",
-            "orchids",
-            "asters",
-            "peonies",
-            "irises",
-        ),
+        "{who} planted a bed of {what} this spring.", "Which flowers did {who} plant?",
+        ("roses", "tulips", "lilies", "daisies", "violets", "poppies", "orchids", "asters", "peonies", "irises"),
     ),
-    Relation(
-        "{who} rents locker {what}.",
-        "Which locker does {who} rent?",
-        tuple(str(number) for number in range(11, 100)),
-    ),
+    Relation("{who} rents locker {what}.", "Which locker does {who} rent?", tuple(map(str, range(11, 100)))),
 )
-
 SUBJECTS = (
-    "A young teacher",
-    "The harbour crew",
-    "An old friend",
-    "The night watch",
-    "A group of students",
-    "The town choir",
-    "The postman",
-    "A tired traveller",
-    "The museum guide",
-    "A visitor from the coast",
-    "The new neighbour",
-    "The ferry captain",
+    "A young teacher", "The harbour crew", "An old friend", "The night watch",
+    "A group of students", "The town choir", "The postman", "A tired traveller",
+    "The museum guide", "A visitor from the coast", "The new neighbour", "The ferry captain",
 )
 ACTIONS = (
-    "waited for the rain to stop",
-    "talked about the weather",
-    "carried two heavy boxes",
-    "looked for a quiet bench",
-    "read the morning paper",
-    "counted the boats",
-    "fixed a broken lamp",
-    "shared a sandwich",
-    "wrote a long letter",
-    "closed the shutters",
-    "swept the stairs",
-    "told the same story again",
+    "waited for the rain to stop", "talked about the weather", "carried two heavy boxes",
+    "looked for a quiet bench", "read the morning paper", "counted the boats",
+    "fixed a broken lamp", "shared a sandwich", "wrote a long letter", "closed the shutters",
+    "swept the stairs", "told the same story again",
 )
 PLACES = (
-    "near the market",
-    "on the old bridge",
-    "behind the station",
-    "in the small park",
-    "by the lighthouse",
-    "beside the library",
-    "under the clock tower",
-    "along the river",
-    "at the end of the pier",
-    "outside the town hall",
+    "near the market", "on the old bridge", "behind the station", "in the small park",
+    "by the lighthouse", "beside the library", "under the clock tower", "along the river",
+    "at the end of the pier", "outside the town hall",
 )
 TIMES = (
-    "before breakfast",
-    "in the late afternoon",
-    "during the storm",
-    "after the meeting",
-    "just before noon",
-    "on the last day of the month",
-    "while the shops were closed",
+    "before breakfast", "in the late afternoon", "during the storm", "after the meeting",
+    "just before noon", "on the last day of the month", "while the shops were closed",
     "until the lights went out",
 )
+# fmt: on
 
 
 class Facts(DataKind):
@@ -170,18 +118,18 @@ class Facts(DataKind):
         def rows(split: str, number: int) -> list[Example]:
             return [generate(config.seed, split, i, data.prompt_min, data.prompt_max) for i in range(number)]
 
-        train = rows("train", TRAIN_ROWS if data.train_samples is None else data.train_samples)
-        validation = rows("validation", VALIDATION_ROWS if data.val_samples is None else data.val_samples)
+        train = rows("train", data.train_samples or TRAIN_ROWS)
+        validation = rows("validation", data.val_samples or VALIDATION_ROWS)
         return from_examples(config, tokenizer, context, train, validation)
 
 
 def generate(seed: int, split: str, index: int, shortest: int, longest: int) -> Example:
-    """Write one passage and its question.
+    """Write one passage and its question, which depend on the seed, the split, the index and the lengths only.
 
     Args:
         seed: seed of the data.
         split: ``train`` or ``validation``.
-        index: row of the split; a row depends on (seed, split, index) and the lengths only.
+        index: row of the split.
         shortest: fewest tokens of the prompt, roughly.
         longest: most tokens of the prompt, roughly.
     """
@@ -209,7 +157,7 @@ def generate(seed: int, split: str, index: int, shortest: int, longest: int) -> 
 
 
 def _fillers(rng: random.Random, words: int) -> list[str]:
-    """Different sentences of about ``words`` words together."""
+    """Return different sentences of about so many words together."""
     parts = (SUBJECTS, ACTIONS, PLACES, TIMES)
     sentences: dict[str, int] = {}
     while sum(sentences.values()) < words:

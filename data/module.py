@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,19 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Counts:
-    """What did not fit.
+    """What did not fit."""
 
-    Attributes:
-        truncated: rows whose prompt lost its left part.
-        truncated_tokens: tokens that those prompts lost.
-        skipped: documents too short for one window.
-        val_skipped: the part of them that are validation documents.
-    """
-
-    truncated: int = 0
-    truncated_tokens: int = 0
-    skipped: int = 0
-    val_skipped: int = 0
+    truncated: int = 0  # rows whose prompt lost its left part
+    truncated_tokens: int = 0  # tokens that those prompts lost
+    skipped: int = 0  # rows left out: too short or too long (streamed training documents are not counted)
+    val_skipped: int = 0  # the part of them that is of the validation
 
 
 @dataclass(eq=False)
@@ -54,11 +47,6 @@ class DataModule(LightningDataModule):
     written in the middle of an epoch resumes with the very next batch. The batches are described at
     :class:`ag.data.collate.Collator`.
 
-    Attributes:
-        truncated: rows whose prompt lost its left part.
-        truncated_tokens: tokens that those prompts lost.
-        skipped: documents too short for one window (text; streamed training documents are not counted).
-        val_skipped: the part of them that are validation documents.
     """
 
     def __init__(
@@ -90,8 +78,7 @@ class DataModule(LightningDataModule):
             raise DataError(f"the validation split of {data.name} has no rows")
         self.train_rows, self.val_rows, self.collator = train, validation, collator
         self.data, self.seed = data, seed
-        self.truncated, self.truncated_tokens = counts.truncated, counts.truncated_tokens
-        self.skipped, self.val_skipped = counts.skipped, counts.val_skipped
+        self.counts = replace(counts)  # what is streamed counts on
         self._restored: dict[str, Any] = {}
 
     def train_dataloader(self) -> DataLoader[Any]:

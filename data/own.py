@@ -38,12 +38,8 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     """Read and tokenise the rows of ``config.data.name``, a folder or a hub id.
 
     Without a validation split, the first ``data.val_samples`` training rows are held out. A prompt that does not fit
-    loses its left part; a row whose response does not fit is left out, and both are counted.
-
-    Args:
-        config: the run; ``data`` and ``seed`` are read.
-        tokenizer: the model's tokenizer.
-        context: the model's longest input in tokens.
+    loses its left part; a row whose response does not fit is left out, and both are counted. The arguments are those of
+    :meth:`ag.data.kinds.DataKind.build`.
 
     Raises:
         DataError: missing folder, split or field, an empty response, or messages without a chat template.

@@ -31,17 +31,11 @@ _SPLITS = {"validation": range(1), "test": range(1, 2), "train": range(2, 8)}  #
 
 
 class Problem(NamedTuple):
-    """A problem and its solution.
+    """A problem and its solution."""
 
-    Attributes:
-        kind: one of :data:`KINDS`.
-        prompt: ends in ``Solution:``.
-        solution: follows it after a space; its last line is ``Answer: `` and the answer.
-    """
-
-    kind: str
-    prompt: str
-    solution: str
+    kind: str  # one of KINDS
+    prompt: str  # ends in "Solution:"
+    solution: str  # follows it after a space; its last line is "Answer: " and the answer
 
     @property
     def answer(self) -> str:

@@ -22,15 +22,9 @@ SHUFFLE_BUFFER = 1024
 
 @dataclass(frozen=True)
 class Shard:
-    """This process's part of every global batch.
+    """This process's part of every global batch."""
 
-    Attributes:
-        batch_size: rows per process.
-        rank: this process.
-        world_size: number of processes.
-    """
-
-    batch_size: int
+    batch_size: int  # rows per process
     rank: int = 0
     world_size: int = 1
 
@@ -47,21 +41,13 @@ class Shard:
 
 @dataclass(eq=False)
 class TrainOrder(Sampler[list[int]]):
-    """Batches of row ids, reshuffled each epoch; the incomplete last global batch is left out.
+    """Batches of row ids, reshuffled each epoch; the incomplete last global batch is left out."""
 
-    Attributes:
-        size: number of rows.
-        shard: this process's part.
-        seed: seed of the order.
-        epoch: the epoch to iterate; Lightning sets it through :meth:`set_epoch`.
-        resume: (epoch, batch): that epoch starts with that batch.
-    """
-
-    size: int
+    size: int  # number of rows
     shard: Shard
     seed: int
-    epoch: int = 0
-    resume: tuple[int, int] = (0, 0)
+    epoch: int = 0  # Lightning sets it through set_epoch
+    resume: tuple[int, int] = (0, 0)  # (epoch, batch): that epoch starts with that batch
 
     def __post_init__(self) -> None:
         if len(self) == 0:
@@ -86,14 +72,9 @@ class TrainOrder(Sampler[list[int]]):
 
 @dataclass(eq=False)
 class ValidationOrder(Sampler[list[int]]):
-    """Batches of row ids in their own order, all of them once; ids of -1 stand for filler rows.
+    """Batches of row ids in their own order, all of them once; ids of -1 stand for filler rows."""
 
-    Attributes:
-        size: number of rows (multiple choice: questions).
-        shard: this process's part.
-    """
-
-    size: int
+    size: int  # number of rows (multiple choice: questions)
     shard: Shard
 
     def __len__(self) -> int:
@@ -112,20 +93,13 @@ class Stream(IterableDataset[list[Row]]):
     Every process and worker makes all rows and keeps its share, so that the global order is that of one
     process whatever their number, and no rank runs out first. Rows are shuffled within a buffer that moves
     along. Resuming makes the earlier rows again and drops them.
-
-    Attributes:
-        rows: gives the rows of one pass each time it is iterated.
-        shard: this process's part.
-        seed: seed of the order.
-        start: the first batch to give.
-        buffer: rows among which the next one is drawn.
     """
 
-    rows: Iterable[Row]
+    rows: Iterable[Row]  # of one pass, each time it is iterated
     shard: Shard
     seed: int
-    start: int = 0
-    buffer: int = SHUFFLE_BUFFER
+    start: int = 0  # the first batch to give
+    buffer: int = SHUFFLE_BUFFER  # rows among which the next one is drawn
 
     def __iter__(self) -> Iterator[list[Row]]:
         info = get_worker_info()

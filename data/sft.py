@@ -16,7 +16,7 @@ from ag.data.encode import Encoder
 from ag.data.kinds import DataKind
 from ag.data.module import DataModule
 from ag.data.sources import DataError, Source, local_folder
-from ag.data.templates import TASKS, Example, examples, find_task, is_own
+from ag.data.templates import TASKS, WITH_CONTEXT, Example, examples, find_task, is_own
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,11 +31,10 @@ class Supervised(DataKind):
         """Refuse a task that is not in the table, and a question after eviction where no text comes before it."""
         if not is_own(data):
             find_task(data.name)
-        with_context = [name for name, task in TASKS.items() if task.context]
-        if data.question == "after" and data.name not in with_context:
+        if data.question == "after" and not (data.name in TASKS and TASKS[data.name].context):
             raise DataError(
                 f"data.question=after with data.name={data.name}: expected a task whose text comes before the question "
-                f"({', '.join(with_context)}), or data.kind=facts; leave it out"
+                f"({', '.join(WITH_CONTEXT)}), or data.kind=facts; leave it out"
             )
 
     def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
@@ -68,13 +67,6 @@ def from_examples(
     """Make the data module of two lists of questions.
 
     Training sees the right answer of each question, validation all its choices.
-
-    Args:
-        config: the run.
-        tokenizer: the model's tokenizer.
-        context: the model's longest input in tokens.
-        train: training questions.
-        validation: validation questions.
 
     Raises:
         DataError: a list is empty, or a response does not fit.

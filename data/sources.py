@@ -31,19 +31,12 @@ class MissingSplitError(DataError):
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset: on the hub, or in ``folder`` as ``SPLIT.jsonl`` or as shards ``SPLIT-*.jsonl``; see ENDINGS.
+    """A dataset: on the hub, or in ``folder`` as ``SPLIT.jsonl`` or as shards ``SPLIT-*.jsonl``; see ENDINGS."""
 
-    Attributes:
-        name: hub id, for example ``google/boolq``.
-        subset: configuration name of the hub dataset.
-        revision: git revision of the hub dataset.
-        folder: local folder that is read instead of the hub.
-    """
-
-    name: str
-    subset: str | None = None
-    revision: str | None = None
-    folder: Path | None = None
+    name: str  #: hub id, for example google/boolq
+    subset: str | None = None  #: configuration name on the hub
+    revision: str | None = None  #: git revision on the hub
+    folder: Path | None = None  #: is read instead of the hub
 
     def where(self, split: str) -> str:
         """Name a split for messages: the file, or the hub id with the split."""
@@ -143,12 +136,7 @@ def local_folder(root: str, name: str) -> Path:
 
 
 def check_fields(row: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]], place: str) -> None:
-    """Check that a row has the fields, with their types.
-
-    Args:
-        row: one row.
-        fields: name of each required field and its type (or types).
-        place: file and row number, for the message.
+    """Check that a row has the fields, of these types; ``place`` names file and row.
 
     Raises:
         DataError: a field is missing or has another type.
@@ -214,12 +202,10 @@ def _read_lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     opener = gzip.open if file.suffix == ".gz" else open
+    number = 0
     with opener(file, "rt", encoding="utf-8") as lines:
-        for number in itertools.count(1):
-            try:
-                line = next(lines, None)
-            except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-                raise DataError(f"{file} is damaged after line {number - 1}: {error}") from error
-            if line is None:
-                return
-            yield number, line
+        try:
+            for number, line in enumerate(lines, start=1):
+                yield number, line
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+            raise DataError(f"{file} is damaged after line {number}: {error}") from error

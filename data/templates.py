@@ -22,43 +22,30 @@ Fields = dict[str, type | tuple[type, ...]]
 
 
 class Example(NamedTuple):
-    """A question.
+    """A question."""
 
-    Attributes:
-        prompt: all that comes before the answer.
-        choices: possible answers, without the space before them.
-        target: index of the right one.
-        context: the beginning of the prompt that may be evicted before the rest is read; empty where there is none.
-    """
-
-    prompt: str
-    choices: list[str]
-    target: int
-    context: str = ""
+    prompt: str  #: all that comes before the answer
+    choices: list[str]  #: possible answers, without the space before them
+    target: int  #: index of the right one
+    context: str = ""  #: the beginning of the prompt that may be evicted before the rest is read, where there is one
 
 
 @dataclass(frozen=True)
 class Task:
-    """One dataset.
+    """One dataset, on the hub and in a folder under ``data.root``.
 
     Attributes:
-        hub: hub id that loads with datasets >= 4 (no dataset script).
-        folder: its folder under ``data.root``.
-        fields: required fields and their types.
-        example: turns a row into an :class:`Example`.
         context: its prompts have a beginning that may be evicted before the rest is read: the text before a question,
             or all that comes before "Answer:" where the question itself lists its answers.
-        subset: configuration name on the hub.
-        revision: git revision on the hub.
     """
 
-    hub: str
+    hub: str  #: hub id that loads with datasets >= 4 (no dataset script)
     folder: str
-    fields: Fields
+    fields: Fields  #: required fields and their types
     example: Callable[[Record], Example]
     context: bool = False
-    subset: str | None = None
-    revision: str | None = None
+    subset: str | None = None  #: configuration name on the hub
+    revision: str | None = None  #: git revision on the hub
 
 
 def _piqa(row: Record) -> Example:
@@ -128,68 +115,43 @@ _CHOICES: Fields = {"choices": dict, "answerKey": str}
 
 TASKS: dict[str, Task] = {
     "piqa": Task(
-        hub="ybisk/piqa",
+        "ybisk/piqa",
+        "piqa",
+        {"goal": str, "sol1": str, "sol2": str, "label": int},
+        _piqa,
         revision="refs/convert/parquet",
-        folder="piqa",
-        fields={"goal": str, "sol1": str, "sol2": str, "label": int},
-        example=_piqa,
     ),
     "arc_challenge": Task(
-        hub="allenai/ai2_arc",
-        subset="ARC-Challenge",
-        folder="arc_challenge",
-        fields={"question": str, **_CHOICES},
-        example=_arc,
+        "allenai/ai2_arc", "arc_challenge", {"question": str, **_CHOICES}, _arc, subset="ARC-Challenge"
     ),
-    "arc_easy": Task(
-        hub="allenai/ai2_arc",
-        subset="ARC-Easy",
-        folder="arc_easy",
-        fields={"question": str, **_CHOICES},
-        example=_arc,
-    ),
+    "arc_easy": Task("allenai/ai2_arc", "arc_easy", {"question": str, **_CHOICES}, _arc, subset="ARC-Easy"),
     "rte": Task(
-        hub="aps/super_glue",
-        subset="rte",
-        folder="rte",
-        fields={"premise": str, "hypothesis": str, "label": int},
-        example=_rte,
-        context=True,
+        "aps/super_glue", "rte", {"premise": str, "hypothesis": str, "label": int}, _rte, context=True, subset="rte"
     ),
     "copa": Task(
-        hub="aps/super_glue",
+        "aps/super_glue",
+        "copa",
+        {"premise": str, "choice1": str, "choice2": str, "question": str, "label": int},
+        _copa,
         subset="copa",
-        folder="copa",
-        fields={"premise": str, "choice1": str, "choice2": str, "question": str, "label": int},
-        example=_copa,
     ),
-    "boolq": Task(
-        hub="google/boolq",
-        folder="boolq",
-        fields={"question": str, "passage": str, "answer": bool},
-        example=_boolq,
-        context=True,
-    ),
+    "boolq": Task("google/boolq", "boolq", {"question": str, "passage": str, "answer": bool}, _boolq, context=True),
     "openbookqa": Task(
-        hub="allenai/openbookqa",
-        subset="main",
-        folder="openbookqa",
-        fields={"question_stem": str, **_CHOICES},
-        example=_openbookqa,
+        "allenai/openbookqa", "openbookqa", {"question_stem": str, **_CHOICES}, _openbookqa, subset="main"
     ),
     "hellaswag": Task(
-        hub="Rowan/hellaswag",
-        folder="hellaswag",
-        fields={"activity_label": str, "ctx": str, "endings": list, "label": (str, int)},
-        example=_hellaswag,
+        "Rowan/hellaswag",
+        "hellaswag",
+        {"activity_label": str, "ctx": str, "endings": list, "label": (str, int)},
+        _hellaswag,
     ),
     "mmlu": Task(
-        hub="cais/mmlu",
-        subset="all",
-        folder="mmlu",
-        fields={"question": str, "subject": str, "choices": list, "answer": int},
-        example=_mmlu,
+        "cais/mmlu",
+        "mmlu",
+        {"question": str, "subject": str, "choices": list, "answer": int},
+        _mmlu,
         context=True,
+        subset="all",
     ),
 }
 
@@ -217,12 +179,7 @@ def find_task(name: str) -> Task:
 
 
 def examples(task: Task, rows: Iterable[Record], where: str) -> Iterator[Example]:
-    """Turn a split's rows into questions.
-
-    Args:
-        task: the task of the table.
-        rows: the rows, in order.
-        where: file or hub id of the rows, for messages (rows count from 1).
+    """Turn a split's rows into questions; ``where`` is their file or hub id (rows count from 1).
 
     Raises:
         DataError: a field is missing or of the wrong type, no choice is right, or a choice is not text.

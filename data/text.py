@@ -70,21 +70,12 @@ class Text(DataKind):
             validation = rows("train", cut.validation, data.val_samples, stop=first)
         else:
             validation = rows("validation", cut.validation, data.val_samples)
-        if data.streaming:
-            training: Iterable[Row] = train
-        else:
-            training = _kept(train, data, counts, context, config.seed)
+        training = train if data.streaming else _kept(train, data, counts, context, config.seed)
         before = counts.skipped
         groups = [(row,) for row in _kept(validation, data, counts, context, config.seed)]
         counts.val_skipped = counts.skipped - before
-        return DataModule(
-            train=training,
-            validation=groups,
-            collator=Collator(padding_token(tokenizer), end, whole=data.packing == "repeated"),
-            data=data,
-            seed=config.seed,
-            counts=counts,
-        )
+        collator = Collator(padding_token(tokenizer), end, whole=data.packing == "repeated")
+        return DataModule(training, groups, collator, data, config.seed, counts)
 
 
 def _kept(rows: TextRows, data: DataConfig, counts: Counts, *more: object) -> Sequence[Row]:
@@ -149,19 +140,7 @@ def _repeated(
 
 @dataclass(frozen=True)
 class TextRows:
-    """The rows of a split, made anew from the documents each time they are iterated.
-
-    Attributes:
-        source: the dataset.
-        split: its split.
-        field: the field that holds a document.
-        streaming: read a hub dataset over the network.
-        tokenizer: the model's tokenizer.
-        cut: makes rows of tokenised documents.
-        limit: the first so many rows.
-        start: first document.
-        stop: one past the last document.
-    """
+    """The first ``limit`` rows of the documents from ``start`` to ``stop``, made anew each time they are iterated."""
 
     source: Source
     split: str
@@ -190,17 +169,11 @@ class TextRows:
 
 @dataclass(frozen=True)
 class Packed:
-    """Documents one after another in rows of one length; the last row may be shorter.
-
-    Attributes:
-        length: tokens of a row.
-        start: tokens before a document.
-        end: the token after a document.
-    """
+    """Documents one after another in rows of one length; the last row may be shorter."""
 
     length: int
-    start: list[int]
-    end: int
+    start: list[int]  # tokens before a document
+    end: int  # the token after a document
 
     def train(self, documents: Iterable[list[int]]) -> Iterator[Row]:
         """Pack tokenised documents."""
@@ -213,21 +186,13 @@ class Packed:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of a prompt and its continuation, cut from each document; what remains at its end is left out.
+    """Windows of a prompt and its continuation, cut from each document; what remains at its end is left out."""
 
-    Attributes:
-        lengths: the allowed prompt lengths, ascending, BOS included.
-        continuation: tokens after the prompt.
-        start: tokens before a window.
-        seed: seed of the prompt lengths.
-        counts: ``skipped`` counts the documents too short for one window.
-    """
-
-    lengths: tuple[int, ...]
-    continuation: int
-    start: list[int]
+    lengths: tuple[int, ...]  # of prompts, ascending, BOS included
+    continuation: int  # tokens after the prompt
+    start: list[int]  # tokens before a window
     seed: int
-    counts: Counts
+    counts: Counts  # skipped: documents too short for one window
 
     def train(self, documents: Iterable[list[int]]) -> Iterator[Row]:
         """Cut each document into consecutive windows, the prompt's length drawn from (seed, document)."""
@@ -262,22 +227,14 @@ class Repeated:
     """Passages, each followed by a sentence and by itself, or a chunk of itself, once more; the whole row carries loss.
 
     A chunk that is not the passage's beginning comes behind the end of the one before, which says where to go on.
-
-    Attributes:
-        length: tokens of a passage.
-        copy: tokens of a chunk, of which one is drawn for each passage; None: passages are repeated as a whole.
-        start: tokens before it.
-        again: tokens between it and its copy.
-        seed: seed of the chunks.
-        counts: ``skipped`` counts the documents too short for one passage.
     """
 
-    length: int
-    copy: int | None
-    start: list[int]
-    again: list[int]
+    length: int  # tokens of a passage
+    copy: int | None  # tokens of a chunk, of which one is drawn for each passage; None: it is repeated as a whole
+    start: list[int]  # tokens before it
+    again: list[int]  # tokens between it and its copy
     seed: int
-    counts: Counts
+    counts: Counts  # skipped: documents too short for one passage
 
     def train(self, documents: Iterable[list[int]]) -> Iterator[Row]:
         """Cut each document into passages; what remains at its end is left out."""

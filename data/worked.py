@@ -26,13 +26,8 @@ VALIDATION_ROWS = 200
 def encode(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], limit: int) -> list[Row]:
     """Tokenise problems; a row ends with the end-of-sequence token, after which nothing comes.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        problems: the problems.
-        limit: longest row in tokens.
-
     Raises:
-        DataError: a problem does not fit, or the tokenizer has no end-of-sequence token.
+        DataError: one has more tokens than ``limit``, or the tokenizer has no end-of-sequence token.
     """
     examples = [Example(problem.prompt, [problem.solution], 0) for problem in problems]
     encoder = Encoder(tokenizer, sys.maxsize, end=end_tokens(tokenizer))
@@ -70,7 +65,7 @@ class Worked(DataKind):
             ]
             return encode(tokenizer, made, min(data.max_length, context))
 
-        train = rows("train", TRAIN_ROWS if data.train_samples is None else data.train_samples)
-        validation = rows("validation", VALIDATION_ROWS if data.val_samples is None else data.val_samples)
+        train = rows("train", data.train_samples or TRAIN_ROWS)
+        validation = rows("validation", data.val_samples or VALIDATION_ROWS)
         collator = Collator(padding_token(tokenizer))
         return DataModule(train, [[row] for row in validation], collator, data, config.seed, Counts())

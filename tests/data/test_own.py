@@ -1,5 +1,6 @@
 """Supervised rows of one's own: prompt and response, or messages."""
 
+import gzip
 import json
 
 import pyarrow
@@ -8,12 +9,13 @@ from pyarrow import parquet
 
 import ag.data
 from ag.config import DataConfig
-from ag.data.sources import DataError
-from ag.data.templates import find_task, is_own
+from ag.data.sources import DataError, MissingSplitError, Source
+from ag.data.templates import is_own
 from ag.evaluate.tasks.responses import Response
 from tests.support.refused import refuses
 
 ROWS = [{"prompt": f"Word {i}:", "response": f" the old bridge {i}"} for i in range(7)]
+LINE = json.dumps(ROWS[0]).encode() + b"\n"
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "does it rain?"},
@@ -123,7 +125,7 @@ def test_rows_that_do_not_fit(module, bos_tokenizer, chat):
     [row] = made.train_rows
     whole = len(module(rows, template, bos_tokenizer).train_rows[0].tokens)
     assert (len(row.tokens), row.tokens[0]) == (30, bos_tokenizer.bos_token_id)
-    assert (made.truncated, made.truncated_tokens, made.skipped) == (1, whole - 30, 1)
+    assert (made.counts.truncated, made.counts.truncated_tokens, made.counts.skipped) == (1, whole - 30, 1)
     _, text = answered(made, bos_tokenizer)[0]
     assert text == ("yes</s>\n" if chat else "yes</s>")
 
@@ -184,24 +186,22 @@ def test_rows_that_cannot_be_used(module, rows, template, parts):
         module(rows * 2, template)
 
 
-def test_files_that_are_damaged(module, make_config, tokenizer, tmp_path):
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    config = make_config(kind="sft", name=str(folder), val_samples=1)
-    for name, content, parts in (
-        ("train.json", "[1, 2]", "train.json row 1 int"),
-        ("train.json", "[{", "train.json JSON"),
-        ("train.parquet", "no parquet", "train.parquet"),
-    ):
-        for old in folder.iterdir():
-            old.unlink()
-        (folder / name).write_text(content)
-        with refuses(DataError, *parts.split()):
-            ag.data.build(config, tokenizer, 100)
-    for old in folder.iterdir():
-        old.unlink()
-    with refuses(DataError, "validation", "data.val_samples=N"):
-        ag.data.build(make_config(kind="sft", name=str(folder)), tokenizer, 100)
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("train.json", b"[1, 2]", "train.json row 1 int"),
+        ("train.json", b"[{", "train.json JSON"),
+        ("train.parquet", b"no parquet", "train.parquet"),
+        ("train.jsonl", LINE + b"{broken\n", "train.jsonl line 2 JSON"),
+        ("train.jsonl", LINE + b"[1]\n", "train.jsonl line 2 list JSON object"),
+        ("train.jsonl", b'{"text": "\xff"}\n', "train.jsonl line 0"),
+        ("train.jsonl.gz", gzip.compress(LINE * 1000)[:-9], "train.jsonl.gz line"),
+    ],
+)
+def test_files_that_are_damaged(make_config, tokenizer, tmp_path, name, content, parts):
+    (tmp_path / name).write_bytes(content)
+    with refuses(DataError, *parts.split()):
+        ag.data.build(make_config(kind="sft", name=str(tmp_path), val_samples=1), tokenizer, 100)
 
 
 def test_the_hub(make_config, tokenizer, monkeypatch):
@@ -219,9 +219,26 @@ def test_the_hub(make_config, tokenizer, monkeypatch):
     assert len(ag.data.build(config, tokenizer, 10_000).train_rows) == 5
 
 
+@pytest.mark.parametrize(
+    "error, kind",
+    [
+        (ValueError("Unknown split \"validation\". Should be one of ['train']."), MissingSplitError),
+        (ValueError("Bad split: validation. Available splits: ['train']"), MissingSplitError),
+        (ConnectionError("Couldn't reach the Hub"), DataError),
+        (RuntimeError("Dataset scripts are no longer supported, but found x.py"), DataError),
+    ],
+)
+def test_hub_errors_are_one_sentence(monkeypatch, error, kind):
+    def load_dataset(*_, **__):
+        raise error
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with refuses(kind, "some/set", str(error)) as caught:
+        Source("some/set").read("validation")
+    assert str(error) in str(caught.value)
+
+
 def test_a_name_that_is_neither_task_nor_folder(make_config, tokenizer):
     with refuses(DataError, "data.name=./nowhere", "folder"):
         ag.data.build(make_config(kind="sft", name="./nowhere"), tokenizer, 100)
     assert not is_own(DataConfig(kind="sft", name="boolq")) and is_own(DataConfig(kind="sft", name="a/b"))
-    with refuses(DataError, "data.name=bolq", "boolq?", "ORG/NAME"):
-        find_task("bolq")

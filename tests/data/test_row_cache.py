@@ -1,6 +1,5 @@
 """Tokenised rows on disk."""
 
-import itertools
 import json
 import pickle
 import subprocess
@@ -36,7 +35,7 @@ def build(make_config, tokenizer, corpus, context=10_000, seed=0, **data):
 
 def contents(module):
     rows = [*module.train_rows, *(row for (row,) in module.val_rows)]
-    return [(row.tokens.tolist(), row.prompt_length, row.copied) for row in rows], module.skipped
+    return [(row.tokens.tolist(), row.prompt_length, row.copied) for row in rows], module.counts.skipped
 
 
 @pytest.mark.parametrize(("packing", "copy_max"), [("packed", 0), ("split", 0), ("repeated", 0), ("repeated", 30)])
@@ -168,41 +167,3 @@ def test_two_processes_make_it_once(tmp_path):
     printed = [process.communicate(timeout=120)[0] for process in processes]
     assert sum(text.count("made") for text in printed) == 1
     assert all(f"sum {4 * 190}" in text for text in printed)
-
-
-class Rank:
-    """As much of a trainer as a data module looks at."""
-
-    def __init__(self, rank, ranks):
-        from types import SimpleNamespace as Plain
-
-        self.global_rank, self.world_size = rank, ranks
-        self.strategy = Plain(root_device=Plain(type="cpu"))
-        start = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
-        batches = Plain(state_dict=lambda: {"current": start, "total": start, "is_last_batch": False})
-        epochs = Plain(state_dict=lambda: {"current": start, "total": start})
-        self.fit_loop = Plain(epoch_progress=epochs, epoch_loop=Plain(batch_progress=batches))
-
-
-@pytest.mark.parametrize("kind", ["cache", "streaming", "memory"])
-def test_two_ranks_with_two_workers_see_every_row_once(make_config, tokenizer, tmp_path, write, kind):
-    """Shards on disk; a row is known by the number of its document."""
-    for shard in range(3):
-        documents = [{"text": f"{number:04d}"} for number in range(shard * 16, shard * 16 + 16)]
-        write(tmp_path / "data" / "corpus", f"train-{shard:05d}", documents, zipped=shard == 1)
-    write(tmp_path / "data" / "corpus", "validation", [{"text": "0000"}])
-    one = len(tokenizer("0000")["input_ids"]) + 1
-    options = {"streaming": {"streaming": True}, "cache": {"cache": str(tmp_path / "cache")}, "memory": {}}[kind]
-    found, by_rank = [], []
-    for rank in range(2):
-        module = build(
-            make_config, tokenizer, tmp_path / "data", packing="packed", max_length=one, num_workers=2, **options
-        )
-        module.trainer = Rank(rank, 2)
-        batches = itertools.islice(module.train_dataloader(), 12)
-        numbers = [tokenizer.decode(row[:-1]) for batch in batches for row in batch["input_ids"].tolist()]
-        by_rank.append(numbers)
-        found += numbers
-    assert sorted(found) == [f"{number:04d}" for number in range(48)]
-    assert [len(numbers) for numbers in by_rank] == [24, 24]
-    assert not set(by_rank[0]) & set(by_rank[1])

@@ -99,10 +99,10 @@ def test_long_prompt_loses_its_left_part(make_config, boolq, bos_tokenizer, limi
         assert row.tokens.tolist() == [0, *full.tokens[-11:].tolist()]
         lost += len(full.tokens) - 12
     sequences = 5 + 3 * 2
-    assert module.truncated == sequences
+    assert module.counts.truncated == sequences
     lost += sum(len(row.tokens) - 12 for group in whole.val_rows for row in group)
-    assert module.truncated_tokens == lost
-    assert whole.truncated == whole.truncated_tokens == 0
+    assert module.counts.truncated_tokens == lost
+    assert whole.counts.truncated == whole.counts.truncated_tokens == 0
 
 
 def test_where_a_text_is_divided():
@@ -169,14 +169,6 @@ def test_first_rows_only(make_config, boolq, tokenizer):
     ]
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_empty_split(make_config, tmp_path, write, tokenizer, split):
-    for name in ("train", "validation"):
-        write(tmp_path / "boolq", name, [] if name == split else BOOLQ)
-    with refuses(DataError, "training" if split == "train" else split, "boolq"):
-        build(make_config, tokenizer, str(tmp_path))
-
-
 def test_tokenizer_without_padding_and_end(make_config, boolq):
     vocabulary = {"[UNK]": 0}
     tok = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, "[UNK]")))
@@ -202,11 +194,3 @@ def test_filler_rows_on_the_rank_that_runs_out(make_config, boolq, tokenizer):
     batch = module.collator([filler])
     assert batch["question"].tolist() == [-1] and batch["target"].tolist() == [-1] and batch["choice"].tolist() == [0]
     assert batch["attention_mask"].tolist() == [[True]] and batch["labels"].tolist() == [[-100]]
-
-
-def test_real_boolq(shared_data, make_config, tokenizer):
-    module = build(make_config, tokenizer, str(shared_data), train_samples=64, val_samples=8)
-    batch = next(iter(module.train_dataloader()))
-    assert batch["input_ids"].shape[0] == 2
-    assert module.truncated == 0 or module.truncated_tokens > 0
-    assert next(iter(module.val_dataloader()))["question"].tolist() == [i for i in range(8) for _ in range(2)]

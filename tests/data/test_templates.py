@@ -3,7 +3,7 @@ import json
 import pytest
 
 from ag.data.sources import DataError, Source, local_folder
-from ag.data.templates import TASKS, Example, examples, find_task
+from ag.data.templates import TASKS, Example, examples
 from tests.support.refused import refuses
 
 ARC = {
@@ -120,11 +120,6 @@ def test_bad_rows_are_named(row, parts):
         list(examples(TASKS["piqa"], [good, good | row], "file"))
 
 
-def test_missing_field_is_named():
-    with refuses(DataError, "file row 1", "sol1", "goal, sol1, sol2, label", "found goal"):
-        list(examples(TASKS["piqa"], [{"goal": "x"}], "file"))
-
-
 @pytest.mark.parametrize(
     "name, change",
     [
@@ -140,11 +135,6 @@ def test_missing_field_is_named():
 def test_rows_of_another_form_are_named(name, change):
     with refuses(DataError, "file row 1"):
         list(examples(TASKS[name], [CASES[name][0] | change], "file"))
-
-
-def test_unknown_task_suggests_the_nearest():
-    with refuses(DataError, "data.name=boolqq", "boolq"):
-        find_task("boolqq")
 
 
 ROWS = {

@@ -8,9 +8,11 @@ import pytest
 from transformers import AutoTokenizer
 
 import ag.data
+from ag.config import DataConfig
 from ag.data import DataError
-from ag.data.problems import ANY, KINDS, answer_of, generate
+from ag.data.problems import KINDS, answer_of, generate
 from ag.data.worked import encode
+from tests.support.refused import refuses
 
 PROBLEMS = {kind: [generate(0, "train", i, 120, 400, kind) for i in range(60)] for kind in KINDS}
 
@@ -63,13 +65,6 @@ def test_programs():
         assert answer == " ".join(f"{name.upper()}{holds[name]}" for name in sorted(holds))
         assert [line.split()[0] for line in lines] == [str(10 + i) for i in range(len(lines))]
     assert overwritten > 300
-
-
-def test_generated_again_is_the_same():
-    for kind, problems in PROBLEMS.items():
-        assert [generate(0, "train", i, 120, 400, kind) for i in range(60)] == problems
-        assert generate(1, "train", 0, 120, 400, kind) != problems[0]
-        assert len({problem.prompt for problem in problems}) == 60
 
 
 def test_golden_rows():
@@ -152,8 +147,16 @@ def test_a_problem_that_does_not_fit(make_config, tokenizer):
         ag.data.build(config, tokenizer, 100)
 
 
-def test_kinds_of_the_table_make_their_own_prompts():
-    heads = {kind: {(p.kind, p.prompt.split()[0]) for p in problems} for kind, problems in PROBLEMS.items()}
-    wanted = {"addition": "Add:", "sorting": "Sort:", "variables": "Run:"}
-    assert heads == {kind: {(kind, head)} for kind, head in wanted.items()}
-    assert ANY not in KINDS
+@pytest.mark.parametrize(
+    ("kind", "name", "named"),
+    [("sft", "bolq", ("data.name=bolq", "boolq?")), ("worked", "facts", ("data.name=facts", "worked", "addition"))],
+)
+def test_names_that_nothing_knows(kind, name, named):
+    with refuses(DataError, *named):
+        ag.data.check(DataConfig(kind=kind, name=name))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("sft", "boolq"), ("worked", "worked"), ("worked", "sorting")])
+def test_names_that_are_known(kind, name):
+    config = DataConfig(kind=kind, name=name)
+    assert (ag.data.check(config), config.name) == (None, name)

@@ -129,7 +129,7 @@ class Responses(PromptTask):
         recipe.data.val_samples = limit or recipe.data.val_samples
         rows = data.build(recipe, tokenizer, max_tokens)
         samples = [Response.of(f"{number}", group) for number, group in enumerate(rows.val_rows)]
-        return Loaded(samples, too_short=rows.val_skipped)
+        return Loaded(samples, too_short=rows.counts.val_skipped)
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Yield the rows of the run's validation."""
