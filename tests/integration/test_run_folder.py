@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import wandb
 from matplotlib.image import imread
 from peft import PeftModel
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
 import ag
@@ -272,20 +270,3 @@ def test_metrics_of_the_export_are_those_of_the_last_step(recipe: Path, tmp_path
     [row] = [row for row in logged(run) if "val/loss" in row]
     metrics = json.loads((run / "export" / "gate_config.json").read_text())["metrics"]
     assert (row["step"], row["val/loss"]) == (3, metrics["loss"])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("drawn")
-def test_all_loggers(recipe: Path, tmp_path: Path) -> None:
-    loggers = "logger=[csv,tensorboard,wandb]"
-    run = train(recipe, tmp_path, loggers, "wandb.offline=true", "trainer.max_steps=3", "trainer.val_every=3")
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
-    for name in ("train/lm_loss", "train/eviction_loss", "train/grad_norm_gates", "val/loss"):
-        assert [event.value for event in events.Scalars(name)] == pytest.approx(column(run, name), rel=EPS)
-    [offline] = (run / "wandb").glob("offline-run-*")
-    wandb.finish()  # else the next logger of this process goes on with the run
-    wandb.teardown()  # writes what is left
-    [record] = offline.glob("run-*.wandb")
-    assert record.stat().st_size > 1000
-    assert len(list(offline.glob("files/media/images/figures/*.png"))) == 4
