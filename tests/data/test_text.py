@@ -122,14 +122,6 @@ def test_streaming_gives_the_rows_of_the_loaded_data(make_config, corpus, tokeni
     assert list(map(unpadded, batches[:count])) != list(map(unpadded, batches[count:]))
 
 
-def test_first_rows_only(make_config, corpus, tokenizer):
-    module = build(make_config, tokenizer, corpus, train_samples=3, val_samples=2)
-    assert len(module.train_rows) == 3 and len(module.val_rows) == 2
-    streamed = build(make_config, tokenizer, corpus, train_samples=3, streaming=True, batch_size=3)
-    batch = next(iter(streamed.train_dataloader()))
-    assert sorted(batch["prompt_length"].tolist()) == sorted(row.prompt_length for row in module.train_rows)
-
-
 def test_without_validation_split_the_first_documents_are_held_out(make_config, tmp_path, write, tokenizer):
     write(tmp_path, "train", [{"text": text} for text in DOCUMENTS])
     with refuses(DataError, "validation", "data.val_samples=N"):

@@ -6,7 +6,14 @@ import re
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import ag
 from ag.compare import CompareConfig
@@ -143,13 +150,16 @@ def test_compare_runs_gates_on_the_merged_model(folder):
         plan("base")
 
 
-def test_a_merged_model_says_so_after_it_was_saved_again(folder, tmp_path):
+def test_a_merged_model_says_so_after_it_was_saved_again(folder, tmp_path, tiny_llama, tiny_tokenizer):
     load(folder / "merged").save_pretrained(tmp_path / "again")
     config = AutoConfig.from_pretrained(tmp_path / "again")
     assert config.merged_adapter == export.read_info(folder / "export")["sha256"][ADAPTER_FILES[1]]
     readme = (folder / "merged" / "README.md").read_text()
     assert "merged into it" in readme and "gates=../export model=. adapter=false" in readme
     assert config.merged_adapter in readme
+    assert AutoTokenizer.from_pretrained(folder / "merged").get_vocab() == tiny_tokenizer.get_vocab()
+    with refuses(export.ExportError, str(folder / "merged")):
+        export.save_merged(lora_on(tiny_llama()), folder / "merged", tiny_tokenizer, folder / "export")
 
 
 def test_an_adapter_that_changes_nothing_is_not_missed(tmp_path, tiny_llama):

@@ -3,11 +3,9 @@ import copy
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ag
-from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
 
@@ -65,21 +63,6 @@ def test_model_without_the_attention_interface_is_refused(tiny_llama):
         ag.EvictionCache(torch.nn.Linear(2, 2), "full")
 
 
-def test_gates_work_through_peft(tiny_llama):
-    gates = gates_for(tiny_llama())
-    valid, prompts = torch.ones_like(IDS), torch.tensor([30, 25])
-    plain = tiny_llama()
-    want = plain(IDS, gating=ag.Gating(gates, valid, prompts), use_cache=False)
-    assert torch.equal(want.logits, plain(IDS).logits), "without instrument() a gating is ignored"
-    ag.attach(plain, gates)
-    want = plain(IDS, gating=ag.Gating(gates, valid, prompts), use_cache=False).logits
-    wrapped = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    ag.attach(wrapped, gates)
-    got = wrapped(IDS, gating=ag.Gating(gates, valid, prompts), use_cache=False).logits
-    hold(got, want, of_logits(tiny_llama()))
-    ag.detach(wrapped)
-
-
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("estimator", ["ste", "soft"])
 def test_gradients_are_the_same_under_gradient_checkpointing(tiny_llama, estimator, offset):
@@ -110,8 +93,6 @@ def test_a_gating_fits_one_batch_shape(tiny_llama):
     ag.attach(model, gates)
     with refuses(ValueError, "(2, 39)", "(2, 40)"):
         model(IDS, gating=ag.Gating(gates, torch.ones(2, 39)), use_cache=False)
-    with refuses(ValueError, "gate.scope=prompt", "gate.prefill=sparse", "prompt"):
-        ag.Gating(gates_for(model, scope="prompt"), torch.ones(2, 39))
 
 
 def test_an_attached_model_runs_no_more_operations_than_the_plain_one(tiny_llama):

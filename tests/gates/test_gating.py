@@ -66,19 +66,6 @@ def test_logits_and_flags_of_a_padded_batch(family, variant, side, request):
                 assert torch.equal(gates.flags(said)[b][:, gated], flags[layer])
 
 
-def test_plain_text_is_gated_to_its_end(tiny_llama):
-    model = tiny_llama()
-    gates = gates_for(model)
-    ag.attach(model, gates)
-    rows, places, ids, valid = padded("right")
-    gating = ag.Gating(gates, valid)
-    with torch.no_grad():
-        logits = run(model, gating, ids, valid)
-    assert torch.equal(gating.counted(), valid)
-    for b, (row, place) in enumerate(zip(rows, places, strict=True)):
-        hold(logits[b, place], by_hand.forward(model, gates, row, len(row))[0], of_logits(model))
-
-
 def test_straight_through_slope_is_the_sigmoids(tiny_llama):
     """A kept token's gradient: the sigmoid's slope times the finite difference in the weight of its flag."""
     model = tiny_llama(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1).requires_grad_(False)
@@ -131,12 +118,17 @@ def test_soft_flags_are_noisy_in_training_only(tiny_llama):
     hold(logits(), want, of_logits(model))
 
 
-def test_the_gating_of_responses_needs_prompts(tiny_llama):
-    model = tiny_llama()
-    for changes in ({"scope": "prompt"}, {"prefill": "dense"}):
-        with refuses(UserError, "scope=causal", "prefill=sparse"):
-            ag.Gating(gates_for(model, **changes), torch.ones(1, 4))
-    ag.Gating(gates_for(model), torch.ones(1, 4))
+@pytest.mark.parametrize(
+    ("gate", "given", "parts"),
+    [
+        ({"scope": "prompt"}, {}, "gate.scope=prompt scope=causal prefill=sparse"),
+        ({"prefill": "dense"}, {}, "gate.prefill=dense scope=causal prefill=sparse"),
+        ({}, {"prompt_length": torch.tensor([2]), "first": torch.ones(1, 4)}, "first prompt_length"),
+    ],
+)
+def test_what_does_not_fit_together(tiny_llama, gate, given, parts):
+    with refuses(UserError, *parts.split()):
+        ag.Gating(gates_for(tiny_llama(), **gate), torch.ones(1, 4), **given)
 
 
 DOCUMENTS = [(7, 1, 12, 6), (20, 4)]  # lengths in two packed rows, the second shorter
@@ -171,12 +163,6 @@ def test_a_packed_document_is_what_it_is_alone(family, variant, hard, request):
             for layer, said in gating.logits.items():
                 assert torch.equal(gates.flags(said)[b][:, place], flags[layer])
             start += len(text)
-
-
-def test_documents_have_no_prompt(tiny_llama):
-    ids = torch.ones(1, 4, dtype=torch.long)
-    with refuses(UserError, "first", "prompt_length"):
-        ag.Gating(gates_for(tiny_llama()), ids, torch.tensor([2]), first=ids)
 
 
 @pytest.mark.parametrize("covers", ["prompt", "all"])
