@@ -30,7 +30,6 @@ from ag.errors import BudgetWarning, UserError
 from ag.gates import export
 from ag.model import base as models
 from ag.model import chat
-from ag.model.geometry import fingerprint
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -43,34 +42,17 @@ WARM_PROMPT, WARM_NEW = 256, 4  # tokens that compile and load what the measured
 
 @dataclass
 class Generation:
-    """A continuation and what its cache cost.
-
-    Times are those of warm kernels: a few tokens were read and written before.
-
-    Attributes:
-        text: the new text.
-        prompt_tokens: tokens of the prompt.
-        new_tokens: tokens of the continuation.
-        evicted: share of the prompt's (token, layer, KV head) entries that were gone at the end; generated tokens that
-            went are not among them.
-        kv_bytes: bytes allocated for keys and values at the end.
-        full_kv_bytes: bytes of the keys and values of every token seen.
-        held: share of the (token, layer, KV head) entries of every token seen that is held at the end.
-        prefill_seconds: until the first new token, what the policy reads a second time included.
-        decode_seconds: for the other new tokens.
-        report: what each layer holds at the end.
-    """
+    """A continuation and what its cache cost, by warm kernels: a few tokens were read and written before."""
 
     text: str
     prompt_tokens: int
     new_tokens: int
-    evicted: float
-    kv_bytes: int
-    full_kv_bytes: int
-    held: float
-    prefill_seconds: float
-    decode_seconds: float
-    report: Report
+    evicted: float  # share of the prompt's (token, layer, KV head) entries that were gone at the end
+    kv_bytes: int  # allocated for keys and values at the end
+    held: float  # share of the entries of every token seen that is held at the end
+    prefill_seconds: float  # until the first new token, what the policy reads a second time included
+    decode_seconds: float  # for the other new tokens
+    report: Report  # what each layer holds at the end
 
 
 def run(asked: Invocation[GenerateConfig]) -> int:
@@ -111,11 +93,7 @@ def table(generations: dict[str, Generation]) -> Table:
 
 
 def generate(config: GenerateConfig) -> dict[str, Generation]:
-    """Continue the prompt under the policy, with a full cache, or with both, in that order.
-
-    Raises:
-        UserError: (ModelError, ExportError, ...) naming what is wrong and the fix.
-    """
+    """Continue the prompt under the policy, with a full cache, or with both, in that order."""
     text, policies, protected = _read_prompt(config), _policies(config), _spans(config)
     model, tokenizer = load(config, next(iter(policies.values())).spec.path or config.gates)
     if config.chat and tokenizer.chat_template is None:
@@ -149,11 +127,7 @@ def _read_prompt(config: GenerateConfig) -> str:
 
 
 def read_policy(config: SharedPolicy) -> Policy:
-    """Return the policy that a command is told; unknown names and bad budgets are found before a model is loaded.
-
-    Raises:
-        UserError: naming the key, its value, and what was expected.
-    """
+    """Return the policy that a command is told; unknown names and bad budgets are found before a model is loaded."""
     spec = PolicySpec.parse(config.policy or ("gates" if config.gates else "full"))
     if config.gates and spec.path and Path(config.gates) != Path(spec.path):
         raise UserError(f"gates={config.gates} and policy={spec} name two exports; leave gates= out.")
@@ -180,11 +154,7 @@ def _policies(config: GenerateConfig) -> dict[str, Policy]:
 
 
 def load(config: SharedPolicy, gates: str | None) -> tuple[Model, PreTrainedTokenizerBase]:
-    """Load the base model, with the adapter of exported gates where they have one, and the tokenizer.
-
-    Raises:
-        UserError: when no base model is named, or it cannot be loaded.
-    """
+    """Load the base model, with the adapter of exported gates where they have one, and the tokenizer."""
     base = export.read_info(gates)["base_model"] if gates else {"name": "", "revision": None}
     name = config.model or base["name"]
     if not name:
@@ -225,15 +195,12 @@ def _generate(
     cache = EvictionCache(model, policy)
     cache.protect(protected)
     new, (start, first, *_, last) = _continue(model, cache, ids, config)
-    size = fingerprint(model.config)
-    entry = size["num_layers"] * size["num_kv_heads"] * size["head_dim"] * next(model.parameters()).element_size()
     return Generation(
         text=str(tokenizer.decode(new, skip_special_tokens=True)),
         prompt_tokens=ids.shape[1],
         new_tokens=len(new),
         evicted=1 - cache.kept_share(prompt=True),
         kv_bytes=cache.nbytes,
-        full_kv_bytes=2 * cache.seen_tokens * entry,
         held=cache.kept_share(),
         prefill_seconds=first - start,
         decode_seconds=last - first,

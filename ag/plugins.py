@@ -26,11 +26,7 @@ GROUPS = {
 
 
 def load(modules: Sequence[str]) -> None:
-    """Import modules that enter something into a table, as ``SCORERS["mine"] = Mine``; the working folder is searched.
-
-    Raises:
-        UserError: naming the module that is not there, or that fails.
-    """
+    """Import modules that enter something into a table, as ``SCORERS["mine"] = Mine``, from the working folder too."""
     if modules and os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # python -m searches it, the command ag does not
     for name in modules:
@@ -46,14 +42,10 @@ def load(modules: Sequence[str]) -> None:
 
 
 @functools.cache
-def discover(group: str) -> None:
-    """Enter what installed packages offer as entry points of a group into its table, once.
-
-    Raises:
-        UserError: naming the entry point and its package when it cannot be loaded, or when its name is taken.
-    """
+def discover(group: str) -> dict[str, Any]:
+    """Return the table of a group, into which the entry points of installed packages are entered once."""
     module, table = GROUPS[group]
-    known = getattr(import_module(module), table)
+    known: dict[str, Any] = getattr(import_module(module), table)
     for point in entry_points(group=group):
         what = f"{group}: entry point {point.name} of package {'unknown' if point.dist is None else point.dist.name}"
         try:
@@ -65,6 +57,7 @@ def discover(group: str) -> None:
         entry = (found, {}) if group == "ag.tasks" and isinstance(found, type) else found
         if known.setdefault(point.name, entry) != entry:
             raise UserError(f"{what}: there is another {point.name} already; rename it or uninstall one of the two.")
+    return known
 
 
 def part(group: str, key: str, name: str, base: Any) -> Any:
@@ -75,14 +68,8 @@ def part(group: str, key: str, name: str, base: Any) -> Any:
         key: the key that names it, for messages.
         name: as it was given.
         base: the class that it has to derive from.
-
-    Raises:
-        UserError: there is none of that name (the nearest is suggested), or its methods cannot be called as those of
-            the base are.
     """
-    discover(group)
-    module, table = GROUPS[group]
-    known: dict[str, Any] = getattr(import_module(module), table)
+    known = discover(group)
     if name not in known:
         hint = nearest(name, known) or "; plugins=[MODULE] adds others"
         raise UserError(f"{key}={name}: expected one of {', '.join(known)}{hint}")
@@ -91,16 +78,7 @@ def part(group: str, key: str, name: str, base: Any) -> Any:
 
 
 def check_part(name: str, kind: Any, base: Any) -> None:
-    """Refuse an entry of a table whose methods cannot be called as those of its base are.
-
-    Args:
-        name: name of the entry.
-        kind: the entry.
-        base: the class that it has to derive from.
-
-    Raises:
-        UserError: naming the method, how it is defined, and what was expected.
-    """
+    """Refuse an entry of a table whose methods cannot be called as those of the base that it has to derive from."""
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise UserError(f"{name!r} is {kind!r:.80}: expected a class derived from {base.__module__}.{base.__name__}.")
     _check_methods(name, kind, base)

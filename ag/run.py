@@ -134,11 +134,7 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
 
 
 def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
-    """Make the gates of a run, fresh or with the weights of an export.
-
-    Raises:
-        UserError: (ExportError) when the export cannot be read, or its gates have other sizes.
-    """
+    """Make the gates of a run, fresh or with the weights of an export."""
     gates = AttentionGates(base.config, config.gate)
     if config.init is not None:
         start = AttentionGates.from_pretrained(config.init)
@@ -163,22 +159,14 @@ def _sizes(gates: AttentionGates) -> dict[str, object]:
 
 
 def check_parts(config: Config) -> None:
-    """Find a kind of data or of gates, and a loss, that nobody has registered, before anything is loaded.
-
-    Raises:
-        UserError: naming what there is.
-    """
+    """Find a kind of data or of gates, and a loss, that nobody has registered, before anything is loaded."""
     data.check(config.data)
     gate_kind(config.gate.kind)
     objective(config.loss.objective)
 
 
 def check_trainer(config: Config) -> None:
-    """Find a strategy that does not exist and an accelerator that is not there, before anything is loaded.
-
-    Raises:
-        UserError: naming the key, what was expected and the fix.
-    """
+    """Find a strategy that does not exist and an accelerator that is not there, before anything is loaded."""
     strategy, accelerator = config.trainer.strategy, config.trainer.accelerator
     known = ["auto", "fsdp2", *StrategyRegistry.available_strategies()]
     if strategy not in known:
@@ -225,43 +213,38 @@ def run_folder(config: Config) -> Path:
 def build_trainer(config: Config, run_dir: Path | None) -> L.Trainer:
     """Make the trainer; without a run folder it runs one batch of each kind and writes nothing."""
     options = config.trainer
+    sharded = options.strategy == "fsdp2"
     try:
-        return _trainer(config, run_dir)
+        return L.Trainer(
+            accelerator=options.accelerator,
+            devices=options.devices,
+            num_nodes=options.num_nodes,
+            strategy=ShardedStrategy(options.devices * options.num_nodes) if sharded else options.strategy,
+            precision=options.precision,
+            max_epochs=options.max_epochs if options.max_steps < 0 else -1,
+            max_steps=options.max_steps,
+            accumulate_grad_batches=options.accumulate,
+            gradient_clip_val=options.clip or None,
+            val_check_interval=options.val_every * options.accumulate or None,
+            check_val_every_n_epoch=None if options.val_every else 1,
+            limit_val_batches=options.val_batches,
+            log_every_n_steps=options.log_every,
+            deterministic=options.deterministic,
+            callbacks=callbacks.build(config, run_dir) if run_dir else None,
+            logger=build_loggers(config, run_dir) if run_dir else False,
+            plugins=[callbacks.AtomicCheckpointIO()],
+            default_root_dir=run_dir,
+            fast_dev_run=run_dir is None,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            enable_progress_bar=options.progress,
+            enable_model_summary=False,
+        )
     except (ImportError, ValueError, MisconfigurationException) as error:
         raise UserError(
             f"trainer.accelerator={options.accelerator}, trainer.strategy={options.strategy}, "
             f"trainer.devices={options.devices}: {error}"
         ) from error
-
-
-def _trainer(config: Config, run_dir: Path | None) -> L.Trainer:
-    options = config.trainer
-    sharded = options.strategy == "fsdp2"
-    return L.Trainer(
-        accelerator=options.accelerator,
-        devices=options.devices,
-        num_nodes=options.num_nodes,
-        strategy=ShardedStrategy(options.devices * options.num_nodes) if sharded else options.strategy,
-        precision=options.precision,
-        max_epochs=options.max_epochs if options.max_steps < 0 else -1,
-        max_steps=options.max_steps,
-        accumulate_grad_batches=options.accumulate,
-        gradient_clip_val=options.clip or None,
-        val_check_interval=options.val_every * options.accumulate or None,
-        check_val_every_n_epoch=None if options.val_every else 1,
-        limit_val_batches=options.val_batches,
-        log_every_n_steps=options.log_every,
-        deterministic=options.deterministic,
-        callbacks=callbacks.build(config, run_dir) if run_dir else None,
-        logger=build_loggers(config, run_dir) if run_dir else False,
-        plugins=[callbacks.AtomicCheckpointIO()],
-        default_root_dir=run_dir,
-        fast_dev_run=run_dir is None,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        enable_progress_bar=options.progress,
-        enable_model_summary=False,
-    )
 
 
 def write_export(
@@ -273,12 +256,7 @@ def write_export(
 ) -> None:
     """Write what was trained: gates with their adapter, or the adapter alone for the baseline.
 
-    Args:
-        folder: the folder to write.
-        module: the trained module.
-        base: the base model inside ``module.model``.
-        tokenizer: saved with a merged copy of the model.
-        metrics: the last metrics of the run.
+    The tokenizer goes into a merged copy of the model, where ``export.merge`` asks for one.
     """
     adapter = module.model if isinstance(module.model, PeftModel) else None
     measured = {name.removeprefix("val/"): value for name, value in metrics.items() if name.startswith("val/")}

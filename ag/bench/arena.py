@@ -59,11 +59,7 @@ class Arena:
 
     @classmethod
     def of(cls, config: BenchConfig) -> Arena:
-        """Load the model that is asked for, or make one, after looking whether the contestants can be.
-
-        Raises:
-            UserError: for a policy, a share, a model or a device that cannot be.
-        """
+        """Load the model that is asked for, or make one, after looking whether the contestants can be."""
         contestants(config)
         return cls(load(config), config)
 

@@ -17,23 +17,15 @@ from ag.errors import UserError
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to hold keys and values.
+    """One way to hold keys and values."""
 
-    Attributes:
-        name: name of the row in the table.
-        policy: policy of this engine; None: plain transformers with its own cache.
-        keep: share of the prompt that the policy keeps; None: all.
-        attention: implementation, for plain transformers.
-        backend: what torch's attention is pinned to, for plain transformers; None: torch's choice.
-        static: a cache of fixed size, and the step under torch.compile, for plain transformers.
-    """
-
-    name: str
-    policy: str | None = None
-    keep: float | None = None
+    name: str  # of the row in the table
+    policy: str | None = None  # of this engine; None: plain transformers with its own cache
+    keep: float | None = None  # share of the prompt that the policy keeps; None: all
+    # for plain transformers:
     attention: str = "sdpa"
-    backend: str | None = None
-    static: bool = False
+    backend: str | None = None  # what torch's attention is pinned to; None: torch's choice
+    static: bool = False  # a cache of fixed size, and the step under torch.compile
 
 
 PLAIN, FULL = Contestant("transformers"), Contestant("full", "full")
@@ -41,11 +33,7 @@ Row = dict[str, Any]  # of a table, by column
 
 
 def contestants(config: BenchConfig) -> list[Contestant]:
-    """Return plain transformers, the full cache of this engine, transformers' other forms, each policy with each share.
-
-    Raises:
-        UserError: for a policy or a share that cannot be, or a static cache where there is none.
-    """
+    """Return plain transformers, this engine's full cache, transformers' other forms, each policy with each share."""
     wrong = [share for share in config.keep if not 0 < share <= 1]
     if wrong:
         raise UserError(f"keep={wrong[0]}: expected shares of the prompt, above 0 and up to 1.")

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers.utils.import_utils import is_flash_attn_2_available
@@ -60,9 +61,7 @@ def call_seconds(device: torch.device, step: Callable[[], object], rounds: int) 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the median and the lower and upper quartile."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    middle, low, high = np.quantile(values, [0.5, 0.25, 0.75]).tolist()
     return middle, low, high
 
 

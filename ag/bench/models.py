@@ -16,11 +16,7 @@ from ag.model.hooks import decoder_of
 
 
 def load(config: BenchConfig) -> PreTrainedModel:
-    """Load the model that is asked for, or draw its weights.
-
-    Raises:
-        UserError: for a model that cannot be loaded, or a device that has no room.
-    """
+    """Load the model that is asked for, or draw its weights."""
     return load_base(ModelConfig(name=config.model, dtype=config.dtype), config.device)[0]
 
 

@@ -48,11 +48,7 @@ def check(config: BenchConfig) -> None:
 
 
 def bench(config: BenchConfig, command: str) -> dict[str, Any]:
-    """Measure, and return the rows with what they mean: command, date, machine, configuration, who could not run.
-
-    Raises:
-        UserError: for a model or a policy that cannot be.
-    """
+    """Measure, and return the rows with what they mean: command, date, machine, configuration, who could not run."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     described = machine(torch.device(config.device)) | {"sdpa": backends(config)[0] or "torch's choice"}

@@ -27,23 +27,14 @@ NEVER = -1e4  # bias with which no flag is open
 
 @dataclass
 class Runner:
-    """A contestant at work.
+    """A contestant at work."""
 
-    Attributes:
-        name: name of its row.
-        cache: its own, which has read the prompt.
-        token: the next one to be fed, ``[B, 1]``.
-        grows: whether what it takes in is cropped after its turn.
-        seconds: time of each step.
-        first_bytes: allocated for keys and values, and for what the gates remember, after the first turn.
-    """
-
-    name: str
-    cache: EvictionCache
-    token: torch.Tensor
-    grows: bool
-    seconds: list[float] = field(default_factory=list)
-    first_bytes: int = 0
+    name: str  # of its row
+    cache: EvictionCache  # its own, which has read the prompt
+    token: torch.Tensor  # the next one to be fed, ``[B, 1]``
+    grows: bool  # whether what it takes in is cropped after its turn
+    seconds: list[float] = field(default_factory=list)  # of each step
+    first_bytes: int = 0  # allocated for keys and values, and for what the gates remember, after the first turn
 
     def turn(self, arena: Arena, steps: int) -> float:
         """Generate so many tokens; returns the seconds of all."""
@@ -57,11 +48,7 @@ class Runner:
 
 
 def prepare(config: BenchConfig) -> Arena:
-    """Return the model that all contestants run.
-
-    Raises:
-        UserError: for a kind of gates that does not exist, or a context that has no room for the recent window.
-    """
+    """Return the model that all contestants run."""
     unknown = [kind for kind in config.kinds if kind not in KINDS]
     if unknown or not config.kinds:
         raise UserError(f"kinds={config.kinds}: expected some of {', '.join(KINDS)}.")

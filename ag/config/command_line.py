@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
 from importlib import import_module
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from ag.config.keys import ConfigError, ConfigWarning, Key, keys, nearest, short
 from ag.config.recipes import dump, recipes, resolve
@@ -24,6 +24,8 @@ from ag.config.sweep import sweep
 from ag.errors import BudgetWarning, UserError
 
 T = TypeVar("T")
+#: Runs a program on its arguments, by default those of the process; returns the exit code.
+Main = Callable[..., int]
 
 OPTIONS = {
     "--help": "show this text (-h)",
@@ -37,24 +39,11 @@ MAX_RUNS = 1000
 
 @dataclass(frozen=True)
 class Invocation(Generic[T]):
-    """What a program is asked to do.
+    """What a program is asked to do."""
 
-    Attributes:
-        config: the values of its keys.
-        dry_run: whether to say what would be done, and write nothing.
-        line: the command as a shell reads it.
-    """
-
-    config: T
-    dry_run: bool
-    line: str
-
-
-class Main(Protocol):
-    """What runs a program on its arguments, by default those of the process; returns the exit code."""
-
-    def __call__(self, argv: list[str] | None = None) -> int:  # noqa: D102
-        ...
+    config: T  # the values of its keys
+    dry_run: bool  # whether to say what would be done, and write nothing
+    line: str  # the command as a shell reads it
 
 
 def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
@@ -127,13 +116,7 @@ def _budgets_told(program: str) -> Iterator[None]:
 
 
 def parse(argv: Sequence[str], schema: type[T], program: str, first: str = "") -> Invocation[T]:
-    """Read a command line; help, listings and sweeps run here and end the process.
-
-    Args:
-        argv: the arguments after the program's name.
-        schema: dataclass with the keys of the program.
-        program: name for ``python -m``.
-        first: a key whose value may stand alone as the first word.
+    """Read a command line, as :func:`keyed` is told; help, listings and sweeps run here and end the process.
 
     Raises:
         SystemExit: 0 after help, listings and a sweep without failures; 1 when a run of a sweep failed;

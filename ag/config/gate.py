@@ -3,49 +3,48 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-
-def _key(default: Any, doc: str, words: str = "") -> Any:
-    return field(default=default, metadata={"doc": doc, "words": words})
+from ag.config.keys import keys
+from ag.config.sections import key
 
 
 @dataclass
 class GateConfig:
     """Hyper-parameters of the gates of one model; the paper's symbols are given in parentheses."""
 
-    num_heads: int = _key(4, "heads of the gate's own attention (h')")
-    head_dim: int = _key(128, "size of each of those heads (d')")
-    threshold: float = _key(0.5, "a token is kept when sigmoid(logit + bias) > threshold (tau)")
-    bias: float = _key(2.0, "added to every logit: gates start open (gamma)")
-    scope: Literal["causal", "prompt"] = _key(
+    num_heads: int = key(4, "heads of the gate's own attention (h')", low=1)
+    head_dim: int = key(128, "size of each of those heads (d')", low=1)
+    threshold: float = key(0.5, "a token is kept when sigmoid(logit + bias) > threshold (tau)")
+    bias: float = key(2.0, "added to every logit: gates start open (gamma)")
+    scope: Literal["causal", "prompt"] = key(
         "causal", "causal: a gate sees the past; prompt: it sees the whole prompt, responses are never gated"
     )
-    granularity: Literal["kv_head", "query_head"] = _key(
+    granularity: Literal["kv_head", "query_head"] = key(
         "kv_head", "one logit per KV head, or one per query head (a KV entry goes when all its heads drop it)"
     )
-    kind: str = _key(
+    kind: str = key(
         "attention",
         "attention block; or a map of each token by itself: linear, or mlp of two layers; or one of plugins",
         words="attention | linear | mlp | a kind of your own",
     )
-    hidden: int = _key(64, "kind=mlp: units of the hidden layer")
-    window: int = _key(0, "kind=attention: newest tokens that a token's gate looks at, its own included; 0: all")
-    covers: Literal["prompt", "all"] = _key(
+    hidden: int = key(64, "kind=mlp: units of the hidden layer", low=1)
+    window: int = key(0, "kind=attention: newest tokens that a token's gate looks at, its own included; 0: all", low=0)
+    covers: Literal["prompt", "all"] = key(
         "prompt", "which tokens may be evicted: those of the first prompt, or later turns and generated ones too"
     )
-    shortcut: bool = _key(False, "add a linear map of each token beside the attention block")
-    estimator: Literal["ste", "soft"] = _key(
+    shortcut: bool = key(False, "add a linear map of each token beside the attention block")
+    estimator: Literal["ste", "soft"] = key(
         "ste", "ste: hard flags, sigmoid's slope backward; soft: noisy sigmoids in training, hard flags after"
     )
-    prefill: Literal["sparse", "dense"] = _key(
+    prefill: Literal["sparse", "dense"] = key(
         "sparse", "sparse: evicted tokens are invisible within the prompt too; dense: only to what follows"
     )
-    recent_tokens: int = _key(1, "every query sees this many newest tokens, its own included")
-    sink_tokens: int = _key(0, "every query sees this many first tokens")
-    layer_offset: int = _key(0, "1: a layer's gate reads the input of the layer before")
-    first_layer: int = _key(0, "index of the first layer with a gate")
+    recent_tokens: int = key(1, "every query sees this many newest tokens, its own included", low=1)
+    sink_tokens: int = key(0, "every query sees this many first tokens", low=0)
+    layer_offset: int = key(0, "1: a layer's gate reads the input of the layer before", low=0, high=1)
+    first_layer: int = key(0, "index of the first layer with a gate", low=0)
 
     @property
     def boundary(self) -> float:
@@ -53,25 +52,10 @@ class GateConfig:
         return math.log(self.threshold / (1 - self.threshold)) - self.bias
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ValueError: naming the value, what was expected and the fix.
-        """
-        choices = {
-            "scope": ("causal", "prompt"),
-            "granularity": ("kv_head", "query_head"),
-            "estimator": ("ste", "soft"),
-            "prefill": ("sparse", "dense"),
-            "covers": ("prompt", "all"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"gate.{name}={getattr(self, name)!r}: expected {' or '.join(allowed)}.")
-        smallest = {"num_heads": 1, "head_dim": 1, "hidden": 1, "window": 0, "recent_tokens": 1, "sink_tokens": 0}
-        for name, least in smallest.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"gate.{name}={getattr(self, name)}: expected at least {least}.")
+        """Check the ranges."""
+        for name, one in keys(type(self)).items():
+            if not one.accepts(getattr(self, name)):
+                raise ValueError(f"gate.{name}={getattr(self, name)!r}: expected {one.expected()}.")
         if not 0 < self.threshold < 1:
             raise ValueError(f"gate.threshold={self.threshold}: expected a probability between 0 and 1.")
         if self.covers == "all" and self.scope == "prompt":
@@ -89,8 +73,6 @@ class GateConfig:
                 f"gate.window={self.window} with gate.kind={self.kind}: such a gate looks at one token by itself; use "
                 "gate.window=0, or gate.kind=attention."
             )
-        if self.layer_offset not in (0, 1):
-            raise ValueError(f"gate.layer_offset={self.layer_offset}: expected 0 (own layer) or 1 (the layer before).")
         if self.first_layer < self.layer_offset:
             raise ValueError(
                 f"gate.first_layer={self.first_layer}: expected at least 1 with gate.layer_offset=1, "

@@ -143,11 +143,7 @@ def short(value: Any) -> str:
 
 
 def check(key: Key, value: Any) -> Any:
-    """Return the value when it fits the key.
-
-    Raises:
-        ConfigError: naming the key, the value, what was expected and the nearest choice.
-    """
+    """Return the value when it fits the key."""
     if any(mark in text for mark in ("${", "???") for text in _texts(value)):
         raise ConfigError(f"{key.name}={short(value)}: ${{...}} and ??? are not supported; {key.instead}")
     if key.accepts(value):
@@ -199,16 +195,8 @@ def parse_yaml(text: str) -> Any:
         raise ConfigError(f"not valid YAML{where}: {reason[:200]}") from None
 
 
-def _outside_quotes(text: str) -> str:
-    return re.sub(r"'[^']*'|\"[^\"]*\"", "", text)
-
-
 def from_text(key: Key, text: str) -> Any:
-    """Read the right-hand side of ``key=text``: as YAML, or as plain text; one item may stand for a list.
-
-    Raises:
-        ConfigError: when no reading fits the key.
-    """
+    """Read the right-hand side of ``key=text``: as YAML, or as plain text; one item may stand for a list."""
     if not text:
         raise ConfigError(f"{key.name}= has no value: expected {key.expected()}")
     value: Any = text
@@ -216,7 +204,8 @@ def from_text(key: Key, text: str) -> Any:
         value = parse_yaml(text)
     if isinstance(value, str) and not (text[0] == text[-1] and text[0] in "'\""):
         value = text  # as given: YAML would drop what follows " #" and join lines
-    if get_origin(key.type) is list and value == text and "," in _outside_quotes(text):
+    unquoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", text)
+    if get_origin(key.type) is list and value == text and "," in unquoted:
         raise ConfigError(f"{key.name}={short(text)}: expected {key.expected()}; write {key.name}=[{text}]")
     readings = [value] if value is None else [value, text, [value]]
     fitting = [reading for reading in readings if key.accepts(reading)]

@@ -44,11 +44,7 @@ def recipes(program: str | None = None) -> dict[str, Path]:
 
 
 def find_recipe(name: str, folder: Path) -> Path:
-    """Find a shipped recipe by name, or a YAML file by its path, relative to ``folder``.
-
-    Raises:
-        ConfigError: when there is none, with the nearest name.
-    """
+    """Find a shipped recipe by name, or a YAML file by its path, relative to ``folder``."""
     if name.endswith((".yaml", ".yml")) or "/" in name:
         return folder / os.path.expanduser(name)
     shipped = recipes()
@@ -68,9 +64,6 @@ def read_values(path: Path, known: Mapping[str, Key], heirs: tuple[Path, ...] = 
 
     Returns:
         Values by dotted key, ``recipe`` (the file's name) among them.
-
-    Raises:
-        ConfigError: for an unreadable file, a cycle of bases, an unknown key or a value that does not fit.
     """
     path = Path(os.path.abspath(path))
     if path in heirs:
@@ -147,9 +140,6 @@ def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
     Args:
         schema: dataclass; ``recipe`` and ``resume`` mean something only when it has such a key.
         overrides: text by dotted key.
-
-    Raises:
-        ConfigError: for anything wrong with keys, values, files or their combination.
     """
     known = keys(schema)
     mappings = {name: key for name, key in known.items() if get_origin(key.type) is dict}
@@ -193,11 +183,7 @@ def _with_entry(mapping: Key, values: Mapping[str, Any], name: str, text: str) -
 
 
 def load_config(path: str | Path, schema: type[T]) -> T:
-    """Read a YAML file, such as the ``config.yaml`` of a run folder.
-
-    Raises:
-        ConfigError: as :func:`resolve`.
-    """
+    """Read a YAML file, such as the ``config.yaml`` of a run folder."""
     return build(schema, read_values(Path(path), keys(schema)))
 
 
@@ -209,15 +195,7 @@ def dump(config: Any) -> str:
 
 
 def check_resume(config: Any, run: str | Path) -> None:
-    """Refuse to continue a run with another model, other data or another objective.
-
-    Args:
-        config: what is asked for now.
-        run: folder of the run to continue.
-
-    Raises:
-        ConfigError: naming the first key that differs and both values, or when there is no such run.
-    """
+    """Refuse to continue a run with another model, other data or another objective."""
     before = load_config(_run_config(run), type(config))
     for name in keys(type(config)):
         old, new = operator.attrgetter(name)(before), operator.attrgetter(name)(config)

@@ -8,35 +8,16 @@ from __future__ import annotations
 
 import re
 import warnings
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING
 
-from ag.config import sections
-from ag.config.gate import GateConfig
 from ag.config.keys import ConfigWarning
 
-
-class Run(Protocol):
-    """What is read of a whole run, :class:`ag.config.schema.Config`."""
-
-    recipe: str
-    train: Literal["gates", "gates+lora", "lora"]
-    model: sections.ModelConfig
-    lora: sections.LoraConfig
-    data: sections.DataConfig
-    gate: GateConfig
-    loss: sections.LossConfig
-    warmup: sections.WarmupConfig
-    optim: sections.OptimConfig
-    trainer: sections.TrainerConfig
-    export: sections.ExportConfig
+if TYPE_CHECKING:
+    from ag.config.schema import Config
 
 
-def validate(config: Run) -> None:
-    """Refuse combinations of keys that make no sense, and warn of one that rarely does.
-
-    Raises:
-        ValueError: one sentence with the keys, why they clash and the fix.
-    """
+def validate(config: Config) -> None:
+    """Refuse combinations of keys that make no sense, and warn of one that rarely does."""
     _refuse(
         re.fullmatch(r"\w[\w.-]*", config.recipe) is None,
         f"recipe={config.recipe!r}: the name is also that of a folder; use letters, digits, '.', '_' and '-'",
@@ -44,15 +25,11 @@ def validate(config: Run) -> None:
     _objective(config)
     _data(config)
     _hardware(config)
-    gated = config.train != "lora" and config.loss.objective != "regress" and config.loss.alpha > 0
-    if (
-        gated
-        and not config.loss.draws_share
-        and config.loss.mean == "soft"
-        and config.loss.beta > config.gate.threshold
-    ):
+    loss, gated = config.loss, config.train != "lora" and config.loss.objective != "regress"
+    aimed = gated and loss.alpha > 0 and not loss.draws_share and loss.mean == "soft"
+    if aimed and loss.beta > config.gate.threshold:
         warnings.warn(
-            f"loss.beta={config.loss.beta} is above gate.threshold={config.gate.threshold}: gates with that "
+            f"loss.beta={loss.beta} is above gate.threshold={config.gate.threshold}: gates with that "
             "mean keep nearly every token; choose a smaller loss.beta, or loss.mean=hard",
             ConfigWarning,
             stacklevel=2,
@@ -64,7 +41,7 @@ def _refuse(clash: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _objective(config: Run) -> None:
+def _objective(config: Config) -> None:
     train, objective = config.train, config.loss.objective
     regress_steps, max_steps = config.warmup.regress_steps, config.trainer.max_steps
     _refuse(
@@ -127,7 +104,7 @@ def _objective(config: Run) -> None:
     )
 
 
-def _shares(config: Run) -> None:
+def _shares(config: Config) -> None:
     loss = config.loss
     _refuse(
         not loss.draws_share and loss.share_low != type(loss).share_low,
@@ -146,7 +123,7 @@ def _shares(config: Run) -> None:
         _refuse(loss.draws_share and clash, f"loss.share_high={loss.share_high} with {other}: {why}")
 
 
-def _data(config: Run) -> None:
+def _data(config: Config) -> None:
     data, gate = config.data, config.gate
     plain = data.kind == "text" and data.packing != "split"
     _refuse(
@@ -237,7 +214,7 @@ def _data(config: Run) -> None:
         )
 
 
-def _hardware(config: Run) -> None:
+def _hardware(config: Config) -> None:
     model, precision = config.model, config.trainer.precision
     on_cpu, flash = config.trainer.accelerator == "cpu", model.attn_implementation == "flash_attention_2"
     nf4 = model.quantization == "nf4"

@@ -44,9 +44,6 @@ def explain(config: ExplainConfig, tell: Callable[[str], None]) -> list[Path]:
     Args:
         config: what to draw.
         tell: is given a line about each picture that there cannot be.
-
-    Raises:
-        UserError: naming what is wrong with a policy, the gates, the model or the data, and the fix.
     """
     plan = _policies(config)
     task = tasks.make(config.task, config.root, **config.task_options)

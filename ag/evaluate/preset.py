@@ -29,15 +29,10 @@ TASK = "responses"
 
 @dataclass(frozen=True)
 class Preset:
-    """What to compare.
-
-    Attributes:
-        config: settings of the comparison.
-        names: what each of its policies is called here.
-    """
+    """What to compare."""
 
     config: CompareConfig
-    names: dict[str, str]
+    names: dict[str, str]  # what each of its policies is called here
 
     def name(self, result: Result) -> str:
         """What a result is called: ``full cache``, ``flags``, ``gates 0.5``, ``h2o 0.5``."""
@@ -64,11 +59,7 @@ def run(asked: Invocation[EvaluateConfig]) -> int:
 
 
 def translate(config: EvaluateConfig) -> Preset:
-    """Return the comparison that is meant.
-
-    Raises:
-        UserError: naming what is wrong with the run or a policy, and the fix.
-    """
+    """Return the comparison that is meant."""
     if config.run is None and config.root is None:
         raise UserError("nothing to evaluate on: give run=RUN, or root=FOLDER of plain documents.")
     if config.file.suffix != ".json":

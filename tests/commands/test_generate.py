@@ -68,8 +68,7 @@ def test_text_and_numbers_are_those_of_masked_forward_passes(folder, tiny_llama,
     )
     assert (found.prompt_tokens, found.evicted) == (len(ids), pytest.approx(evicted))
     seen, token = len(ids) + NEW - 1, 3 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, head size, bytes
-    assert found.full_kv_bytes == seen * token
-    held = found.full_kv_bytes - evicted * len(ids) * token
+    held = seen * token - evicted * len(ids) * token
     assert held <= found.kv_bytes < held + 32 * token  # and some spare slots to append to
 
 
@@ -115,7 +114,7 @@ def test_compare_adds_the_text_of_transformers_own_cache(folder, tiny_llama, tin
         tiny_tokenizer.decode(expected, skip_special_tokens=True),
         0,
     )
-    assert both["full cache"].kv_bytes >= both["full cache"].full_kv_bytes > both["gates"].kv_bytes
+    assert both["full cache"].kv_bytes > both["gates"].kv_bytes
     [(name, alone)] = generate(config(folder, gates=None, model=str(folder / "base"))).items()
     assert (name, alone.text) == ("full cache", both["full cache"].text)
 

@@ -29,21 +29,13 @@ VERSIONS = versions("ag", "torch", "transformers")
 
 @dataclass(frozen=True)
 class Cell:
-    """One policy at one budget on one task.
+    """One policy at one budget on one task."""
 
-    Attributes:
-        key: a hash of all that the result depends on; the same in every process and run.
-        label: what tables call the policy; see :func:`ag.engine.spec.named`.
-        policy: what is evicted.
-        task: what it is tried on.
-        model: hub id or folder.
-    """
-
-    key: str
-    label: str
+    key: str  # a hash of all that the result depends on; the same in every process and run
+    label: str  # what tables call the policy; see ag.engine.spec.named
     policy: Policy
     task: Task
-    model: str
+    model: str  # hub id or folder
 
     @property
     def name(self) -> str:
@@ -55,12 +47,7 @@ class Cell:
         return self.label if self.policy.budget is None else f"{self.label} {self.policy.budget}"
 
     def untouched(self, samples: Sequence[Any], prefill: str) -> int:
-        """Return how many samples this policy cannot change: nothing is read behind what it evicts from.
-
-        Args:
-            samples: the task's.
-            prefill: what later tokens of a prompt see; see :class:`Summary`.
-        """
+        """Return how many of the task's samples it cannot change: nothing is read behind what it evicts from."""
         if not self.policy.spec.evicts or prefill == "sparse":
             return 0
         first = self.policy.block or math.inf  # tokens of a prompt that are read before any is evicted
@@ -77,14 +64,7 @@ class Cell:
     def summary(
         self, outcomes: Sequence[Outcome], loaded: Loaded, prefill: str, conditions: Mapping[str, Any]
     ) -> Summary:
-        """Make the summary of what became of its samples.
-
-        Args:
-            outcomes: outcomes of the samples.
-            loaded: the samples.
-            prefill: what later tokens of a prompt see; see :class:`Summary`.
-            conditions: see :func:`ag.evaluate.comparison.conditions.conditions`.
-        """
+        """Make the summary of the outcomes of its samples; ``conditions`` are further fields of :class:`Summary`."""
         mean, error = mean_and_error([outcome.score for outcome in outcomes])
         tokens = sum(outcome.tokens for outcome in outcomes)
         return Summary(
@@ -134,11 +114,7 @@ class Cell:
 
 
 def list_cells(config: CompareConfig) -> list[Cell]:
-    """Return the cells, task by task; unknown names and wrong values are found before a model is loaded.
-
-    Raises:
-        UserError: naming a policy, budget or task, what was expected and the nearest name.
-    """
+    """Return the cells, task by task; unknown names and wrong values are found before a model is loaded."""
     budgets = [parse_budget(budget) for budget in config.budgets]
     specs = config.specs
     named_options = {config.called.get(name, name): options for name, options in config.policy_options.items()}

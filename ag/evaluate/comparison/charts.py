@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ag.evaluate.comparison import by_position
 from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.folder import tag_values
-from ag.evaluate.comparison.result import Result, pair
+from ag.evaluate.comparison.result import Result, by_position, pair
 from ag.evaluate.comparison.shares import held, shown
-from ag.evaluate.comparison.statistics import bootstrap, mean_and_error
+from ag.evaluate.comparison.statistics import bootstrap
 
 SEVERAL = 2  # kept shares that make a curve
 KEPT = "kept share of the prompt"
@@ -39,38 +38,23 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """A policy's points.
-
-    Attributes:
-        look: its colour and mark.
-        name: what a legend calls it, with the shares that it holds.
-        points: from left to right.
-        level: whether it goes through all of the chart, to hold the others against: the full cache.
-    """
+    """A policy's points."""
 
     look: Look
-    name: str
-    points: Sequence[Point]
-    level: bool = False
+    name: str  # in the legend, with the shares that it holds
+    points: Sequence[Point]  # from left to right
+    level: bool = False  # whether it goes through all of the chart, to hold the others against: the full cache
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over kept shares or over positions.
+    """Lines over kept shares or over positions."""
 
-    Attributes:
-        title: the task, and how many samples it has.
-        x_label: what is to the right.
-        y_label: what goes up.
-        lines: one line for each policy.
-        zero: look of what the others are differences to, which is a level at 0; None: these are no differences.
-    """
-
-    title: str
+    title: str  # the task, and how many samples it has
     x_label: str
     y_label: str
-    lines: Sequence[Line]
-    zero: Look | None = None
+    lines: Sequence[Line]  # one for each policy
+    zero: Look | None = None  # of what the others are differences to, a level at 0; None: these are no differences
 
     @property
     def over_shares(self) -> bool:
@@ -188,16 +172,12 @@ def along(comparison: Comparison, task: str) -> list[Chart]:
         compared = any(base is not None for _, base in bases)
         lines = []
         for result, base in bases:
-            if base is not None:
-                means, form = by_position.difference(result, base), "+.3f"
-            elif not compared:
-                nats = by_position.curve(result.outcomes)
-                means, form = {start: mean_and_error(values) for start, values in nats.items()}, ".3f"
-            else:
+            if base is None and compared:
                 continue
+            form = ".3f" if base is None else "+.3f"
             points = [
                 Point(x, y, y - (error or 0.0), y + (error or 0.0), f"{shown(result)}: {y:{form}} from {x:,}")
-                for x, (y, error) in means.items()
+                for x, (y, error) in by_position(result, base).items()
             ]
             lines += [Line(looks(comparison)[result.summary.label], short(shown(result)), points)] if points else []
         if lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 from datetime import UTC, datetime
@@ -17,11 +18,9 @@ UNKNOWN = "unknown"  # rows of earlier versions do not say it
 
 
 def conditions(config: CompareConfig, command: str) -> dict[str, Any]:
-    """Return what a summary holds of this process at this moment: fields of :class:`Summary`.
+    """Return the fields of a :class:`Summary` that this process and moment decide.
 
-    Args:
-        config: settings of the comparison.
-        command: the command line, or what :func:`called` returns.
+    ``command`` is the command line, or what :func:`called` returns.
     """
     device = torch.device(config.device)
     return {
@@ -48,17 +47,14 @@ def measured(summaries: Sequence[Summary]) -> list[tuple[str, str]]:
     """Return name and text of what a comparison was measured with; values that some rows alone have are counted."""
     dates = sorted(summary.date for summary in summaries if summary.date is not None)
     period = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
-    found = [
-        ("model", _counted(summaries, _weights)),
-        (
-            "versions",
-            _counted(summaries, lambda summary: ", ".join(f"{name} {one}" for name, one in summary.versions.items())),
-        ),
-        ("hardware", _counted(summaries, _hardware)),
-        ("date", _counted(summaries, lambda summary: UNKNOWN if summary.date is None else period)),
-        ("command", _counted(summaries, lambda summary: summary.command or UNKNOWN)),
-    ]
-    return [(name, text) for name, texts in found for text in texts]
+    said: dict[str, Callable[[Summary], str]] = {
+        "model": _weights,
+        "versions": lambda summary: ", ".join(f"{name} {one}" for name, one in summary.versions.items()),
+        "hardware": _hardware,
+        "date": lambda summary: UNKNOWN if summary.date is None else period,
+        "command": lambda summary: summary.command or UNKNOWN,
+    }
+    return [(name, text) for name, say in said.items() for text in _counted(list(map(say, summaries)))]
 
 
 def prompts(summaries: Iterable[Summary]) -> str:
@@ -66,35 +62,28 @@ def prompts(summaries: Iterable[Summary]) -> str:
     summary = next((summary for summary in summaries if summary.prompt_mean is not None), None)
     if summary is None:
         return f"prompts: {UNKNOWN}; options: {UNKNOWN}"
-    spread = (
-        ""
-        if summary.prompt_min == summary.prompt_max
-        else f" on average ({summary.prompt_min} to {summary.prompt_max})"
-    )
+    low, high = summary.prompt_min, summary.prompt_max
+    spread = "" if low == high else f" on average ({low} to {high})"
     options = ", ".join(f"{name}={_plain(one)}" for name, one in (summary.task_options or {}).items())
     return f"prompts: {summary.prompt_mean:g} tokens{spread}; options: {options or 'none'}"
 
 
 def _weights(summary: Summary) -> str:
-    dtype = summary.dtype or f"dtype {UNKNOWN}"
-    return f"{summary.model}, {dtype}" + (
-        f", {summary.quantization}" if summary.quantization not in (None, "none") else ""
-    )
+    parts = [summary.model, summary.dtype or f"dtype {UNKNOWN}", summary.quantization or "none"]
+    return ", ".join(parts).removesuffix(", none")
 
 
 def _hardware(summary: Summary) -> str:
-    threads = (
-        "" if summary.threads is None else f", {summary.threads} {'thread' if summary.threads == 1 else 'threads'}"
-    )
-    return (summary.hardware or UNKNOWN) + threads
+    found = summary.hardware or UNKNOWN
+    return found if summary.threads is None else f"{found}, {summary.threads} thread{'s' * (summary.threads != 1)}"
 
 
-def _counted(summaries: Sequence[Summary], say: Callable[[Summary], str]) -> list[str]:
-    texts = [say(summary) for summary in summaries]
-    several = len(set(texts)) > 1
-    return [
-        f"{text} ({texts.count(text)} of {len(summaries)} rows)" if several else text for text in dict.fromkeys(texts)
-    ]
+def _counted(texts: Sequence[str]) -> list[str]:
+    """Return each text once, and where there are several in how many rows it stands."""
+    counts = Counter(texts)
+    if len(counts) == 1:
+        return [*counts]
+    return [f"{text} ({count} of {len(texts)} rows)" for text, count in counts.items()]
 
 
 def _plain(value: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ag.evaluate.comparison.findings import SIGNIFICANT
 from ag.evaluate.comparison.result import Result, pair
 from ag.evaluate.comparison.statistics import Paired
 
@@ -15,36 +14,28 @@ HALVED = math.log(2)  # nats: a token of the right answer is half as likely
 
 @dataclass(frozen=True)
 class Distance:
-    """A policy against the full cache.
-
-    Attributes:
-        result: the policy's result.
-        full: the full cache's result.
-        gain: how much better the policy is in what judges it: the score, or nats; below 0 where it is behind.
-        unit: unit of the gain.
-        score: its score minus that of the full cache, where nats judge; else None.
-    """
+    """A policy against the full cache."""
 
     result: Result
     full: Result
-    gain: Paired
-    unit: str
-    score: Paired | None
+    gain: Paired  # how much better it is in what judges it, the score or nats; below 0 where it is behind
+    unit: str  # of the gain
+    score: Paired | None  # its score minus that of the full cache, where nats judge
 
     @property
     def is_far(self) -> bool:
         """Whether much is lost: half of the score above the floor, or ln 2 nats a token, and more than chance."""
         mine, best = self.result.summary, self.full.summary
         scored = self.score or (self.gain if best.higher_is_better else None)
-        if best.higher_is_better and scored is not None and certain(scored):
+        if best.higher_is_better and scored is not None and scored.certain:
             assert mine.mean is not None and best.mean is not None  # both have samples
             if best.mean - mine.mean > LOST * (best.mean - (best.floor or 0.0)):
                 return True
-        return self.unit == "nats" and -self.gain.difference > HALVED and certain(self.gain)
+        return self.unit == "nats" and -self.gain.difference > HALVED and self.gain.certain
 
     def __str__(self) -> str:
         text = f"{self.result.summary.label}, {ahead(self.gain, self.unit, self.full.summary.label)}"
-        return text if certain(self.gain) else f"{text}, which may be chance (p = {self.gain.p:.3f})"
+        return text if self.gain.certain else f"{text}, which may be chance (p = {self.gain.p:.3f})"
 
     @property
     def scores(self) -> str:
@@ -57,15 +48,7 @@ class Distance:
 
 
 def distance(result: Result, full: Result | None, nats: bool, lower: bool, unit: str) -> Distance | None:
-    """Compare a policy with the full cache; None where either has no result, or the policy is the full cache.
-
-    Args:
-        result: the policy's result.
-        full: the full cache's result.
-        nats: whether nats of right answers judge, in place of the score.
-        lower: whether less of what judges is better.
-        unit: unit of the score or of nats, whichever judges.
-    """
+    """Compare a policy with the full cache; None where either has no result, or the policy is the full cache."""
     if full is None or not result.evicts:
         return None
     gain = better(result, full, nats, lower)
@@ -75,11 +58,6 @@ def distance(result: Result, full: Result | None, nats: bool, lower: bool, unit:
 def better(result: Result, other: Result, nats: bool, lower: bool) -> Paired | None:
     """Return how much better a result is than another, above 0 where it is; None where they share no sample."""
     return pair(other, result, nats) if lower else pair(result, other, nats)
-
-
-def certain(paired: Paired) -> bool:
-    """Whether a difference is more than chance: its interval and its test exclude 0."""
-    return (paired.low > 0 or paired.high < 0) and paired.p < SIGNIFICANT
 
 
 def ahead(gain: Paired, unit: str, other: str) -> str:

@@ -14,44 +14,28 @@ from ag.evaluate.comparison.cells import Cell
 from ag.evaluate.comparison.folder import Folder, Summary
 from ag.evaluate.comparison.result import Result, pair
 from ag.evaluate.comparison.shares import apart, at_budget, differing, held, may_pair, percent
-from ag.evaluate.comparison.statistics import sign_flips
+from ag.evaluate.comparison.statistics import SIGNIFICANT, sign_flips
 from ag.evaluate.tasks import unit
-
-SIGNIFICANT = 0.05
 
 
 @dataclass(frozen=True)
 class Wins:
-    """Every pair of policies that hold equally much at a budget, and the full cache beside each of them.
+    """Every pair of P policies that hold equally much at a budget, and the full cache beside each of them."""
 
-    Attributes:
-        names: the P policies, with the shares that they hold.
-        share: `[P, P]` share of the tasks in which the row's mean is better than the column's, a tie being half.
-        certain: `[P, P]` how many of these tasks show it with p below 0.05.
-        tasks: in how many tasks both may be paired; see :func:`ag.evaluate.comparison.shares.may_pair`.
-    """
-
-    names: list[str]
-    share: NDArray[np.float64]
-    certain: NDArray[np.int64]
-    tasks: NDArray[np.int64]
+    names: list[str]  # with the shares that they hold
+    share: NDArray[np.float64]  # `[P, P]` of the tasks in which the row's mean is better, a tie being half
+    certain: NDArray[np.int64]  # `[P, P]` how many of these tasks show it with p below 0.05
+    tasks: NDArray[np.int64]  # `[P, P]` in how many tasks both may be paired
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All cells, in their order.
-
-    Attributes:
-        folder: where the results are.
-        baseline: the policy that others are tested against.
-        results: of the cells.
-        hidden: names of the rows in the folder that earlier commands asked for and this one does not.
-    """
+    """All cells, in their order."""
 
     folder: Path
-    baseline: str
+    baseline: str  # the policy that others are tested against
     results: list[Result]
-    hidden: Sequence[str] = ()
+    hidden: Sequence[str] = ()  # names of the rows in the folder that earlier commands asked for and this one does not
 
     @classmethod
     def of(
@@ -73,13 +57,11 @@ class Comparison:
     def tested(cls, folder: Path, baseline: str, results: list[Result], hidden: Sequence[str] = ()) -> Comparison:
         """Compare each result with the baseline."""
         made = cls(folder, baseline, results, hidden)
-        bases = [(result, made.baseline_of(result)) for result in results]
-        found = [
-            result
-            if base is None
-            else replace(result, paired=pair(result, base), paired_nats=pair(result, base, nats=True))
-            for result, base in bases
-        ]
+        found = []
+        for result in results:
+            if base := made.baseline_of(result):
+                result = replace(result, paired=pair(result, base), paired_nats=pair(result, base, nats=True))
+            found.append(result)
         return replace(made, results=found)
 
     @property

@@ -37,89 +37,44 @@ class CorruptRowWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Summary:
-    """What came out of one cell.
+    """What came out of one cell; what is None by default is not known in rows of earlier versions."""
 
-    Attributes:
-        key: key of the cell; the same for the same question asked again.
-        policy: repr of the policy.
-        label: what tables call the policy.
-        budget: what was asked for: a share of the prompt, or tokens per KV head; None without a budget.
-        kept: share of the prompts' (token, layer, KV head) entries that was held, measured in the cache; of all tokens
-            seen where eviction goes on.
-        task: its name.
-        metric: what its scores are.
-        higher_is_better: whether more of the metric is better.
-        mean: mean of the scores; None when there is a problem.
-        error: standard error of the mean; None for a single sample.
-        n: samples scored.
-        too_long: samples left out because they do not fit the model.
-        too_short: samples left out because they have too few tokens for the task.
-        cut: samples that lost tokens from their middle, as the rules of LongBench have it.
-        seconds: for all samples.
-        kv_bytes: bytes allocated for keys and values after the prompt, or at the end where eviction goes on, the mean
-            over samples.
-        prefill: what later prompt tokens see: ``dense`` (everything), ``sparse`` (what gates keep), ``blocks:m``.
-        model: hub id or folder.
-        versions: versions of the libraries.
-        problem: why there is no result.
-        question: ``after``: read when the context had been evicted, ``before``: part of the prompt; None: no question.
-        nats: negative log-likelihood of the right answers per token, the mean over samples; None: not measured.
-        hits: share of the samples in which each token of the right answer is the likeliest; None: not measured.
-        floor: the mean up to which a full cache shows that the model cannot do the task; None where there is none.
-        over_budget: samples in which more is protected than the budget allows, and stays; None: not known.
-
-    What follows is None where it is not known, as in lines of earlier versions:
-
-    Attributes:
-        untouched: samples that the policy cannot change; see :meth:`ag.evaluate.comparison.cells.Cell.untouched`.
-        dtype: type of the model's weights.
-        quantization: quantization of the model's weights, ``none`` or ``nf4``.
-        prompt_mean: tokens of a sample that a policy may evict, the mean over samples.
-        prompt_min: tokens of the shortest prompt.
-        prompt_max: tokens of the longest prompt.
-        task_options: the task's options with their values, defaults included.
-        hardware: the GPU, or the CPU that it ran on.
-        threads: that computed on the CPU.
-        date: when the line was written, UTC in ISO 8601.
-        command: the command line, or the Python call.
-    """
-
-    key: str
-    policy: str
-    label: str
-    budget: int | float | None
-    kept: float | None
+    key: str  # of the cell: the same for the same question asked again
+    policy: str  # its repr
+    label: str  # what tables call it
+    budget: int | float | None  # what was asked for: a share of the prompt, or tokens per KV head
+    kept: float | None  # share of the prompts' (token, layer, KV head) entries; of all tokens where eviction goes on
     task: str
     metric: str
     higher_is_better: bool
-    mean: float | None
-    error: float | None
-    n: int
-    too_long: int
-    too_short: int
-    cut: int
-    seconds: float
-    kv_bytes: float
-    prefill: str
-    model: str
-    versions: dict[str, str]
-    problem: str | None = None
-    question: str | None = None
-    nats: float | None = None
-    hits: float | None = None
-    floor: float | None = None
-    over_budget: int | None = None
-    untouched: int | None = None
-    dtype: str | None = None
-    quantization: str | None = None
-    prompt_mean: float | None = None
+    mean: float | None  # of the scores; None when there is a problem
+    error: float | None  # standard error of the mean; None for a single sample
+    n: int  # samples scored
+    too_long: int  # samples left out because they do not fit the model
+    too_short: int  # samples left out because they have too few tokens for the task
+    cut: int  # samples that lost tokens from their middle, as the rules of LongBench have it
+    seconds: float  # for all samples
+    kv_bytes: float  # allocated after the prompt, or at the end where eviction goes on, the mean over samples
+    prefill: str  # what later prompt tokens see: dense (everything), sparse (what gates keep), blocks:m
+    model: str  # hub id or folder
+    versions: dict[str, str]  # of the libraries
+    problem: str | None = None  # why there is no result
+    question: str | None = None  # after: read when the context had been evicted; before: part of the prompt
+    nats: float | None = None  # of the right answers per token, the mean over samples
+    hits: float | None = None  # share of the samples in which each token of the right answer is the likeliest
+    floor: float | None = None  # the mean up to which a full cache shows that the model cannot do the task
+    over_budget: int | None = None  # samples in which more is protected than the budget allows, and stays
+    untouched: int | None = None  # samples that the policy cannot change; see Cell.untouched
+    dtype: str | None = None  # of the model's weights
+    quantization: str | None = None  # of the model's weights: none or nf4
+    prompt_mean: float | None = None  # tokens of a sample that a policy may evict
     prompt_min: int | None = None
     prompt_max: int | None = None
-    task_options: dict[str, Any] | None = None
-    hardware: str | None = None
-    threads: int | None = None
-    date: str | None = None
-    command: str | None = None
+    task_options: dict[str, Any] | None = None  # with their values, defaults included
+    hardware: str | None = None  # the GPU, or the CPU that it ran on
+    threads: int | None = None  # that computed on the CPU
+    date: str | None = None  # when the line was written, UTC in ISO 8601
+    command: str | None = None  # the command line, or the Python call
 
     @property
     def name(self) -> str:
@@ -140,7 +95,7 @@ HINTS[Outcome]["tags"] = dict[str, str | int | float]
 
 
 def read_line(line: str, kind: type[Any]) -> Any:
-    """Read a :class:`Row` or an Outcome from a line of JSON.
+    """Read a :class:`Summary` or an Outcome from a line of JSON.
 
     Raises:
         ValueError: saying what is wrong with it.
@@ -174,14 +129,7 @@ def tag_values(outcomes: Sequence[Outcome], name: str) -> dict[str, float]:
 
 
 class Folder:
-    """The folder of a comparison.
-
-    Args:
-        path: made when it is not there.
-
-    Raises:
-        UserError: when it cannot be made or written to.
-    """
+    """The folder of a comparison, made when it is not there."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -251,9 +199,8 @@ class Folder:
         """Write what came out of a cell; after a crash it is there as a whole, or not at all."""
         text = "".join(json.dumps(asdict(outcome), allow_nan=False) + "\n" for outcome in outcomes)
         self._replace(self._beside("samples", summary.key, "jsonl"), text.encode())
-        self._replace(
-            self._beside("views", summary.key, "json"), json.dumps([view.to_json() for view in views]).encode()
-        )
+        shown = json.dumps([view.to_json() for view in views])
+        self._replace(self._beside("views", summary.key, "json"), shown.encode())
         line = json.dumps(asdict(summary), allow_nan=False).encode() + b"\n"
         with FileLock(self.path / "locks" / ROWS), (self.path / ROWS).open("a+b") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))

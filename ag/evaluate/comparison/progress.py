@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 from rich.console import Console
@@ -17,11 +17,6 @@ class Progressing:
     """Cells, the samples of those at work, and the time that the rest will take.
 
     The time is that of the cells that this process has run so far, cells of other tasks taken as equal.
-
-    Args:
-        console: where it is shown.
-        total: number of cells.
-        clock: gives seconds.
     """
 
     def __init__(self, console: Console, total: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,10 +24,14 @@ class Progressing:
         self._begun = self._last = clock()
         self._first: float | None = None  # cells that were there at the start
         self._done = 0.0
-        self._name, self._samples, self._outcomes, self._together = "", 0, 0, 1
+        self._name, self._samples, self._outcomes, self._together = "cells", 0, 0, 1
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[said]}"))
-        self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
-        self._task = self._bar.add_task("cells", total=total, said="") if self._bar else None
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._task = self._bar.add_task(self._name, total=total, said="")
+
+    def shown(self) -> AbstractContextManager[object]:
+        """Return the context in which a terminal shows it."""
+        return self._bar if self._console.is_terminal else nullcontext()
 
     def cells(self, done: float) -> None:
         """Set how many cells have a row."""
@@ -55,32 +54,28 @@ class Progressing:
         """Take back the samples of the cells at work: they are run again."""
         self._outcomes = 0
 
+    @property
+    def _at_work(self) -> float:
+        """What is done of the cells at work, in cells."""
+        return self._outcomes / self._samples if self._samples else 0.0
+
     def said(self) -> str:
         """Return the numbers in words."""
         parts = [f"{int(self._done)} of {self._total} cells"]
         if self._samples:
             parts.append(f"{self._outcomes // self._together} of {self._samples} samples")
-        fraction = self._outcomes / self._samples if self._samples else 0.0
-        here = self._done + fraction - (self._first or 0)
+        first = self._first or 0
+        here = self._done + self._at_work - first
         # results of samples that run together come together, so that the first of them says nothing about time
-        if here > 0 and (self._outcomes >= self._together or self._done > (self._first or 0)):
-            left = (self._total - self._done - fraction) * (self._clock() - self._begun) / here
+        if here > 0 and (self._outcomes >= self._together or self._done > first):
+            left = (self._total - self._done - self._at_work) * (self._clock() - self._begun) / here
             parts.append(f"about {timedelta(seconds=round(left))} left")
         return ", ".join(parts)
 
     def _show(self) -> None:
-        if self._bar is not None and self._task is not None:
-            done = self._done + (self._outcomes / self._samples if self._samples else 0.0)
-            self._bar.update(self._task, completed=done, description=self._name or "cells", said=self.said())
+        if self._console.is_terminal:
+            done = self._done + self._at_work
+            self._bar.update(self._task, completed=done, description=self._name, said=self.said())
         elif self._clock() - self._last >= SECONDS:
             self._last = self._clock()
             self._console.print(f"{self.said()} ({self._name})", soft_wrap=True, highlight=False)
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show it while the block runs."""
-        if self._bar is None:
-            yield
-        else:
-            with self._bar:
-                yield

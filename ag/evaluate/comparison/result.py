@@ -17,23 +17,14 @@ from ag.evaluate.tasks import Outcome
 
 @dataclass(frozen=True)
 class Result:
-    """A cell with all that came out of it.
-
-    Attributes:
-        summary: its summary.
-        outcomes: outcomes of its samples.
-        views: what it kept of a few prompts.
-        spec: what its policy is made of.
-        paired: against the baseline on the same task; None for the baseline itself and where either has no result.
-        paired_nats: the same of the right answers' negative log-likelihoods; None where these were not measured.
-    """
+    """A cell with all that came out of it."""
 
     summary: Summary
     outcomes: list[Outcome]
     views: list[View]
     spec: PolicySpec
-    paired: Paired | None = None
-    paired_nats: Paired | None = None
+    paired: Paired | None = None  # against the baseline, where it has another one and both have a result
+    paired_nats: Paired | None = None  # the same of the right answers' nats, where these were measured
 
     @property
     def budget(self) -> str:
@@ -107,6 +98,23 @@ def _parts(one: Result, other: Result) -> list[tuple[NDArray[np.float64], NDArra
             differences = np.array([nats - same[start] for start, nats in mine.items()])
             found.append((differences, np.diff([*mine, outcome.tokens]).astype(np.float64)))
     return found
+
+
+def by_position(result: Result, base: Result | None = None) -> dict[int, tuple[float, float | None]]:
+    """Return by block, ascending, the mean over texts of the nats, with its standard error.
+
+    Args:
+        result: of a task whose outcomes have blocks.
+        base: the differences to this one are taken instead, on the texts and blocks that both have.
+    """
+    others = {} if base is None else {outcome.sample: outcome.blocks for outcome in base.outcomes}
+    found: dict[int, list[float]] = {}
+    for outcome in result.outcomes:
+        zeros = dict.fromkeys(outcome.blocks, 0.0)
+        theirs = zeros if base is None else others.get(outcome.sample, {})
+        for start in outcome.blocks.keys() & theirs.keys():
+            found.setdefault(start, []).append(outcome.blocks[start] - theirs[start])
+    return {start: mean_and_error(values) for start, values in sorted(found.items())}
 
 
 def _matched(mine: Mapping[str, float], theirs: Mapping[str, float]) -> tuple[list[float], list[float]]:

@@ -63,14 +63,10 @@ def may_pair(one: Result, other: Result) -> bool:
 
 
 def at_budget(results: Sequence[Result], budget: str) -> list[Result]:
-    """Return those results of a task that evict and may be compared at a budget.
+    """Return those results of a task that evict and may be compared at a budget; empty: those that were told none.
 
     The one that holds least of those that were told this budget sets the share: others may protect more than it. What
     was told no budget (flags) takes part where it holds as much by itself.
-
-    Args:
-        results: of one task.
-        budget: as it is written; empty: those that were told none.
     """
     evicting, least = _evicting(results, budget)
     return [result for result in evicting if not budget or (least is not None and hold_alike(result, least))]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 RESAMPLES = 10_000
 SEED = 0
+SIGNIFICANT = 0.05
 MOST_EXACT = 12  # differences whose 2^n sign patterns are all tried
 PER_CHUNK = 2_000_000  # random numbers held at once
 
@@ -20,23 +21,19 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Paired:
-    """One policy against another on the same samples.
+    """One policy against another on the same samples."""
 
-    Attributes:
-        n: samples that both have scores for.
-        difference: mean of mine minus theirs.
-        error: its standard error; None for a single sample.
-        low: lower end of its 95 % bootstrap interval.
-        high: upper end.
-        p: probability of a mean at least as far from 0 when the sign of each difference is a coin's.
-    """
-
-    n: int
-    difference: float
-    error: float | None
-    low: float
+    n: int  # samples that both have scores for
+    difference: float  # mean of mine minus theirs
+    error: float | None  # its standard error; None for a single sample
+    low: float  # ends of its 95 % bootstrap interval
     high: float
-    p: float
+    p: float  # probability of a mean at least as far from 0 when the sign of each difference is a coin's
+
+    @property
+    def certain(self) -> bool:
+        """Whether it is more than chance: its interval and its test exclude 0."""
+        return (self.low > 0 or self.high < 0) and self.p < SIGNIFICANT
 
 
 def mean_and_error(scores: Sequence[float] | Vector) -> tuple[float, float | None]:
@@ -53,27 +50,22 @@ def compare(
 
     Args:
         mine: scores of one policy.
-        theirs: scores of the other, on the same samples.
+        theirs: scores of the other.
         parts: of each sample the differences of its parts, such as blocks of a book, and their weights; the interval is
             then that of :func:`bootstrap_parts`. None: a sample has no parts.
-
-    Raises:
-        ValueError: when the numbers of scores differ, or there are none.
     """
     differences = np.subtract(np.asarray(mine, np.float64), np.asarray(theirs, np.float64))
     if len(mine) != len(theirs) or not len(differences):
         raise ValueError(f"{len(mine)} and {len(theirs)} scores: expected as many, and at least one")
     low, high = bootstrap(differences) if parts is None else bootstrap_parts(parts)
-    return Paired(len(differences), *mean_and_error(differences), low, high, sign_flip(differences))
+    return Paired(len(differences), *mean_and_error(differences), low, high, float(sign_flips(differences[None])[0]))
 
 
 def bootstrap(differences: Vector, level: float = 0.95) -> tuple[float, float]:
     """Return the percentile interval of the mean of differences ``[n]``, from 10,000 resamples with replacement."""
     n = len(differences)
     generator = np.random.default_rng(SEED)
-    means = [differences[generator.integers(0, n, (rows, n))].mean(1) for rows in _chunks(n)]
-    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    return _interval([differences[generator.integers(0, n, (rows, n))].mean(1) for rows in _chunks(n)], level)
 
 
 def bootstrap_parts(parts: Sequence[tuple[Vector, Vector]], level: float = 0.95) -> tuple[float, float]:
@@ -97,13 +89,12 @@ def bootstrap_parts(parts: Sequence[tuple[Vector, Vector]], level: float = 0.95)
         inside = (generator.random((rows, n, int(counts.max()))) * counts[drawn]).astype(np.int64)
         weight = weights[drawn, inside] * (np.arange(counts.max()) < counts[drawn])
         means.append(((values[drawn, inside] * weight).sum(-1) / weight.sum(-1)).mean(-1))
+    return _interval(means, level)
+
+
+def _interval(means: Sequence[Vector], level: float) -> tuple[float, float]:
     low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
-
-
-def sign_flip(differences: Vector) -> float:
-    """Return the two-sided p-value of the mean of differences ``[n]``; see :func:`sign_flips`."""
-    return float(sign_flips(differences[None])[0])
 
 
 def sign_flips(differences: Vector) -> Vector:

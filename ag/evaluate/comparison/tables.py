@@ -9,10 +9,9 @@ from typing import NamedTuple
 from rich import box
 from rich.table import Table as Printed
 
-from ag.evaluate.comparison import by_position
 from ag.evaluate.comparison.conditions import measured, prompts
 from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.result import Result
+from ag.evaluate.comparison.result import Result, by_position
 from ag.evaluate.comparison.shares import APART
 from ag.evaluate.comparison.statistics import Paired
 from ag.evaluate.comparison.verdict import headlines, verdicts
@@ -136,10 +135,9 @@ def line(result: Result) -> dict[str, Cell]:
 
 
 def along(comparison: Comparison, task: str) -> Table | None:
-    """Return a task by position, None where its outcomes have no blocks.
+    """Return a task by position, None where its outcomes have no blocks; see :data:`BY_POSITION`.
 
-    It holds the baseline's nats, the others' differences to it (nats too where it has no result), and the share that
-    each held at the end. Of more than 12 blocks it shows as many as are evenly spaced.
+    Of more than 12 blocks it shows as many as are evenly spaced.
     """
     results = [result for result in comparison.of_task(task) if result.outcomes and result.outcomes[0].blocks]
     if not results:
@@ -149,10 +147,8 @@ def along(comparison: Comparison, task: str) -> Table | None:
     lines = []
     for result in results:
         base = comparison.baseline_of(result)
-        if base is None:
-            texts = {start: f"{fmean(nats):.3f}" for start, nats in by_position.curve(result.outcomes).items()}
-        else:
-            texts = {start: f"{mean:+.3f}" for start, (mean, _) in by_position.difference(result, base).items()}
+        form = ".3f" if base is None else "+.3f"
+        texts = {start: f"{mean:{form}}" for start, (mean, _) in by_position(result, base).items()}
         ends = [float(outcome.tags[END]) for outcome in result.outcomes if END in outcome.tags]
         held = f"{fmean(ends):.1%}" if ends else ""
         lines.append([Cell(result.name), Cell(held), *(Cell(texts.get(start, "")) for start in starts)])
@@ -210,12 +206,9 @@ def printed(comparison: Comparison) -> Printed:
     for result in comparison.results:
         cells = {column: cell.text for column, cell in line(result).items()}
         difference = cells["difference"].partition(" ")[0]
-        kept = (
-            f"*{cells['kept']}" if result.summary.over_budget else cells["kept"]
-        )  # little room: table.md says how many
-        score = (
-            cells["score"] if result.summary.problem is None else "none"
-        )  # the command says why in a line of its own
+        kept = f"{'*' if result.summary.over_budget else ''}{cells['kept']}"  # little room: table.md says how many
+        # the command says in a line of its own why there is none
+        score = cells["score"] if result.summary.problem is None else "none"
         shown = (kept, score, difference, cells["p"], *(cells[column] for column in nats))
         table.add_row(result.summary.task, result.name, *shown)
     return table

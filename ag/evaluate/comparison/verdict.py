@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ag.evaluate.comparison.distance import Distance, ahead, better, certain, distance
-from ag.evaluate.comparison.findings import SIGNIFICANT, Comparison
+from ag.evaluate.comparison.distance import Distance, ahead, better, distance
+from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.result import Result
 from ag.evaluate.comparison.shares import at_budget, hold_alike
-from ag.evaluate.comparison.statistics import Paired
+from ag.evaluate.comparison.statistics import SIGNIFICANT, Paired
 
 HALF = 0.5
 LETTERS = 120  # of the reason why a policy has no result, which its summary has in full
@@ -18,19 +18,12 @@ LETTERS = 120  # of the reason why a policy has no result, which its summary has
 
 @dataclass(frozen=True)
 class Finding:
-    """What there is to say of a task at a budget.
-
-    Attributes:
-        task: its name.
-        budget: as it is written; empty: policies without one.
-        reason: why there is no verdict; empty where there is one.
-        left_out: the policies that take no part, each with the reason.
-    """
+    """What there is to say of a task at a budget."""
 
     task: str
-    budget: str
-    reason: str = ""
-    left_out: Sequence[str] = field(kw_only=True, default=())
+    budget: str  # as it is written; empty: policies without one
+    reason: str = ""  # why there is no verdict; empty where there is one
+    left_out: Sequence[str] = field(kw_only=True, default=())  # policies that take no part, each with the reason
 
     @property
     def certain(self) -> bool:
@@ -67,27 +60,19 @@ class Verdict(Finding):
 
     Where the best one has gates, rivals are the policies without: gates beside gates are one method. With a single
     policy the rival is what does not evict.
-
-    Attributes:
-        best: the policy with the best mean.
-        rival: the best of the others.
-        gain: how much better ``best`` is than ``rival``, above 0 where it is, with its interval and p.
-        unit: unit of the gain.
-        level: other policies at this budget that cannot be told from the best one.
-        from_full: how far the best policy and its rival are from the full cache; empty without a result of it.
     """
 
     best: Result
     rival: Result
-    gain: Paired
-    unit: str
-    level: Sequence[str]
-    from_full: Sequence[Distance] = ()
+    gain: Paired  # how much better ``best`` is than ``rival``, above 0 where it is
+    unit: str  # of the gain
+    level: Sequence[str]  # other policies at this budget that cannot be told from the best one
+    from_full: Sequence[Distance] = ()  # of the best policy and its rival; empty without a result of the full cache
 
     @property
     def certain(self) -> bool:
-        """Whether the difference is more than chance: its interval and its test exclude 0."""
-        return certain(self.gain)
+        """Whether the difference is more than chance."""
+        return self.gain.certain
 
     @property
     def judged(self) -> list[str]:

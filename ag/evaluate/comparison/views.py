@@ -21,17 +21,11 @@ CONTEXT = 4  # tokens before one that its text may depend on
 
 @dataclass(frozen=True)
 class View:
-    """What a cache kept of one prompt.
+    """What a cache kept of one prompt."""
 
-    Attributes:
-        sample: its id.
-        pieces: its T tokens as text.
-        kept: `[L, Hkv, T]`, True where a token is held.
-    """
-
-    sample: str
-    pieces: list[str]
-    kept: NDArray[np.bool_]
+    sample: str  # its id
+    pieces: list[str]  # its T tokens as text
+    kept: NDArray[np.bool_]  # `[L, Hkv, T]`, True where a token is held
 
     def to_json(self) -> dict[str, Any]:
         """Return it as texts and numbers; flags are bits in base64, the first token in the lowest bit."""

@@ -20,19 +20,12 @@ ONLY = "Answer the question based on the given documents. Give only the answer, 
 
 
 class Item(NamedTuple):
-    """A question.
-
-    Attributes:
-        question: its words.
-        answers: all annotated ones.
-        gold: the documents that it is about, by index.
-        near: documents of the same article, which come before others.
-    """
+    """A question about some of the documents."""
 
     question: str
-    answers: list[str]
-    gold: list[int]
-    near: list[int]
+    answers: list[str]  # all annotated ones
+    gold: list[int]  # the documents that it is about, by index
+    near: list[int]  # documents of the same article, which come before others
 
 
 class Corpus(NamedTuple):
@@ -50,11 +43,7 @@ class DocumentQA(Generated):
     least: ClassVar[int] = 0
 
     def material(self, tokenizer: PreTrainedTokenizerBase) -> Corpus:
-        """Read all questions and documents.
-
-        Raises:
-            DataError: the data is missing; the message says how to get it.
-        """
+        """Read all questions and documents."""
         hub, folder, subset = SOURCES[self.name]
         _, where, rows = HeldOut(self.name, self.root, hub, folder, ("validation",), subset).rows()
         corpus = (squad if self.name == "qa_1" else hotpot)(rows, where)

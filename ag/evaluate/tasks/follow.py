@@ -65,32 +65,17 @@ def feed(model: nn.Module, cache: EvictionCache, tokens: Tensor, mask: Tensor | 
 def greedy(
     model: nn.Module, cache: EvictionCache, last: Tensor, most: int, stop: Collection[int], least: int = 0
 ) -> list[int]:
-    """Return the likeliest tokens one after the other.
-
-    Args:
-        model: the model.
-        cache: holds one prompt.
-        last: ``[1, d]``, the final hidden state of the prompt's last token.
-        most: at most so many.
-        stop: tokens that end the text; they are not part of it.
-        least: the text does not end before it has so many.
-    """
+    """Return the likeliest tokens one after the other; as :func:`greedy_batch`, of one prompt."""
     [written] = greedy_batch(model, cache, last, [most], stop, least)
     return written.tokens
 
 
 class Written(NamedTuple):
-    """A finished text of a batch.
+    """A finished text of a batch."""
 
-    Attributes:
-        row: index of the sequence in the batch as it was given.
-        place: of its sequence in the cache, until the next text is asked for.
-        tokens: what was generated, without the end.
-    """
-
-    row: int
-    place: int
-    tokens: list[int]
+    row: int  # index of the sequence in the batch as it was given
+    place: int  # of its sequence in the cache, until the next text is asked for
+    tokens: list[int]  # what was generated, without the end
 
 
 @torch.no_grad()

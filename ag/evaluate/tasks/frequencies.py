@@ -15,7 +15,7 @@ from ag.evaluate.tasks.words import draw_distinct, shuffled_words
 SHORT = 4096  # samples with fewer tokens repeat their words less often
 DOTS = "..."
 COMMON = 10  # words that are asked
-ALPHA = 2.0  # exponent of the zeta distribution
+ALPHA = 2.0  # exponent of the zeta distribution of :func:`zeta_counts`
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class FrequentWords(Generated):
         """Draw the words, and give each its share of ``size``; see :meth:`Generated.build`."""
         vocabulary = max(4, (variant.length - (self.generate or 0)) // 50)
         words = draw_distinct(lambda: "".join(rng.choices(string.ascii_lowercase, k=6)), vocabulary - 1)
-        counts = zeta_counts(size, vocabulary, ALPHA)
+        counts = zeta_counts(size, vocabulary)
         text = [word for word, count in zip([DOTS, *words], counts, strict=True) for _ in range(count)]
         rng.shuffle(text)
         intro = "Read the following coded text and keep track of how often each coded word stands in it."
@@ -78,9 +78,6 @@ class FrequentWords(Generated):
         )
 
 
-def zeta_counts(total: int, ranks: int, alpha: float) -> list[int]:
-    """Return floor(total k^-alpha / zeta(alpha)) for the ranks k = 1, 2, ..."""
-    first = 1000  # the sum's tail by Euler and Maclaurin
-    zeta = math.fsum(k**-alpha for k in range(1, first))
-    zeta += first ** (1 - alpha) / (alpha - 1) + first**-alpha / 2 + alpha * first ** (-alpha - 1) / 12
-    return [math.floor(total * k**-alpha / zeta) for k in range(1, ranks + 1)]
+def zeta_counts(total: int, ranks: int) -> list[int]:
+    """Return floor(total k^-2 / zeta(2)), where zeta(2) is pi^2 / 6, for the ranks k = 1, 2, ..."""
+    return [math.floor(6 * total / (math.pi * k) ** 2) for k in range(1, ranks + 1)]

@@ -34,17 +34,11 @@ PROBE = 16  # units by which the size of one is estimated
 
 
 class Variant(NamedTuple):
-    """Where a sample stands in the grid.
+    """Where a sample stands in the grid."""
 
-    Attributes:
-        length: tokens.
-        depth: depth of the needle, 0 to 1; None: anywhere.
-        repeat: number of the sample among those alike, from 0.
-    """
-
-    length: int
-    depth: float | None
-    repeat: int
+    length: int  # tokens
+    depth: float | None  # of the needle, 0 to 1; None: anywhere
+    repeat: int  # number of the sample among those alike, from 0
 
     @property
     def where(self) -> str:
@@ -176,11 +170,7 @@ def largest(tokens: Callable[[int], int], room: int, low: int, high: int | None 
 
 
 def sentences(task: str, root: str | None, data: str | None, field: str) -> list[list[str]]:
-    """Return the sentences of each text: of PG-19 on the hub, of ``pg19_style`` in a root, or of ``data``.
-
-    Raises:
-        UserError: there is no text, or it cannot be read.
-    """
+    """Return the sentences of each text: of PG-19 on the hub, of ``pg19_style`` in a root, or of ``data``."""
     hub, folder = data or "emozilla/pg19-test", data or "pg19_style"
     texts = HeldOut(task, root, hub, folder, ("test", "validation")).texts(field)
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ag.data.sources import DataError, MissingSplitError, Record, Source, check_fields, local_folder
@@ -10,25 +11,15 @@ from ag.data.sources import DataError, MissingSplitError, Record, Source, check_
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The split of a dataset that a task runs on.
+    """The split of a dataset that a task runs on."""
 
-    Attributes:
-        task: name of the task, for messages.
-        root: holds ``folder``, or the JSON lines themselves; None: the hub.
-        hub: id of the dataset.
-        folder: its folder under a root.
-        splits: the first of these that the dataset has.
-        subset: configuration name on the hub.
-        revision: git revision on the hub.
-    """
-
-    task: str
-    root: str | None
-    hub: str
-    folder: str
-    splits: Sequence[str]
-    subset: str | None = None
-    revision: str | None = None
+    task: str  # its name, for messages
+    root: str | None  # holds ``folder``, or the JSON lines themselves; None: the hub
+    hub: str  # id of the dataset
+    folder: str  # its folder under a root
+    splits: Sequence[str]  # the first of these that the dataset has
+    subset: str | None = None  # configuration name on the hub
+    revision: str | None = None  # git revision on the hub
 
     def rows(self) -> tuple[str, str, Iterator[Record]]:
         """Return the split's name, where it is, for messages, and its rows.
@@ -39,12 +30,10 @@ class HeldOut:
         try:
             folder = local_folder(self.root, self.folder) if self.root else None
             source = Source(self.hub, self.subset, self.revision, folder)
-            for split in self.splits[:-1]:
-                try:
+            *others, last = self.splits
+            for split in others:
+                with suppress(MissingSplitError):
                     return split, source.where(split), source.read(split)
-                except MissingSplitError:
-                    continue
-            last = self.splits[-1]
             return last, source.where(last), source.read(last)
         except DataError as error:
             names = ", ".join(repr(word) for word in (self.hub, self.subset) if word)
@@ -55,11 +44,7 @@ class HeldOut:
             ) from error
 
     def texts(self, field: str) -> Iterator[str]:
-        """Return one field of each row, which must be a text.
-
-        Raises:
-            DataError: a row has no such field, or the split cannot be read.
-        """
+        """Return one field of each row, which must be a text."""
         _, where, rows = self.rows()
         for number, row in enumerate(rows, start=1):
             check_fields(row, {field: str}, f"{where} row {number}")

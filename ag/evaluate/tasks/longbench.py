@@ -32,13 +32,9 @@ SPARE = 8  # tokens by which a text cut in the middle may grow when it is tokeni
 
 @dataclass(frozen=True)
 class Case(Asked):
-    """A row; its tags are the subset, the words of the row, and the tokens that were cut from its middle.
+    """A row; its tags are the subset, the words of the row, and the tokens that were cut from its middle."""
 
-    Attributes:
-        classes: all classes of a classification.
-    """
-
-    classes: list[str]
+    classes: list[str]  # all of a classification
 
 
 @dataclass(frozen=True)

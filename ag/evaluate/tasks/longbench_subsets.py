@@ -13,21 +13,13 @@ from ag.evaluate.tasks.longbench_metrics import classification, code_similarity,
 
 @dataclass(frozen=True)
 class Subset:
-    """A subset.
+    """A subset of the benchmark."""
 
-    Attributes:
-        prompt: with places for ``{context}`` and ``{input}``.
-        most: tokens that an answer may have.
-        metric: function of one answer, one reference and the possible classes.
-        first_line: only the first line of an answer counts.
-        chat: a chat template may go around the prompt.
-    """
-
-    prompt: str
-    most: int
-    metric: Callable[[str, str, Sequence[str]], float]
-    first_line: bool = False
-    chat: bool = True
+    prompt: str  # with places for ``{context}`` and ``{input}``
+    most: int  # tokens that an answer may have
+    metric: Callable[[str, str, Sequence[str]], float]  # of one answer, one reference and the possible classes
+    first_line: bool = False  # only the first line of an answer counts
+    chat: bool = True  # a chat template may go around the prompt
 
 
 _PASSAGES = (

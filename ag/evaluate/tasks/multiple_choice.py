@@ -25,18 +25,11 @@ TESTED = ("arc_challenge", "arc_easy", "openbookqa", "mmlu")
 
 @dataclass(frozen=True)
 class Question(Sample):
-    """A question.
+    """A question with the answers to choose from."""
 
-    Attributes:
-        answers: tokens of each answer.
-        letters: characters of each answer.
-        target: index of the right one.
-        split: where it is from.
-    """
-
-    answers: list[list[int]]
-    letters: list[int]
-    target: int
+    answers: list[list[int]]  # tokens of each
+    letters: list[int]  # characters of each
+    target: int  # index of the right one
     split: str
 
 

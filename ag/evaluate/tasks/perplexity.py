@@ -27,13 +27,9 @@ LETTERS = 32  # per token, more than any text has on average: what is tokenised 
 
 @dataclass(frozen=True)
 class Document(Sample):
-    """A document.
+    """A document."""
 
-    Attributes:
-        following: tokens after the prompt.
-    """
-
-    following: list[int]
+    following: list[int]  # tokens after the prompt
 
 
 @dataclass(frozen=True)

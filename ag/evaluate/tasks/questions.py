@@ -26,38 +26,23 @@ SPARE = 8  # tokens that an answer may be longer than the right one
 
 
 class Puzzle(NamedTuple):
-    """A context, what is asked about it, and the answer.
+    """A context, what is asked about it, and the answer."""
 
-    Attributes:
-        context: what a policy evicts from.
-        question: comes after it; its end may begin the answer.
-        references: what the answer must name.
-        right: right answers, word for word, with what separates them from the question; the likeliest one counts.
-    """
-
-    context: str
-    question: str
-    references: list[str]
-    right: list[str]
+    context: str  # what a policy evicts from
+    question: str  # comes after it; its end may begin the answer
+    references: list[str]  # what the answer must name
+    right: list[str]  # right answers, word for word, with what separates them from the question
 
 
 @dataclass(frozen=True)
 class Asked(Sample):
-    """A context with a question.
+    """A context with a question."""
 
-    Attributes:
-        text: context and question as text.
-        references: what the answer must name.
-        right: tokens of right answers; the likeliest one counts.
-        most: tokens that the answer may have.
-        tags: what tells it apart.
-    """
-
-    text: str
-    references: list[str]
-    right: list[list[int]]
-    most: int
-    tags: Tags
+    text: str  # of both
+    references: list[str]  # what the answer must name
+    right: list[list[int]]  # tokens of right answers; the likeliest one counts
+    most: int  # tokens that the answer may have
+    tags: Tags  # what tells it apart
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,10 @@ from ag.evaluate.tasks.follow import score
 
 @dataclass(frozen=True)
 class Response(Sample):
-    """A prompt with its response.
+    """A prompt with its response."""
 
-    Attributes:
-        answers: tokens of the response; of a multiple-choice question those of each answer.
-        target: index of the right one.
-    """
-
-    answers: list[list[int]]
-    target: int = 0
+    answers: list[list[int]]  # tokens of the response; of a multiple-choice question those of each answer
+    target: int = 0  # index of the right one
 
     @classmethod
     def of(cls, name: str, rows: Sequence[Row]) -> Response:
@@ -90,11 +85,7 @@ class Responses(PromptTask):
         return "after" if after else None
 
     def recipe(self) -> Config:
-        """Return the run's configuration, or one for plain documents, with what was given put in.
-
-        Raises:
-            UserError: there is no such run, or its rows have no prompts.
-        """
+        """Return the run's configuration, or one for plain documents, with what was given put in."""
         if self.run_folder is not None:
             recipe = load_config(Path(self.run_folder) / "config.yaml", Config)
         elif self.root is None:

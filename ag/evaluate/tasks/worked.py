@@ -26,17 +26,11 @@ SPARE = 16  # tokens that a solution may be longer than the right one
 
 @dataclass(frozen=True)
 class Question(Sample):
-    """A problem.
+    """A problem."""
 
-    Attributes:
-        kind: ``addition``, ``sorting`` or ``variables``.
-        answer: what the last line must say.
-        most: tokens that the solution may have.
-    """
-
-    kind: str
-    answer: str
-    most: int
+    kind: str  # one of ag.data.problems.KINDS
+    answer: str  # what the last line must say
+    most: int  # tokens that the solution may have
 
 
 @dataclass(frozen=True)
