@@ -21,7 +21,7 @@ def prepare(config: BenchConfig) -> tuple[BenchConfig, list[Contestant]]:
 def measure(prepared: tuple[BenchConfig, list[Contestant]], context: int, batch: int) -> list[Row]:
     """Return a row for each contestant."""
     config, plan = prepared
-    rows: list[Row] = [{"contestant": one.name} | worker.call("memory", config, context, batch, one) for one in plan]
+    rows: list[Row] = [{"contestant": one.name} | worker.call(measure_one, config, context, batch, one) for one in plan]
     full = next(row for row in rows if row["contestant"] == FULL.name)
     for row in rows:
         row["KV of full"] = row["KV bytes"] / full["KV bytes"]

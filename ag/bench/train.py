@@ -38,7 +38,7 @@ def measure(config: BenchConfig, context: int, batch: int) -> list[Row]:
             if turn >= config.warmup:
                 seconds[plan].append(time)
     del base, steps, step
-    peaks = {plan: worker.call("train", config, context, batch, plan) for plan in PLANS}
+    peaks = {plan: worker.call(measure_one, config, context, batch, plan) for plan in PLANS}
     return [
         {
             "contestant": plan,

@@ -8,15 +8,30 @@ from __future__ import annotations
 
 import re
 import warnings
-from typing import TYPE_CHECKING
+from typing import Literal, Protocol
 
+from ag.config import sections
+from ag.config.gate import GateConfig
 from ag.config.keys import ConfigWarning
 
-if TYPE_CHECKING:
-    from ag.config.schema import Config
+
+class Run(Protocol):
+    """What is read of a whole run, :class:`ag.config.schema.Config`."""
+
+    recipe: str
+    train: Literal["gates", "gates+lora", "lora"]
+    model: sections.ModelConfig
+    lora: sections.LoraConfig
+    data: sections.DataConfig
+    gate: GateConfig
+    loss: sections.LossConfig
+    warmup: sections.WarmupConfig
+    optim: sections.OptimConfig
+    trainer: sections.TrainerConfig
+    export: sections.ExportConfig
 
 
-def validate(config: Config) -> None:
+def validate(config: Run) -> None:
     """Refuse combinations of keys that make no sense, and warn of one that rarely does."""
     _refuse(
         re.fullmatch(r"\w[\w.-]*", config.recipe) is None,
@@ -41,7 +56,7 @@ def _refuse(clash: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _objective(config: Config) -> None:
+def _objective(config: Run) -> None:
     train, objective = config.train, config.loss.objective
     regress_steps, max_steps = config.warmup.regress_steps, config.trainer.max_steps
     _refuse(
@@ -104,7 +119,7 @@ def _objective(config: Config) -> None:
     )
 
 
-def _shares(config: Config) -> None:
+def _shares(config: Run) -> None:
     loss = config.loss
     _refuse(
         not loss.draws_share and loss.share_low != type(loss).share_low,
@@ -123,7 +138,7 @@ def _shares(config: Config) -> None:
         _refuse(loss.draws_share and clash, f"loss.share_high={loss.share_high} with {other}: {why}")
 
 
-def _data(config: Config) -> None:
+def _data(config: Run) -> None:
     data, gate = config.data, config.gate
     plain = data.kind == "text" and data.packing != "split"
     _refuse(
@@ -214,7 +229,7 @@ def _data(config: Config) -> None:
         )
 
 
-def _hardware(config: Config) -> None:
+def _hardware(config: Run) -> None:
     model, precision = config.model, config.trainer.precision
     on_cpu, flash = config.trainer.accelerator == "cpu", model.attn_implementation == "flash_attention_2"
     nf4 = model.quantization == "nf4"

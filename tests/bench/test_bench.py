@@ -2,13 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import ag
-from ag.bench import contestants, measure, models, worker, write
+from ag.bench import contestants, measure, memory, models, worker, write
 from ag.bench.__main__ import main
 from ag.bench.arena import Arena, kv_bytes
 from ag.bench.contestants import Contestant
@@ -17,10 +18,11 @@ from ag.commands.bench import MODES, BenchConfig
 from ag.config.command_line import parse
 from ag.engine import EvictionCache
 from ag.engine.pool import PAGE
+from ag.errors import UserError
 from ag.model import random_base
 from ag.model.base import load_base
 from tests.support.bounds import hold, of_logits
-from tests.support.refused import names
+from tests.support.refused import names, refuses
 
 SMALL = {"model": "random:tiny", "context": [192], "rounds": 1, "warmup": 0, "steps": 3, "keep": [0.25]}
 COLUMNS = {
@@ -220,7 +222,7 @@ def test_a_call_is_timed_by_replaying_a_graph_or_as_it_is_launched(monkeypatch):
 @pytest.fixture
 def one_process(monkeypatch):
     """Peaks are then those of the test's process; what else a worker returns is the same."""
-    monkeypatch.setattr(worker, "call", lambda *job: json.loads(json.dumps(worker.run(worker.describe(*job)))))
+    monkeypatch.setattr(worker, "call", lambda measure, *job: measure(*job))
 
 
 def test_memory_falls_with_what_is_kept(one_process):
@@ -234,9 +236,11 @@ def test_memory_falls_with_what_is_kept(one_process):
 @pytest.mark.slow
 def test_a_worker_is_a_process_of_its_own():
     config = BenchConfig(mode="memory", **SMALL)
-    row = worker.call("memory", config, 64, 1, contestants.PLAIN)
+    row = worker.call(memory.measure_one, config, 64, 1, contestants.PLAIN)
     assert row["KV bytes"] == 2 * 2 * 2 * 16 * 4 * 64
     assert row["peak over model"] > 0
+    with refuses(UserError, "memory", "context=64", "random:huge"):
+        worker.call(memory.measure_one, replace(config, model="random:huge"), 64, 1, contestants.PLAIN)
 
 
 def test_training_compares_gates_with_lora(one_process):
