@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ag.commands.shared import SharedModel
 from ag.config.command_line import keyed
 from ag.config.sections import BUDGET, ModelConfig, key, mapping
+from ag.errors import UserError
 
 if TYPE_CHECKING:
     from ag.engine.spec import PolicySpec
@@ -63,7 +64,7 @@ class CompareConfig(SharedModel):
             self.batch_policies, self.together = self.together, None
         self.policies, self.also = [*self.policies, *self.also], []  # once: a dumped configuration is read again
         if self.baseline not in [*self.policies, *(split_label(text)[0] for text in self.policies)]:
-            raise ValueError(f"baseline={self.baseline}: expected one of policies={self.policies}")
+            raise UserError(f"baseline={self.baseline}: expected one of policies={self.policies}")
 
     @property
     def specs(self) -> dict[str, PolicySpec]:

@@ -12,23 +12,6 @@ from tests.support.refused import names
 from tests.support.schemas import KEYS, Inner, Other, fit, other
 
 
-def misspellings() -> list[tuple[str, str]]:
-    """Each key with one letter left out, and with one letter doubled, at every place."""
-    places = [(name, at) for name in KEYS for at in range(len(name))]
-    shorter = [(name, name[:at] + name[at + 1 :]) for name, at in places]
-    longer = [(name, name[: at + 1] + name[at:]) for name, at in places]
-    return [(name, wrong) for name, wrong in shorter + longer if wrong not in KEYS]
-
-
-@pytest.mark.slow
-def test_misspelt_keys_get_the_right_suggestion(error: Any) -> None:
-    pairs = sorted(misspellings())[::3]
-    missed = {(name, wrong) for name, wrong in pairs if not error(f"{wrong}=1").endswith(f" {name}?")}
-    assert len(pairs) > 7 * len(KEYS)
-    # Without its digit one of beta1 and beta2 has to be the other.
-    assert missed <= {("optim.beta1", "optim.beta"), ("optim.beta2", "optim.beta")}
-
-
 def test_every_key_is_documented() -> None:
     assert [key.name for key in KEYS.values() if len(key.doc) < 5] == []
     assert len(KEYS) > 70

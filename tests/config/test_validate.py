@@ -8,154 +8,101 @@ from ag.config import Config
 from tests.support.refused import names
 from tests.support.schemas import fit
 
-DOCUMENTS = "data.kind=text data.name=c data.packing=packed data.cross_documents=false"
+TEXT = "data.kind=text data.name=c"
+PACKED, REPEATED = (f"{TEXT} data.packing={how}" for how in ("packed", "repeated"))
+#: Keys that make sense by themselves; those that clash, which the error names, -> and what else it names, as the fix.
+CLASHES = f"""
+loss.objective=regress; train=lora -> loss.objective=lm
+loss.objective=kl; train=lora -> loss.objective=lm
+train=lora warmup.regress_steps=5
+loss.objective=regress -> train=gates+lora
+train=gates; loss.objective=regress warmup.regress_steps=1
+trainer.max_steps=0 -> -1
+warmup.regress_steps=11 trainer.max_steps=10
+optim.warmup_steps=11 trainer.max_steps=10
+loss.anneal_steps=11 trainer.max_steps=10 -> warmup.regress_steps=0
+trainer.max_steps=10; loss.anneal_steps=8 warmup.regress_steps=3
+train=gates; loss.objective=regress loss.anneal_steps=5
+loss.share_high=0.05 -> loss.share_low=0.1
+loss.share_low=0.2 -> loss.share_high
+loss.share_high=0.5 train=lora -> loss.share_high=0
+train=gates; loss.share_high=0.5 loss.objective=regress
+loss.share_high=0.5 loss.anneal_steps=3 -> loss.beta
+{PACKED} warmup.regress_steps=5; warmup.target=kvzip_plus -> data.packing=packed data.packing=repeated
+lora.targets=[] -> train=gates
+export.merge=true train=gates -> export.merge=false
+export.merge=true model.quantization=nf4 -> export.merge=false
+trainer.strategy=fsdp2 model.quantization=nf4 -> trainer.strategy=ddp
+trainer.accelerator=gpu; trainer.strategy=fsdp2 trainer.precision=16-mixed -> bf16-mixed
+trainer.strategy=fsdp2 export.merge=true -> export.merge=false
+export.push_to_hub=me/gates; train=lora -> export.push_to_hub
+data.cache=kept -> data.kind=facts data.streaming=false
+data.name=piqa -> data.kind=facts data.kind=sft
+data.kind=sft -> data.name=facts data.kind=facts
+data.eos=true -> data.kind=facts data.kind=sft
+data.name=c; data.kind=text data.question=after
+{TEXT}; data.copy_max=64 -> data.packing=repeated
+data.root=x -> data.kind=facts data.kind=sft
+data.name=worked; data.kind=worked data.root=x
+data.kind=worked data.name=worked; data.solution_min=500 -> data.solution_max
+data.kind=worked data.name=sorting data.solution_max=1024;  -> data.solution_max data.max_length
+data.packing=packed -> data.kind=facts data.packing=split
+{PACKED}; gate.scope=prompt -> data.packing=packed gate.scope=causal
+{PACKED}; gate.prefill=dense -> data.packing=packed gate.prefill=sparse
+data.packing=repeated -> data.kind=facts data.packing=split
+{REPEATED}; gate.scope=prompt -> data.packing=repeated gate.scope=causal
+{REPEATED}; data.cross_documents=false -> data.packing=repeated data.packing=packed
+data.cross_documents=false -> data.packing=split data.packing=packed
+{TEXT}; data.cross_documents=false -> data.packing=split data.packing=packed
+{PACKED} train=gates; data.cross_documents=false loss.objective=regress -> data.cross_documents=true
+{PACKED}; data.cross_documents=false warmup.regress_steps=5 -> data.cross_documents=true
+data.streaming=true -> data.kind=facts data.streaming=false
+{TEXT}; data.streaming=true -> trainer.max_steps=-1
+data.prompt_min=600 -> data.prompt_max=512
+data.max_length=511 -> 512 data.prompt_max
+{TEXT}; data.max_length=575 -> 576 data.prompt_max
+model.dtype=bfloat16 trainer.precision=16-mixed -> trainer.precision=bf16-mixed
+model.dtype=float16 trainer.precision=bf16-mixed -> trainer.precision=16-mixed
+model.quantization=nf4 trainer.precision=bf16-mixed -> model.dtype=float32 model.dtype=bfloat16
+trainer.accelerator=cpu trainer.precision=16-mixed -> bf16-mixed
+model.dtype=bfloat16; trainer.accelerator=cpu model.attn_implementation=flash_attention_2 -> sdpa
+model.attn_implementation=flash_attention_2 -> model.dtype=float32 model.dtype=bfloat16
+"""
+NEIGHBOURS = f"""
+{PACKED} gate.scope=prompt train=lora
+{PACKED} data.cross_documents=false loss.objective=kl
+{PACKED} data.cross_documents=false train=lora
+{TEXT} data.max_length=576
+{TEXT} data.streaming=true trainer.max_steps=1
+warmup.regress_steps=10 optim.warmup_steps=10 trainer.max_steps=10
+model.quantization=nf4 trainer.precision=bf16-mixed model.dtype=bfloat16
+train=gates lora.targets=[]
+loss.anneal_steps=7 warmup.regress_steps=3 trainer.max_steps=10
+train=lora loss.anneal_steps=11 trainer.max_steps=10
+loss.anneal_steps=7
+data.kind=worked data.name=sorting data.solution_min=400 data.solution_max=400
+gate.layer_offset=1 gate.first_layer=1
+loss.share_high=0.1
+loss.share_low=0.3 loss.share_high=1 warmup.regress_steps=3
+{REPEATED} gate.prefill=dense warmup.target=kvzip
+{REPEATED} gate.covers=all loss.share_high=0.7
+"""
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ("train=lora loss.objective=regress", "train=lora loss.objective=lm"),
-        ("train=lora loss.objective=kl", "train=lora loss.objective=lm"),
-        ("train=lora warmup.regress_steps=5", "train=lora warmup.regress_steps=5"),
-        ("loss.objective=regress", "loss.objective=regress train=gates+lora"),
-        ("train=gates loss.objective=regress warmup.regress_steps=1", "warmup.regress_steps=1 loss.objective=regress"),
-        ("trainer.max_steps=0", "trainer.max_steps=0 -1"),
-        ("warmup.regress_steps=11 trainer.max_steps=10", "warmup.regress_steps=11 trainer.max_steps=10"),
-        ("optim.warmup_steps=11 trainer.max_steps=10", "optim.warmup_steps=11 trainer.max_steps=10"),
-        (
-            "loss.anneal_steps=11 trainer.max_steps=10",
-            "loss.anneal_steps=11 trainer.max_steps=10 warmup.regress_steps=0",
-        ),
-        (
-            "loss.anneal_steps=8 warmup.regress_steps=3 trainer.max_steps=10",
-            "loss.anneal_steps=8 warmup.regress_steps=3",
-        ),
-        ("train=gates loss.objective=regress loss.anneal_steps=5", "loss.anneal_steps=5 loss.objective=regress"),
-        ("loss.share_high=0.05", "loss.share_high=0.05 loss.share_low=0.1"),
-        ("loss.share_low=0.2", "loss.share_low=0.2 loss.share_high"),
-        ("loss.share_high=0.5 train=lora", "loss.share_high=0.5 train=lora loss.share_high=0"),
-        ("loss.share_high=0.5 train=gates loss.objective=regress", "loss.share_high=0.5 loss.objective=regress"),
-        ("loss.share_high=0.5 loss.anneal_steps=3", "loss.share_high=0.5 loss.anneal_steps=3 loss.beta"),
-        (
-            "data.kind=text data.name=c data.packing=packed warmup.target=kvzip_plus warmup.regress_steps=5",
-            "warmup.target=kvzip_plus data.packing=packed data.packing=repeated",
-        ),
-        ("lora.targets=[]", "lora.targets=[] train=gates"),
-        ("export.merge=true train=gates", "export.merge=true train=gates export.merge=false"),
-        ("export.merge=true model.quantization=nf4", "export.merge=true model.quantization=nf4 export.merge=false"),
-        (
-            "trainer.strategy=fsdp2 model.quantization=nf4",
-            "model.quantization=nf4 trainer.strategy=fsdp2 trainer.strategy=ddp",
-        ),
-        (
-            "trainer.strategy=fsdp2 trainer.precision=16-mixed trainer.accelerator=gpu",
-            "trainer.precision=16-mixed trainer.strategy=fsdp2 bf16-mixed",
-        ),
-        (
-            "trainer.strategy=fsdp2 export.merge=true",
-            "export.merge=true trainer.strategy=fsdp2 export.merge=false",
-        ),
-        ("export.push_to_hub=me/gates train=lora", "export.push_to_hub train=lora"),
-        ("data.cache=kept", "data.cache=kept data.kind=facts data.streaming=false"),
-        ("data.name=piqa", "data.name=piqa data.kind=facts data.kind=sft"),
-        ("data.kind=sft", "data.name=facts data.kind=sft data.kind=facts"),
-        ("data.eos=true", "data.eos=true data.kind=facts data.kind=sft"),
-        ("data.kind=text data.name=c data.question=after", "data.question=after data.kind=text"),
-        ("data.kind=text data.name=c data.copy_max=64", "data.copy_max=64 data.packing=repeated"),
-        ("data.root=x", "data.root=x data.kind=facts data.kind=sft"),
-        ("data.kind=worked data.name=worked data.root=x", "data.root=x data.kind=worked"),
-        ("data.kind=worked data.name=worked data.solution_min=500", "data.solution_min=500 data.solution_max"),
-        ("data.kind=worked data.name=sorting data.solution_max=1024", "data.solution_max data.max_length"),
-        ("data.packing=packed", "data.packing=packed data.kind=facts data.packing=split"),
-        (
-            "data.kind=text data.name=c data.packing=packed gate.scope=prompt",
-            "gate.scope=prompt data.packing=packed gate.scope=causal",
-        ),
-        (
-            "data.kind=text data.name=c data.packing=packed gate.prefill=dense",
-            "gate.prefill=dense data.packing=packed gate.prefill=sparse",
-        ),
-        ("data.packing=repeated", "data.packing=repeated data.kind=facts data.packing=split"),
-        (
-            "data.kind=text data.name=c data.packing=repeated gate.scope=prompt",
-            "gate.scope=prompt data.packing=repeated gate.scope=causal",
-        ),
-        (
-            "data.kind=text data.name=c data.packing=repeated data.cross_documents=false",
-            "data.cross_documents=false data.packing=repeated data.packing=packed",
-        ),
-        ("data.cross_documents=false", "data.cross_documents=false data.packing=split data.packing=packed"),
-        (
-            "data.kind=text data.name=c data.cross_documents=false",
-            "data.cross_documents=false data.packing=split data.packing=packed",
-        ),
-        (
-            f"{DOCUMENTS} train=gates loss.objective=regress",
-            "data.cross_documents=false loss.objective=regress data.cross_documents=true",
-        ),
-        (
-            f"{DOCUMENTS} warmup.regress_steps=5",
-            "data.cross_documents=false warmup.regress_steps=5 data.cross_documents=true",
-        ),
-        ("data.streaming=true", "data.streaming=true data.kind=facts data.streaming=false"),
-        ("data.kind=text data.name=c data.streaming=true", "data.streaming=true trainer.max_steps=-1"),
-        ("data.prompt_min=600", "data.prompt_min=600 data.prompt_max=512"),
-        ("data.max_length=511", "data.max_length=511 512 data.prompt_max"),
-        ("data.kind=text data.name=c data.max_length=575", "data.max_length=575 576 data.prompt_max"),
-        (
-            "model.dtype=bfloat16 trainer.precision=16-mixed",
-            "model.dtype=bfloat16 trainer.precision=16-mixed trainer.precision=bf16-mixed",
-        ),
-        (
-            "model.dtype=float16 trainer.precision=bf16-mixed",
-            "model.dtype=float16 trainer.precision=bf16-mixed trainer.precision=16-mixed",
-        ),
-        (
-            "model.quantization=nf4 trainer.precision=bf16-mixed",
-            "model.quantization=nf4 model.dtype=float32 trainer.precision=bf16-mixed model.dtype=bfloat16",
-        ),
-        (
-            "trainer.accelerator=cpu trainer.precision=16-mixed",
-            "trainer.precision=16-mixed trainer.accelerator=cpu bf16-mixed",
-        ),
-        (
-            "trainer.accelerator=cpu model.attn_implementation=flash_attention_2 model.dtype=bfloat16",
-            "model.attn_implementation=flash_attention_2 trainer.accelerator=cpu sdpa",
-        ),
-        (
-            "model.attn_implementation=flash_attention_2",
-            "model.attn_implementation=flash_attention_2 model.dtype=float32 model.dtype=bfloat16",
-        ),
-    ],
-)
-def test_combinations_that_make_no_sense(error: Any, argv: str, expected: str) -> None:
-    names(error(*argv.split()), *expected.split())
+def lines(table: str) -> list[str]:
+    return table.strip().splitlines()
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        "data.kind=text data.name=c data.packing=packed gate.scope=prompt train=lora",
-        f"{DOCUMENTS} loss.objective=kl",
-        f"{DOCUMENTS} train=lora",
-        "data.kind=text data.name=c data.max_length=576",
-        "data.kind=text data.name=c data.streaming=true trainer.max_steps=1",
-        "warmup.regress_steps=10 optim.warmup_steps=10 trainer.max_steps=10",
-        "model.quantization=nf4 trainer.precision=bf16-mixed model.dtype=bfloat16",
-        "train=gates lora.targets=[]",
-        "loss.anneal_steps=7 warmup.regress_steps=3 trainer.max_steps=10",
-        "train=lora loss.anneal_steps=11 trainer.max_steps=10",
-        "loss.anneal_steps=7",
-        "data.kind=worked data.name=sorting data.solution_min=400 data.solution_max=400",
-        "gate.layer_offset=1 gate.first_layer=1",
-        "loss.share_high=0.1",
-        "loss.share_low=0.3 loss.share_high=1 warmup.regress_steps=3",
-        "data.kind=text data.name=c data.packing=repeated gate.prefill=dense warmup.target=kvzip",
-        "data.kind=text data.name=c data.packing=repeated gate.covers=all loss.share_high=0.7",
-    ],
-)
-def test_their_neighbours_do(argv: str) -> None:
-    assert isinstance(fit(*argv.split()), Config)
+@pytest.mark.parametrize("clash", lines(CLASHES))
+def test_combinations_that_make_no_sense(error: Any, clash: str) -> None:
+    first, _, also = clash.partition(" -> ")
+    others, _, keys = first.rpartition("; ")
+    names(error(*others.split(), *keys.split()), *keys.split(), *also.split())
+
+
+@pytest.mark.parametrize("given", lines(NEIGHBOURS))
+def test_their_neighbours_do(given: str) -> None:
+    assert isinstance(fit(*given.split()), Config)
 
 
 @pytest.mark.parametrize(
