@@ -144,7 +144,7 @@ def short(value: Any) -> str:
 
 def check(key: Key, value: Any) -> Any:
     """Return the value when it fits the key."""
-    if any(mark in text for mark in ("${", "???") for text in _texts(value)):
+    if any(mark in repr(value) for mark in ("${", "???")):
         raise ConfigError(f"{key.name}={short(value)}: ${{...}} and ??? are not supported; {key.instead}")
     if key.accepts(value):
         return value
@@ -157,17 +157,6 @@ def _choices(hint: Any) -> list[str]:
     if get_origin(hint) is Literal:
         return [str(arg) for arg in get_args(hint)]
     return [choice for arg in get_args(hint) for choice in _choices(arg)]
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
-    elif isinstance(value, dict):
-        for item in (*value.keys(), *value.values()):
-            yield from _texts(item)
 
 
 def parse_yaml(text: str) -> Any:

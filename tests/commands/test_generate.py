@@ -10,7 +10,6 @@ from rich.console import Console
 import ag
 from ag.config import LoraConfig
 from ag.continuation import generate, table
-from ag.errors import UserError
 from ag.gates import export
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
@@ -18,7 +17,7 @@ from ag.generate import GenerateConfig, main
 from ag.model import base as models
 from ag.model.wheels import SMOLLM2
 from tests.support.gates_for import gates_for
-from tests.support.refused import names, refuses
+from tests.support.refused import names
 
 PROMPT = "Rosa the potter has a ticket to Rome. It rained on the pier. Where does Rosa go?"
 NEW = 12
@@ -170,12 +169,6 @@ def test_chat_template(folder, tiny_llama, tiny_tokenizer, tmp_path):
     assert gone[0] > gone[1] == gone[2] > gone[3] == 0
 
 
-@pytest.mark.parametrize("word", ["template", "7", "system", "3-x"])
-def test_what_cannot_be_protected(folder, word):
-    with pytest.raises(UserError, match=f"protect={word}: expected spans such as 0-40"):
-        generate(config(folder, protect=[word]))
-
-
 @pytest.mark.parametrize(
     ("recorded", "asked"), [("abc123", "abc123"), (SMOLLM2.requirement, None)], ids=["commit", "wheel"]
 )
@@ -209,6 +202,10 @@ def test_base_model_has_the_revision_of_the_export(folder, tmp_path, monkeypatch
         (["prompt=abc", "gates=FOLDER/base"], ("FOLDER/base/gate_config.json",)),
         (["prompt=abc", "model=FOLDER/none"], ("FOLDER/none",)),
         (["prompt=abc", "device=nonsense"], ("device=nonsense",)),
+        (["prompt=abc", "gates=null", "policy=gates", "model=x"], ("'gates'", "gates=EXPORT")),
+        (["prompt=abc", "policy=h20", "budget=8"], ("'h20'", "h2o")),
+        (["prompt=abc", "policy=h2o"], ("'h2o'", "budget")),
+        *((["prompt=abc", f"protect=[{x}]"], (f"protect={x}", "0-40")) for x in ("template", "7", "system", "3-x")),
     ],
 )
 def test_bad_input_is_one_line(folder, capsys, words, parts):
@@ -295,20 +292,6 @@ def test_a_named_policy_prints_what_each_layer_holds(folder, capsys):
     out = capsys.readouterr().out
     assert "ag.policy('tova', budget=8): " in out
     assert "scoring s" in out
-
-
-@pytest.mark.parametrize(
-    ("given", "parts"),
-    [
-        ({"gates": None, "policy": "gates", "model": "x"}, ("'gates'", "gates=EXPORT")),
-        ({"policy": "h20", "budget": 8}, ("'h20'", "h2o")),
-        ({"policy": "h2o"}, ("'h2o'", "budget")),
-        ({"policy": "h2o", "budget": 1.5}, ("budget=1.5",)),
-    ],
-)
-def test_bad_policies(folder, given, parts):
-    with refuses(UserError, *parts):
-        generate(config(folder, **given))
 
 
 def test_kvzip_repeats_the_prompt_in_the_models_own_tokens(folder, tiny_llama, tiny_tokenizer):

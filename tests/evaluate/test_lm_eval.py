@@ -30,38 +30,28 @@ ROWS = [
     {"text": "one two three four five six", "choices": ["seven", "nine", "a dog"], "label": 0},
     {"text": "a red door and a blue", "choices": ["wall", "cup of tea", "sky"], "label": 2},
 ]
-CHOICE = """
-task: tiny_choice
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{rows}"}}}}
-test_split: test
+TASKS = {
+    "tiny_choice": """
 output_type: multiple_choice
-doc_to_text: "{{{{text}}}}"
-doc_to_choice: "{{{{choices}}}}"
+doc_to_text: "{{text}}"
+doc_to_choice: "{{choices}}"
 doc_to_target: label
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
-GENERATE = """
-task: tiny_generate
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{rows}"}}}}
-test_split: test
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "tiny_generate": """
 output_type: generate_until
-doc_to_text: "{{{{text}}}}"
-doc_to_target: "{{{{choices[0]}}}}"
-generation_kwargs: {{until: ["\\n"], max_gen_toks: 12}}
-metric_list: [{{metric: exact_match}}]
-"""
-ROLLING = """
-task: tiny_rolling
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{rows}"}}}}
-test_split: test
+doc_to_text: "{{text}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 12}
+metric_list: [{metric: exact_match}]
+""",
+    "tiny_rolling": """
 output_type: loglikelihood_rolling
 doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
-metric_list: [{{metric: word_perplexity}}]
-"""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}]
+""",
+}
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +62,13 @@ def folder(tmp_path_factory, tiny_llama, tiny_tokenizer):
     tiny_tokenizer.save_pretrained(folder / "model")
     rows = folder / "rows.json"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    for name, text in (("choice", CHOICE), ("generate", GENERATE), ("rolling", ROLLING)):
-        (folder / f"{name}.yaml").write_text(text.format(rows=rows))
+    for name, text in TASKS.items():
+        data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: '{rows}'}}}}\ntest_split: test"
+        (folder / f"{name}.yaml").write_text(f"task: {name}\n{data}{text}")
     return folder
 
 
-def evaluate(folder, model, tasks=("tiny_choice", "tiny_generate", "tiny_rolling"), **args):
+def evaluate(folder, model, tasks=tuple(TASKS), **args):
     """Return each task's metrics, and the model's answers to each request."""
     found = simple_evaluate(
         model=model,

@@ -33,19 +33,6 @@ def test_what_is_written_comes_back(tmp_path):
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 3
 
 
-def test_rows_of_earlier_versions_are_read(tmp_path):
-    """They know nothing of questions and of right answers, nor of what they were measured with."""
-    later = {"question", "nats", "hits", "floor", "untouched", "dtype", "quantization", "prompt_mean", "prompt_min"}
-    later |= {"prompt_max", "task_options", "hardware", "threads", "date", "command"}
-    old = json.dumps({name: value for name, value in asdict(SUMMARY).items() if name not in later})
-    assert read_line(old, Summary) == SUMMARY
-    results = Folder(tmp_path)
-    results.append(SUMMARY, [OUTCOME], [])
-    (tmp_path / "results.jsonl").write_text(old + "\n")
-    assert results.summaries() == {SUMMARY.key: SUMMARY}
-    assert not (tmp_path / "results.corrupt.jsonl").exists()
-
-
 def test_nats_that_do_not_fit_their_samples_are_refused(tmp_path):
     results = Folder(tmp_path)
     outcome = replace(OUTCOME, tags={"nats": 2.5, "hits": 1.0})

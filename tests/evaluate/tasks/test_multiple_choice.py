@@ -2,12 +2,9 @@
 
 import random
 
-import pytest
-
 import ag
 from ag.data.sources import DataError
 from ag.evaluate.tasks import make
-from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
 
 rng = random.Random(0)
@@ -40,29 +37,6 @@ def test_a_full_cache_is_the_plain_model(tiny_llama, tiny_tokenizer, write, plai
     assert [outcome.sample for outcome in outcomes] == [f"validation-{i}" for i in range(16)]
     assert {outcome.kept for outcome in outcomes} == {1.0}
     assert [outcome.tokens for outcome in outcomes] == [len(sample.prompt) for sample in loaded.samples]
-
-
-@pytest.mark.slow
-def test_policies_together_are_as_each_alone(tiny_llama, tiny_tokenizer, write):
-    model = tiny_llama()
-    ag.attach(model, gates_for(model))
-    task = make("piqa", write("piqa/validation", PIQA))
-    samples = task.load(tiny_tokenizer, 3, 512).samples
-    policies = [ag.policy("full"), ag.policy("h2o", 0.5, "every"), ag.policy("gates"), ag.policy("knorm", 8)]
-    together = list(task.run(model, tiny_tokenizer, policies, samples))
-    assert [index for index, _ in together] == [0, 1, 2, 3] * 3
-    for wanted, policy in enumerate(policies):
-        alone = [outcome for _, outcome in task.run(model, tiny_tokenizer, [policy], samples)]
-        mine = [outcome for index, outcome in together if index == wanted]
-        for one, other in zip(mine, alone, strict=True):
-            assert (one.sample, one.score, one.kept, one.kv_bytes) == (
-                other.sample,
-                other.score,
-                other.kept,
-                other.kv_bytes,
-            )
-    halves = [outcome.kept for index, outcome in together if index == 1]
-    assert halves == pytest.approx([(len(s.prompt) // 2) / len(s.prompt) for s in samples])
 
 
 def test_what_is_too_long_is_counted(tiny_tokenizer, write):
