@@ -92,17 +92,6 @@ def test_prefill_and_decoding_are_timed_apart(folder, monkeypatch):
     assert 0.02 * (NEW - 1) <= found.decode_seconds < 0.02 * (NEW - 1) + 0.6
 
 
-def test_a_full_cache_holds_all(folder):
-    both = generate(config(folder, compare=True))
-    assert both["full cache"].held == 1
-    seen = both["gates"].prompt_tokens + NEW - 1
-    assert both["gates"].held == pytest.approx(1 - both["gates"].evicted * both["gates"].prompt_tokens / seen)
-    out = Console(width=150, file=io.StringIO())
-    out.print(table(both))
-    full = next(line for line in out.file.getvalue().splitlines() if "full cache" in line)
-    assert [cell.strip() for cell in full.split("│")][5] == "100.0%"
-
-
 def test_compare_adds_the_text_of_transformers_own_cache(folder, tiny_llama, tiny_tokenizer):
     ids = tiny_tokenizer(PROMPT, return_tensors="pt")
     expected = tiny_llama().generate(**ids, max_new_tokens=NEW, do_sample=False)[0, ids["input_ids"].shape[1] :]
@@ -114,6 +103,13 @@ def test_compare_adds_the_text_of_transformers_own_cache(folder, tiny_llama, tin
         0,
     )
     assert both["full cache"].kv_bytes > both["gates"].kv_bytes
+    seen = both["gates"].prompt_tokens + NEW - 1
+    assert both["full cache"].held == 1
+    assert both["gates"].held == pytest.approx(1 - both["gates"].evicted * both["gates"].prompt_tokens / seen)
+    out = Console(width=150, file=io.StringIO())
+    out.print(table(both))
+    full = next(line for line in out.file.getvalue().splitlines() if "full cache" in line)
+    assert [cell.strip() for cell in full.split("│")][5] == "100.0%"
     [(name, alone)] = generate(config(folder, gates=None, model=str(folder / "base"))).items()
     assert (name, alone.text) == ("full cache", both["full cache"].text)
 
@@ -205,7 +201,7 @@ def test_base_model_has_the_revision_of_the_export(folder, tmp_path, monkeypatch
         (["prompt=abc", "gates=null", "policy=gates", "model=x"], ("'gates'", "gates=EXPORT")),
         (["prompt=abc", "policy=h20", "budget=8"], ("'h20'", "h2o")),
         (["prompt=abc", "policy=h2o"], ("'h2o'", "budget")),
-        *((["prompt=abc", f"protect=[{x}]"], (f"protect={x}", "0-40")) for x in ("template", "7", "system", "3-x")),
+        *((["prompt=abc", f"protect=['{x}']"], (f"protect={x}", "0-40")) for x in ("template", "7", "system", "3-x")),
     ],
 )
 def test_bad_input_is_one_line(folder, capsys, words, parts):

@@ -55,12 +55,8 @@ def test_one_is_a_token_and_one_point_nought_the_whole_prompt(text, budget):
         assert not policy.strict  # what is protected stays, in every command
 
 
-def test_both_ones_stand_apart_in_a_comparison():
-    config = parse(["policies=[full,h2o]", "budgets=[1,1.0]"], ag.compare.CompareConfig, "ag.compare").config
-    assert [cell.name for cell in cells.list_cells(config)] == ["ppl: full", "ppl: h2o 1", "ppl: h2o 1.0"]
-
-
-def test_a_budget_of_a_yaml_file(tmp_path):
+def test_both_ones_stand_apart_on_a_command_line_and_in_a_file(tmp_path):
     (tmp_path / "mine.yaml").write_text("policies: [full, h2o]\nbudgets: [1, 1.0, 0.5]\n")
-    config = parse([f"recipe={tmp_path / 'mine.yaml'}"], ag.compare.CompareConfig, "ag.compare").config
-    assert [cell.name for cell in cells.list_cells(config)][1:] == ["ppl: h2o 1", "ppl: h2o 1.0", "ppl: h2o 0.5"]
+    for words in (["policies=[full,h2o]", "budgets=[1,1.0,0.5]"], [f"recipe={tmp_path / 'mine.yaml'}"]):
+        config = parse(words, ag.compare.CompareConfig, "ag.compare").config
+        assert [cell.name for cell in cells.list_cells(config)][1:] == ["ppl: h2o 1", "ppl: h2o 1.0", "ppl: h2o 0.5"]

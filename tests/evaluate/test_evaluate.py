@@ -203,15 +203,6 @@ def test_what_is_compared_where_nothing_is_said(run, train, budgets, expected):
     assert [f"{preset.names[cell.label]} {cell.policy.budget or ''}".rstrip() for cell in cells] == expected
 
 
-def test_gates_without_a_budget_are_what_the_flags_say(run):
-    folder, *_ = run("gates")
-    keys = [
-        [cell.key for cell in list_cells(translate(EvaluateConfig(run=str(folder), policies=[name])).config)]
-        for name in ("gates", "flags")
-    ]
-    assert keys[0] == keys[1]
-
-
 def test_plain_documents_without_a_run(tiny_folder, tmp_path, capsys):
     documents = [{"text": text * 12} for text in ("abc def ", "hello you ", "one two ")]
     for split in ("train", "validation"):
@@ -263,11 +254,3 @@ def test_mistakes(words, parts, capsys):
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
     names(error, *parts)
-
-
-def test_packed_text_has_no_prompts(run, capsys):
-    folder, *_ = run("gates")
-    packed = Config(train="lora", data=DataConfig(kind="text", name="corpus", packing="packed"))
-    (folder / "config.yaml").write_text(dump(packed))
-    assert main([f"run={folder}"]) == 2
-    assert "packed text has no prompts to evict" in capsys.readouterr().err

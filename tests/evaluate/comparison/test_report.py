@@ -114,14 +114,6 @@ def test_averages_are_over_tasks_with_the_same_metric():
     ]
 
 
-def test_curves_over_positions():
-    tags = {"nats@0": 3.0, "nats@1024": 1.5}
-    outcomes = [Outcome("0", 2.0, 9, 0.5, 9, 0.1, tags), Outcome("1", 2.0, 9, 0.5, 9, 0.1, {"nats@0": 5.0})]
-    one = replace(result("x", 0.5, "a", [2.0]), outcomes=outcomes)
-    [chart] = charts.along(Comparison(Path(), "x", [one]), "a")
-    assert [point[:2] for point in chart.lines[0].points] == [(0, 4.0), (1024, 1.5)]
-
-
 @pytest.fixture
 def streamed(tmp_path):
     """Two policies over two texts with blocks at 4 and 6, the last of 3 tokens."""

@@ -11,6 +11,7 @@ from ag.errors import UserError
 from ag.evaluate.tasks import GROUPS, make
 from ag.evaluate.tasks.generated import NOISE
 from ag.evaluate.tasks.words import NOUNS
+from tests.support.refused import refuses
 
 BOOKS = [{"text": f"Chapter one. {' '.join(f'This is line {i}, and it is long.' for i in range(400))} The end."}]
 SENTENCES = re.split(r"(?<=[.!?])\s+", BOOKS[0]["text"])
@@ -141,29 +142,26 @@ def test_grid_limit_and_what_is_too_long(tiny_tokenizer):
     assert (loaded.samples, loaded.too_long) == (short[:3], 2)
 
 
-def test_bad_options(tiny_tokenizer, tmp_path, write):
-    with pytest.raises(UserError, match=r"depths=\[2\]: expected shares"):
-        make("needle_single", depths=[2])
-    with pytest.raises(UserError, match=r"keys=1000: expected 1 to 240"):
-        make("needle_multikey", keys=1000)
-    with pytest.raises(UserError, match=r"queries=5: expected 1 to keys=4"):
-        make("niah_multiquery", queries=5)
-    with pytest.raises(UserError, match=r"values=2: expected 1, because"):
-        make("needle_single", values=2)
-    with pytest.raises(UserError, match=r"haystack='essay': expected one of noise, text, needles"):
-        make("niah_single_1", haystack="essay")
-    with pytest.raises(UserError, match=r"lengths=\[\]: expected"):
-        make("needle_variables", lengths=[])
-    with pytest.raises(UserError, match="question='later': expected after or before"):
-        make("needle_single", question="later")
-    with pytest.raises(UserError, match="lengths=100 has no room"):
-        make("needle_single", lengths=[100]).load(tiny_tokenizer, None, 512)
-    with pytest.raises(UserError, match="lengths=300 has no room for context and question beside 128 tokens"):
-        make("niah_single_1", lengths=[300]).load(tiny_tokenizer, None, 512)
-    with pytest.raises(UserError, match="Give root=FOLDER with pg19_style/test.jsonl"):
-        make("needle_text", str(tmp_path)).load(tiny_tokenizer, None, 512)
-    with pytest.raises(UserError, match="has no text to hide"):
-        make("needle_text", write("pg19_style/test", [])).load(tiny_tokenizer, None, 512)
+@pytest.mark.parametrize(
+    ("name", "options", "parts"),
+    [
+        ("needle_single", {"depths": [2]}, ("depths=[2]", "shares")),
+        ("needle_multikey", {"keys": 1000}, ("keys=1000", "1 to 240")),
+        ("niah_multiquery", {"queries": 5}, ("queries=5", "1 to keys=4")),
+        ("needle_single", {"values": 2}, ("values=2", "1")),
+        ("niah_single_1", {"haystack": "essay"}, ("haystack='essay'", "noise, text, needles")),
+        ("needle_variables", {"lengths": []}, ("lengths=[]",)),
+        ("needle_single", {"question": "later"}, ("question='later'", "after or before")),
+        ("needle_single", {"lengths": [100]}, ("lengths=100",)),
+        ("niah_single_1", {"lengths": [300]}, ("lengths=300", "128 tokens")),
+        ("needle_text", {"root": "here"}, ("root=FOLDER", "pg19_style/test.jsonl")),
+        ("needle_text", {}, ("needle_text", "has no text")),
+    ],
+)
+def test_bad_options(name, options, parts, tiny_tokenizer, write):
+    root = write("pg19_style/test", [])
+    with refuses(UserError, *parts):
+        make(name, **{"root": root} | options).load(tiny_tokenizer, None, 512)
 
 
 @pytest.mark.parametrize("question", ["after", "before"])
