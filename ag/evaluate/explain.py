@@ -98,18 +98,13 @@ def draw(
     if "cake" in config.pictures:
         yield "cake", inside_plots.entropy_and_variance([inside.layer_statistics(one).numpy() for one in readings])
     if "errors" in config.pictures:
-        errors = {
-            name: torch.stack(
-                [
-                    inside.output_errors(one, torch.from_numpy(view.kept))
-                    for one, view in zip(readings, mine, strict=True)
-                ]
-            )
-            for name, mine in views.items()
-        }
-        kept = {name: sum(float(view.kept.mean()) for view in mine) / len(mine) for name, mine in views.items()}
-        means = {name: one.mean(0).numpy() for name, one in errors.items()}
-        yield "errors", inside_plots.errors_by_layer(means, kept, {name: one.spec for name, one in plan.items()})
+        errors, kept = {}, {}
+        for name, mine in views.items():
+            pairs = zip(readings, mine, strict=True)
+            found = [inside.output_errors(reading, torch.from_numpy(view.kept)) for reading, view in pairs]
+            errors[name] = torch.stack(found).mean(0).numpy()
+            kept[name] = sum(float(view.kept.mean()) for view in mine) / len(mine)
+        yield "errors", inside_plots.errors_by_layer(errors, kept, {name: one.spec for name, one in plan.items()})
 
 
 def _attention(config: ExplainConfig, gates: AttentionGates, reading: inside.Reading, view: View) -> Figure:

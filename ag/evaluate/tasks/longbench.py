@@ -64,7 +64,7 @@ class LongBench(QuestionTask):
         chat = self.chat and subset.chat
         if chat and tokenizer.chat_template is None:
             raise UserError(f"Task {self.name}: chat=true, and the tokenizer has no chat template; set chat=false.")
-        around = len(_chat(tokenizer, "")) if chat else 0
+        around = len(tokenize(tokenizer, [_chat(tokenizer, "")])[0]) if chat else 0
         room = max_tokens - subset.most
         longest = self.max_length or room - around - SPARE
         if longest < 2:
@@ -81,15 +81,13 @@ class LongBench(QuestionTask):
                 ends = ids[: longest // 2], ids[-(longest // 2) :]
                 text = "".join(str(tokenizer.decode(end, skip_special_tokens=True)) for end in ends)
                 ids = _encode(tokenizer, text)
+            whole = _chat(tokenizer, text) if chat else text
             if chat:
-                ids = _chat(tokenizer, text)
+                [ids] = tokenize(tokenizer, [whole])
             asked = subset.prompt.partition("{context}")[2].format(input=row["input"])
             context = text[: text.rfind(asked)] if asked in text else text[: len(text) // 2]
-            if chat:
-                whole = _chat_text(tokenizer, text)
-                alone = _plain(tokenizer, whole[: whole.find(context) + len(context)])
-            else:
-                alone = _encode(tokenizer, context)
+            beginning = whole[: whole.find(context) + len(context)]
+            alone = tokenize(tokenizer, [beginning])[0] if chat else _encode(tokenizer, beginning)
             prompt, question = self.divide(alone, ids)
             gap = "" if text[-1:].isspace() else " "
             right = tokenize(tokenizer, [gap + answer for answer in dict.fromkeys(row["answers"]) if answer.strip()])
@@ -145,14 +143,6 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-def _chat(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return _plain(tokenizer, _chat_text(tokenizer, text))
-
-
-def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenize(tokenizer, [text])[0]
-
-
-def _chat_text(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+def _chat(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     messages = [{"role": "user", "content": text}]
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
