@@ -180,7 +180,7 @@ class Decision:
             preference=wish,
             second=second,
             first_share=first_share,
-            ranks=seen.unordered_ranks,
+            ranks=None if seen.keys.ordered else seen.keys.ranks,
         )
         if grows:
             ballot.prompt_capacity = self.policy.capacity(seen.prompt_lengths)

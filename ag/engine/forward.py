@@ -197,7 +197,8 @@ class Forward(Holdings, Interceptor):
                 again.run(self)
         if not self.recording:
             self.look()
-        if self.text.now is not None and self.text.now.completes_prompt:
+        now = self.text.now
+        if now is not None and now.reading and now.ends_prompt:
             for layer in self.evicting_layers:
                 if layer.store is not None:
                     layer.store.trim()

@@ -316,7 +316,8 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         if keep is None:
             self._open = self._open + width if gate is None else 0
         if self._forgets and not now.reading and not (self._settled and stays and width == 1):
-            if self._in_turn(step):
+            one = self._settled and width == 1 and self.rotation.in_place and not self._differentiated(step)
+            if one and self.store.movable(self.memory):  # it takes the place of the one that it no longer sees
                 reach = Reach(self._near, self.window)  # of padding: gone before
                 self.store.append(call.k, call.v, now.ranks, keep, gate, reach, self.memory)
                 return
@@ -342,12 +343,6 @@ class EvictionLayer(CacheLayerMixin, Attributes):
     def _near(self) -> int | None:
         """Newest tokens that a query sees whatever their flags: no more than its window; None: it sees all."""
         return self.recent if self.recent is None or self.window is None else min(self.recent, self.window)
-
-    def _in_turn(self, step: Step) -> bool:
-        """Tell whether one token of each sequence comes, and can take the place of the one that it no longer sees."""
-        assert self.store is not None
-        one = self._settled and step.now.ranks.shape[1] == 1 and self.rotation.in_place
-        return one and not self._differentiated(step) and self.store.movable(self.memory)
 
     def _settle(self, step: Step) -> None:
         """Free what no query sees behind the tokens of a prompt, of which none is taken back; write the others."""

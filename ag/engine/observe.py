@@ -128,12 +128,6 @@ class Queries:
     outputs: Tensor | None = None
     weights: Tensor | None = None
 
-    @property
-    def precise_outputs(self) -> Tensor | None:
-        """The outputs where they are those of all queries in float32, which scores are computed in; else None."""
-        every = self.outputs is not None and self.outputs.shape[2] == self.q.shape[2]
-        return self.outputs if self.outputs is not None and every and self.outputs.dtype == torch.float32 else None
-
 
 @dataclass(kw_only=True, eq=False)
 class Observation:
@@ -225,11 +219,6 @@ class Observation:
     def order(self) -> Tensor | None:
         """Slots ``[B, Hkv, N]`` in the order of ranks, free ones last; None: they are in that order."""
         return self.keys.order
-
-    @property
-    def unordered_ranks(self) -> Tensor | None:
-        """The ranks of the keys; None: they ascend."""
-        return None if self.keys.ordered else self.keys.ranks
 
     @property
     def values(self) -> Values:
@@ -397,7 +386,8 @@ class Observation:
     def _spans(self, oldest: Tensor, newest: Tensor) -> list[Span]:
         """Return the slots that queries see whose ranks go from ``oldest`` to ``newest`` ``[B, n]``, for each n."""
         slots = self.key_ranks.shape[2]
-        if self._sees_everything:
+        newest_alone = self.decoding and self.q.shape[2] == 1 and self.sliding_window is None
+        if self.keys.full and newest_alone:  # to which nothing is hidden
             return [Span(0, slots, slots)] * oldest.shape[1]
         if not self.keys.ordered:
             return [Span(0, 0, slots)] * oldest.shape[1]
@@ -411,11 +401,6 @@ class Observation:
         if self.sliding_window is not None:
             start = open_until = places(oldest - self.sliding_window).amin((0, 1))
         return [Span(*ends) for ends in zip(start.tolist(), open_until.tolist(), stop.tolist(), strict=True)]
-
-    @property
-    def _sees_everything(self) -> bool:
-        """Whether there is one query, the newest of a sequence, to which nothing is hidden."""
-        return self.keys.full and self.decoding and self.q.shape[2] == 1 and self.sliding_window is None
 
     def _blocks(self) -> Iterator[tuple[slice, slice, AttentionRows]]:
         """Visit the new queries in tiles; yields query heads, slots and the queries against those."""
@@ -461,8 +446,8 @@ class Observation:
             return held.values.part(heads, slice(start, stop))
 
         def outputs() -> Tensor | None:
-            known = queries.precise_outputs
-            if known is None or not held.close:
+            known = queries.outputs
+            if known is None or known.shape[2] != queries.q.shape[2] or known.dtype != torch.float32 or not held.close:
                 return None
             return (_by_head(known, group, columns, heads) - held.values.centre[:, heads, None]).flatten(1, 2)
 

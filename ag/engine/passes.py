@@ -126,11 +126,6 @@ class Pass(Tokens):
         """The same as ``real``; None where all of the tokens exist."""
         return self.real if self.padded else None
 
-    @property
-    def completes_prompt(self) -> bool:
-        """Whether the prompt is over after these tokens, and none of them follows it."""
-        return self.reading and self.ends_prompt
-
     def stays(self, ranks: Tensor, lowest: int = 0) -> Tensor | None:
         """Return which tokens of these ranks ``[B, ..., N]`` never go, bool of the same shape; None: none.
 

@@ -88,12 +88,9 @@ class AttentionRows:
     def _sum(self, values: Tensor) -> Tensor:
         return (self.counted[:, None, None].to(values.dtype) @ values)[:, :, 0]
 
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """Return the mean and the unbiased variance of the weights over the queries, ``[B, H, N]`` each."""
-        return self._moments
-
     @cached_property
-    def _moments(self) -> tuple[Tensor, Tensor]:
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """The mean and the unbiased variance of the weights over the queries, ``[B, H, N]`` each."""
         number = self.counted.sum(1)[:, None, None]
         mean = self._sum(self.a) / number
         squares = self._sum((self.a - mean[:, :, None]).square_())

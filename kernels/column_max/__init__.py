@@ -20,14 +20,8 @@ def column_max(
 ) -> Tensor:
     """Return the largest ``f_j A_jt`` over queries j, where ``A = softmax(scaling * q k^T)`` is causal.
 
-    Args:
-        q: queries ``[B, H, M, D]``, those of the last M of T tokens.
-        k: keys ``[B, Hkv, T, D]``.
-        scaling: factor of the logits.
-        queries: ``[B, M]`` bool, the queries that count.
-        key_valid: ``[B, T]`` bool, False on padding; None when there is none.
-        window: sliding window of the model.
-        factors: ``f``, ``[B, M]``, 0 or more: what each query's weights are multiplied by; None: 1.
+    The arguments are those of :func:`ag.kernels.column_sums.column_sums`, and ``factors`` ``f``, ``[B, M]``, 0 or more:
+    what each query's weights are multiplied by; None: 1.
 
     Returns:
         ``[B, H, T]`` float32 (float64 for float64 arguments), 0 for keys that no query counted for.

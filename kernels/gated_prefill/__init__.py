@@ -27,18 +27,8 @@ def gated_prefill(
 
     The result is that of :func:`ag.kernels.gated_attention.gated_attention` with flags of 0 and 1, without gradients.
     Evicted keys are met on the diagonal alone: by Triton on CUDA, in blocks of PyTorch on a CPU. Where there is CUDA
-    but no Triton, that operation runs.
-
-    Args:
-        q: queries ``[B, H, T, D]``.
-        k: keys ``[B, Hkv, T, D]``, H a multiple of Hkv.
-        v: values ``[B, Hkv, T, D]``.
-        keep: ``[B, Hkv, T]`` bool, True on the keys that stay.
-        key_valid: ``[B, T]`` bool, False on padding; None when there is none.
-        scaling: factor of the logits; None is ``D ** -0.5``.
-        recent: newest tokens that a query always sees, its own included (at least 1).
-        sinks: first tokens of a row that every query sees.
-        window: sliding window of the model: pairs with ``j - t >= window`` are invisible, sinks too.
+    but no Triton, that operation runs. The arguments are its; ``keep`` ``[B, Hkv, T]`` is bool, True on the keys that
+    stay.
 
     Returns:
         ``[B, H, T, D]`` in the type of ``q``; zeros for queries that see nothing (padding).

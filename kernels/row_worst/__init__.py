@@ -36,13 +36,9 @@ def row_going(
 ) -> None:
     """Write down which token goes from each row that holds more than it may; the host learns nothing of it.
 
-    Args:
-        score: as for :func:`row_worst`, like the next three.
-        protected: as there.
-        valid: as there.
-        ranks: as there.
-        capacity: ``[B]`` long, tokens that a row may hold; it holds what is protected in any case.
-        going: where it is written to, contiguous: the slots anew, what was found beside what was found before.
+    The first four arguments are those of :func:`row_worst`. ``capacity`` ``[B]`` long are the tokens that a row may
+    hold; it holds what is protected in any case. ``going`` is contiguous: it gets the slots anew, and what was found
+    beside what was found before.
 
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.

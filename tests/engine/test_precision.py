@@ -113,7 +113,7 @@ def test_cakes_variance_agrees_with_float64(name):
     want = (bounded(weights) - weights.mean(1, keepdim=True)).square().sum(1) / 31
     # equal terms round alike in a sum, and a square below the normal numbers is off by a step of those
     sums = 32 * EPS * (want.exact + torch.finfo(torch.float32).smallest_normal)
-    hold(rows.moments()[1][0], want.exact, want.error + sums)
+    hold(rows.moments[1][0], want.exact, want.error + sums)
 
 
 @pytest.mark.parametrize("name", SCENES)

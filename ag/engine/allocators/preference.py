@@ -139,7 +139,7 @@ def entropy_and_variance(seen: Observation, observers: int) -> tuple[Tensor, Ten
     before = (seen.held & (seen.age >= observers)).repeat_interleave(seen.group, 1)
     a = rows.a * (rows.counted[:, None, :, None] & before[:, :, None])
     entropy = -(a + 1e-10).log_().mul_(a).sum((1, 2, 3))
-    return entropy, (rows.moments()[1] * before).sum((1, 2))
+    return entropy, (rows.moments[1] * before).sum((1, 2))
 
 
 def official_shares(preference: Tensor, total: Tensor, caps: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class Cake(SnapKV):
         """Return the indicator; while decoding, the attention of the newest query alone, as officially."""
         if seen.decoding:
             return seen.newest()
-        mean, variance = seen.rows(self.window).moments()
+        mean, variance = seen.rows(self.window).moments
         return mean + self.gamma * variance
 
     def note(self, seen: Observation, records: Records, statistic: Statistic = attention) -> None:
