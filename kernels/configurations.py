@@ -51,26 +51,23 @@ def _alike(ampere: list[Tiles], hopper: list[Tiles]) -> dict[Card, list[Tiles]]:
 
 _ROWS: dict[Card, list[Tiles]] = _alike([T(32, 8, 1), T(16, 4, 1)], [T(32, 8, 1), T(16, 4, 1)])
 _FEWEST: dict[Card, list[Tiles]] = _alike([T(16, 8, 1)], [T(16, 8, 1)])
+_WIDE: dict[Card, list[Tiles]] = {
+    80: [T(64, 8, 3), T(64, 8, 2)],
+    89: [T(64, 8, 2), T(32, 4, 2)],
+    90: [T(64, 8, 3), T(64, 8, 2), T(32, 4, 2)],
+}
 
 #: By the name of the kernel's function.
 CONFIGURATIONS: dict[str, Table] = {
     "_forward": {
         "16 bits": _alike([T(128, 8, 3), T(128, 8, 2)], [T(128, 8, 3), T(128, 8, 2)]),
-        "16 bits above 128": {
-            80: [T(64, 8, 3), T(64, 8, 2)],
-            89: [T(64, 8, 2), T(32, 4, 2)],
-            90: [T(64, 8, 3), T(64, 8, 2), T(32, 4, 2)],
-        },
+        "16 bits above 128": _WIDE,
         "32 bits": _ROWS,
         "32 bits above 128": _FEWEST,
     },
     "_backward_queries": {
         "16 bits": _alike([T(128, 8, 2), T(64, 8, 2)], [T(128, 8, 2)]),
-        "16 bits above 128": {
-            80: [T(64, 8, 2), T(32, 4, 2)],
-            89: [T(32, 4, 2)],
-            90: [T(32, 4, 2)],
-        },
+        "16 bits above 128": {80: [T(64, 8, 2), T(32, 4, 2)], 89: [T(32, 4, 2)], 90: [T(32, 4, 2)]},
         "32 bits": _alike([T(16, 8, 1)], [T(16, 8, 1)]),
         "32 bits above 128": _FEWEST,
     },
@@ -86,11 +83,7 @@ CONFIGURATIONS: dict[str, Table] = {
     },
     "_prefill": {
         "16 bits": _alike([T(128, 8, 3), T(64, 4, 2)], [T(128, 8, 3), T(128, 8, 2), T(64, 4, 2)]),
-        "16 bits above 128": {
-            80: [T(64, 8, 3), T(64, 8, 2)],
-            89: [T(64, 8, 2), T(32, 4, 2)],
-            90: [T(64, 8, 3), T(64, 8, 2), T(32, 4, 2)],
-        },
+        "16 bits above 128": _WIDE,
         "32 bits": _ROWS,
         "32 bits above 128": _FEWEST,
     },
