@@ -51,7 +51,7 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
 
     What a user causes ends in one line on stderr and an exit code: 2 for a :class:`UserError`, 130 for Ctrl-C (the text
     of the KeyboardInterrupt says what is left), 141, without a line, when nobody reads the output any more. A
-    :class:`BudgetWarning` is one line on stderr too.
+    :class:`BudgetWarning` and a :class:`ConfigWarning` are one line on stderr too.
     """
 
     def decorate(work: Callable[[list[str]], int]) -> Main:
@@ -59,7 +59,7 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
         def main(argv: list[str] | None = None) -> int:
             try:
                 try:
-                    with _budgets_told(program):
+                    with _warnings_told(program):
                         return work(sys.argv[1:] if argv is None else argv)
                 finally:
                     sys.stdout.flush()  # a closed pipe may show only now
@@ -100,13 +100,13 @@ def keyed(program: str, schema: type[Any], runs: str, first: str = "") -> Main:
 
 
 @contextmanager
-def _budgets_told(program: str) -> Iterator[None]:
-    """Show a :class:`BudgetWarning` as a line of the program, without the place in the code that Python adds."""
+def _warnings_told(program: str) -> Iterator[None]:
+    """Show warnings of this library as lines of the program, without the place in the code that Python adds."""
     with warnings.catch_warnings():
         others = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-            if issubclass(category, BudgetWarning):
+            if issubclass(category, BudgetWarning | ConfigWarning):
                 print(f"{program}: warning: {message}", file=sys.stderr)
             else:
                 others(message, category, *place, **more)
@@ -175,13 +175,7 @@ def _resolve(schema: type[T], runs: list[dict[str, str]], program: str) -> list[
         if name in recipes() and name not in recipes(program):
             owner = f"ag.{recipes()[name].parent.name}"
             raise ConfigError(f"recipe={name} is one of {owner}, not of {program}; {program} --recipes lists its own")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", ConfigWarning)
-        configs = [resolve(schema, run) for run in runs]
-    messages = [str(warning.message) for warning in caught if issubclass(warning.category, ConfigWarning)]
-    for message in dict.fromkeys(messages):
-        print(f"{program}: warning: {message}", file=sys.stderr)
-    return configs
+    return [resolve(schema, run) for run in runs]
 
 
 def _help(schema: type[Any], program: str) -> str:

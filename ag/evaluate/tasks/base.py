@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
@@ -83,20 +83,6 @@ class Loaded:
     too_long: int = 0
     too_short: int = 0
 
-    @classmethod
-    def first(cls, found: Iterable[Sample | LeftOut], limit: int | None) -> Loaded:
-        """Take the first ``limit`` samples, or all, and count what is left out before the last of them."""
-        samples: list[Sample] = []
-        left: list[LeftOut] = []
-        for one in found:
-            if isinstance(one, Sample):
-                samples.append(one)
-            else:
-                left.append(one)
-            if len(samples) == limit:
-                break
-        return cls(samples, left.count("too long"), left.count("too short"))
-
 
 @dataclass(frozen=True)
 class Task(ABC):
@@ -130,7 +116,16 @@ class Task(ABC):
         Raises:
             UserError: the data is missing or damaged; the message says how to get it.
         """
-        return Loaded.first(self.read(tokenizer, max_tokens), limit)
+        samples: list[Sample] = []
+        left: list[LeftOut] = []
+        for one in self.read(tokenizer, max_tokens):
+            if isinstance(one, Sample):
+                samples.append(one)
+            else:
+                left.append(one)
+            if len(samples) == limit:
+                break
+        return Loaded(samples, left.count("too long"), left.count("too short"))
 
     def floor(self, samples: Sequence[Any]) -> float | None:
         """Return the mean score up to which a model shows nothing on these samples; None: there is no such score."""
