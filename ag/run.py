@@ -248,11 +248,7 @@ def build_trainer(config: Config, run_dir: Path | None) -> L.Trainer:
 
 
 def write_export(
-    folder: Path,
-    module: GatedLM,
-    base: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    metrics: dict[str, float],
+    folder: Path, module: GatedLM, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, metrics: dict[str, float]
 ) -> None:
     """Write what was trained: gates with their adapter, or the adapter alone for the baseline.
 

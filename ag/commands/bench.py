@@ -44,8 +44,7 @@ class BenchConfig(SharedModel):
     recent: int = key(128, "stream: newest tokens that no gate evicts, and the window of attention gates", low=1)
     steps: int = key(16, "decode, stream, memory: tokens generated in a round", low=1)
     interleaved: bool = key(
-        False,
-        "decode: contestants take turns token by token, with all caches there at once; for noisy machines",
+        False, "decode: contestants take turns token by token, with all caches there at once; for noisy machines"
     )
     rounds: int = key(5, "times that every contestant is measured, in turn", low=1)
     warmup: int = key(1, "rounds before those that count", low=0)

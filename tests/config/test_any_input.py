@@ -10,10 +10,7 @@ from ag.config import Config
 from ag.config.command_line import Invocation, parse
 from tests.support.schemas import KEYS
 
-anything = settings(
-    max_examples=150,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+anything = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 texts = st.text(max_size=40) | st.sampled_from(
     ["${seed}", "[", "!!timestamp x", "!!bool x", "&a *a", "<<: 1", "0b", "1:30"]
 )
@@ -56,9 +53,7 @@ trees = st.dictionaries(
     st.sampled_from([*KEYS, *{name.split(".")[0] for name in KEYS}, *{name.split(".")[-1] for name in KEYS}, "base"])
     | texts,
     st.recursive(
-        leaves,
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
-        max_leaves=6,
+        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=6
     ),
     max_size=4,
 )
@@ -73,10 +68,7 @@ trees = st.dictionaries(
     | st.builds("{}: {}".format, st.sampled_from(list(KEYS)), texts)
 )
 def test_any_file(
-    content: str | bytes,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path_factory: pytest.TempPathFactory,
-    no_sweep: None,
+    content: str | bytes, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory, no_sweep: None
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "any.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))

@@ -55,10 +55,7 @@ def test_nothing_at_all(error: Any) -> None:
         ("loss.alpha=.nan", "loss.alpha=nan"),
         ("loss.alpha=.inf", "loss.alpha=inf"),
         ("loss.alpha=true", "loss.alpha=True"),
-        (
-            "loss.alpha=0.5,1",
-            "loss.alpha='0.5,1' -m",
-        ),
+        ("loss.alpha=0.5,1", "loss.alpha='0.5,1' -m"),
         ("loss.alpha=", "loss.alpha= number"),
         ("loss.mean=sof", "loss.mean='sof' hard soft?"),
         ("train=gates+lor", "train='gates+lor' gates lora gates+lora?"),

@@ -42,11 +42,7 @@ def sweeper(tmp_path: Path) -> Any:
 
     def start(*argv: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "sweeper", *argv],
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            [sys.executable, "-m", "sweeper", *argv], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
 
     def runs() -> list[Any]:

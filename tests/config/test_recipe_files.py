@@ -19,12 +19,7 @@ def test_inheritance_then_overrides(write: Any, tmp_path: Path) -> None:
     write("below/middle.yaml", "base: ../root.yaml\nloss:\n  beta: 0.1\nlora:\n")
     leaf = write("leaf.yaml", "# a leaf\nbase: below/middle.yaml\nseed: 3\n")
     config = fit(f"recipe={leaf}", "gate.num_heads=1", "seed=4")
-    assert (config.loss.alpha, config.loss.beta, config.lora.targets, config.seed) == (
-        2.0,
-        0.1,
-        ["q_proj"],
-        4,
-    )
+    assert (config.loss.alpha, config.loss.beta, config.lora.targets, config.seed) == (2.0, 0.1, ["q_proj"], 4)
     assert (config.data.name, config.gate.num_heads, config.gate.scope) == ("piqa", 1, "prompt")
     assert config.recipe == "leaf"
 
@@ -109,23 +104,7 @@ def test_an_empty_file_gives_the_defaults(write: Any) -> None:
 
 @pytest.mark.slow
 def test_dump_round_trip_of_unusual_text(tmp_path: Path) -> None:
-    odd = [
-        "yes",
-        "1e5",
-        "0x10",
-        "null",
-        "~",
-        "a: b",
-        "# x",
-        " x ",
-        "tab\t",
-        "line\nbreak",
-        "ü€😀",
-        "'",
-        '"',
-        "[a",
-        "-",
-    ]
+    odd = ["yes", "1e5", "0x10", "null", "~", "a: b", "# x", " x ", "tab\t", "line\nbreak", "ü€😀", "'", '"', "[a", "-"]
     path = tmp_path / "config.yaml"
     for text in odd:
         config = Config(output=text, lora=dataclasses.replace(Config().lora, targets=odd))

@@ -168,22 +168,14 @@ def test_recipes_have_the_papers_values(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "difference"), ABLATIONS.items())
 def test_an_ablation_differs_in_its_own_keys_only(name: str, difference: dict[str, object]) -> None:
-    expected = {
-        **flat("piqa_sft"),
-        "recipe": name,
-        **{f"gate.{key}": value for key, value in difference.items()},
-    }
+    expected = {**flat("piqa_sft"), "recipe": name, **{f"gate.{key}": value for key, value in difference.items()}}
     assert flat(name) == expected
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_small_recipes_use_the_small_model_in_full_precision(name: str) -> None:
     config = load(name)
-    assert (config.model.name, config.model.dtype, config.model.quantization) == (
-        "smollm2",
-        "float32",
-        "none",
-    )
+    assert (config.model.name, config.model.dtype, config.model.quantization) == ("smollm2", "float32", "none")
     assert config.trainer.max_steps > 0
 
 

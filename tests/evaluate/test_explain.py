@@ -42,11 +42,7 @@ def test_all_pictures(words, tiny_llama, tmp_path, capsys):
     assert main([*words, *more, "tokens=200"]) == 0
     printed = capsys.readouterr().out.splitlines()
     names = {f"keep-{policy}-{i}" for policy in ("mine", "gates") for i in range(1)}
-    assert {path.stem for path in (tmp_path / "out").iterdir()} == names | {
-        "attention-0",
-        "cake",
-        "errors",
-    }
+    assert {path.stem for path in (tmp_path / "out").iterdir()} == names | {"attention-0", "cake", "errors"}
     assert sorted(printed) == sorted(map(str, (tmp_path / "out").iterdir()))
     for path in (tmp_path / "out").iterdir():
         image = imread(path)

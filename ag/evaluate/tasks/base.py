@@ -162,11 +162,7 @@ class Task(ABC):
 
     @abstractmethod
     def run(
-        self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        policies: Sequence[Policy],
-        samples: Sequence[Any],
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Sequence[Any]
     ) -> Iterator[tuple[int, Outcome]]:
         """Run policies over samples, and yield (index of the policy, outcome) as each is done.
 
@@ -206,11 +202,7 @@ class PromptTask(Task):
         return bool(sample.question) or self.longest(sample) != 1
 
     def run(
-        self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        policies: Sequence[Policy],
-        samples: Sequence[Any],
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Sequence[Any]
     ) -> Iterator[tuple[int, Outcome]]:
         """Run policies over samples; see :meth:`Task.run`."""
         device = next(model.parameters()).device

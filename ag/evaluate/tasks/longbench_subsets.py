@@ -119,15 +119,9 @@ SUBSETS = {
         retrieval,
     ),
     "lcc": Subset(
-        "Please complete the code given below. \n{context}Next line of code:\n",
-        64,
-        code_similarity,
-        chat=False,
+        "Please complete the code given below. \n{context}Next line of code:\n", 64, code_similarity, chat=False
     ),
     "repobench-p": Subset(
-        "Please complete the code given below. \n{context}{input}Next line of code:\n",
-        64,
-        code_similarity,
-        chat=False,
+        "Please complete the code given below. \n{context}{input}Next line of code:\n", 64, code_similarity, chat=False
     ),
 }

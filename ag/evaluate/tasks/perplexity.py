@@ -152,11 +152,7 @@ class Stream(Documents):
             yield book if len(ids) > self.block else "too short"
 
     def run(
-        self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        policies: Sequence[Policy],
-        samples: Sequence[Any],
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Sequence[Any]
     ) -> Iterator[tuple[int, Outcome]]:
         """Run policies over books; see :meth:`ag.evaluate.tasks.Task.run`."""
         longest = max((len(book.prompt) + len(book.following) for book in samples), default=0)
