@@ -81,7 +81,9 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
         KeyboardInterrupt: on Ctrl-C before the first step, and on a second one.
     """
     check_trainer(config)
-    check_parts(config)
+    data.check(config.data)  # that somebody has registered the parts that the keys name
+    gate_kind(config.gate.kind)
+    objective(config.loss.objective)
     L.seed_everything(config.seed, workers=True, verbose=False)
     base, tokenizer = models.load_base(config.model)
     (decoder_of if config.train == "lora" else check_attention)(base)  # what is not supported, before the data are read
@@ -156,13 +158,6 @@ def _sizes(gates: AttentionGates) -> dict[str, object]:
     """Return what the shapes of gates follow from, by the name that a user knows."""
     keys = asdict(gates.config)
     return gates.fingerprint | {f"gate.{name}": keys[name] for name in SIZES}
-
-
-def check_parts(config: Config) -> None:
-    """Find a kind of data or of gates, and a loss, that nobody has registered, before anything is loaded."""
-    data.check(config.data)
-    gate_kind(config.gate.kind)
-    objective(config.loss.objective)
 
 
 def check_trainer(config: Config) -> None:

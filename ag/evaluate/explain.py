@@ -84,8 +84,9 @@ def draw(
     views = dict(zip(plan, record(model, tokenizer, policies, prompts, config.tokens), strict=True))
     if "keep" in config.pictures:
         for name, mine in views.items():
+            file = re.sub(r"[^\w+@-]+", "_", name)
             for number, view in enumerate(mine):
-                yield f"keep-{_file(name)}-{number}", keep_pattern(view.kept, view.pieces)
+                yield f"keep-{file}-{number}", keep_pattern(view.kept, view.pieces)
     readings = [inside.Reading(model, one.prompt) for one in samples]
     if "attention" in config.pictures and config.gates:
         gates = EvictionCache(model, plan[GATES]).gates
@@ -133,7 +134,3 @@ def _policies(config: ExplainConfig) -> dict[str, Policy]:
         spec = spec.with_gates(config.gates, "gates=EXPORT")
         found[name] = policy(spec, budget if spec.takes_budget else None)
     return found
-
-
-def _file(name: str) -> str:
-    return re.sub(r"[^\w+@-]+", "_", name)
