@@ -124,6 +124,12 @@ def parts(policy: str) -> tuple[str, str | None, str]:
     return text, budget, schedule or "prefill"
 
 
+def called(by: str, policy: str) -> str:
+    """Name a contestant: who answers, and the policy without the folder of its gates."""
+    text, *more = policy.split()
+    return f"{by}, {' '.join([text.partition(':')[0], *more])}"
+
+
 # ---- who answers
 
 
@@ -146,7 +152,7 @@ def by_batcher(config: Config, policy: str, todo: list[Ask]) -> Found:
         batch=config.batch,
         prompt_lookup=config.prompt_lookup,
     )
-    ends, found = sorted(batcher._ends), Found(f"batcher, {text}", at_once=0)
+    ends, found = sorted(batcher._ends), Found(called("batcher", policy), at_once=0)
     times: list[list[float]] = [[] for _ in range(len(todo) + 1)]
 
     def submit(number: int, ask: Ask) -> None:
@@ -223,7 +229,7 @@ def by_server(config: Config, policy: str, todo: list[Ask]) -> Found:
     never = {str(token): -100 for token in _ends(config.model)}
     with _started([*command, f"port={port}"], port, config) as process:
         asked = _Client(port, {"model": "base", "temperature": 0, "logit_bias": never}, [ask.tokens for ask in todo])
-        return asyncio.run(asked.all(Found(f"server, {text}", at_once=0), todo, process.pid))
+        return asyncio.run(asked.all(Found(called("server", policy), at_once=0), todo, process.pid))
 
 
 def by_transformers_serve(config: Config, policy: str, todo: list[Ask]) -> Found:

@@ -24,6 +24,7 @@ def test_requests_are_drawn_with_a_seed():
 def test_policies_of_the_command_line():
     assert serving.parts("full") == ("full", None, "prefill")
     assert serving.parts("h2o 0.25 every") == ("h2o", "0.25", "every")
+    assert serving.called("server", "gates:a/b 0.3 every") == "server, gates 0.3 every"
     with refuses(UserError, "h2o 0.25 every 9", "SCHEDULE"):
         serving.parts("h2o 0.25 every 9")
 
