@@ -1,0 +1,194 @@
+"""Work that the machines of a Ray cluster share: ``cluster=local``, ``auto`` or the address of one.
+
+A *unit* of work is a value that can be sent. A *host* is a process of the cluster that makes what does units once, such
+as a worker with a model, and then does one unit after the other. This process deals the units out and takes the results
+in, so that one process alone writes them down. Nothing of its environment is sent along.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ag.errors import UserError
+from ag.versions import versions
+
+CLUSTER = (
+    "null: in this process; local: processes of this machine; auto: the Ray cluster that it is in; HOST:PORT: that one "
+    "(ag[cluster])"
+)
+CONNECT_SECONDS = 5.0
+NO_ROOM_SECONDS = 60.0  # after which work that no machine has room for is given up
+LOOK_SECONDS = 5.0  # between two looks at the machines
+
+LIBRARIES = ("ag", "torch", "transformers", "peft", "lightning")  # results depend on
+
+U = TypeVar("U")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a host takes of a machine.
+
+    Attributes:
+        cpus: cores.
+        gpus: GPUs.
+        memory: bytes of main memory; 0: not counted.
+    """
+
+    cpus: float = 1
+    gpus: float = 0
+    memory: int = 0
+
+    def hosts(self, machine: Mapping[str, float]) -> int:
+        """Return how many hosts have room in the resources of machines, by their names in Ray."""
+        wanted = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory}
+        return int(min(machine.get(name, 0) // number for name, number in wanted.items() if number))
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What came of a unit whose hosts all ended before it was done.
+
+    Attributes:
+        times: hosts that it was given.
+        why: what the last one died of.
+    """
+
+    times: int
+    why: str
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Belong to a cluster while the block runs.
+
+    Args:
+        address: ``local``, ``auto`` or an address, as of :data:`CLUSTER`.
+
+    Raises:
+        UserError: when Ray is not installed, there is no such cluster, or it has another Python or Ray.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise UserError(f"cluster={address}: needs Ray: pip install 'ag[cluster]'; or leave cluster= out.") from None
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray tells its makers otherwise
+    told: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    try:
+        host, colon, port = address.rpartition(":")
+        if colon and "://" not in address:
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()  # Ray tries for minutes
+        ray.init(address, logging_level="WARNING", log_to_driver=False, **told)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"cluster={address}: {' '.join(str(error).split())[:300]}; expected local, auto, or the address that "
+            "`ray start --head` has printed."
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class Host(Generic[U, R]):
+    """A process of the cluster that does units.
+
+    Args:
+        make: makes what does them.
+        versions: of the libraries where the work is dealt out.
+    """
+
+    def __init__(self, make: Callable[[], Callable[[U], R]], versions: Mapping[str, str]) -> None:
+        self._make, self._versions = make, versions
+
+    def begin(self) -> None:
+        """Make what does the units.
+
+        Raises:
+            UserError: when the libraries here are others, so that results would not be comparable.
+        """
+        mine = versions(*self._versions)
+        differ = [f"{name} {mine[name]} instead of {x}" for name, x in self._versions.items() if mine[name] != x]
+        if differ:
+            raise UserError(f"cluster: a machine has {', '.join(differ)}: expected the same versions on all of them.")
+        self._do = self._make()
+
+    def do(self, unit: U) -> R:
+        """Do a unit."""
+        return self._do(unit)
+
+
+def share(
+    units: Sequence[U], make: Callable[[], Callable[[U], R]], room: Room, failures: int = 3
+) -> Iterator[tuple[U, R | Lost]]:
+    """Have units done by the machines of the cluster that this process is connected to.
+
+    A unit whose host dies, alone or with its machine, is given to another one. Machines that join get hosts too.
+
+    Args:
+        units: what is to be done.
+        make: makes what does a unit, once in each host.
+        room: of a host.
+        failures: hosts that a unit may lose.
+
+    Yields:
+        Each unit with its result, in the order in which they end.
+
+    Raises:
+        UserError: when no machine has room, hosts cannot begin, or the libraries of a machine are others.
+        Exception: what ``make`` or a unit raised.
+    """
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    kind: Any = ray.remote(num_cpus=room.cpus, num_gpus=room.gpus, memory=room.memory or None)(Host)
+    ours = versions(*LIBRARIES)
+    busy: dict[Any, tuple[Any, int | None]] = {}  # hosts by what they promised: a unit done; None: to have begun
+    free: list[Any] = []
+    todo, lost, left = deque(range(len(units))), Counter[int | None](), len(units)
+    begun, looked = time.monotonic(), -math.inf
+    while left:
+        if time.monotonic() - looked > LOOK_SECONDS:
+            looked, machines = time.monotonic(), ray.cluster_resources()
+            for _ in range(min(room.hosts(machines), left) - len(busy) - len(free)):
+                host = kind.remote(make, ours)
+                busy[host.begin.remote()] = host, None
+            if not busy and looked - begun > NO_ROOM_SECONDS:
+                has = ", ".join(f"{name} {machines.get(name, 0):g}" for name in ("CPU", "GPU", "memory"))
+                raise UserError(f"cluster: it has {has}, and a host takes {room}: add a machine, or ask for less.")
+        ended: list[tuple[int, R | Lost]] = []
+        for done in ray.wait([*busy], timeout=LOOK_SECONDS)[0] if busy else ():
+            host, place = busy.pop(done)
+            try:
+                result: R | Lost = ray.get(done)
+                free.append(host)
+            except RayTaskError as error:
+                raise error.cause from None
+            except RayError as error:  # the host is gone
+                lost[place], looked = lost[place] + 1, -math.inf
+                result = Lost(lost[place], str(error).partition("\n")[0])
+                if place is None and lost[None] > failures:
+                    raise UserError(f"cluster: {lost[None]} hosts ended as they began: {result.why}") from None
+                if place is not None and lost[place] < failures:
+                    todo.appendleft(place)
+                    continue
+            if place is not None:
+                ended.append((place, result))
+        while free and todo:  # before this process is busy with what came out
+            host, place = free.pop(), todo.popleft()
+            busy[host.do.remote(units[place])] = host, place
+        left -= len(ended)
+        for place, result in ended:
+            yield units[place], result

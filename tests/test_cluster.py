@@ -1,0 +1,103 @@
+"""Work that two machines of a Ray cluster share, each a process here."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+
+import pytest
+
+ray = pytest.importorskip("ray", reason="needs ag[cluster]: bash scripts/test.sh")
+
+from ag import cluster  # noqa: E402
+from ag.errors import UserError  # noqa: E402
+from tests.support.refused import refuses  # noqa: E402
+
+
+class Doubles:
+    """Does units: twice a number, and where."""
+
+    def __init__(self, seconds, before=None):
+        self.seconds, self.begun = seconds, time.monotonic()
+        if before is not None:
+            raise before
+
+    def __call__(self, number):
+        if number < 0:
+            os._exit(number)
+        time.sleep(self.seconds)
+        return 2 * number, os.getpid()
+
+
+@pytest.fixture(scope="module")
+def machines():
+    """A cluster of two machines with a core each."""
+    from ray.cluster_utils import Cluster
+
+    small = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+    made = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    made.add_node(**small)
+    yield made
+    made.shutdown()
+
+
+def test_units_are_shared(machines):
+    """By as many hosts as have room, each of which begins once."""
+    with cluster.connected(machines.address):
+        found = dict(cluster.share(range(40), partial(Doubles, 0.01), cluster.Room()))
+    assert {unit: result[0] for unit, result in found.items()} == {n: 2 * n for n in range(40)}
+    assert len({process for _, process in found.values()}) == 2
+
+
+def test_errors_of_units_and_hosts_are_raised(machines):
+    with cluster.connected(machines.address):
+        with refuses(UserError, "no model"):
+            list(cluster.share([1], partial(Doubles, 0, UserError("no model")), cluster.Room()))
+        with pytest.raises(TypeError):
+            list(cluster.share([None], partial(Doubles, 0), cluster.Room()))
+
+
+def test_a_unit_that_ends_its_hosts_is_lost_alone(machines):
+    """As one that runs out of memory is."""
+    with cluster.connected(machines.address):
+        found = dict(cluster.share([1, -9, 2, 3], partial(Doubles, 0.05), cluster.Room(), failures=2))
+    assert isinstance(found[-9], cluster.Lost) and found[-9].times == 2 and found[-9].why
+    assert [found[n][0] for n in (1, 2, 3)] == [2, 4, 6]
+
+
+def test_what_is_refused(machines, monkeypatch):
+    with refuses(UserError, "cluster=127.0.0.1:1", "ray start"), cluster.connected("127.0.0.1:1"):
+        pass
+    with cluster.connected(machines.address):
+        monkeypatch.setattr(cluster, "NO_ROOM_SECONDS", 0.0)
+        monkeypatch.setattr(cluster, "LOOK_SECONDS", 0.1)
+        with refuses(UserError, "GPU 0", "gpus=1"):
+            list(cluster.share([1], partial(Doubles, 0), cluster.Room(gpus=1)))
+        monkeypatch.setattr(cluster, "versions", lambda *names: dict.fromkeys(names, "0.1"))
+        with refuses(UserError, "torch", "0.1", "same versions"):
+            list(cluster.share([1], partial(Doubles, 0), cluster.Room()))
+
+
+class Environment:
+    def __call__(self, name):
+        return os.environ.get(name)
+
+
+def test_nothing_of_the_environment_is_sent(machines, monkeypatch):
+    monkeypatch.setenv("AG_API_KEY", "secret")
+    with cluster.connected(machines.address):
+        assert list(cluster.share(["AG_API_KEY"], Environment, cluster.Room())) == [("AG_API_KEY", None)]
+
+
+def test_a_machine_that_is_killed_loses_nothing(machines):
+    """Its unit is done elsewhere, once; a machine that joins takes part."""
+    small = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+    third = machines.add_node(**small)
+    found = []
+    with cluster.connected(machines.address):
+        for unit, result in cluster.share(range(60), partial(Doubles, 0.1), cluster.Room()):
+            found.append((unit, result[0]))
+            if len(found) == 10:
+                machines.remove_node(third, allow_graceful=False)
+    assert sorted(found) == [(n, 2 * n) for n in range(60)]
