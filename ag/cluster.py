@@ -86,11 +86,12 @@ def connected(address: str) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray tells its makers otherwise
     told: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    told |= {"logging_level": "WARNING", "log_to_driver": False}
     try:
         host, colon, port = address.rpartition(":")
         if colon and "://" not in address:
             socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()  # Ray tries for minutes
-        ray.init(address, logging_level="WARNING", log_to_driver=False, **told)
+        ray.init(address, **told)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"cluster={address}: {' '.join(str(error).split())[:300]}; expected local, auto, or the address that "
@@ -153,7 +154,8 @@ def share(
     import ray
     from ray.exceptions import RayError, RayTaskError
 
-    kind: Any = ray.remote(num_cpus=room.cpus, num_gpus=room.gpus, memory=room.memory or None)(Host)
+    takes: Any = {"num_cpus": room.cpus, "num_gpus": room.gpus, "memory": room.memory or None, "max_restarts": 0}
+    kind: Any = ray.remote(**takes)(Host)
     ours = versions(*LIBRARIES)
     busy: dict[Any, tuple[Any, int | None]] = {}  # hosts by what they promised: a unit done; None: to have begun
     free: list[Any] = []
@@ -161,7 +163,7 @@ def share(
     begun, looked = time.monotonic(), -math.inf
     while left:
         if time.monotonic() - looked > LOOK_SECONDS:
-            looked, machines = time.monotonic(), ray.cluster_resources()
+            looked, machines = time.monotonic(), ray.cluster_resources()  # type: ignore[no-untyped-call]
             for _ in range(min(room.hosts(machines), left) - len(busy) - len(free)):
                 host = kind.remote(make, ours)
                 busy[host.begin.remote()] = host, None

@@ -12,6 +12,7 @@ ray = pytest.importorskip("ray", reason="needs ag[cluster]: bash scripts/test.sh
 
 from ag import cluster  # noqa: E402
 from ag.errors import UserError  # noqa: E402
+from tests.support.machines import MACHINE  # noqa: E402
 from tests.support.refused import refuses  # noqa: E402
 
 
@@ -28,18 +29,6 @@ class Doubles:
             os._exit(number)
         time.sleep(self.seconds)
         return 2 * number, os.getpid()
-
-
-@pytest.fixture(scope="module")
-def machines():
-    """A cluster of two machines with a core each."""
-    from ray.cluster_utils import Cluster
-
-    small = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-    made = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
-    made.add_node(**small)
-    yield made
-    made.shutdown()
 
 
 def test_units_are_shared(machines):
@@ -92,8 +81,7 @@ def test_nothing_of_the_environment_is_sent(machines, monkeypatch):
 
 def test_a_machine_that_is_killed_loses_nothing(machines):
     """Its unit is done elsewhere, once; a machine that joins takes part."""
-    small = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-    third = machines.add_node(**small)
+    third = machines.add_node(**MACHINE)
     found = []
     with cluster.connected(machines.address):
         for unit, result in cluster.share(range(60), partial(Doubles, 0.1), cluster.Room()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ag.cluster import CLUSTER
 from ag.commands.shared import SharedModel
 from ag.config.command_line import keyed
 from ag.config.sections import BUDGET, ModelConfig, key, mapping
@@ -49,9 +50,8 @@ class CompareConfig(SharedModel):
     batch_policies: int = key(8, "policies of a task that share the reading of a prompt, where they allow it", low=1)
     together: int | None = key(None, "older name of batch_policies", low=1)
     seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
-    output: str | None = key(
-        None, "folder of the results, resumed when it has some; several processes may share it; null: runs/RECIPE"
-    )
+    output: str | None = key(None, "folder of the results, resumed when it has some; null: runs/RECIPE")
+    cluster: str | None = key(None, CLUSTER)
     retry: bool = key(False, "run the cells again that ended without a result")
     view_samples: int = key(2, "samples of each task whose kept tokens the report shows", low=0)
     view_tokens: int = key(1024, "tokens of each of them", low=1)

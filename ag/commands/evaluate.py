@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ag.cluster import CLUSTER
 from ag.commands.shared import MODEL, Shared
 from ag.config.command_line import keyed
 from ag.config.sections import BUDGET, key
@@ -33,6 +34,7 @@ class EvaluateConfig(Shared):
     output: str | None = key(
         None, "FILE.json for the figures, with the folder FILE for all else; null: RUN/evaluation.json"
     )
+    cluster: str | None = key(None, CLUSTER)
 
     @property
     def file(self) -> Path:

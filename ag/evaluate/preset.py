@@ -90,6 +90,8 @@ def translate(config: EvaluateConfig) -> Preset:
             task_options={TASK: {name: value for name, value in options.items() if value is not None}},
             baseline=next(iter(listed)),
             device=config.device,
+            plugins=config.plugins,
+            cluster=config.cluster,
             output=str(config.file.with_suffix("")),
             retry=True,
         ),

@@ -1,10 +1,9 @@
-"""The folder of a comparison: one line a cell, the scores of its samples beside it, and locks that share the work.
+"""The folder of a comparison: one line a cell, and the scores of its samples beside it.
 
 - ``results.jsonl``: a summary on each line, appended and synced as its cell ends; of a key the last line counts;
 - ``samples/KEY.jsonl``: the outcome of every sample of the cell, whole before its line is written;
 - ``views/KEY.json``: which tokens of a few prompts stayed;
-- ``locks/KEY.lock``: held while a process works on the cell. These are flock locks: the kernel frees them when a
-  process dies, however that happens. On network file systems flock has to be enabled (NFS 4, or ``local_lock=none``);
+- ``lock``: held by the process that writes; the kernel frees it when that dies, however that happens;
 - ``results.corrupt.jsonl``: lines that could not be understood; their cells are computed anew.
 """
 
@@ -134,7 +133,7 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            for part in ("samples", "views", "locks"):
+            for part in ("samples", "views"):
                 (self.path / part).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"output={path}: {error.strerror}; expected a folder that can be written to.") from error
@@ -142,28 +141,27 @@ class Folder:
 
     def summaries(self) -> dict[str, Summary]:
         """Return the summaries by key; what cannot be used goes to ``results.corrupt.jsonl``, with a warning."""
-        with FileLock(self.path / "locks" / ROWS):
-            path = self.path / ROWS
-            lines = path.read_bytes().split(b"\n") if path.exists() else []
-            found: dict[str, Summary] = {}
-            good, bad = [], []
-            for line in filter(None, lines):
-                try:
-                    summary: Summary = read_line(line.decode(), Summary)
-                    if line not in self._checked:
-                        self._check(summary)
-                    self._checked.add(line)
-                except (ValueError, OSError) as error:
-                    bad.append(line)
-                    reason = f"{path}: a row cannot be used and its cell is computed anew ({error}); see {CORRUPT}"
-                    warnings.warn(reason, CorruptRowWarning, stacklevel=2)
-                else:
-                    good.append(line)
-                    found[summary.key] = summary
-            if bad:
-                with (self.path / CORRUPT).open("ab") as file:
-                    file.write(b"".join(line + b"\n" for line in bad))
-                self._replace(path, b"".join(line + b"\n" for line in good))
+        path = self.path / ROWS
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        found: dict[str, Summary] = {}
+        good, bad = [], []
+        for line in filter(None, lines):
+            try:
+                summary: Summary = read_line(line.decode(), Summary)
+                if line not in self._checked:
+                    self._check(summary)
+                self._checked.add(line)
+            except (ValueError, OSError) as error:
+                bad.append(line)
+                reason = f"{path}: a row cannot be used and its cell is computed anew ({error}); see {CORRUPT}"
+                warnings.warn(reason, CorruptRowWarning, stacklevel=2)
+            else:
+                good.append(line)
+                found[summary.key] = summary
+        if bad:
+            with (self.path / CORRUPT).open("ab") as file:
+                file.write(b"".join(line + b"\n" for line in bad))
+            self._replace(path, b"".join(line + b"\n" for line in good))
         return found
 
     def _check(self, summary: Summary) -> None:
@@ -202,7 +200,7 @@ class Folder:
         shown = json.dumps([view.to_json() for view in views])
         self._replace(self._beside("views", summary.key, "json"), shown.encode())
         line = json.dumps(asdict(summary), allow_nan=False).encode() + b"\n"
-        with FileLock(self.path / "locks" / ROWS), (self.path / ROWS).open("a+b") as file:
+        with (self.path / ROWS).open("a+b") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             if file.read(1) not in (b"", b"\n"):  # a process died while it wrote
                 line = b"\n" + line
@@ -211,18 +209,20 @@ class Folder:
             os.fsync(file.fileno())
 
     @contextmanager
-    def claim(self, key: str) -> Iterator[bool]:
-        """Hold the lock of a cell; gives False when another process holds it."""
-        lock = FileLock(self.path / "locks" / f"{key}.lock")
+    def writing(self) -> Iterator[None]:
+        """Be the one process that writes here.
+
+        Raises:
+            UserError: when another one does.
+        """
         try:
-            lock.acquire(timeout=0)
+            with FileLock(self.path / "lock", timeout=0):
+                yield
         except Timeout:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            lock.release()
+            raise UserError(
+                f"output={self.path}: another process writes there: wait for it, or give another folder; "
+                "cluster=local runs several cells at once."
+            ) from None
 
     def _beside(self, part: str, key: str, ending: str) -> Path:
         if not key.isalnum():  # it came out of a file: it must not lead elsewhere

@@ -1,13 +1,12 @@
-"""Filling the missing cells of a comparison, beside other processes that do the same."""
+"""Filling the missing cells of a comparison, in this process or in those of a cluster."""
 
 from __future__ import annotations
 
 import math
 import os
-import time
 import traceback
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from ag import cluster
 from ag.commands.compare import CompareConfig
 from ag.engine import EvictionCache
 from ag.errors import UserError
@@ -26,14 +26,16 @@ from ag.evaluate.comparison.views import View, record
 from ag.evaluate.tasks import Loaded, Outcome, Sample, Task
 from ag.gates import export
 from ag.model import base as models
+from ag.plugins import load
 
-POLL_SECONDS = 0.5
+#: What came out of a cell: its summary, its samples' outcomes, and views of a few of them.
+Ended = tuple[Summary, list[Outcome], list[View]]
 
 
 def fill(
     config: CompareConfig, cells: Sequence[Cell], folder: Folder, console: Console, command: str = ""
 ) -> dict[str, Summary]:
-    """Run the cells that have no summary yet; a cell that another process works on is waited for.
+    """Run the cells that have no summary yet, in this process or in those of a cluster; this one writes them down.
 
     Args:
         config: settings of the comparison.
@@ -46,48 +48,83 @@ def fill(
         The summary of every cell, by key.
 
     Raises:
-        UserError: the model or a task's data cannot be had.
+        UserError: the model or a task's data cannot be had, or another process writes into the folder.
     """
-    summaries = folder.summaries()
-    again = {key for key, summary in summaries.items() if config.retry and summary.problem is not None}
-    worker: _Worker | None = None
-    told = False
-    progress = Progressing(console, len(cells))
-    with progress.shown():
-        while missing := [cell for cell in cells if cell.key not in summaries or cell.key in again]:
+    with folder.writing():
+        summaries = folder.summaries()
+        again = {key for key, summary in summaries.items() if config.retry and summary.problem is not None}
+        missing = [cell for cell in cells if cell.key not in summaries or cell.key in again]
+        progress = Progressing(console, len(cells))
+        with progress.shown():
             progress.cells(len(cells) - len(missing))
-            with ExitStack() as held:
-                claimed: list[Cell] = []
-                for cell in missing:
-                    same_task = not claimed or cell.task == claimed[0].task
-                    if (
-                        len(claimed) < config.batch_policies
-                        and same_task
-                        and held.enter_context(folder.claim(cell.key))
-                    ):
-                        claimed.append(cell)
-                summaries = folder.summaries()  # another process may have ended one between the look and the lock
-                again &= {key for key, summary in summaries.items() if summary.problem is not None}
-                mine = [cell for cell in claimed if cell.key not in summaries or cell.key in again]
-                if mine:
-                    worker = worker or _Worker(config, folder, command or called(config))
-                    worker.run(mine, progress)
-                    again -= {cell.key for cell in mine}
-                    summaries = folder.summaries()
-            if not claimed:
-                if not told:
-                    console.print(f"Waiting for {len(missing)} cells that other processes work on.")
-                told = True
-                time.sleep(POLL_SECONDS)
-                summaries = folder.summaries()
+            for done, ended in enumerate(_ended(config, missing, command or called(config), progress), 1):
+                folder.append(*ended)
+                summaries[ended[0].key] = ended[0]
+                progress.cells(len(cells) - len(missing) + done)
     return {cell.key: summaries[cell.key] for cell in cells}
 
 
-class _Worker:
-    """The model, and the samples of the task at hand."""
+def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress: Progressing) -> Iterator[Ended]:
+    """Run cells and yield what came out of each."""
+    units = _units(cells, config.batch_policies)
+    if config.cluster is None:
+        worker = Worker(config, command, progress) if units else None
+        for unit in units:
+            assert worker is not None
+            yield from worker.run(unit)
+        return
+    with cluster.connected(config.cluster):
+        make = partial(_remote, config, command, torch.get_num_threads())
+        for unit, ended in cluster.share(units, make, _room(config)):
+            if isinstance(ended, cluster.Lost):
+                why = f"{ended.times} workers ended while they worked on it: {ended.why}"
+                ended = [(cell.failed(why, Loaded([]), "", conditions(config, command)), [], []) for cell in unit]
+            yield from ended
 
-    def __init__(self, config: CompareConfig, folder: Folder, command: str) -> None:
-        self.config, self.folder, self.command = config, folder, command
+
+def _units(cells: Sequence[Cell], most: int) -> list[list[Cell]]:
+    """Divide cells into those that one worker runs together: of one task, so many at most."""
+    by_task: dict[Task, list[Cell]] = {}
+    for cell in cells:
+        by_task.setdefault(cell.task, []).append(cell)
+    return [some[first : first + most] for some in by_task.values() for first in range(0, len(some), most)]
+
+
+def _room(config: CompareConfig) -> cluster.Room:
+    """Return what a worker takes of a machine.
+
+    Raises:
+        UserError: for one GPU by its number, which is another one on each machine.
+    """
+    if ":" in config.device:
+        raise UserError(
+            f"device={config.device}: expected cpu or cuda with cluster={config.cluster}, which deals GPUs out."
+        )
+    return cluster.Room(cpus=torch.get_num_threads(), gpus=0 if config.device == "cpu" else 1)
+
+
+def _remote(config: CompareConfig, command: str, threads: int) -> Callable[[list[Cell]], list[Ended]]:
+    """Make a worker in a process of a cluster, with so many threads that sums are those of the process that asks."""
+    torch.set_num_threads(threads)
+    load(config.plugins)
+    worker = Worker(config, command, Progressing(Console(quiet=True), 0))
+    return lambda unit: list(worker.run(unit))
+
+
+class Worker:
+    """The model, and the samples of the task at hand.
+
+    Args:
+        config: settings of the comparison.
+        command: what asked for it.
+        progress: is told.
+
+    Raises:
+        UserError: the model cannot be had.
+    """
+
+    def __init__(self, config: CompareConfig, command: str, progress: Progressing) -> None:
+        self.config, self.command, self.progress = config, command, progress
         torch.set_float32_matmul_precision("highest")  # no TF32: differences between policies are small
         torch.manual_seed(config.seed)
         base, self.tokenizer = models.load_base(config.base, config.device)
@@ -98,7 +135,7 @@ class _Worker:
         self.task: Task | None = None
         self.loaded = Loaded([])
 
-    def run(self, cells: Sequence[Cell], progress: Progressing) -> None:
+    def run(self, cells: Sequence[Cell]) -> Iterator[Ended]:
         """Run cells of one task together; where that fails, one by one from the samples on that they have not had.
 
         Raises:
@@ -109,17 +146,17 @@ class _Worker:
         except UserError:
             raise
         except Exception as error:  # a task of a plugin may raise anything
-            self._fail(cells, _problem(error))
+            yield from self._failed(cells, _problem(error))
             return
         done: list[list[Outcome]] = [[] for _ in cells]
-        problem = self._attempt(cells, done, progress)
-        if problem is None:
+        ended = self._attempt(cells, done)
+        if not isinstance(ended, str):
+            yield from ended
             return
         torch.cuda.empty_cache()  # the error, whose traceback held tensors, is gone
         for cell, outcomes in zip(cells, done, strict=True):
-            alone = problem if len(cells) == 1 else self._attempt([cell], [outcomes], progress)
-            if alone is not None:
-                self._fail([cell], alone)
+            alone = ended if len(cells) == 1 else self._attempt([cell], [outcomes])
+            yield from self._failed([cell], alone) if isinstance(alone, str) else alone
 
     def _load(self, task: Task) -> None:
         if task != self.task:
@@ -127,27 +164,21 @@ class _Worker:
             self.loaded = task.load(self.tokenizer, self.config.samples, self.max_tokens)
             self.task = task
 
-    def _attempt(self, cells: Sequence[Cell], done: list[list[Outcome]], progress: Progressing) -> str | None:
-        """Run cells and write what came out of them; returns why that failed, None where it did not.
+    def _attempt(self, cells: Sequence[Cell], done: list[list[Outcome]]) -> list[Ended] | str:
+        """Run cells; returns what came out of them, or why that failed.
 
         Args:
             cells: cells of one task.
             done: by cell, the outcomes of its first samples, which are not run again; those of others are added.
-            progress: is told.
         """
-        progress.begin(cells[0].name, len(cells), len(self.loaded.samples))
+        self.progress.begin(cells[0].name, len(cells), len(self.loaded.samples))
         try:
-            found = self._run(cells, done, progress)
+            return self._run(cells, done)
         except Exception as error:  # a part of a plugin may raise anything
-            progress.forget()
+            self.progress.forget()
             return _problem(error)
-        for summary, outcomes, views in found:
-            self.folder.append(summary, outcomes, views)
-        return None
 
-    def _run(
-        self, cells: Sequence[Cell], done: list[list[Outcome]], progress: Progressing
-    ) -> list[tuple[Summary, list[Outcome], list[View]]]:
+    def _run(self, cells: Sequence[Cell], done: list[list[Outcome]]) -> list[Ended]:
         samples = self.loaded.samples
         refused = [cell for cell in cells if 0 < cell.untouched(samples, self._prefill(cell)) == len(samples)]
         touched = [cell for cell in cells if cell not in refused]
@@ -161,13 +192,13 @@ class _Worker:
         first = _first(mine, samples) if touched else len(samples)
         for outcomes in mine:
             del outcomes[first:]
-        progress.outcome(first * len(mine))
+        self.progress.outcome(first * len(mine))
         rest = samples[first:]
         for index, outcome in cells[0].task.run(self.model, self.tokenizer, policies, rest) if rest else ():
             if not math.isfinite(outcome.score):
                 raise UserError(f"sample {outcome.sample} has the score {outcome.score}.")
             mine[index].append(outcome)
-            progress.outcome()
+            self.progress.outcome()
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
         views = record(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
         found = [
@@ -186,10 +217,9 @@ class _Worker:
     def _prefill(self, cell: Cell) -> str:
         return EvictionCache(self.model, cell.policy).prompt_sees
 
-    def _fail(self, cells: Sequence[Cell], problem: str) -> None:
-        """Write the rows of cells that have no result."""
-        for cell in cells:
-            self.folder.append(cell.failed(problem, self.loaded, *self._where(cell)), (), ())
+    def _failed(self, cells: Sequence[Cell], problem: str) -> list[Ended]:
+        """Return the rows of cells that have no result."""
+        return [(cell.failed(problem, self.loaded, *self._where(cell)), [], []) for cell in cells]
 
 
 def _first(done: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -176,39 +175,6 @@ def test_a_killed_run_resumes_to_the_same_results(config, quiet, finished):
     assert tables(output) == tables(finished)
     assert (output / "results.corrupt.jsonl").read_bytes().startswith(b'{"key": ')
     assert "is computed anew" in quiet.file.getvalue()
-
-
-def _work_and_tell(config, console, diary):
-    """Run, noting each cell; the first one waits until the other worker has started its first."""
-    run = tasks.TASKS["ppl"][0].run
-
-    def noted(self, model, tokenizer, policies, samples):
-        with diary.open("a") as file:
-            file.write(f"{os.getpid()} {policies}\n")
-        deadline = time.monotonic() + 60
-        while len({line.split()[0] for line in diary.read_text().splitlines()}) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        return run(self, model, tokenizer, policies, samples)
-
-    tasks.TASKS["ppl"][0].run = noted
-    compare(config, console)
-
-
-@pytest.mark.slow
-def test_two_workers_do_each_cell_once(config, quiet, finished, tmp_path):
-    diary = tmp_path / "diary"
-    workers = [in_process(_work_and_tell, config(batch_policies=1), quiet, diary) for _ in range(2)]
-    for worker in workers:
-        worker.join(120)
-    assert [worker.exitcode for worker in workers] == [0, 0]
-    told = [line.split(maxsplit=1) for line in diary.read_text().splitlines()]
-    assert len({pid for pid, _ in told}) == 2
-    assert len(told) == len({policies for _, policies in told}) == 5
-    by_key = {row["key"]: row for row in lines(config().output)}
-    assert len(lines(config().output)) == 5
-    assert by_key == {row["key"]: row for row in lines(finished)}
-    assert tables(config().output) == tables(finished)
 
 
 @pytest.mark.slow
@@ -572,7 +538,7 @@ def test_ctrl_c_says_what_is_left(config, quiet, monkeypatch):
         raise KeyboardInterrupt
 
     compare(config(policies=["full"], budgets=[]), quiet)
-    monkeypatch.setattr(work._Worker, "_run", stop)
+    monkeypatch.setattr(work.Worker, "_run", stop)
     with refuses(KeyboardInterrupt, "1 of 5 cells", config().output, "the same command"):
         compare(config(), quiet)
 

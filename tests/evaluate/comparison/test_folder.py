@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ag.errors import UserError
 from ag.evaluate.comparison.folder import CorruptRowWarning, Folder, Summary, read_line
 from ag.evaluate.tasks import Outcome
 from tests.support.made_up import SUMMARY
+from tests.support.refused import refuses
 
 OUTCOME = Outcome("3", 3.25, 512, 0.498, 1024, 1.5, {"length": 512, "depth": 0.5, "subset": "a"})
 LINE = json.dumps(asdict(SUMMARY))
@@ -63,12 +65,12 @@ def test_a_key_cannot_lead_out_of_the_folder(tmp_path):
         assert results.summaries() == {}
 
 
-def test_a_lock_is_exclusive_and_free_again(tmp_path):
+def test_one_process_writes(tmp_path):
     one, other = Folder(tmp_path), Folder(tmp_path)
-    with one.claim("a") as mine, other.claim("a") as theirs, other.claim("b") as third:
-        assert (mine, theirs, third) == (True, False, True)
-    with other.claim("a") as mine:
-        assert mine
+    with one.writing(), refuses(UserError, str(tmp_path), "cluster=local"), other.writing():
+        pass
+    with other.writing():
+        pass
 
 
 @pytest.mark.parametrize(

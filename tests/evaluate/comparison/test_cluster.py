@@ -1,0 +1,89 @@
+"""Cells on the machines of a cluster: the same results as in this process, whatever ends in the middle."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="needs ag[cluster]: bash scripts/test.sh")
+
+from ag import cluster  # noqa: E402
+from ag.errors import UserError  # noqa: E402
+from ag.evaluate.comparison import work  # noqa: E402
+from ag.evaluate.comparison.compare import compare  # noqa: E402
+from ag.evaluate.comparison.folder import Folder  # noqa: E402
+from tests.support.machines import MACHINE  # noqa: E402
+from tests.support.refused import refuses  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_charts")
+OWN = ("seconds", "date", "command")  # what may differ between runs
+
+
+def rows(folder):
+    """The rows by key, each of which is there once."""
+    lines = [json.loads(line) for line in (Path(folder) / "results.jsonl").read_text().splitlines()]
+    found = {row["key"]: {name: value for name, value in row.items() if name not in OWN} for row in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def test_a_cluster_has_the_same_results(config, quiet, machines, monkeypatch, tmp_path):
+    """To the last bit; a machine that is killed in the middle loses no cell, and none is done twice."""
+    third, append = machines.add_node(**MACHINE), Folder.append
+
+    def killed(self, *ended):
+        if third in machines.list_all_nodes():
+            machines.remove_node(third, allow_graceful=False)
+        append(self, *ended)
+
+    alone = compare(config(output=str(tmp_path / "alone")), quiet)
+    monkeypatch.setattr(Folder, "append", killed)
+    shared = compare(config(cluster=machines.address, batch_policies=1), quiet)
+    assert rows(shared.folder) == rows(alone.folder) and len(rows(alone.folder)) == 5
+    for row in rows(alone.folder):
+        samples = [(folder / "samples" / f"{row}.jsonl").read_text() for folder in (shared.folder, alone.folder)]
+        scores = [[json.loads(line)["score"] for line in text.splitlines()] for text in samples]
+        assert scores[0] == scores[1]
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on_from_its_rows(config, machines, quiet):
+    told = config()
+    words = [f"{name}={json.dumps(getattr(told, name))}" for name in ("policies", "budgets", "tasks")]
+    words += [f"{name}={getattr(told, name)}" for name in ("model", "root", "output")]
+    words += ["task_options.ppl.prompt=40", "task_options.ppl.continuation=8", "batch_policies=1"]
+    command = [sys.executable, "-m", "ag.compare", *words, f"cluster={machines.address}"]
+    process = subprocess.Popen(command, start_new_session=True)
+    results = Path(told.output) / "results.jsonl"
+    while not (results.exists() and results.read_text().count("\n")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = rows(told.output)
+    assert subprocess.run(command).returncode == 0
+    after = rows(told.output)
+    assert len(after) == 5 and before.items() <= after.items()
+
+
+def test_a_cell_that_ends_its_workers_has_a_row(config, quiet, monkeypatch):
+    """Such as one that runs out of memory; it is run again where that is asked."""
+    lost = cluster.Lost(3, "out of memory")
+    monkeypatch.setattr(cluster, "connected", lambda address: quiet.capture())
+    monkeypatch.setattr(cluster, "share", lambda units, make, room: ((unit, lost) for unit in units))
+    found = compare(config(cluster="auto"), quiet)
+    assert len(found.failed) == 5
+    assert all("3 workers ended" in x.summary.problem and "out of memory" in x.summary.problem for x in found.failed)
+    monkeypatch.setattr(cluster, "share", lambda units, make, room: ((unit, make()(unit)) for unit in units))
+    assert not compare(config(cluster="auto", retry=True), quiet).failed
+
+
+def test_one_gpu_has_no_number_on_a_cluster(config):
+    with refuses(UserError, "device=cuda:1", "cuda with cluster=auto"):
+        work._room(config(device="cuda:1", cluster="auto"))
+    assert work._room(config(device="cuda", cluster="auto")).gpus == 1
