@@ -103,6 +103,13 @@ def connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
+def has_gpus() -> bool:
+    """Tell whether machines of the cluster that this process is connected to have GPUs."""
+    import ray
+
+    return bool(ray.cluster_resources().get("GPU"))  # type: ignore[no-untyped-call]
+
+
 class Host(Generic[U, R]):
     """A process of the cluster that does units.
 

@@ -47,6 +47,8 @@ def run(asked: Invocation[Config]) -> int:
     stderr); 3 a loss or gradient was not finite; 143, 130 and 138 stopped by SIGTERM, Ctrl-C and SIGUSR1, after
     a checkpoint where training had begun.
     """
+    if asked.config.cluster is not None:
+        raise UserError(f"cluster={asked.config.cluster}: it shares a sweep: add -m and comma lists, or leave it out.")
     try:
         fit(asked.config, asked.dry_run)
     except BrokenPipeError:

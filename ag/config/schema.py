@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ag.cluster import CLUSTER
 from ag.config.gate import GateConfig
 from ag.config.sections import (
     CheckpointConfig,
@@ -39,6 +40,7 @@ class Config:
     resume: str | None = key(None, "run folder to continue")
     init: str | None = key(None, "exported gates to start from, of the same sizes")
     plugins: list[str] = key([], "modules to import first, which add kinds of gates and data, losses, ... of your own")
+    cluster: str | None = key(None, f"for a sweep (-m). {CLUSTER}")
     logger: list[Literal["csv", "tensorboard", "wandb"]] = key(
         ["csv"], "where metrics and pictures go; metrics.csv is always written"
     )

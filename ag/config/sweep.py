@@ -1,14 +1,8 @@
-"""Many runs of a program, one process each; several workers may share them.
-
-``AG_TASK=i/n`` (i from 0), or being a task of a SLURM array, gives a worker its part. It starts the i-th part of the
-runs first, then runs that no other worker has started. A run in progress is locked by ``flock``; the operating system
-releases the lock when the last process that holds it ends, however it ends.
-"""
+"""Many runs of a program, one process each: one after the other, or at once on the machines of a Ray cluster."""
 
 from __future__ import annotations
 
 import csv
-import fcntl
 import hashlib
 import json
 import os
@@ -17,155 +11,176 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ag import cluster
+from ag.cluster import Room
 from ag.config.keys import ConfigError
 
 METRICS = ("val/loss", "val/lm_loss", "val/accuracy", "val/evicted")  # of a run, where its metrics.csv has them
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-class Share:
-    """The state of a sweep that several workers share: which runs are done, and which are in progress.
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep.
 
-    Args:
-        folder: the same for all workers: one lock and one record for each run.
-        part: number of this worker.
-        parts: number of workers.
+    Attributes:
+        index: its place in the sweep.
+        command: what starts it.
+        config: its configuration; ``output``, ``recipe`` and ``resume`` are read where they exist.
+        name: of its run folder.
+        place: the working folder, which machines of a cluster share.
+        log: file for what it prints; empty: nowhere else.
     """
 
-    def __init__(self, folder: Path, part: int, parts: int) -> None:
-        self.folder, self.part, self.parts = folder, part, parts
-        folder.mkdir(parents=True, exist_ok=True)
+    index: int
+    command: tuple[str, ...]
+    config: Any
+    name: str
+    place: str
+    log: str = ""
 
-    def order(self, runs: int) -> list[int]:
-        """Return all runs, this worker's part first."""
-        first = self.part * runs // self.parts
-        return [*range(first, runs), *range(first)]
+    @property
+    def folder(self) -> Path | None:
+        """Where it writes; None for a program that names no folder."""
+        if hasattr(self.config, "resume"):
+            config = self.config
+            return Path(config.resume) if config.resume else Path(config.output) / config.recipe / self.name
+        output = getattr(self.config, "output", None)
+        return Path(output) if output else None
 
-    def take(self, index: int) -> int | None:
-        """Lock a run; returns the descriptor that holds it, None when it is done or in progress elsewhere."""
-        lock = os.open(self.folder / f"{index:04d}.lock", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            return None
-        if self._record(index).exists():
-            os.close(lock)
-            return None
-        return lock
-
-    def leave(self, index: int, lock: int, code: int) -> None:
-        """Unlock a run, and record it when it succeeded; the next worker tries a failed one again."""
-        if code == 0:
-            self._record(index).write_text("done\n")
-        os.close(lock)
-
-    def run_name(self, index: int) -> str:
-        """Name the run folder of a run, the same for every worker that tries it."""
-        return f"sweep-{self.folder.name}-{index:04d}"
-
-    def _record(self, index: int) -> Path:
-        return self.folder / f"{index:04d}.done"
+    def start(self, **told: Any) -> subprocess.Popen[bytes]:
+        """Start its process, with more arguments of Popen."""
+        return subprocess.Popen(self.command, env=os.environ | {"AG_RUN": self.name}, **told)
 
 
-def share(runs: Sequence[dict[str, str]], program: str, output: str) -> Share | None:
-    """Return this worker's view of a shared sweep, None when the sweep is not shared.
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: its exit code, after how many seconds."""
 
-    Args:
-        runs: the overrides of each run.
-        program: name of the program.
-        output: folder of the run folders.
-
-    Raises:
-        ConfigError: when ``AG_TASK`` is not ``i/n``.
-    """
-    if text := os.environ.get("AG_TASK"):
-        part, slash, parts = text.partition("/")
-        if not (slash and part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
-            raise ConfigError(f"AG_TASK={text}: expected i/n, such as 0/4 for the first of four workers")
-        place = int(part), int(parts)
-    elif "SLURM_ARRAY_TASK_ID" in os.environ:
-        first, last = (int(os.environ.get(f"SLURM_ARRAY_TASK_{end}", 0)) for end in ("MIN", "MAX"))
-        task = int(os.environ["SLURM_ARRAY_TASK_ID"])
-        step = int(os.environ.get("SLURM_ARRAY_TASK_STEP", 1))
-        place = (task - first) // step, max((last - first) // step + 1, (task - first) // step + 1)
-    else:
-        return None
-    key = hashlib.sha256(json.dumps([program, *runs]).encode()).hexdigest()[:12]
-    return Share(Path(output) / "sweeps" / key, *place)
+    run: Run
+    code: int
+    seconds: float
 
 
 def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, options: list[str]) -> int:
-    """Run each combination in a process of its own, one after the other, then print a table.
+    """Run each combination in a process of its own, then print a table.
 
-    SIGINT, SIGTERM and SIGUSR1 are passed on to the current process, which may save a checkpoint, and end the sweep
-    after it.
+    Without a cluster SIGINT, SIGTERM and SIGUSR1 are passed on to the current process, which may save a checkpoint, and
+    end the sweep after it. On a cluster the same command goes on with what is not done: a run that was cut off from its
+    last checkpoint.
 
     Args:
         runs: the overrides of each run.
-        configs: the configuration of each run; ``output`` and ``recipe`` are read where they exist.
+        configs: the configuration of each run, with ``cluster`` where the program can be told one.
         program: name for ``python -m``.
         options: handed on to each run.
 
     Returns:
         0, 1 when a run failed, or 128 + the number of the signal that ended the sweep.
     """
-    rows: list[list[str]] = []
-    failed = signalled = 0
+    address = getattr(configs[0], "cluster", None)
+    runs = [{name: text for name, text in run.items() if name != "cluster"} for run in runs]
+    words = [[f"{name}={text}" for name, text in run.items()] for run in runs]
+    commands = [(sys.executable, "-m", program, *options, *each) for each in words]
+    begun, signalled = time.strftime("%Y-%m-%d_%H-%M-%S"), list[int]()
+    if address is None:
+        todo = [Run(i, commands[i], configs[i], f"{begun}-{i + 1}", os.getcwd()) for i in range(len(runs))]
+        ended = _here(todo, [shlex.join(each) for each in words], signalled)
+    else:
+        ended = _on_cluster(address, commands, configs, json.dumps([program, *runs]))
+    rows, failed = [], 0
+    for one in ended:
+        failed += one.code != 0
+        folder, result = one.run.folder, f"exit {one.code}" if one.code else "ok"
+        measured = _measured(folder) if folder else {}
+        numbers = [measured.get(name, "") for name in METRICS]
+        said = shlex.join(words[one.run.index])
+        rows.append([f"{one.run.index + 1}", result, f"{one.seconds:.0f}", *numbers, str(folder or ""), said])
+    rows.sort(key=lambda row: int(row[0]))
+    print("", *_table(["run", "result", "seconds", *METRICS, "folder", "overrides"], rows), sep="\n")
+    return 128 + signalled[-1] if signalled else int(failed > 0)
+
+
+def _here(runs: Sequence[Run], said: Sequence[str], signalled: list[int]) -> Iterator[Ended]:
+    """Run one after the other, until a signal comes, which is noted."""
     process: subprocess.Popen[bytes] | None = None
-    begun = time.strftime("%Y-%m-%d_%H-%M-%S")
-    shared = share(runs, program, getattr(configs[0], "output", "runs"))
 
     def stop(number: int, _: FrameType | None) -> None:
-        nonlocal signalled
-        signalled = number
+        signalled.append(number)
         if number != signal.SIGINT and process is not None:  # a terminal sends SIGINT to both
             process.send_signal(number)
 
     before = {number: signal.signal(number, stop) for number in SIGNALS}
-    for index in range(len(runs)) if shared is None else shared.order(len(runs)):
+    for run in runs:
         if signalled:
             break
-        words = [f"{name}={text}" for name, text in runs[index].items()]
-        lock = None if shared is None else shared.take(index)
-        if shared is not None and lock is None:
-            continue
-        print(f"[{index + 1}/{len(runs)}] {shlex.join(words)}", flush=True)
+        print(f"[{run.index + 1}/{len(runs)}] {said[run.index]}", flush=True)
         start = time.monotonic()
-        command, environment = [sys.executable, "-m", program, *options, *words], dict(os.environ)
-        if shared is not None and lock is not None:
-            environment["AG_RUN"] = shared.run_name(index)
-            command += _begun(configs[index], environment["AG_RUN"])
-        elif hasattr(configs[index], "resume"):
-            environment["AG_RUN"] = f"{begun}-{index + 1}"
-        folder = _folder(configs[index], environment.get("AG_RUN", ""))
-        # the process holds the lock too: it may outlive its worker
-        process = subprocess.Popen(command, env=environment, pass_fds=() if lock is None else (lock,))
-        code = process.wait()
-        if shared is not None and lock is not None:
-            shared.leave(index, lock, code)
-        failed += code != 0
-        result, seconds = f"exit {code}" if code else "ok", time.monotonic() - start
-        measured = _measured(folder) if folder else {}
-        numbers = [measured.get(name, "") for name in METRICS]
-        rows.append([f"{index + 1}", result, f"{seconds:.0f}", *numbers, str(folder or ""), shlex.join(words)])
+        process = run.start()
+        yield Ended(run, process.wait(), time.monotonic() - start)
     for number, handler in before.items():
         signal.signal(number, handler)
-    print("", *_table(["run", "result", "seconds", *METRICS, "folder", "overrides"], rows), sep="\n")
-    return 128 + signalled if signalled else int(failed > 0)
 
 
-def _folder(config: Any, name: str) -> Path | None:
-    """Return where a run writes, None for a program that names no folder."""
-    if hasattr(config, "resume"):
-        return Path(config.resume) if config.resume else Path(config.output) / config.recipe / name
-    output = getattr(config, "output", None)
-    return Path(output) if output else None
+def _on_cluster(
+    address: str, commands: Sequence[tuple[str, ...]], configs: Sequence[Any], question: str
+) -> Iterator[Ended]:
+    """Run on the machines of a cluster what the same sweep has not done before; all of them see the run folders."""
+    name = hashlib.sha256(question.encode()).hexdigest()[:12]
+    folder = Path(getattr(configs[0], "output", None) or "runs") / "sweeps" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    done = folder / "done.txt"
+    there = set(done.read_text().split()) if done.exists() else set()
+    runs = [
+        Run(i, command, configs[i], f"sweep-{name}-{i:04d}", os.getcwd(), str(folder / f"{i:04d}.log"))
+        for i, command in enumerate(commands)
+        if str(i) not in there
+    ]
+    print(f"{len(runs)} of {len(commands)} runs; what they print is in {folder}", flush=True)
+    with cluster.connected(address):
+        for run, ended in cluster.share(runs, Runner, _room(configs[0])):
+            if isinstance(ended, cluster.Lost):
+                print(f"run {run.index + 1}: {ended.times} machines ended while they worked on it: {ended.why}")
+                ended = Ended(run, 1, 0.0)
+            if ended.code == 0:
+                with done.open("a") as file:
+                    file.write(f"{run.index}\n")
+            print(f"[{run.index + 1}/{len(commands)}] exit {ended.code}, {ended.seconds:.0f} s", flush=True)
+            yield ended
+
+
+class Runner:
+    """Does the runs of a sweep on a machine of a cluster, each in a process of its own."""
+
+    def __call__(self, run: Run) -> Ended:
+        """Do a run; one that was begun before goes on from its last checkpoint."""
+        start = time.monotonic()
+        os.chdir(run.place)
+        run = replace(run, command=(*run.command, *_begun(run)))
+        with Path(run.log).open("ab") as log:
+            process = run.start(stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            return Ended(run, process.wait(), time.monotonic() - start)
+
+
+def _room(config: Any) -> Room:
+    """Return what a run takes of a machine: its devices.
+
+    Raises:
+        ConfigError: for a run of several machines.
+    """
+    trainer = getattr(config, "trainer", None)
+    if trainer is None:
+        return Room(gpus=0 if getattr(config, "device", "cpu") == "cpu" else 1)
+    if trainer.num_nodes > 1:
+        raise ConfigError(f"trainer.num_nodes={trainer.num_nodes}: expected 1 in a sweep on cluster={config.cluster}")
+    on_gpu = trainer.accelerator == "gpu" or (trainer.accelerator == "auto" and cluster.has_gpus())
+    return Room(gpus=trainer.devices if on_gpu else 0)
 
 
 def _measured(folder: Path) -> dict[str, str]:
@@ -194,13 +209,13 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     ]
 
 
-def _begun(config: Any, name: str) -> list[str]:
-    """Return the arguments that continue an earlier worker's run; its folder is renamed when it has no checkpoint."""
-    if not hasattr(config, "resume"):
+def _begun(run: Run) -> list[str]:
+    """Return the arguments that continue a run; its folder is renamed when it has no checkpoint."""
+    folder = run.folder
+    if folder is None or not hasattr(run.config, "resume"):
         return []
-    folder = Path(config.output) / config.recipe / name
     if any((folder / "checkpoints").glob("step=*.ckpt")):
         return [f"resume={folder}"]
     if folder.exists():
-        folder.rename(folder.with_name(f"{name}.{time.time_ns()}"))
+        folder.rename(folder.with_name(f"{run.name}.{time.time_ns()}"))
     return []

@@ -1,28 +1,35 @@
-"""One sweep shared by several workers."""
+"""Many runs of a program, one after the other or shared by the machines of a cluster."""
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
-from ag.config import Config
+from ag.cluster import Room
+from ag.commands.compare import CompareConfig
+from ag.config import Config, TrainerConfig
 from ag.config.keys import ConfigError
-from ag.config.sweep import Share, _begun, share, sweep
+from ag.config.sweep import Run, _begun, _room, sweep
 from tests.support import ROOT
+from tests.support.machines import MACHINE
 from tests.support.refused import refuses
 
 RUNS = [{"seed": str(seed)} for seed in range(6)]
-# stands for a program: writes its seed, and waits where it is told to
+# stands for a program: writes its seed, and waits or fails where it is told to
 PROGRAM = """
 import os, sys, time
 seed = int(sys.argv[1].partition("=")[2])
-with open("log", "a") as log:
-    log.write(f"{seed} {os.environ['AG_RUN']} {sys.argv[2:]}\\n")
-time.sleep(float(os.environ.get("WAIT", "0")))
-sys.exit(3 if seed == int(os.environ.get("FAIL", "-1")) else 0)
+with open(f"{os.path.dirname(__file__)}/log", "a") as log:
+    log.write(f"{seed} {os.environ['AG_RUN']} {os.getpid()} {sys.argv[2:]}\\n")
+told = f"{os.path.dirname(__file__)}/told"
+words = open(told).read().split() if os.path.exists(told) else ["0", "-1"]
+print("seed", seed)
+time.sleep(float(words[0]))
+sys.exit(3 if seed == int(words[1]) else 0)
 """
 WORKER = """
 import sys
@@ -41,19 +48,13 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def worker(task, **environment):
-    return subprocess.Popen(
-        [sys.executable, "-c", WORKER],
-        env=os.environ | {"AG_TASK": task} | environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def seeds(place):
     log = place / "log"
     return [int(line.split()[0]) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def tell(place, wait=0.0, fails=-1):
+    (place / "told").write_text(f"{wait} {fails}")
 
 
 def wait_for(condition):
@@ -63,48 +64,48 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-def test_every_run_is_done_once_by_one_of_the_workers(place):
-    workers = [worker(f"{i}/3", WAIT="0.1") for i in range(3)]
-    printed = [process.communicate(timeout=240)[0] for process in workers]
+def configs(place, address=None):
+    return [Config(seed=seed, cluster=address, output=str(place / "runs")) for seed in range(6)]
+
+
+def on(machines):
+    pytest.importorskip("ray", reason="needs ag[cluster]: bash scripts/test.sh")
+    return [run | {"cluster": machines.address} for run in RUNS]
+
+
+def test_machines_share_a_sweep(place, machines, capsys):
+    """Each run is done once; one that failed is tried again by the same command."""
+    tell(place, fails=4)
+    assert sweep(on(machines), configs(place, machines.address), "program", []) == 1
+    out = capsys.readouterr().out
+    assert "6 of 6 runs" in out and "exit 3" in out and out.count(" ok ") == 5
     assert sorted(seeds(place)) == list(range(6))
-    assert [process.returncode for process in workers] == [0, 0, 0]
-    assert sum(text.count(" ok ") for text in printed) == 6
-    again = worker("0/1")
-    assert again.communicate(timeout=120)[0].count(" ok ") == 0
-    assert len(seeds(place)) == 6
-
-
-def test_what_a_killed_worker_leaves_is_done_by_the_next(place):
-    first = worker("0/2", WAIT="600")
-    wait_for(lambda: seeds(place) == [0])
-    # its process lives on for the moment, and keeps the run
-    os.kill(first.pid, signal.SIGKILL)
-    first.wait()
-    second = worker("1/2")
-    second.communicate(timeout=240)
-    assert sorted(seeds(place)) == list(range(6))
-    os.killpg(first.pid, signal.SIGKILL)
-    wait_for(lambda: is_free(Share(share_folder(place), 0, 1), 0))
-    third = worker("1/2")
-    third.communicate(timeout=120)
-    assert sorted(seeds(place)) == [0, 0, 1, 2, 3, 4, 5]
-
-
-def is_free(shared, index):
-    lock = shared.take(index)
-    if lock is not None:
-        os.close(lock)
-    return lock is not None
-
-
-def share_folder(place):
+    tell(place)
+    assert sweep(on(machines), configs(place, machines.address), "program", []) == 0
+    assert "1 of 6 runs" in capsys.readouterr().out
+    assert sorted(seeds(place)) == [0, 1, 2, 3, 4, 4, 5]
     [folder] = (place / "runs" / "sweeps").iterdir()
-    return folder
+    assert (folder / "0004.log").read_text() == "seed 4\nseed 4\n"
+
+
+@pytest.mark.slow
+def test_a_run_whose_machine_dies_is_done_elsewhere(place, machines):
+    """And its process ends with the machine."""
+    tell(place, wait=2.0)
+    third = machines.add_node(**MACHINE)
+    killed = threading.Thread(
+        target=lambda: (wait_for(lambda: len(seeds(place)) == 3), machines.remove_node(third, allow_graceful=False))
+    )
+    killed.start()
+    assert sweep(on(machines), configs(place, machines.address), "program", []) == 0
+    killed.join()
+    assert set(seeds(place)) == set(range(6)) and len(seeds(place)) == 7
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_signal_reaches_the_run_and_ends_the_sweep(place, signum):
-    process = worker("0/1", WAIT="60")
+    tell(place, wait=60)
+    process = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True)
     wait_for(lambda: seeds(place) == [0])
     process.send_signal(signum)
     out, _ = process.communicate(timeout=60)
@@ -112,49 +113,24 @@ def test_signal_reaches_the_run_and_ends_the_sweep(place, signum):
     assert f"exit {-signum}" in out
 
 
-def test_failed_run_is_tried_again_by_the_same_command(place, monkeypatch, capsys):
-    monkeypatch.setenv("AG_TASK", "0/1")
-    configs = [Config(seed=seed) for seed in range(6)]
-    monkeypatch.setenv("FAIL", "4")
-    assert sweep(RUNS, configs, "program", []) == 1
-    assert "exit 3" in capsys.readouterr().out
-    monkeypatch.delenv("FAIL")
-    assert sweep(RUNS, configs, "program", []) == 0
-    assert seeds(place) == [0, 1, 2, 3, 4, 5, 4]
-
-
-def test_parts_begin_at_different_runs(tmp_path):
-    orders = [Share(tmp_path, part, 4).order(6) for part in range(4)]
-    assert [order[0] for order in orders] == [0, 1, 3, 4]
-    assert all(sorted(order) == list(range(6)) for order in orders)
-
-
-def test_slurm_arrays(tmp_path, monkeypatch):
-    assert share(RUNS, "p", str(tmp_path)) is None
-    tasks = {"ID": "14", "MIN": "10", "MAX": "16", "STEP": "2"}
-    for name, value in tasks.items():
-        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
-    found = share(RUNS, "p", str(tmp_path))
-    assert (found.part, found.parts) == (2, 4)
-    assert share(RUNS[:3], "p", str(tmp_path)).folder != found.folder == share(RUNS, "p", str(tmp_path)).folder
-
-
-@pytest.mark.parametrize("text", ["1", "2/2", "a/b", "-1/2", "/", "0/0"])
-def test_task_that_makes_no_sense(tmp_path, monkeypatch, text):
-    monkeypatch.setenv("AG_TASK", text)
-    with refuses(ConfigError, "AG_TASK", "i/n"):
-        share(RUNS, "p", str(tmp_path))
+def test_what_a_run_takes_of_a_machine(monkeypatch):
+    monkeypatch.setattr("ag.cluster.has_gpus", lambda: True)
+    assert _room(Config(trainer=TrainerConfig(devices=2))) == Room(gpus=2)
+    assert _room(Config(trainer=TrainerConfig(devices=2, accelerator="cpu"))) == Room()
+    assert _room(CompareConfig(device="cuda")) == Room(gpus=1)
+    with refuses(ConfigError, "trainer.num_nodes=2", "cluster=auto"):
+        _room(Config(trainer=TrainerConfig(num_nodes=2), cluster="auto"))
 
 
 def test_begun_run_goes_on_from_its_checkpoint(tmp_path):
-    config = Config(output=str(tmp_path), recipe="tiny")
+    run = Run(0, (), Config(output=str(tmp_path), recipe="tiny"), "name", str(tmp_path))
     folder = tmp_path / "tiny" / "name"
-    assert _begun(config, "name") == []
+    assert _begun(run) == []
     (folder / "checkpoints").mkdir(parents=True)
-    assert _begun(config, "name") == [] and not folder.exists()
+    assert _begun(run) == [] and not folder.exists()
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "step=000002.ckpt").touch()
-    assert _begun(config, "name") == [f"resume={folder}"]
+    assert _begun(run) == [f"resume={folder}"]
 
 
 def test_the_table_of_a_sweep_shows_metrics_and_folders(place, capsys):

@@ -18,4 +18,4 @@ def machines() -> Iterator[Any]:
     made = Cluster(initialize_head=True, head_node_args={**MACHINE, "include_dashboard": False})
     made.add_node(**MACHINE)
     yield made
-    made.shutdown()
+    made.shutdown()  # type: ignore[no-untyped-call]
