@@ -9,7 +9,7 @@ import pytest
 from tests.support.imports import graph
 from tests.support.warm import started
 
-LOW = "errors files stateful versions kernels plugins config model"
+LOW = "errors files stateful versions cluster kernels plugins config model"
 #: From the bottom: what each room may load beside itself.
 BELOW = {
     "errors": "",
@@ -17,11 +17,12 @@ BELOW = {
     "stateful": "",
     "kernels": "errors files",
     "plugins": "errors",
-    "config": "errors files plugins",
-    "commands": "errors files plugins config",
-    "model": "errors files kernels plugins config",
+    "cluster": "errors versions",
+    "config": "errors files plugins cluster versions",
+    "commands": "errors files plugins config cluster versions",
+    "model": "errors files kernels plugins config cluster versions",
     "gates": LOW,
-    "data": "errors files plugins config model versions",
+    "data": "errors files plugins config model cluster versions",
     "engine": f"{LOW} gates",
     "serve": f"{LOW} gates engine commands continuation",
     "training": f"{LOW} gates data",

@@ -7,6 +7,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,8 @@ def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress:
 
 def _units(cells: Sequence[Cell], most: int) -> list[list[Cell]]:
     """Divide cells into those that one worker runs together: of one task, so many at most."""
-    by_task: dict[Task, list[Cell]] = {}
-    for cell in cells:
-        by_task.setdefault(cell.task, []).append(cell)
-    return [some[first : first + most] for some in by_task.values() for first in range(0, len(some), most)]
+    by_task = (list(some) for _, some in groupby(cells, lambda cell: cell.task))  # cells come task by task
+    return [some[first : first + most] for some in by_task for first in range(0, len(some), most)]
 
 
 def _room(config: CompareConfig) -> cluster.Room:
