@@ -112,3 +112,51 @@ inline float total(Lanes lanes) { return total<LANES>(&lanes); }
 inline void fetch(const void* p, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(p) + b);
 }
+
+// Call work(T()) for a type: 0 float32, 1 bfloat16, 2 float16.
+template <typename Work>
+void by_type(int64_t type, const Work& work) {
+  if (type == 0) work(float());
+  if (type == 1) work(BFloat16());
+  if (type == 2) work(Half());
+}
+
+// Tokens of one page: [start, start + count) of the pool are slots from `offset` on of what is worked on at once.
+struct Part {
+  int64_t start, count, offset;
+};
+
+constexpr int BLOCKS = LANES == 8 ? 2 : 4;  // registers of one query's output that fit beside those of three others
+
+// out[n][...] += sum_t weights[n * QUERY + t * TOKEN] v_t[...], of N queries and B registers of numbers.
+template <int N, int64_t QUERY, int64_t TOKEN, int B, typename T>
+static void mix_block(const float* weights, const T* values, int64_t count, int64_t width, float* out, const T* next) {
+  Lanes mixed[N][B];
+  for (int n = 0; n < N; ++n)
+    for (int b = 0; b < B; ++b) mixed[n][b] = load(out + n * width + b * LANES);
+  for (int64_t t = 0; t < count; ++t) {
+    if (next) fetch(next + t * width, B * LANES * sizeof(T));
+    for (int b = 0; b < B; ++b) {
+      const Lanes v = load(values + t * width + b * LANES);
+      for (int n = 0; n < N; ++n) mixed[n][b] += weights[n * QUERY + t * TOKEN] * v;
+    }
+  }
+  for (int n = 0; n < N; ++n)
+    for (int b = 0; b < B; ++b) store(out + n * width + b * LANES, mixed[n][b]);
+}
+
+// The same of all numbers; meanwhile the page `next` is fetched, where there is one.
+template <int N, int64_t QUERY, int64_t TOKEN, typename T>
+static void mix(const float* weights, const T* values, int64_t count, int64_t width, float* out,
+                const T* next = nullptr) {
+  const auto ahead = [&](int64_t d) { return next ? next + d : next; };
+  int64_t d = 0;
+  for (; d + BLOCKS * LANES <= width; d += BLOCKS * LANES)
+    mix_block<N, QUERY, TOKEN, BLOCKS>(weights, values + d, count, width, out + d, ahead(d));
+  for (; d + LANES <= width; d += LANES)
+    mix_block<N, QUERY, TOKEN, 1>(weights, values + d, count, width, out + d, ahead(d));
+  for (; d < width; ++d)
+    for (int n = 0; n < N; ++n)
+      for (int64_t t = 0; t < count; ++t)
+        out[n * width + d] += weights[n * QUERY + t * TOKEN] * widen(values[t * width + d]);
+}

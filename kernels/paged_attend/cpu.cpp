@@ -17,7 +17,6 @@ namespace {
 
 constexpr int64_t QUERIES = 4 * LANES;  // of a block
 constexpr int64_t TILE = 64;            // slots between two looks at the maxima
-constexpr int BLOCKS = LANES == 8 ? 2 : 4;  // registers of one query's output that fit beside those of three others
 constexpr float LEAST = -std::numeric_limits<float>::max();
 
 struct Rows {
@@ -25,11 +24,6 @@ struct Rows {
   const bool* gate;  // null: gates do not matter
   const int32_t *table, *lengths;
   int64_t group, count, dim, width, stride, page, window, recent;  // count: queries of a head; window, recent 0: none
-};
-
-// Tokens of one page that a tile has.
-struct Part {
-  int64_t start, count, offset;  // tokens [start, start + count) of the pool are slots from `offset` on of the tile
 };
 
 // What a block of queries sees and has seen; each array has a number for each query, `lanes` of them in use.
@@ -67,32 +61,6 @@ void dots(const float* q, const float* keys, int64_t count, int64_t dim, float* 
   int64_t t = 0;
   for (; t + 4 <= count; t += 4) dot<R, 4>(q, keys + t * dim, dim, s + t * QUERIES);
   for (; t < count; ++t) dot<R, 1>(q, keys + t * dim, dim, s + t * QUERIES);
-}
-
-// out[n][...] += sum_t weights[t][n] v_t[...], of N queries and B registers of numbers.
-template <int N, int B, typename T>
-void mix_block(const float* weights, const T* values, int64_t count, int64_t width, float* out) {
-  Lanes mixed[N][B];
-  for (int n = 0; n < N; ++n)
-    for (int b = 0; b < B; ++b) mixed[n][b] = load(out + n * width + b * LANES);
-  for (int64_t t = 0; t < count; ++t)
-    for (int b = 0; b < B; ++b) {
-      const Lanes v = load(values + t * width + b * LANES);
-      for (int n = 0; n < N; ++n) mixed[n][b] += weights[t * QUERIES + n] * v;
-    }
-  for (int n = 0; n < N; ++n)
-    for (int b = 0; b < B; ++b) store(out + n * width + b * LANES, mixed[n][b]);
-}
-
-template <int N, typename T>
-void mix(const float* weights, const T* values, int64_t count, int64_t width, float* out) {
-  int64_t d = 0;
-  for (; d + BLOCKS * LANES <= width; d += BLOCKS * LANES)
-    mix_block<N, BLOCKS>(weights, values + d, count, width, out + d);
-  for (; d + LANES <= width; d += LANES) mix_block<N, 1>(weights, values + d, count, width, out + d);
-  for (; d < width; ++d)
-    for (int64_t t = 0; t < count; ++t)
-      for (int n = 0; n < N; ++n) out[n * width + d] += weights[t * QUERIES + n] * widen(values[t * width + d]);
 }
 
 // The parts of slots [slot, end) that some query may see.
@@ -200,7 +168,7 @@ void attend(const Rows& rows, const float* q, const T* keys, const T* values, co
     for (const Part& p : room.parts) {
       const float* of_part = s + p.offset * QUERIES;
       for (int64_t i = 0; i < queries; i += 4)  // the last ones may be no queries, whose weights are 0
-        mix<4>(of_part + i, values + p.start * width, p.count, width, room.out.data() + i * width);
+        mix<4, 1, QUERIES>(of_part + i, values + p.start * width, p.count, width, room.out.data() + i * width);
     }
   }
   for (int64_t i = 0; i < queries; ++i)
@@ -219,7 +187,7 @@ extern "C" void paged_attend(int64_t type, const float* q, const void* keys, con
                              int64_t stride, int64_t page, int64_t window, int64_t recent, int64_t threads, float* out) {
   const Rows rows = {ranks, gate, table, lengths, group, count, dim, width, stride, page, window, recent};
   const int64_t blocks = (group * count + QUERIES - 1) / QUERIES;
-  const auto run = [&](auto kind) {
+  by_type(type, [&](auto kind) {
     using T = decltype(kind);
 #pragma omp parallel num_threads(threads) if (threads > 1 && number * blocks > 1)
     {
@@ -229,8 +197,5 @@ extern "C" void paged_attend(int64_t type, const float* q, const void* keys, con
         attend(rows, q, static_cast<const T*>(keys), static_cast<const T*>(values), at + i / blocks / heads * count,
                i / blocks, i % blocks * QUERIES, room, out);
     }
-  };
-  if (type == 0) run(float());
-  if (type == 1) run(BFloat16());
-  if (type == 2) run(Half());
+  });
 }

@@ -18,12 +18,6 @@ namespace {
 
 constexpr int64_t CHUNK = 256;
 constexpr int64_t AHEAD = 2;  // pages
-constexpr int BLOCKS = LANES == 8 ? 2 : 4;  // registers of one query's output that fit beside those of three others
-
-// Tokens of one page that a chunk has.
-struct Part {
-  int64_t start, count, offset;  // tokens [start, start + count) of the pool are slots from `offset` on of the chunk
-};
 
 // scores[n][t] = <q_n, k_t>, of N queries; meanwhile the page `next` is fetched, where there is one.
 template <int N, typename T>
@@ -43,36 +37,6 @@ void dot(const float* q, const T* keys, int64_t count, int64_t dim, float* score
       scores[n * CHUNK + t] = sum;
     }
   }
-}
-
-// out[n][...] += sum_t weights[n][t] v_t[...], of N queries and B registers of numbers.
-template <int N, int B, typename T>
-void mix_block(const float* weights, const T* values, int64_t count, int64_t width, float* out, const T* next) {
-  Lanes mixed[N][B];
-  for (int n = 0; n < N; ++n)
-    for (int b = 0; b < B; ++b) mixed[n][b] = load(out + n * width + b * LANES);
-  for (int64_t t = 0; t < count; ++t) {
-    if (next) fetch(next + t * width, B * LANES * sizeof(T));
-    for (int b = 0; b < B; ++b) {
-      const Lanes v = load(values + t * width + b * LANES);
-      for (int n = 0; n < N; ++n) mixed[n][b] += weights[n * CHUNK + t] * v;
-    }
-  }
-  for (int n = 0; n < N; ++n)
-    for (int b = 0; b < B; ++b) store(out + n * width + b * LANES, mixed[n][b]);
-}
-
-// out[n] += sum_t weights[n][t] v_t, of N queries; meanwhile the page `next` is fetched, where there is one.
-template <int N, typename T>
-void mix(const float* weights, const T* values, int64_t count, int64_t width, float* out, const T* next) {
-  int64_t d = 0;
-  for (; d + BLOCKS * LANES <= width; d += BLOCKS * LANES)
-    mix_block<N, BLOCKS>(weights, values + d, count, width, out + d, next ? next + d : next);
-  for (; d + LANES <= width; d += LANES)
-    mix_block<N, 1>(weights, values + d, count, width, out + d, next ? next + d : next);
-  for (; d < width; ++d)
-    for (int n = 0; n < N; ++n)
-      for (int64_t t = 0; t < count; ++t) out[n * width + d] += weights[n * CHUNK + t] * widen(values[t * width + d]);
 }
 
 // Call work(std::integral_constant<int, N>, g) for queries [g, g + N) until all of the group have had their turn.
@@ -148,8 +112,8 @@ void attend(const float* q, const T* keys, const T* values, const int32_t* table
         const Part& p = parts[j];
         const T* next = coming(number + j + AHEAD);
         by_four(group, [&](auto some, int64_t g) {
-          mix<some>(scores.data() + g * CHUNK + p.offset, values + p.start * width, p.count, width, mixes + g * width,
-                    g ? nullptr : next);
+          mix<some, CHUNK, 1>(scores.data() + g * CHUNK + p.offset, values + p.start * width, p.count, width,
+                              mixes + g * width, g ? nullptr : next);
         });
       }
       for (int64_t g = 0; g < group && weights; ++g)
@@ -188,12 +152,9 @@ void attend(const float* q, const T* keys, const T* values, const int32_t* table
 extern "C" void paged_decode(int64_t type, const float* q, const void* keys, const void* values, const int32_t* table,
                              const int32_t* lengths, int64_t rows, int64_t group, int64_t dim, int64_t width,
                              int64_t stride, int64_t slots, int64_t page, int64_t threads, float* out, float* weights) {
-  const auto run = [&](auto kind) {
+  by_type(type, [&](auto kind) {
     using T = decltype(kind);
     attend(q, static_cast<const T*>(keys), static_cast<const T*>(values), table, lengths, rows, group, dim, width,
            stride, slots, page, threads, out, weights);
-  };
-  if (type == 0) run(float());
-  if (type == 1) run(BFloat16());
-  if (type == 2) run(Half());
+  });
 }
