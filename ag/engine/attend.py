@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from ag.engine.pool import PAGE
 from ag.engine.store import PagedStore, Rows
-from ag.kernels.paged_attend import paged_attend
 from ag.kernels.paged_decode import paged_decode, paged_decode_weights
 from ag.model.hooks import AttentionCall
 
@@ -29,14 +28,6 @@ def attend_one_weights(call: AttentionCall, store: PagedStore) -> tuple[Tensor, 
     table = rows.table[:, : -(-width // PAGE)]
     out, weights = paged_decode_weights(call.q, rows.keys, rows.values, table, rows.lengths, call.scaling)
     return out, weights[..., :width]
-
-
-def attend_many(call: AttentionCall, store: PagedStore, ranks: Tensor, recent: int | None) -> Tensor:
-    """Attend from queries of ranks ``[B, T]`` to stored tokens that are not newer, where they lie, ``[B, H, T, D]``.
-
-    A rank below 0 gives 0. At distance ``recent`` and beyond only tokens whose gate is open are visible; None: all are.
-    """
-    return paged_attend(call.q, store.rows, ranks, call.scaling, call.window, recent)
 
 
 def attend_rows(

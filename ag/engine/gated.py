@@ -9,7 +9,6 @@ from ag.engine.attend import attend_one
 from ag.engine.layer import EvictionLayer, Step
 from ag.engine.policy import Policy
 from ag.engine.positions import Original
-from ag.engine.store import Rows
 from ag.gates.gate import AttentionGates
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
@@ -74,10 +73,3 @@ class GatedLayer(EvictionLayer):
             sinks=config.sink_tokens,
             window=call.window,
         )
-
-    def _held(self, step: Step) -> Rows:
-        """Return what is held, rows padded; in the order of ranks where slots are places."""
-        if self.rotation.in_place:
-            return super()._held(step)
-        assert self.store is not None
-        return self.rotation.keys(self.store.in_order())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ag.engine.attend import attend_many, attend_one, attend_one_weights, attend_rows
+from ag.engine.attend import attend_one, attend_one_weights, attend_rows
 from ag.engine.decide import Decision
 from ag.engine.lookback import Lookback
 from ag.engine.observe import Keys, Observation, Queries
@@ -31,6 +31,7 @@ from ag.engine.store import PagedStore, Rows
 from ag.errors import UserError
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
+from ag.kernels.paged_attend import paged_attend
 from ag.kernels.pages import Reach
 from ag.model.geometry import fingerprint
 from ag.model.hooks import AttentionCall, UnsupportedModelError
@@ -474,7 +475,8 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         assert self.store is not None
         if keep is None and self.rotation.in_place and not self.store.unwritten and not self._differentiated(step):
             ranks = step.now.ranks.masked_fill(~step.now.real, -1) if step.now.padded else step.now.ranks
-            return attend_many(step.unrotated, self.store, ranks, recent or None)
+            call, rows = step.unrotated, self.store.rows
+            return paged_attend(call.q, rows, ranks, call.scaling, call.window, recent or None)
         held = self._held(step)
         placed = replace(step.unrotated, q=self.rotation.queries(step.unrotated.q, held, step.now.ranks))
         return attend_rows(placed, held, step.now.ranks, recent=recent, keep=keep)

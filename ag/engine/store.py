@@ -173,14 +173,6 @@ class PagedStore:
         index = self.table.index(longest)
         return [x.flatten(0, 1)[index] for x in columns], None if even else self._taken(longest)
 
-    def in_order(self) -> Rows:
-        """Return everything stored in the order of ranks."""
-        rows = self.padded()
-        if self.ordered or self._prompt is not None:
-            return rows
-        last = torch.iinfo(torch.int32).max
-        return _sorted(rows, rows.ranks if rows.valid is None else rows.ranks.masked_fill(~rows.valid, last))
-
     def kept(self) -> list[Tensor]:
         """Return the ranks of what each row holds, ascending."""
         ranks, valid, _ = self.ledger()
@@ -585,8 +577,10 @@ class PagedStore:
         wanted = [(x.dtype, (len(columns[2]), *x.shape[2:])) for x in self.rows.columns]
         if [(x.dtype, x.shape) for x in columns] != wanted or (self.gate_type is None and state["gate"] is not None):
             raise ValueError("columns")
-        if lengths.dtype != torch.long or lengths.shape != self.lengths.shape or type(ordered) is not bool:
+        if lengths.dtype != torch.long or lengths.shape != self.lengths.shape:
             raise ValueError("lengths")
+        if type(ordered) is not bool or (self._in_order and not ordered):
+            raise ValueError("ordered")
         _check_rows(columns[2].cpu(), lengths, ordered=ordered)
         self.table.take(torch.zeros_like(lengths), lengths)
         self._lengths.copy_(lengths)
@@ -610,12 +604,7 @@ def _to_front(rows: Rows) -> Rows:
     """Return rows whose free slots come last, as they do in pages: those of padding on the left come first."""
     if rows.valid is None or not bool((rows.valid[:, 1:] & ~rows.valid[:, :-1]).any()):
         return rows
-    return _sorted(rows, (~rows.valid).int())
-
-
-def _sorted(rows: Rows, places: Tensor) -> Rows:
-    """Return rows whose slots are in the order of ``places`` ``[R, N]``, equal ones as they lie."""
-    order = places.argsort(dim=1, stable=True)
+    order = (~rows.valid).int().argsort(dim=1, stable=True)
     keys, values = (x.gather(1, order[:, :, None].expand_as(x)) for x in (rows.keys, rows.values))
-    valid, gate = (None if x is None else x.gather(1, order) for x in (rows.valid, rows.gate))
-    return Rows(keys, values, rows.ranks.gather(1, order), valid, gate)
+    gate = None if rows.gate is None else rows.gate.gather(1, order)
+    return Rows(keys, values, rows.ranks.gather(1, order), rows.valid.gather(1, order), gate)

@@ -355,6 +355,7 @@ FORGED = {
     "a number for the model": ("h2o", put(base_model=3)),
     "a model without geometry": ("h2o", put("base_model", fingerprint=None)),
     "a tensor that is not there": ("h2o", lambda head, tensors: tensors.pop(STORE + "values")),
+    "places out of order": ("snapkv-slots", put("state", "layers.1", "store", ordered=False)),
     "precise keys beside flags": ("ring", forge(STORE + "keys", lambda x: x.double())),
     "flags of another type": ("ring", forge(STORE + "gate", lambda x: x.float())),
     "flags without any": ("ring", forge(STORE + "gate", lambda x: x[:, None][:, :0])),

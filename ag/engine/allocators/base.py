@@ -198,8 +198,6 @@ class LayerBudgets(Attributes):
 class Allocator(ABC):
     """Shares the budget among layers and heads; its fields are its options."""
 
-    #: Whether a layer budget depends on the other layers.
-    compares_layers: ClassVar[bool] = False
     #: Whether what a head keeps depends on the other heads of its layer, also while decoding.
     compares_heads: ClassVar[bool] = False
     #: Options beside the fields, which :meth:`completed` turns into fields.

@@ -29,7 +29,6 @@ class Global(Allocator):
     """
 
     floor: float = 0.0
-    compares_layers: ClassVar[bool] = True
     compares_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

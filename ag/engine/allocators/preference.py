@@ -46,7 +46,6 @@ class Preference(Allocator):
     tau2: float = 1.0
     observers: int = 32
     official_int: bool = False
-    compares_layers: ClassVar[bool] = True
     shorthands: ClassVar[tuple[str, ...]] = ("tau",)
 
     def __post_init__(self) -> None:
