@@ -55,6 +55,13 @@ def settings(tiny_folder: Path) -> Callable[..., CompareConfig]:
     return make
 
 
+def words(config: CompareConfig) -> list[str]:
+    """What the command is told of a comparison, but for its policies and budgets."""
+    options = config.task_options["ppl"].items()
+    given = [f"{name}={getattr(config, name)}" for name in ("model", "root", "output")]
+    return [*given, "tasks=[ppl]", *(f"task_options.ppl.{name}={value}" for name, value in options)]
+
+
 @pytest.fixture
 def config(settings: Callable[..., CompareConfig], tmp_path: Path) -> Callable[..., CompareConfig]:
     """`config(**changes)`: as ``settings``, with a folder for each test."""

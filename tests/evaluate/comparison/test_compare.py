@@ -29,7 +29,7 @@ from ag.evaluate.comparison.tables import printed
 from ag.evaluate.tasks import Outcome
 from ag.gates import export
 from ag.gates.calibration import Calibration
-from tests.evaluate.conftest import without_charts
+from tests.evaluate.conftest import without_charts, words
 from tests.support import by_hand_cells
 from tests.support.bounds import hold, of_nats
 from tests.support.gates_for import gates_for
@@ -322,14 +322,7 @@ def test_n_samples_are_the_first_n_that_can_be_run(config, quiet, capsys, tiny_f
     for page in ("table.md", "report.html"):
         text = (comparison.folder / page).read_text()
         assert counted in text and text.count("1 too short") == 6  # and in each of the five rows
-    words = [
-        f"model={tiny_folder}",
-        f"root={tiny_folder}",
-        "policies=[full]",
-        "samples=7",
-        "task_options.ppl.prompt=40",
-    ]
-    assert main([*words, "task_options.ppl.continuation=8", f"output={config().output}"]) == 0
+    assert main([*words(config()), "policies=[full]", "samples=7"]) == 0
     assert f"ppl: {counted}" in capsys.readouterr().out.splitlines()
 
 
@@ -406,18 +399,12 @@ def test_one_export_at_several_shares_under_labels(config, quiet, tiny_llama, tm
     assert again.labels == ["full", "high", "low"] and again.baseline == "high"
     assert [result.summary.mean for result in again.results] == [result.summary.mean for result in comparison.results]
     assert [result.paired is not None for result in again.results] == [True, False, False]  # low holds less than high
-    words = [f"model={config().model}", "tasks=[ppl]", f"root={config().root}", f"output={config().output}"]
-    words += ["task_options.ppl.prompt=40", "task_options.ppl.continuation=8", "baseline=high"]
-    words += [
-        f"policies=[full,high={path},low={path}]",
-        "policy_options.high.share=0.9",
-        "policy_options.low.share=0.1",
-    ]
-    assert main(words) == 0
+    shares = ["policy_options.high.share=0.9", "policy_options.low.share=0.1"]
+    assert main([*words(config()), f"policies=[full,high={path},low={path}]", *shares, "baseline=high"]) == 0
     said = f"ppl: low holds {100 * kept[1]:.1f} %, high {100 * kept[0]:.1f} %"
     assert f"Not compared with each other, because they hold different shares: {said}\n" in capsys.readouterr().out
-    words = [f"model={config().model}", "tasks=[ppl]", f"root={config().root}", f"policies=[full,a={path},b={path}]"]
-    assert main([*words, "policy_options.b.share=0.3", "--dry-run"]) == 0
+    listed = [f"policies=[full,a={path},b={path}]", "policy_options.b.share=0.3"]
+    assert main([*words(config()), *listed, "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines() == ["ppl: full", "ppl: a", "ppl: b"]
     with refuses(UserError, "'ppl: a'", "'ppl: b'", "the same"):
         list_cells(config(policies=["full", f"a={path}", f"b={path}"]))
@@ -469,22 +456,17 @@ def test_a_budgeted_baseline_is_met_at_the_same_budget(config, quiet, done):
 
 def test_the_command(config, tiny_folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    words = [
-        f"model={tiny_folder}",
+    told = [
+        *words(config(root="nowhere")),
         f"roots.ppl={tiny_folder}",
-        "policies=[full,h2o]",
         "budgets=[0.5]",
-        "tasks=[ppl]",
-        "task_options.ppl.prompt=40",
-        "task_options.ppl.continuation=8",
         "policy_options.h2o.recent=0.25",
-        f"output={config().output}",
     ]
-    assert main(words) == 0
+    assert main([*told, "policies=[full,h2o]"]) == 0
     out = capsys.readouterr().out
     assert "h2o 0.5" in out and "to full" in out and out.rstrip().endswith("report.html")
     assert lines(config().output)[1]["policy"] == "ag.policy('h2o', budget=0.5, recent=0.25)"
-    assert main([*words[:-1], "policies=[full,h2]"]) == 2
+    assert main([*told[:-1], "policies=[full,h2]"]) == 2
     assert "did you mean h2o?" in capsys.readouterr().err
 
 

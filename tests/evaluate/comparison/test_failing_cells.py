@@ -12,6 +12,7 @@ from ag.engine.scorers.controls import KNorm
 from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.evaluate import tasks
 from ag.evaluate.comparison.compare import compare
+from tests.evaluate.conftest import words
 from tests.support.refused import names
 from tests.support.shapes import shaped
 
@@ -159,13 +160,10 @@ def test_what_stops_a_program_stops_it(config, quiet, monkeypatch, stop):
 
 
 def test_the_command_says_which_failed(settings, parts, tmp_path, capsys):
-    told = settings(tmp_path / "out")
-    words = [f"{name}={getattr(told, name)}" for name in ("model", "root", "output")]
-    words += [f"task_options.ppl.{name}={value}" for name, value in told.task_options["ppl"].items()]
-    words += ["tasks=[ppl]", "budgets=[0.5]"]
-    assert command.main([*words, "policies=[full,lookup,h2o,h2o@stuck]"]) == 2
+    told = [*words(settings(tmp_path / "out")), "budgets=[0.5]"]
+    assert command.main([*told, "policies=[full,lookup,h2o,h2o@stuck]"]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ag.compare: error: ")]
     assert len(lines) == 2
     names(lines[0], "ppl", "lookup 0.5", "KeyError")
     names(lines[1], "ppl", "h2o@stuck 0.5", "ArithmeticError")
-    assert command.main([*words, "policies=[full,h2o]"]) == 0
+    assert command.main([*told, "policies=[full,h2o]"]) == 0
