@@ -1,4 +1,4 @@
-"""Two ranks that end in the middle of a step: resumed, they leave what an undisturbed run leaves."""
+"""Two ranks, one of which ends in the middle of a step: resumed, they leave what an undisturbed run leaves."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ def training_step(self, batch, batch_idx):
     (PLACE / f"pid-{{LOCAL_RANK}}").write_text(str(os.getpid()))
     if next(calls) == {step} and LOCAL_RANK == "{rank}":
         (PLACE / "fault").touch()
+        if not {signum}:
+            raise RuntimeError("this rank is broken")
         os.kill(os.getpid(), {signum})
     return step(self, batch, batch_idx)
 
@@ -56,7 +58,7 @@ def whole_of_two(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def broken(recipe: Path, place: Path, signum: int, rank: int) -> tuple[Path, int, str]:
-    """Run with a signal to one rank; returns the run folder, the exit code and what was written to stderr."""
+    """Run with a signal to one rank, or an error in it; returns the run folder, the exit code and its stderr."""
     script = place / "broken.py"
     script.write_text(SCRIPT.format(signum=int(signum), rank=rank, place=place, step=STEP, undraw=WITHOUT_PICTURES))
     process = start(f"recipe={recipe}", f"output={place / 'runs'}", *RUN, script=script)
@@ -81,8 +83,7 @@ def equal(run: Path, whole: Path) -> None:
 
 @pytest.mark.parametrize(
     ("signum", "rank", "code"),
-    # an error in one rank: test_ranks.py
-    [(signal.SIGKILL, 0, -9), (signal.SIGKILL, 1, None), (signal.SIGTERM, 1, 143)],
+    [(signal.SIGKILL, 0, -9), (signal.SIGKILL, 1, None), (signal.SIGTERM, 1, 143), (0, 0, None), (0, 1, None)],
 )
 def test_two_ranks(signum: int, rank: int, code: int | None, recipe: Path, whole_of_two: Path, tmp_path: Path) -> None:
     run, found, errors = broken(recipe, tmp_path, signum, rank)

@@ -1,10 +1,11 @@
 """Chats of one's own, from a folder to an export and its evaluation."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ag.evaluate.__main__ import main as evaluate
 from ag.gates import export
@@ -17,29 +18,18 @@ TEMPLATE = (
 
 @pytest.mark.parametrize("covers", [pytest.param("prompt", marks=pytest.mark.slow), "all"])
 def test_train_on_chats_and_evaluate(recipe, tiny_base, tmp_path, covers):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    base = shutil.copytree(tiny_base, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = TEMPLATE
-    for file in tiny_base.iterdir():
-        (tmp_path / "base").mkdir(exist_ok=True)
-        (tmp_path / "base" / file.name).write_bytes(file.read_bytes())
-    tokenizer.save_pretrained(tmp_path / "base")
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"abc def {i}?" * 3},
-                {"role": "assistant", "content": f"yes {i}"},
-                {"role": "user", "content": "more?"},
-                {"role": "assistant", "content": "no"},
-            ]
-        }
-        for i in range(6)
-    ]
+    tokenizer.save_pretrained(base)
+    turns = [("user", "abc def {i}?" * 3), ("assistant", "yes {i}"), ("user", "more?"), ("assistant", "no")]
+    rows = [{"messages": [{"role": who, "content": what.format(i=i)} for who, what in turns]} for i in range(6)]
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats" / "train.json").write_text(json.dumps(rows))
     run = train(
         recipe,
         tmp_path / "out",
-        f"model.name={tmp_path / 'base'}",
+        f"model.name={base}",
         f"data.name={tmp_path / 'chats'}",
         "data.root=null",
         "data.val_samples=2",
@@ -49,17 +39,9 @@ def test_train_on_chats_and_evaluate(recipe, tiny_base, tmp_path, covers):
         f"gate.covers={covers}",
         "gate.scope=causal",
     )
-    assert (
-        len(export.load_adapter(_model(tmp_path / "base"), run / "export").peft_config["default"].target_modules)
-        == 2 * 7
-    )
+    adapted = export.load_adapter(AutoModelForCausalLM.from_pretrained(base), run / "export")
+    assert len(adapted.peft_config["default"].target_modules) == 2 * 7
     assert evaluate([f"run={run}"]) == 0
     found = json.loads((run / "evaluation.json").read_text())
     assert found["flags"]["tokens"] == [len(f"yes {i}\n") for i in range(2)]
     assert all(torch.isfinite(torch.tensor(one["losses"])).all() for one in found.values())
-
-
-def _model(folder):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder)

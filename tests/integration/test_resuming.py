@@ -135,32 +135,6 @@ def test_drawn_shares_are_drawn_again(recipe: Path, tmp_path: Path, monkeypatch:
     assert exported[0].calibration is not None and exported[0].calibration == exported[1].calibration
 
 
-EPOCHS = ["trainer.max_epochs=3", "data.num_workers=2", "data.batch_size=4", "checkpoint.patience=3"]
-
-
-@pytest.fixture(scope="module")
-def epochs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run with two workers and a validation after each epoch of 6 steps."""
-    return train(recipe, tmp_path_factory.mktemp("epochs"), *EPOCHS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("where", "number", "step"),
-    [("training", 8, 9), ("training", 5, 6), ("validation", 3, 12)],
-)
-def test_terminated_anywhere_with_workers(
-    where: str, number: int, step: int, recipe: Path, epochs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted(monkeypatch, f"{where}_step", number, f"recipe={recipe}", f"output={tmp_path}", *EPOCHS)
-    [run] = runs(tmp_path)
-    assert checkpoints(run)[0].name == f"step={step:06d}.ckpt"
-    resume(run)
-    equal(run, epochs)
-    bests = [torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True) for folder in (run, epochs)]
-    assert bests[0]["global_step"] == bests[1]["global_step"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL], ids=lambda signum: signum.name)
 def test_killed_with_workers(signum: signal.Signals, recipe: Path, whole: Path, tmp_path: Path) -> None:
@@ -188,17 +162,6 @@ def test_finished_run_is_left_as_it_is(recipe: Path, whole: Path, tmp_path: Path
     resume(run)
     assert ((run / "metrics.csv").read_bytes(), (run / "export" / "gate_config.json").read_bytes()) == before
     equal(run, whole)
-
-
-@pytest.mark.slow
-def test_more_epochs_than_before(recipe: Path, tmp_path: Path) -> None:
-    # a constant rate, as the cosine's shape depends on the number of steps
-    constant = [*RUN, "optim.schedule=constant"]
-    run = train(recipe, tmp_path / "resumed", *constant, "trainer.max_epochs=1")
-    resume(run, "trainer.max_epochs=2")
-    whole = train(recipe, tmp_path / "whole", *constant, "trainer.max_epochs=2")
-    torch.testing.assert_close(weights(run), weights(whole), rtol=0, atol=0)
-    assert column(run, "train/loss") == column(whole, "train/loss")
 
 
 def test_no_checkpoint(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
