@@ -63,7 +63,7 @@ class Adapter:
     def check(self, model: nn.Module, times: int) -> None:
         """Raise ``UserError`` when a model, plain or PEFT-wrapped, has the adapter another number of times.
 
-        Once is needed to run with the gates of the export, never to put the adapter on.
+        It is 1 to run with the gates of the export, 0 to put the adapter on.
         """
         found = self.times_in(model)
         if found < times:

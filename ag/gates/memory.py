@@ -53,8 +53,8 @@ class GateMemory(Attributes):
         """Take in keys and values ``[B, T, h' d']`` of a pass.
 
         Args:
-            k: keys.
-            v: values.
+            k: keys of the new tokens.
+            v: their values.
             ranks: ``[B, T]`` long, the place of each token among its sequence's own ones.
             real: ``[B, T]`` bool, False on padding; None without padding.
         """

@@ -82,7 +82,7 @@ def token_kl(
 
 
 def sample_mean(values: Tensor, rows: Tensor, batch: int) -> Tensor:
-    """Average values ``[N]`` of tokens over those of each row ``[N]``, then over the rows that have tokens.
+    """Average the values ``[N]`` of tokens over each row (``rows`` ``[N]``), then over the rows that have tokens.
 
     Each sample weighs the same, so that a batch split over ranks or accumulated in parts of equal size gives the same
     gradient as the whole batch.

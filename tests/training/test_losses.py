@@ -157,34 +157,6 @@ class Seen:
         self.targets, self.logits, self.has_target = targets, logits, lambda: mask
 
 
-def test_regression_by_hand(tiny_llama):
-    """Standardised: (1, 2, 3) gives -1.2247, 0, 1.2247; a third to keep puts the cut at their 2/3 quantile, 0.4082."""
-    gates = gates_for(tiny_llama(), threshold=0.3, bias=0.5)
-    target, logits = (
-        torch.tensor([[[1.0, 2.0, 3.0, 50.0]]]),
-        torch.tensor([[[0.1, -2.0, 3.0, 9.0]]], requires_grad=True),
-    )
-    mask = torch.tensor([[True, True, True, False]])
-
-    def regression(target, logits):
-        return losses.regression_loss(gates, Seen({0: target}, {0: logits}, mask), keep=1 / 3)
-
-    def slope(target, logits):
-        logits = logits.detach().requires_grad_()
-        return torch.autograd.grad(regression(target, logits), logits)[0]
-
-    loss = regression(target, logits)
-    boundary = math.log(0.3 / 0.7) - 0.5
-    distance = [
-        value - (z - 1.5**0.5 / 3 + boundary)
-        for value, z in zip([0.1, -2.0, 3.0], [-(1.5**0.5), 0, 1.5**0.5], strict=True)
-    ]
-    want = sum(0.5 * d * d if abs(d) < 1 else abs(d) - 0.5 for d in distance) / 3
-    hold(loss, want, conditioned(regression, target, logits))
-    want = torch.tensor([[[*(max(-1, min(1, d)) / 3 for d in distance), 0]]], dtype=torch.float64)
-    hold(slope(target, logits), want, conditioned(slope, target, logits))
-
-
 def of_attention(model, ids, valid):
     """Bound the logarithms of attention weights, and of the norms of what comes with them."""
 
@@ -323,32 +295,40 @@ def of_two_layers(loss, gates, mask, scale, targets, logits):
     return conditioned(given, *targets.values(), *logits.values())
 
 
-def test_global_regression_by_hand(tiny_llama):
-    """One mean, one deviation and one quantile over layers, rows and heads; masked tokens are in none of them."""
+def cut_of(values):
+    """Their quantile at 0.75, between two of them."""
+    ranked, place = sorted(values), 0.75 * (len(values) - 1)
+    low, high = ranked[math.floor(place)], ranked[math.ceil(place)]
+    return low + (place % 1) * (high - low)
+
+
+@pytest.mark.parametrize("scale", ["head", "global"])
+def test_regression_by_hand(tiny_llama, scale):
+    """A mean, a deviation and a quantile of each head and row, or of all; masked tokens are in none of them."""
     gates = gates_for(tiny_llama(), threshold=0.3, bias=0.5)
+    boundary = math.log(0.3 / 0.7) - 0.5
     targets, logits, mask = two_layers(torch.Generator().manual_seed(0))
-    counted = [
-        (float(targets[layer][b, h, t]), float(logits[layer][b, h, t]))
+    heads = [
+        [(float(targets[layer][b, h, t]), float(logits[layer][b, h, t])) for t in range(length)]
         for layer in targets
         for b, length in enumerate((9, 4))
         for h in range(2)
-        for t in range(length)
     ]
-    values = [value for value, _ in counted]
-    mean = sum(values) / len(values)
-    deviation = (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
-    ranked = sorted(values)  # 52 values; 0.75 * 51 is 38.25
-    cut = ranked[38] + 0.25 * (ranked[39] - ranked[38])
-    boundary = math.log(0.3 / 0.7) - 0.5
-    wanted = [((value - cut) / deviation + boundary, logit) for value, logit in counted]
+    wanted = []
+    for group in heads if scale == "head" else [sum(heads, [])]:
+        values = [value for value, _ in group]
+        mean = sum(values) / len(values)
+        deviation = (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
+        wanted += [((value - cut_of(values)) / deviation + boundary, logit) for value, logit in group]
     distances = [abs(want - logit) for want, logit in wanted]
     want = sum(0.5 * d * d if d < 1 else d - 0.5 for d in distances) / len(distances)
-    loss = losses.regression_loss(gates, Seen(targets, logits, mask), 0.25, "global")
-    hold(loss, want, of_two_layers(losses.regression_loss, gates, mask, "global", targets, logits))
-    assert sum(want > boundary for want, _ in wanted) == 13
+    loss = losses.regression_loss(gates, Seen(targets, logits, mask), 0.25, scale)
+    hold(loss, want, of_two_layers(losses.regression_loss, gates, mask, scale, targets, logits))
+    if scale == "global":
+        assert sum(want > boundary for want, _ in wanted) == 13
     other = {layer: torch.where(mask[:, None], x, 1e4) for layer, x in targets.items()}
-    assert losses.regression_loss(gates, Seen(other, logits, mask), 0.25, "global") == loss
-    assert losses.regression_loss(gates, Seen(targets, logits, mask & False), 0.25, "global") == 0
+    assert losses.regression_loss(gates, Seen(other, logits, mask), 0.25, scale) == loss
+    assert losses.regression_loss(gates, Seen(targets, logits, mask & False), 0.25, scale) == 0
 
 
 @pytest.mark.parametrize("scale", ["head", "global"])
@@ -366,10 +346,7 @@ def test_ranking_by_hand(tiny_llama, scale):
     want = []
     for group in groups:
         real = [place for place in group if mask[place[1], place[3]]]
-        ranked = sorted(float(targets[layer][b, h, t]) for layer, b, h, t in real)
-        place = 0.75 * (len(ranked) - 1)
-        low, high = ranked[math.floor(place)], ranked[math.ceil(place)]
-        cut = low + (place % 1) * (high - low)
+        cut = cut_of([float(targets[layer][b, h, t]) for layer, b, h, t in real])
         for (layer, b, h, t), partner in zip(group, (group[i] for i in other), strict=True):
             if (layer, b, h, t) not in real:
                 continue
