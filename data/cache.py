@@ -61,18 +61,10 @@ class CachedRows(Sequence[Row]):
 def cached(
     root: Path, identity: dict[str, Any], make: Callable[[], Iterable[Row]], measured: Callable[[], dict[str, int]]
 ) -> tuple[Sequence[Row], dict[str, int]]:
-    """Return the rows of ``identity``, made and written at the first call.
+    """Return the rows of ``identity``, made and written at the first call, and what was measured then.
 
-    Several processes may ask at once: one works, the others wait. Files of a killed process are removed.
-
-    Args:
-        root: folder of all caches.
-        identity: everything that the rows depend on; a different identity gives a different cache.
-        make: gives the rows.
-        measured: called after the rows were made; its result is stored with them.
-
-    Returns:
-        The rows, and what was measured when they were made.
+    Several processes may ask at once: one works, the others wait. Files of a killed process are removed. The identity
+    is all that the rows depend on; ``measured`` is called after they were made, and its result stored with them.
 
     Raises:
         DataError: the folder cannot be written.

@@ -36,12 +36,8 @@ class Encoder:
     ) -> None:
         """Keep the tokenizer.
 
-        Args:
-            tokenizer: the model's tokenizer.
-            limit: longest row in tokens.
-            before: text between a prompt and its answer.
-            end: tokens behind the answer.
-            question: ``after``: a row's prompt is its context alone; the question follows it, and carries no loss.
+        ``before`` is between a prompt and its answer, and the tokens ``end`` behind that. With ``question="after"`` a
+        row's prompt is its context alone; the question follows it, and carries no loss.
         """
         self.tokenizer, self.limit, self.before, self.end = tokenizer, limit, before, list(end)
         self.question = question
@@ -49,12 +45,7 @@ class Encoder:
         self.counts = Counts()
 
     def encode(self, questions: Sequence[Example], split: str, *, every_choice: bool) -> list[list[Row]]:
-        """Encode questions: a list of rows each.
-
-        Args:
-            questions: the questions of a split.
-            split: its name, for messages.
-            every_choice: a row for each choice, marked with its answer; otherwise one, of the right choice.
+        """Encode the questions of a split: a list of rows each, of every choice, marked, or of the right one.
 
         Raises:
             DataError: a response does not fit with one token of the prompt before it.

@@ -124,14 +124,9 @@ class Facts(DataKind):
 
 
 def generate(seed: int, split: str, index: int, shortest: int, longest: int) -> Example:
-    """Write one passage and its question, which depend on the seed, the split, the index and the lengths only.
+    """Write one passage of about so many tokens and its question.
 
-    Args:
-        seed: seed of the data.
-        split: ``train`` or ``validation``.
-        index: row of the split.
-        shortest: fewest tokens of the prompt, roughly.
-        longest: most tokens of the prompt, roughly.
+    They depend on the seed, the split, the index and the lengths only.
     """
     rng = random.Random(f"{seed}/{split}/{index}")
     words = int(rng.randint(shortest, longest) / TOKENS_PER_WORD)

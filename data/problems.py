@@ -50,15 +50,10 @@ def answer_of(text: str) -> str:
 
 
 def generate(seed: int, split: str, index: int, shortest: int, longest: int, kind: str = ANY) -> Problem:
-    """Make one problem.
+    """Make one problem of a split (``train``, ``validation`` or ``test``), which depends on these arguments only.
 
-    Args:
-        seed: seed of the data.
-        split: ``train``, ``validation`` or ``test``; no prompt is of two, also with different seeds.
-        index: row of the split; a problem depends on these arguments only.
-        shortest: fewest tokens of the solution with SmolLM2's tokenizer, its end included, but for a last whole step.
-        longest: most of them. Additions end at 26 places of four numbers, with 446 tokens.
-        kind: one of :data:`KINDS`, or ``worked``: drawn.
+    The solution has ``shortest`` to ``longest`` of SmolLM2's tokens, its end included, but for a last whole step;
+    additions end at 26 places of four numbers, with 446. ``kind`` is one of :data:`KINDS`, or ``worked``: drawn.
     """
     rng = random.Random(f"{seed}/{split}/{index}/{kind}")
     while True:

@@ -61,12 +61,7 @@ class Source:
         return digest.hexdigest()
 
     def read(self, split: str, streaming: bool = False) -> Iterator[Record]:
-        """Give the rows of a split in their stored order.
-
-        Args:
-            split: ``train`` or ``validation``.
-            streaming: read a hub dataset over the network row by row instead of downloading it first
-                (local files are always read line by line).
+        """Give the rows of a split in their stored order; streaming, the hub is read over the network row by row.
 
         Raises:
             MissingSplitError: the dataset lacks the split.

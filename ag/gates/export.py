@@ -189,11 +189,7 @@ def _info(
 def check(gates: Gates | None, adapter: PeftModel | None, *, path: StrPath | None = None, merge: bool = False) -> None:
     """Refuse what :func:`save`, :func:`save_adapter` or :func:`save_merged` would refuse, before it is trained.
 
-    Args:
-        gates: the gates; None: an adapter alone.
-        adapter: the model with its LoRA adapter, or None.
-        path: folder that will be written or replaced; None: a new one.
-        merge: whether a copy of the model with the adapter merged into it is wanted.
+    Without gates an adapter is written alone; ``path`` is a folder that is written or replaced, None a new one.
 
     Raises:
         ExportError: naming what cannot be exported.

@@ -14,10 +14,7 @@ from numpy.typing import NDArray
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#9A9A9A"
 SHARE = "share of the tokens"
 PANELS = (
-    (
-        "loss",
-        (("lm_loss", "LM", BLUE), ("kl_loss", "KL", GREEN), ("regress_loss", "regression", PURPLE)),
-    ),
+    ("loss", (("lm_loss", "LM", BLUE), ("kl_loss", "KL", GREEN), ("regress_loss", "regression", PURPLE))),
     ("eviction loss", (("eviction_loss", "eviction", ORANGE),)),
     (
         SHARE,

@@ -28,9 +28,7 @@ Forwards = list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]]  # attributes
 class ThreadedLayers:
     """The linear layers of a model, which share each product of one token among the threads, and its norms.
 
-    Args:
-        model: whose forward pass begins and ends it.
-        modules: gives the modules that run in a pass with these keyword arguments; none where it shall not begin.
+    ``modules`` gives those that run in a pass of the model with these keyword arguments; none where it shall not begin.
     """
 
     def __init__(self, model: nn.Module, modules: Callable[[dict[str, Any]], Iterable[nn.Module]]) -> None:

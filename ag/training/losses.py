@@ -40,16 +40,10 @@ def response_positions(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_nll(model: nn.Module, hidden: Tensor, labels: Tensor, chunk: int = 1024) -> tuple[Tensor, Tensor]:
-    """Compute the negative log-likelihood of each label.
+    """Compute the negative log-likelihood of each label ``[B, T]``, in nats, from final hidden states ``[B, T, d]``.
 
-    Args:
-        model: the language model, for its head.
-        hidden: final hidden states ``[B, T, d]``.
-        labels: ``[B, T]``, aligned with the input, -100 where there is no loss.
-        chunk: tokens whose logits exist at once.
-
-    Returns:
-        The losses ``[N]`` in nats, float32, and the row ``[N]`` of each.
+    Labels are aligned with the input, -100 where there is no loss; the logits of ``chunk`` tokens exist at once. The
+    losses ``[N]`` are float32, and come with the row ``[N]`` of each.
     """
     rows, columns = response_positions(labels)
 

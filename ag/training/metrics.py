@@ -77,12 +77,8 @@ class MultipleChoiceAccuracy(Metric):
     def update(self, nll: Tensor, rows: Tensor, question: Tensor, choice: Tensor, target: Tensor) -> None:
         """Count a batch that holds all rows of its questions.
 
-        Args:
-            nll: negative log-likelihood ``[N]`` of each answer token.
-            rows: ``[N]``, the row of each.
-            question: ``[B]``, which question a row belongs to; negative rows are padding.
-            choice: ``[B]``, which answer a row holds.
-            target: ``[B]``, the right answer.
+        The losses ``nll`` ``[N]`` are of answer tokens in ``rows`` ``[N]``; a row ``[B]`` holds answer ``choice`` to
+        a ``question`` (negative: it is padding) whose right answer is ``target``.
         """
         scores = nll.new_zeros(len(question)).index_add(0, rows, -nll)
         if self.normalise:

@@ -33,12 +33,7 @@ def wait_for(process: subprocess.Popen[str], line: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("signum", "code", "accumulate"),
-    [
-        (signal.SIGTERM, 143, 4),
-        (signal.SIGUSR1, 138, 1),
-        (signal.SIGINT, 130, 1),
-    ],
+    ("signum", "code", "accumulate"), [(signal.SIGTERM, 143, 4), (signal.SIGUSR1, 138, 1), (signal.SIGINT, 130, 1)]
 )
 def test_signal_saves_and_resumes_exactly(tmp_path: Path, signum: int, code: int, accumulate: int) -> None:
     options = {"trainer": {"accumulate": accumulate}, "batches": 12}

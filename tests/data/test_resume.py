@@ -96,8 +96,7 @@ def test_stream_resumes(tmp_path, workers):
 
 
 @pytest.mark.parametrize(
-    ("change", "parts"),
-    [({"seed": 1}, ("seed 0", "1")), ({"batch_size": 2}, (f"rows per step {BATCH}", "2"))],
+    ("change", "parts"), [({"seed": 1}, ("seed 0", "1")), ({"batch_size": 2}, (f"rows per step {BATCH}", "2"))]
 )
 def test_resuming_with_another_order_is_an_error(tmp_path, change, parts):
     run(tmp_path, data_module(), max_steps=1)

@@ -10,11 +10,7 @@ from ag.data.templates import Example
 from tests.support.refused import refuses
 
 BOOLQ = [
-    {
-        "question": f"is {word} a fox",
-        "passage": f"The quick {word} fox jumps over the dog.",
-        "answer": word == "red",
-    }
+    {"question": f"is {word} a fox", "passage": f"The quick {word} fox jumps over the dog.", "answer": word == "red"}
     for word in ("red", "blue", "green", "white", "black")
 ]
 

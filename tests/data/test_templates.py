@@ -32,13 +32,7 @@ CASES = {
         ),
     ),
     "copa": (
-        {
-            "premise": "I ran.",
-            "choice1": "It rained.",
-            "choice2": "I was late.",
-            "question": "cause",
-            "label": 1,
-        },
+        {"premise": "I ran.", "choice1": "It rained.", "choice2": "I was late.", "question": "cause", "label": 1},
         Example("I ran, because", ["it rained.", "I was late."], 1),
     ),
     "boolq": (

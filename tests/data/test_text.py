@@ -150,10 +150,7 @@ def test_hub_arguments(make_config, tokenizer, monkeypatch):
     "data, parts",
     [
         ({"text_field": "body"}, ("train.jsonl row 1", "body", "found text")),
-        (
-            {"continuation": 30},
-            ("data.prompt_max=80", "data.continuation=30"),
-        ),
+        ({"continuation": 30}, ("data.prompt_max=80", "data.continuation=30")),
         ({"context": 70}, ("context 70",)),
     ],
 )

@@ -90,12 +90,7 @@ def test_all_kinds_are_drawn_alike():
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [
-        ("10: 10\nAnswer: 10 11", "10 11"),
-        ("Answer: 1\nAnswer:  2 \nmore", "2"),
-        ("10: 10", ""),
-        ("Answer:", ""),
-    ],
+    [("10: 10\nAnswer: 10 11", "10 11"), ("Answer: 1\nAnswer:  2 \nmore", "2"), ("10: 10", ""), ("Answer:", "")],
 )
 def test_answer_of_a_text(text, answer):
     assert answer_of(text) == answer

@@ -106,11 +106,7 @@ def run_here(call: str) -> str:
     """Run a function of this file in a process of its own and return what it prints."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.gates import test_export_killed; {call}"
     done = subprocess.run(
-        [started(), "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [started(), "-c", code], capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()[-1]

@@ -81,8 +81,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, s
 
 
 @pytest.mark.parametrize(
-    ("text", "revision"),
-    [("me/gates", None), ("me/gates:v1", "v1"), ("me/gates:refs/pr/1", "refs/pr/1")],
+    ("text", "revision"), [("me/gates", None), ("me/gates:v1", "v1"), ("me/gates:refs/pr/1", "refs/pr/1")]
 )
 def test_exports_of_the_hub(shared: list[tuple[str, str | None]], text: str, revision: str | None) -> None:
     ours = make_gates().state_dict()

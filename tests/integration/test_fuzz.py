@@ -23,10 +23,7 @@ from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
 
 SECONDS = 10
-anything = settings(
-    max_examples=120,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+anything = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 any_file = settings(anything, max_examples=60)  # a case reads and writes files
 
 

@@ -232,12 +232,7 @@ def test_early_stopping_exports_the_best_weights_with_their_metrics(recipe: Path
 def test_an_export_is_calibrated_by_a_step_of_0(recipe: Path, tmp_path: Path) -> None:
     first = train(recipe, tmp_path, "trainer.max_steps=2")
     again = train(
-        recipe,
-        tmp_path,
-        f"init={first / 'export'}",
-        "optim.gate_lr=0",
-        "warmup.regress_steps=0",
-        "trainer.max_steps=1",
+        recipe, tmp_path, f"init={first / 'export'}", "optim.gate_lr=0", "warmup.regress_steps=0", "trainer.max_steps=1"
     )
     weights = [load_file(run / "export" / "gates.safetensors") for run in (first, again)]
     torch.testing.assert_close(*weights, rtol=0, atol=0)

@@ -160,12 +160,7 @@ class TestLoadBase:
     def test_unreachable_hub_id(self) -> None:
         with pytest.raises(models.ModelError) as caught:
             models.load_base(ModelConfig(name="nobody/nothing"))
-        for part in (
-            "'nobody/nothing'",
-            "offline mode",
-            str(models.constants.HF_HUB_CACHE),
-            "check the spelling",
-        ):
+        for part in ("'nobody/nothing'", "offline mode", str(models.constants.HF_HUB_CACHE), "check the spelling"):
             assert part in str(caught.value)
         assert "\n" not in str(caught.value)
 
