@@ -113,11 +113,11 @@ def measure(config: Config, machines: int) -> Found:
         start = time.perf_counter()
         with cluster.connected(made.address):
             ended = cluster.share(cells, partial(Idle, config.seconds, config.samples), cluster.Room())
-            folder.append(*next(ended)[1])
-            begun = time.perf_counter()
+            begun = 0.0
             for _, one in ended:
                 if isinstance(one, cluster.Lost):
                     raise RuntimeError(one.why)
+                begun = begun or time.perf_counter()
                 folder.append(*one)
             found.begin, found.work = begun - start, time.perf_counter() - begun
         made.shutdown()

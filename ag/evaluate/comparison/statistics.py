@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,9 +64,7 @@ def compare(
 
 def bootstrap(differences: Vector, level: float = 0.95) -> tuple[float, float]:
     """Return the percentile interval of the mean of differences ``[n]``, from 10,000 resamples with replacement."""
-    n = len(differences)
-    generator = np.random.default_rng(SEED)
-    return _interval([differences[generator.integers(0, n, (rows, n))].mean(1) for rows in _chunks(n)], level)
+    return _interval([weights @ differences for weights in _drawn(_resampled, len(differences))], level)
 
 
 def bootstrap_parts(parts: Sequence[tuple[Vector, Vector]], level: float = 0.95) -> tuple[float, float]:
@@ -108,12 +107,34 @@ def sign_flips(differences: Vector) -> Vector:
     if n <= MOST_EXACT:
         signs = np.array(list(itertools.product((1.0, -1.0), repeat=n))).reshape(2**n, n)
         return np.asarray((np.abs(signs @ differences.T) >= observed).mean(0), np.float64)
+    reached = sum((np.abs(signs @ differences.T) >= observed).sum(0) for signs in _drawn(_signs, n))
+    return np.asarray((reached + 1) / (RESAMPLES + 1), np.float64)
+
+
+def _signs(n: int) -> Iterator[Vector]:
+    """Yield random signs ``[10,000, n]`` in chunks."""
     generator = np.random.default_rng(SEED)
-    reached = np.zeros(len(differences))
     for rows in _chunks(n):
-        signs = 2.0 * generator.integers(0, 2, (rows, n), dtype=np.int8) - 1
-        reached += (np.abs(signs @ differences.T) >= observed).sum(0)
-    return (reached + 1) / (RESAMPLES + 1)
+        yield 2.0 * generator.integers(0, 2, (rows, n), dtype=np.int8) - 1
+
+
+def _resampled(n: int) -> Iterator[Vector]:
+    """Yield how often each of 10,000 resamples ``[10,000, n]`` has each sample, over n, in chunks."""
+    generator = np.random.default_rng(SEED)
+    for rows in _chunks(n):
+        drawn = generator.integers(0, n, (rows, n)) + n * np.arange(rows)[:, None]
+        counts = np.bincount(drawn.ravel(), minlength=rows * n).reshape(rows, n)
+        yield np.asarray(counts / n, np.float64)
+
+
+def _drawn(draw: Callable[[int], Iterator[Vector]], n: int) -> Iterable[Vector]:
+    """Return what is drawn for n samples: the same for every difference of as many, so kept where it fits a chunk."""
+    return _kept(draw, n) if n * RESAMPLES <= PER_CHUNK else draw(n)
+
+
+@lru_cache(maxsize=16)
+def _kept(draw: Callable[[int], Iterator[Vector]], n: int) -> tuple[Vector, ...]:
+    return tuple(draw(n))
 
 
 def _chunks(n: int) -> Iterator[int]:
