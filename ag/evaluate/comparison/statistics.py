@@ -123,8 +123,9 @@ def _resampled(n: int) -> Iterator[Vector]:
     generator = np.random.default_rng(SEED)
     for rows in _chunks(n):
         drawn = generator.integers(0, n, (rows, n)) + n * np.arange(rows)[:, None]
-        counts = np.bincount(drawn.ravel(), minlength=rows * n).reshape(rows, n)
-        yield np.asarray(counts / n, np.float64)
+        counts = np.bincount(drawn.ravel(), minlength=rows * n).astype(np.float64)
+        counts /= n
+        yield counts.reshape(rows, n)
 
 
 def _drawn(draw: Callable[[int], Iterator[Vector]], n: int) -> Iterable[Vector]:
