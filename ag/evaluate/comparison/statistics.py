@@ -115,7 +115,8 @@ def _signs(n: int) -> Iterator[Vector]:
     """Yield random signs ``[10,000, n]`` in chunks."""
     generator = np.random.default_rng(SEED)
     for rows in _chunks(n):
-        yield 2.0 * generator.integers(0, 2, (rows, n), dtype=np.int8) - 1
+        signs = generator.integers(0, 2, (rows, n), dtype=np.int8).astype(np.float64)
+        yield 2 * signs - 1
 
 
 def _resampled(n: int) -> Iterator[Vector]:
