@@ -25,7 +25,7 @@ joined() {
 lint() {
     step "$bin/ruff" check .
     step "$bin/ruff" format --check .
-    step "$bin/bandit" -q -ll -c pyproject.toml -r ag/*.py ag/engine ag/evaluate ag/bench data callbacks kernels scripts benchmarks
+    step "$bin/bandit" -q -ll -c pyproject.toml -r ag data callbacks kernels scripts benchmarks
 }
 
 types() {
