@@ -86,7 +86,7 @@ def connected(address: str) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray tells its makers otherwise
     told: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
-    told |= {"logging_level": "WARNING", "log_to_driver": False}
+    told |= {"configure_logging": False, "log_to_driver": False}
     try:
         host, colon, port = address.rpartition(":")
         if colon and "://" not in address:

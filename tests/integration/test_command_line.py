@@ -60,7 +60,7 @@ def test_dry_run_finds_what_is_wrong(recipe: Path, tmp_path: Path, capsys: pytes
 def test_runs_in_one_second_have_folders_of_their_own(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run.time, "strftime", lambda _: "now")
+    monkeypatch.setattr(run.time, "strftime", lambda *_: "now")
     names = [train(recipe, tmp_path, "trainer.max_steps=1", f"seed={seed}").name for seed in range(3)]
     assert names == ["now", "now-1", "now-1-1"]
     seeds = [load_config(tmp_path / "tiny" / name / "config.yaml", Config).seed for name in names]

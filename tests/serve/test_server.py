@@ -369,8 +369,8 @@ def test_a_full_queue_is_told(tiny, tmp_path):
 @pytest.mark.slow
 def test_sigterm_lets_answers_end_and_takes_no_more(tiny_llama, tmp_path):
     """The answer takes seconds, so that it is still written when somebody else asks."""
-    tiny, length = tiny_llama(vocab_size=VOCABULARY, max_position_embeddings=2048), 1500
-    keys = ("memory=16MiB", "served_name=tiny", f"answer_tokens={length}")
+    tiny, length = tiny_llama(vocab_size=VOCABULARY, max_position_embeddings=8192), 4000
+    keys = ("memory=32MiB", "served_name=tiny", f"answer_tokens={length}")
     with server(saved(tiny, tmp_path), *keys) as (address, process):
         with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
             stream = client.completions.create(model="tiny", prompt="x", max_tokens=length, stream=True, temperature=0)

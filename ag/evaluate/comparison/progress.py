@@ -34,9 +34,9 @@ class Progressing:
         return self._bar if self._console.is_terminal else nullcontext()
 
     def cells(self, done: float) -> None:
-        """Set how many cells have a row."""
+        """Set how many cells have a row; those at work are among them then, or begin anew."""
         self._first = done if self._first is None else self._first
-        self._done = done
+        self._done, self._outcomes, self._samples = done, 0, 0
         self._show()
 
     def begin(self, name: str, together: int, samples: int) -> None:
