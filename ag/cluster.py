@@ -48,6 +48,17 @@ class Room:
     gpus: float = 0
     memory: int = 0
 
+    @classmethod
+    def on(cls, device: str, cpus: float = 1) -> Room:
+        """Return the room of work on a device, ``cpu`` or ``cuda``.
+
+        Raises:
+            UserError: for one GPU by its number, which is another one on each machine.
+        """
+        if ":" in device:
+            raise UserError(f"device={device}: expected cpu or cuda with cluster=..., which deals GPUs out.")
+        return cls(cpus=cpus, gpus=0 if device == "cpu" else 1)
+
     def hosts(self, machine: Mapping[str, float]) -> int:
         """Return how many hosts have room in the resources of machines, by their names in Ray."""
         wanted = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory}
@@ -103,11 +114,12 @@ def connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def has_gpus() -> bool:
-    """Tell whether machines of the cluster that this process is connected to have GPUs."""
+def resources() -> Mapping[str, float]:
+    """Return what the machines of the cluster that this process is connected to have together, by Ray's names."""
     import ray
 
-    return bool(ray.cluster_resources().get("GPU"))  # type: ignore[no-untyped-call]
+    found: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return found
 
 
 class Host(Generic[U, R]):
@@ -170,7 +182,7 @@ def share(
     begun, looked = time.monotonic(), -math.inf
     while left:
         if time.monotonic() - looked > LOOK_SECONDS:
-            looked, machines = time.monotonic(), ray.cluster_resources()  # type: ignore[no-untyped-call]
+            looked, machines = time.monotonic(), resources()
             for _ in range(min(room.hosts(machines), left) - len(busy) - len(free)):
                 host = kind.remote(make, ours)
                 busy[host.begin.remote()] = host, None

@@ -7,13 +7,11 @@ does, then reads the folder and renders the page. Writes ``cluster.json`` into `
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from ag.evaluate.comparison.folder import Folder
 from ag.evaluate.comparison.page import render
 from ag.evaluate.comparison.work import Ended
 from ag.evaluate.tasks import Loaded, Outcome
+from benchmarks.report import report
 
 PROGRAM = "cluster"
 TASKS = ["ppl", "needle_single", "passkey", "key_values", "needle_variables"]
@@ -146,25 +145,11 @@ def table(results: list[Found]) -> str:
     return "\n".join(lines)
 
 
-def measured(config: Config) -> Iterator[Found]:
-    """Measure with each number of machines."""
-    for machines in config.machines:
-        yield measure(config, machines)
-
-
 @command(PROGRAM)
 def main(argv: list[str]) -> int:
     """Measure, and write down what was found."""
     config = parse(argv, Config, PROGRAM).config
-    results = []
-    for found in measured(config):
-        results.append(found)
-        print(table([found]).splitlines()[-1], file=sys.stderr, flush=True)
-    folder = Path(config.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    record = {"settings": asdict(config), "found": [asdict(x) for x in results]}
-    (folder / "cluster.json").write_text(json.dumps(record) + "\n")
-    print(table(results))
+    report((measure(config, machines) for machines in config.machines), table, config, "cluster.json")
     return 0
 
 

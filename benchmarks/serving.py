@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from threading import Thread
@@ -34,6 +34,7 @@ from typing import Any
 from ag.config import key
 from ag.config.command_line import command, parse
 from ag.errors import UserError
+from benchmarks.report import report
 
 PROGRAM = "serving"
 SECONDS = 3600  # longest time between two events of an answer
@@ -421,16 +422,8 @@ def draw(results: list[Found], file: Path) -> None:
 def main(argv: list[str]) -> int:
     """Measure, and write down what was found."""
     config = parse(argv, Config, PROGRAM).config
-    results = []
-    for found in measured(config):
-        results.append(found)
-        print(table([found]).splitlines()[-1], file=sys.stderr, flush=True)
-    folder = Path(config.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {"settings": asdict(config), "found": [asdict(x) for x in results]}
-    (folder / "serving.json").write_text(json.dumps(record) + "\n")
-    draw(results, folder / "serving.png")
-    print(table(results))
+    results = report(measured(config), table, config, "serving.json")
+    draw(results, Path(config.output) / "serving.png")
     return 0
 
 

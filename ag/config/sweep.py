@@ -143,6 +143,8 @@ def _on_cluster(
         if str(i) not in there
     ]
     print(f"{len(runs)} of {len(commands)} runs; what they print is in {folder}", flush=True)
+    if not runs:
+        return
     with cluster.connected(address):
         for run, ended in cluster.share(runs, Runner, _room(configs[0])):
             if isinstance(ended, cluster.Lost):
@@ -176,10 +178,10 @@ def _room(config: Any) -> Room:
     """
     trainer = getattr(config, "trainer", None)
     if trainer is None:
-        return Room(gpus=0 if getattr(config, "device", "cpu") == "cpu" else 1)
+        return Room.on(getattr(config, "device", "cpu"))
     if trainer.num_nodes > 1:
         raise ConfigError(f"trainer.num_nodes={trainer.num_nodes}: expected 1 in a sweep on cluster={config.cluster}")
-    on_gpu = trainer.accelerator == "gpu" or (trainer.accelerator == "auto" and cluster.has_gpus())
+    on_gpu = trainer.accelerator == "gpu" or (trainer.accelerator == "auto" and "GPU" in cluster.resources())
     return Room(gpus=trainer.devices if on_gpu else 0)
 
 

@@ -416,22 +416,26 @@ class Text(Attributes):
         Raises:
             UserError: when what was evicted since, or what the scorer recorded, cannot be restored.
         """
-        valid = self.valid[:, :-remove] if isinstance(remove, int) else self._without(remove)
-        most, what = (remove, str(-remove)) if isinstance(remove, int) else (max(remove), str([*remove]))
-        left = self.seen - most if isinstance(remove, int) else _first_column(self.valid & ~valid)
+        if isinstance(remove, int):
+            what, most, left = str(-remove), remove, self.seen - remove
+            valid = self.valid[:, :-remove]
+        else:
+            what, most, valid = str([*remove]), max(remove), self._without(remove)
+            left = _first_column(self.valid & ~valid)
+            valid = valid[:, : valid.shape[1] - _first_column(valid.flip(1))]
+        counts = valid.sum(1)
         if self.policy.scorer is not None and left < self.prompt_columns:
             raise UserError(f"crop({what}): only tokens after the prompt can go; prefill a shorter prompt.")
-        self._check_recent(what, valid.sum(1))
+        self._check_recent(what, counts)
         if self.policy.budget is not None:
             self._check_evicted(what, left)
         self._settled_for, self._settled = self._settled_lengths(), min(self._settled, left)
         if not isinstance(remove, int):
             self._gaps, self._ids = True, None
-            valid = valid[:, : valid.shape[1] - _first_column(valid.flip(1))]
         self.valid, self._unpadded = valid, max(0, self._unpadded - most)
         self._alike = self._counters = self._ahead = None
         self.prompt_columns = min(self.prompt_columns, self.seen)
-        return self.valid.sum(1)
+        return counts
 
     def _without(self, remove: Sequence[int]) -> Tensor:
         """Return :attr:`valid` without so many of the newest tokens of each sequence."""

@@ -114,7 +114,7 @@ def test_signal_reaches_the_run_and_ends_the_sweep(place, signum):
 
 
 def test_what_a_run_takes_of_a_machine(monkeypatch):
-    monkeypatch.setattr("ag.cluster.has_gpus", lambda: True)
+    monkeypatch.setattr("ag.cluster.resources", lambda: {"GPU": 4.0})
     assert _room(Config(trainer=TrainerConfig(devices=2))) == Room(gpus=2)
     assert _room(Config(trainer=TrainerConfig(devices=2, accelerator="cpu"))) == Room()
     assert _room(CompareConfig(device="cuda")) == Room(gpus=1)

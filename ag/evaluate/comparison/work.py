@@ -68,15 +68,17 @@ def fill(
 def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress: Progressing) -> Iterator[Ended]:
     """Run cells and yield what came out of each."""
     units = _units(cells, config.batch_policies)
+    if not units:  # neither a model nor a cluster is needed
+        return
     if config.cluster is None:
-        worker = Worker(config, command, progress) if units else None
+        worker = Worker(config, command, progress)
         for unit in units:
-            assert worker is not None
             yield from worker.run(unit)
         return
+    room = cluster.Room.on(config.device, cpus=torch.get_num_threads())
     with cluster.connected(config.cluster):
         make = partial(_remote, config, command, torch.get_num_threads())
-        for unit, ended in cluster.share(units, make, _room(config)):
+        for unit, ended in cluster.share(units, make, room):
             if isinstance(ended, cluster.Lost):
                 why = f"{ended.times} workers ended while they worked on it: {ended.why}"
                 ended = [(cell.failed(why, Loaded([]), "", conditions(config, command)), [], []) for cell in unit]
@@ -87,19 +89,6 @@ def _units(cells: Sequence[Cell], most: int) -> list[list[Cell]]:
     """Divide cells into those that one worker runs together: of one task, so many at most."""
     by_task = (list(some) for _, some in groupby(cells, lambda cell: cell.task))  # cells come task by task
     return [some[first : first + most] for some in by_task for first in range(0, len(some), most)]
-
-
-def _room(config: CompareConfig) -> cluster.Room:
-    """Return what a worker takes of a machine.
-
-    Raises:
-        UserError: for one GPU by its number, which is another one on each machine.
-    """
-    if ":" in config.device:
-        raise UserError(
-            f"device={config.device}: expected cpu or cuda with cluster={config.cluster}, which deals GPUs out."
-        )
-    return cluster.Room(cpus=torch.get_num_threads(), gpus=0 if config.device == "cpu" else 1)
 
 
 def _remote(config: CompareConfig, command: str, threads: int) -> Callable[[list[Cell]], list[Ended]]:

@@ -14,7 +14,6 @@ pytest.importorskip("ray", reason="needs ag[cluster]: bash scripts/test.sh")
 
 from ag import cluster  # noqa: E402
 from ag.errors import UserError  # noqa: E402
-from ag.evaluate.comparison import work  # noqa: E402
 from ag.evaluate.comparison.compare import compare  # noqa: E402
 from ag.evaluate.comparison.folder import Folder  # noqa: E402
 from tests.support.machines import MACHINE  # noqa: E402
@@ -83,7 +82,7 @@ def test_a_cell_that_ends_its_workers_has_a_row(config, quiet, monkeypatch):
     assert not compare(config(cluster="auto", retry=True), quiet).failed
 
 
-def test_one_gpu_has_no_number_on_a_cluster(config):
-    with refuses(UserError, "device=cuda:1", "cuda with cluster=auto"):
-        work._room(config(device="cuda:1", cluster="auto"))
-    assert work._room(config(device="cuda", cluster="auto")).gpus == 1
+def test_one_gpu_has_no_number_on_a_cluster(config, quiet):
+    with refuses(UserError, "device=cuda:1", "cuda with cluster="):
+        compare(config(device="cuda:1", cluster="auto"), quiet)
+    assert cluster.Room.on("cuda").gpus == 1
