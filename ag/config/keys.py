@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -103,7 +104,7 @@ def describe(hint: Any) -> str:
 
 def fits(hint: Any, value: Any) -> bool:
     """Whether a value has a type; an int is also a float, a bool only a bool, and a float is finite."""
-    origin, args = get_origin(hint), get_args(hint)
+    origin, args = _form(hint)
     if origin is Literal:
         return any(type(value) is type(arg) and value == arg for arg in args)
     if origin in (Union, UnionType):
@@ -119,6 +120,12 @@ def fits(hint: Any, value: Any) -> bool:
     if hint is float:
         return isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return isinstance(value, hint) and not (hint is int and abs(value) >= 2**63)
+
+
+@cache
+def _form(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return origin and arguments of a type; asked for each value of each row of a results file."""
+    return get_origin(hint), get_args(hint)
 
 
 def unknown(name: str, known: Mapping[str, Key]) -> ConfigError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,7 @@ class Comparison:
         for cell in cells:
             # an earlier run may have called it otherwise
             summary = replace(summaries[cell.key], label=cell.label, policy=repr(cell.policy))
-            outcomes = folder.outcomes(summary) if summary.problem is None else []
+            outcomes = folder.outcomes(summaries[cell.key]) if summary.problem is None else []
             results.append(Result(summary, outcomes, folder.views(summary.key), cell.policy.spec))
         baseline = config.called.get(config.baseline, config.baseline)
         shown = {cell.key for cell in cells}
@@ -72,17 +73,22 @@ class Comparison:
     @property
     def tasks(self) -> list[str]:
         """The tasks, in their order."""
-        return list(dict.fromkeys(result.summary.task for result in self.results))
+        return list(self._by_task)
 
-    @property
+    @cached_property
     def labels(self) -> list[str]:
         """The policies as they were listed, in their order."""
         return list(dict.fromkeys(result.summary.label for result in self.results))
 
+    @cached_property
+    def named(self) -> dict[str, list[Result]]:
+        """The results of each policy and budget, in their order."""
+        return _grouped(self.results, lambda result: result.name)
+
     @property
     def names(self) -> list[str]:
         """The policies with their budgets, in their order."""
-        return list(dict.fromkeys(result.name for result in self.results))
+        return list(self.named)
 
     @property
     def meanings(self) -> dict[str, str]:
@@ -91,7 +97,7 @@ class Comparison:
             result.name: result.summary.policy for result in self.results if result.summary.label != str(result.spec)
         }
 
-    @property
+    @cached_property
     def budgets(self) -> list[str]:
         """The budgets, in their order."""
         return list(dict.fromkeys(result.budget for result in self.results if result.budget))
@@ -103,7 +109,17 @@ class Comparison:
 
     def of_task(self, task: str) -> list[Result]:
         """Return the results of a task."""
-        return [result for result in self.results if result.summary.task == task]
+        return self._by_task.get(task, [])
+
+    @cached_property
+    def _by_task(self) -> dict[str, list[Result]]:
+        return _grouped(self.results, lambda result: result.summary.task)
+
+    @cached_property
+    def _baselines(self) -> dict[tuple[str, str], Result]:
+        """The baseline's results by task and budget, the first of each."""
+        same = [result for result in self.results if result.summary.label == self.baseline]
+        return {(result.summary.task, result.budget): result for result in reversed(same)}
 
     def baseline_of(self, result: Result) -> Result | None:
         """Return what a result is tested against: the baseline at its budget, where both hold equally much."""
@@ -112,9 +128,8 @@ class Comparison:
 
     def _baseline_at(self, result: Result) -> Result | None:
         """Return the baseline at a result's budget, else the one without a budget; None without a result of both."""
-        same = [other for other in self.of_task(result.summary.task) if other.summary.label == self.baseline]
         for budget in (result.budget, ""):
-            other = next((other for other in same if other.budget == budget), None)
+            other = self._baselines.get((result.summary.task, budget))
             if other is not None and other.outcomes and result.outcomes and other.summary.key != result.summary.key:
                 return other
         return None
@@ -140,7 +155,7 @@ class Comparison:
                 return f"not informative for this model: {summary.metric} {summary.mean:.4f} with the full cache"
         return ""
 
-    @property
+    @cached_property
     def averaged(self) -> list[str]:
         """The metrics that several tasks share and whose mean over these tasks says something."""
         metrics = [self.of_task(task)[0].summary for task in self.tasks]
@@ -150,8 +165,8 @@ class Comparison:
     def leaders(self) -> list[tuple[str, list[Summary | None], list[float | None]]]:
         """Return for each policy and budget its rows by task, and its means over the tasks of each averaged metric."""
         lines = []
-        for name in self.names:
-            found = {result.summary.task: result.summary for result in self.results if result.name == name}
+        for name, results in self.named.items():
+            found = {result.summary.task: result.summary for result in results}
             averages = []
             for metric in self.averaged:
                 means = [summary.mean for summary in found.values() if summary.metric == metric]
@@ -193,13 +208,21 @@ class Comparison:
     def layers(self) -> tuple[list[str], NDArray[np.float64]]:
         """Return the share that each layer kept of the viewed prompts, ``[P, L]``, of the policies that evict."""
         names, shares = [], []
-        for name in self.names:
-            views = [view for one in self.results if one.name == name and one.evicts for view in one.views]
+        for name, results in self.named.items():
+            views = [view for one in results if one.evicts for view in one.views]
             kept = sum(view.kept.sum((1, 2)) for view in views)
             if views:
                 shares.append(kept / sum(view.kept[0].size for view in views))
                 names.append(f"{name} ({percent(float(shares[-1].mean()))})")
         return names, np.array(shares)
+
+
+def _grouped(results: Sequence[Result], by: Callable[[Result], str]) -> dict[str, list[Result]]:
+    """Return the results by a name, in their order."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        found.setdefault(by(result), []).append(result)
+    return found
 
 
 def _gains(results: Sequence[Result]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,44 +27,44 @@ class Result:
     paired: Paired | None = None  # against the baseline, where it has another one and both have a result
     paired_nats: Paired | None = None  # the same of the right answers' nats, where these were measured
 
-    @property
+    @cached_property
     def budget(self) -> str:
         """The budget as it is written: 1 is a token, 1.0 the whole prompt; empty without one."""
         return "" if self.summary.budget is None else str(self.summary.budget)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The policy and its budget."""
         return self.summary.name
 
-    @property
+    @cached_property
     def shares(self) -> tuple[float, float] | None:
         """The shares that it holds: of the tokens of all prompts, and of a prompt on average; None without a result."""
         if self.summary.kept is None or not self.outcomes:
             return None
         return self.summary.kept, sum(outcome.kept for outcome in self.outcomes) / len(self.outcomes)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(outcome.tokens for outcome in self.outcomes)
 
-    @property
+    @cached_property
     def is_gated(self) -> bool:
         """Whether gates take part, whatever the policy is called."""
         return self.spec.reads_gates
 
-    @property
+    @cached_property
     def evicts(self) -> bool:
         """Whether anything may go."""
         return self.spec.evicts
 
-    @property
+    @cached_property
     def scores(self) -> dict[str, float]:
         """The score of each sample."""
         return {outcome.sample: outcome.score for outcome in self.outcomes}
 
-    @property
+    @cached_property
     def nats(self) -> tuple[float, float | None] | None:
         """Mean and standard error of the right answers' negative log-likelihood per token, where it was measured."""
         found = tag_values(self.outcomes, "nats")

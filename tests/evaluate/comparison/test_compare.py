@@ -61,7 +61,10 @@ def done(config, finished):
 def lines(output):
     """The rows of results.jsonl without what may differ between runs."""
     rows = [json.loads(line) for line in (Path(output) / "results.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in ("seconds", "date", "command")} for row in rows]
+    return [
+        {name: value for name, value in row.items() if name not in ("seconds", "date", "command", "checksum")}
+        for row in rows
+    ]
 
 
 def tables(folder):

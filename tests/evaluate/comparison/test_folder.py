@@ -40,9 +40,21 @@ def test_nats_that_do_not_fit_their_samples_are_refused(tmp_path):
     outcome = replace(OUTCOME, tags={"nats": 2.5, "hits": 1.0})
     results.append(replace(SUMMARY, nats=2.5, hits=1.0), [outcome], [])
     assert Folder(tmp_path).summaries()[SUMMARY.key].nats == 2.5
-    results.append(replace(SUMMARY, nats=2.0, hits=1.0), [outcome], [])
+    with (tmp_path / "results.jsonl").open("a") as file:  # a row of an earlier version
+        file.write(json.dumps(asdict(replace(SUMMARY, nats=2.0, hits=1.0))) + "\n")
     with pytest.warns(CorruptRowWarning, match="does not fit its samples"):
         assert Folder(tmp_path).summaries()[SUMMARY.key].nats == 2.5
+
+
+@pytest.mark.parametrize("name", ["results.jsonl", f"samples/{SUMMARY.key}.jsonl"])
+def test_what_was_changed_after_it_was_written_is_refused(tmp_path, name):
+    Folder(tmp_path).append(SUMMARY, [OUTCOME], [])
+    assert Folder(tmp_path).outcomes(Folder(tmp_path).summaries()[SUMMARY.key]) == [OUTCOME]
+    file = tmp_path / name
+    changed = file.read_text().replace("0.498", "0.499")
+    file.write_text(changed)
+    with pytest.warns(CorruptRowWarning, match="have changed"):
+        assert Folder(tmp_path).summaries() == {}
 
 
 def test_a_row_after_a_torn_one_stands_on_its_own_line(tmp_path):
@@ -52,7 +64,7 @@ def test_a_row_after_a_torn_one_stands_on_its_own_line(tmp_path):
     with pytest.warns(CorruptRowWarning, match="a row cannot be used"):
         assert results.summaries() == {SUMMARY.key: SUMMARY}
     assert (tmp_path / "results.corrupt.jsonl").read_text() == LINE[:40] + "\n"
-    assert (tmp_path / "results.jsonl").read_text() == LINE + "\n"
+    assert read_line((tmp_path / "results.jsonl").read_text(), Summary) == SUMMARY
 
 
 def test_a_key_cannot_lead_out_of_the_folder(tmp_path):
@@ -105,7 +117,7 @@ def test_a_changed_value_is_refused_or_of_the_right_type(name, value):
     number = (int, float)
     maybe = ("budget", "error", "nats", "hits", "floor", "prompt_mean")
     allowed = dict.fromkeys(maybe, (*number, type(None))) | {"seconds": number, "kv_bytes": number}
-    text = name in ("problem", "question", "dtype", "quantization", "hardware", "date", "command")
+    text = name in ("problem", "question", "dtype", "quantization", "hardware", "date", "command", "checksum")
     allowed["task_options"] = (dict, type(None))
     expected = allowed.get(name, (type(getattr(SUMMARY, name)), str if text else int, type(None)))
     try:
