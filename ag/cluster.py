@@ -122,6 +122,29 @@ def resources() -> Mapping[str, float]:
     return found
 
 
+def described() -> str:
+    """Return what the machines of the cluster have together, as a text."""
+    machines = resources()
+    return ", ".join(f"{name} {machines.get(name, 0):g}" for name in ("CPU", "GPU", "memory"))
+
+
+def on_gpu(accelerator: str) -> bool:
+    """Whether a run with ``trainer.accelerator`` takes GPUs of the cluster."""
+    return accelerator == "gpu" or (accelerator == "auto" and "GPU" in resources())
+
+
+def check_versions(theirs: Mapping[str, str]) -> None:
+    """Compare libraries here with those where work is dealt out.
+
+    Raises:
+        UserError: when they are others, so that results would not be comparable.
+    """
+    mine = versions(*theirs)
+    differ = [f"{name} {mine[name]} instead of {other}" for name, other in theirs.items() if mine[name] != other]
+    if differ:
+        raise UserError(f"cluster: a machine has {', '.join(differ)}: expected the same versions on all of them.")
+
+
 class Host(Generic[U, R]):
     """A process of the cluster that does units.
 
@@ -137,12 +160,9 @@ class Host(Generic[U, R]):
         """Make what does the units.
 
         Raises:
-            UserError: when the libraries here are others, so that results would not be comparable.
+            UserError: when the libraries here are others.
         """
-        mine = versions(*self._versions)
-        differ = [f"{name} {mine[name]} instead of {x}" for name, x in self._versions.items() if mine[name] != x]
-        if differ:
-            raise UserError(f"cluster: a machine has {', '.join(differ)}: expected the same versions on all of them.")
+        check_versions(self._versions)
         self._do = self._make()
 
     def do(self, unit: U) -> R:
@@ -187,8 +207,9 @@ def share(
                 host = kind.remote(make, ours)
                 busy[host.begin.remote()] = host, None
             if not busy and looked - begun > NO_ROOM_SECONDS:
-                has = ", ".join(f"{name} {machines.get(name, 0):g}" for name in ("CPU", "GPU", "memory"))
-                raise UserError(f"cluster: it has {has}, and a host takes {room}: add a machine, or ask for less.")
+                raise UserError(
+                    f"cluster: it has {described()}, and a host takes {room}: add a machine, or ask for less."
+                )
         ended: list[tuple[int, R | Lost]] = []
         for done in ray.wait([*busy], timeout=LOOK_SECONDS)[0] if busy else ():
             host, place = busy.pop(done)

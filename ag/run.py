@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ag import callbacks, data
-from ag.callbacks.checkpoint_files import newest_valid
+from ag.callbacks.checkpoint_files import checkpoints, newest_valid
 from ag.config import Config
 from ag.config.command_line import Invocation
 from ag.config.keys import nearest
@@ -31,6 +32,7 @@ from ag.model import base as models
 from ag.model.hooks import decoder_of
 from ag.model.quiet import quiet
 from ag.model.support import check_attention
+from ag.run_on_cluster import run_on_cluster
 from ag.training.loggers import build_loggers, read_metrics
 from ag.training.module import GatedLM
 from ag.training.objectives import objective
@@ -48,7 +50,7 @@ def run(asked: Invocation[Config]) -> int:
     a checkpoint where training had begun.
     """
     if asked.config.cluster is not None:
-        raise UserError(f"cluster={asked.config.cluster}: it shares a sweep: add -m and comma lists, or leave it out.")
+        return run_on_cluster(asked.config, lambda: None if asked.dry_run else run_folder(asked.config), fit)
     try:
         fit(asked.config, asked.dry_run)
     except BrokenPipeError:
@@ -66,12 +68,16 @@ def run(asked: Invocation[Config]) -> int:
 
 
 @quiet()
-def fit(config: Config, dry_run: bool = False) -> Path | None:
+def fit(
+    config: Config, dry_run: bool = False, folder: Path | None = None, told: Callable[[], int] | None = None
+) -> Path | None:
     """Train and export.
 
     Args:
         config: the whole configuration.
         dry_run: build everything, run one training and one validation batch, write nothing.
+        folder: a run folder that was made for this run, which goes on from its last checkpoint where there is one.
+        told: the number of a signal that all ranks are to stop after, 0 for none; asked after each step.
 
     Returns:
         The run folder, None after a dry run.
@@ -100,9 +106,10 @@ def fit(config: Config, dry_run: bool = False) -> Path | None:
         path=None if config.resume is None else Path(config.resume) / "export",
         merge=config.export.merge,
     )
-    run_dir = None if dry_run else run_folder(config)
-    trainer = build_trainer(config, run_dir)
-    checkpoint = None if config.resume is None else newest_valid(Path(config.resume))
+    run_dir = None if dry_run else folder or run_folder(config)
+    trainer = build_trainer(config, run_dir, told)
+    begun = folder if folder is not None and checkpoints(folder) else config.resume
+    checkpoint = None if begun is None else newest_valid(Path(begun))
     module.train()  # Lightning does not change the mode, and activation checkpointing needs training mode
     if run_dir is not None:
         os.environ["AG_RUN"] = run_dir.name  # the ranks that Lightning starts inherit it
@@ -207,7 +214,7 @@ def run_folder(config: Config) -> Path:
     return folder
 
 
-def build_trainer(config: Config, run_dir: Path | None) -> L.Trainer:
+def build_trainer(config: Config, run_dir: Path | None, told: Callable[[], int] | None = None) -> L.Trainer:
     """Make the trainer; without a run folder it runs one batch of each kind and writes nothing."""
     options = config.trainer
     sharded = options.strategy == "fsdp2"
@@ -227,7 +234,7 @@ def build_trainer(config: Config, run_dir: Path | None) -> L.Trainer:
             limit_val_batches=options.val_batches,
             log_every_n_steps=options.log_every,
             deterministic=options.deterministic,
-            callbacks=callbacks.build(config, run_dir) if run_dir else None,
+            callbacks=callbacks.build(config, run_dir, told) if run_dir else None,
             logger=build_loggers(config, run_dir) if run_dir else False,
             plugins=[callbacks.AtomicCheckpointIO()],
             default_root_dir=run_dir,

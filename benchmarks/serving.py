@@ -117,12 +117,13 @@ def asks(config: Config, words: Sequence[int]) -> list[Ask]:
     return found
 
 
-def parts(policy: str) -> tuple[str, str | None, str]:
-    """Split a policy of the command line into its text, its budget and its schedule."""
-    text, budget, schedule, *more = (*policy.split(), None, None)[:4]
+def parts(policy: str) -> tuple[str, str | None, str, str]:
+    """Split a policy of the command line into its text, its budget, its schedule and its kv_dtype."""
+    text, budget, schedule, held, *more = (*policy.split(), None, None, None)[:5]
     if text is None or any(more):
-        raise UserError(f"policies: {policy!r}: expected POLICY [BUDGET [SCHEDULE]], such as 'h2o 0.25 every'.")
-    return text, budget, schedule or "prefill"
+        words = "POLICY [BUDGET [SCHEDULE [KV_DTYPE]]], such as 'h2o 0.25 every' or 'full null prefill int8'"
+        raise UserError(f"policies: {policy!r}: expected {words}.")
+    return text, None if budget == "null" else budget, schedule or "prefill", held or "float"
 
 
 def called(by: str, policy: str) -> str:
@@ -143,13 +144,13 @@ def by_batcher(config: Config, policy: str, todo: list[Ask]) -> Found:
 
     torch.set_num_threads(config.threads)
     model, tokenizer = ag.load_base(config.model)
-    text, budget, schedule = parts(policy)
-    made = ag.policy(text, None if budget is None else json.loads(budget), schedule)
+    text, budget, schedule, held = parts(policy)
+    made = ag.policy(text, None if budget is None else json.loads(budget), schedule, kv_dtype=held)
     batcher = Batcher(
         model.eval(),
         tokenizer,
         made,
-        ag.Pool(model, config.memory),
+        ag.Pool(model, config.memory, made.kv_dtype, config.batch),
         batch=config.batch,
         prompt_lookup=config.prompt_lookup,
     )
@@ -222,10 +223,11 @@ def by_transformers(config: Config, policy: str, todo: list[Ask]) -> Found:
 
 def by_server(config: Config, policy: str, todo: list[Ask]) -> Found:
     """Ask a server in a process of its own by HTTP."""
-    text, budget, schedule = parts(policy)
+    text, budget, schedule, held = parts(policy)
     command = [sys.executable, "-m", "ag.serve", f"model={config.model}", f"policy={text}", f"memory={config.memory}"]
     command += [] if budget is None else [f"budget={budget}", f"schedule={schedule}"]
-    command += ["served_name=base", f"batch={config.batch}", f"prompt_lookup={config.prompt_lookup}"]
+    command += [f"kv_dtype={held}", "served_name=base", f"batch={config.batch}"]
+    command += [f"prompt_lookup={config.prompt_lookup}"]
     port = _free_port()
     never = {str(token): -100 for token in _ends(config.model)}
     with _started([*command, f"port={port}"], port, config) as process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor
@@ -20,14 +21,16 @@ from ag.config import Config
 __all__ = ["AtomicCheckpointIO", "NonFiniteError", "Stopped", "build", "how_to_continue", "newest_valid"]
 
 
-def build(config: Config, run_dir: Path) -> list[Callback]:
+def build(config: Config, run_dir: Path, told: Callable[[], int] | None = None) -> list[Callback]:
     """Make the callbacks of a run, in the order in which Lightning has to call them.
+
+    ``told`` is another source of signals, as :class:`StopOnSignal` takes it.
 
     `lightning.Trainer` also needs `plugins=[AtomicCheckpointIO()]`.
     """
     callbacks: list[Callback] = [
         ParameterSummary(),
-        StopOnSignal(run_dir),
+        StopOnSignal(run_dir, told),
         LearningRateMonitor("step"),
         Throughput(config.trainer.log_every),
         FiniteGuard(run_dir),

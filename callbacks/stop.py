@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -54,10 +55,12 @@ class StopOnSignal(Callback):
 
     Args:
         run_dir: the run folder, which the message names.
+        told: the number of a signal that came elsewhere, 0 for none; each rank asks it as often as the others.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, told: Callable[[], int] | None = None) -> None:
         self._run_dir = Path(run_dir)
+        self._told = told
         self._signum = 0
         self._agreed = 0
         self._step = 0
@@ -123,6 +126,8 @@ class StopOnSignal(Callback):
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _agree(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._told is not None:
+            self._signum = self._told() or self._signum
         if trainer.world_size == 1:
             self._agreed = self._signum
         else:

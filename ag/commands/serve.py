@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from ag.cluster import CLUSTER
 from ag.commands.shared import SharedPolicy
 from ag.config.command_line import keyed
 from ag.config.sections import key
@@ -40,6 +42,12 @@ class ServeConfig(SharedPolicy):
     wait_seconds: float = key(60.0, "longest time that a request waits before its prompt is read", low=0)
     answer_seconds: float = key(600.0, "longest time from a request to the end of its answer, which is cut", low=0)
 
+    cluster: str | None = key(None, CLUSTER)
+    replicas: list[int] = key(
+        [1], "processes that answer on a cluster, each with the memory; [1,8]: from 1 to 8, as requests are answered"
+    )
+    cores: int = key(1, "cores, and threads, of each of them; with device=cuda each has a GPU as well", low=1)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.share is not None and self.budget is not None:
@@ -48,6 +56,17 @@ class ServeConfig(SharedPolicy):
             self.budget, self.share = self.share, None  # once: a dumped configuration is read again
         if self.memory_bytes < 1:
             raise ValueError(f"memory={self.memory}: expected bytes, such as 2GiB")
+        if len(self.replicas) not in (1, 2) or not 1 <= self.replicas[0] <= self.replicas[-1]:
+            raise ValueError(f"replicas={self.replicas}: expected a number of at least 1, or [least,most]")
+        if self.cluster is None and (self.replicas != [1] or self.cores != 1):
+            raise ValueError(f"replicas={self.replicas} cores={self.cores}: they are of a cluster: add cluster=local")
+        if self.cluster is not None and self.name is None:
+            raise ValueError(f"cluster={self.cluster}: give model=, or served_name=, by which clients call the model")
+
+    @property
+    def name(self) -> str | None:
+        """What clients call the model; None: as the export of the gates calls it."""
+        return self.served_name or (Path(self.model).name if self.model else None)
 
     @property
     def memory_bytes(self) -> int:

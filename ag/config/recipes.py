@@ -17,6 +17,8 @@ OWNERS = {"ag.plan": "ag.fit"}  # whose recipes a command takes that has none of
 MAX_FILE_BYTES = 1_000_000
 MAY_CHANGE_ON_RESUME = (
     "resume",
+    "cluster",
+    "failures",
     "tflops",
     "output",
     "logger",

@@ -40,7 +40,8 @@ class Config:
     resume: str | None = key(None, "run folder to continue")
     init: str | None = key(None, "exported gates to start from, of the same sizes")
     plugins: list[str] = key([], "modules to import first, which add kinds of gates and data, losses, ... of your own")
-    cluster: str | None = key(None, f"for a sweep (-m). {CLUSTER}")
+    cluster: str | None = key(None, f"where the ranks of a run, or the runs of a sweep (-m), work. {CLUSTER}")
+    failures: int = key(3, "with cluster=: so often a run that loses a process goes on from its checkpoint", low=0)
     logger: list[Literal["csv", "tensorboard", "wandb"]] = key(
         ["csv"], "where metrics and pictures go; metrics.csv is always written"
     )

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -36,6 +36,8 @@ class Run:
         name: of its run folder.
         place: the working folder, which machines of a cluster share.
         log: file for what it prints; empty: nowhere else.
+        said: its overrides, as a shell reads them.
+        wait: waits for its process and returns the exit code; None: as usual.
     """
 
     index: int
@@ -44,6 +46,8 @@ class Run:
     name: str
     place: str
     log: str = ""
+    said: str = ""
+    wait: Callable[[Run, subprocess.Popen[bytes]], int] | None = None
 
     @property
     def folder(self) -> Path | None:
@@ -57,6 +61,10 @@ class Run:
     def start(self, **told: Any) -> subprocess.Popen[bytes]:
         """Start its process, with more arguments of Popen."""
         return subprocess.Popen(self.command, env=os.environ | {"AG_RUN": self.name}, **told)
+
+    def ended(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait for its process; returns the exit code."""
+        return process.wait() if self.wait is None else self.wait(self, process)
 
 
 @dataclass(frozen=True)
@@ -87,27 +95,66 @@ def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, opti
     address = getattr(configs[0], "cluster", None)
     runs = [{name: text for name, text in run.items() if name != "cluster"} for run in runs]
     words = [[f"{name}={text}" for name, text in run.items()] for run in runs]
-    commands = [(sys.executable, "-m", program, *options, *each) for each in words]
-    begun, signalled = time.strftime("%Y-%m-%d_%H-%M-%S"), list[int]()
+    alone = [] if address is None else ["cluster=null"]  # a recipe may say otherwise
+    commands = [(sys.executable, "-m", program, *options, *each, *alone) for each in words]
+    said = [shlex.join(each) for each in words]
     if address is None:
-        todo = [Run(i, commands[i], configs[i], f"{begun}-{i + 1}", os.getcwd()) for i in range(len(runs))]
-        ended = _here(todo, [shlex.join(each) for each in words], signalled)
-    else:
-        ended = _on_cluster(address, commands, configs, json.dumps([program, *runs]))
+        begun = time.strftime("%Y-%m-%d_%H-%M-%S")
+        todo = [
+            Run(i, commands[i], configs[i], f"{begun}-{i + 1}", os.getcwd(), said=said[i]) for i in range(len(runs))
+        ]
+        return told(todo, len(runs), configs[0])
+    name = hashlib.sha256(json.dumps([program, *runs]).encode()).hexdigest()[:12]
+    folder = Path(getattr(configs[0], "output", None) or "runs") / "sweeps" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    done = folder / "done.txt"
+    there = set(done.read_text().split()) if done.exists() else set()
+    todo = [
+        Run(i, commands[i], configs[i], f"sweep-{name}-{i:04d}", os.getcwd(), str(folder / f"{i:04d}.log"), said[i])
+        for i in range(len(runs))
+        if str(i) not in there
+    ]
+    print(f"{len(todo)} of {len(runs)} runs; what they print is in {folder}", flush=True)
+
+    def noted(ended: Iterator[Ended]) -> Iterator[Ended]:
+        for one in ended:
+            if one.code == 0:
+                with done.open("a") as file:
+                    file.write(f"{one.run.index}\n")
+            yield one
+
+    return told(todo, len(runs), configs[0], noted)
+
+
+def told(
+    runs: Sequence[Run], total: int, config: Any, noted: Callable[[Iterator[Ended]], Iterator[Ended]] | None = None
+) -> int:
+    """Run here, or on the cluster that a configuration names, and print a table of what came of it.
+
+    Args:
+        runs: what is to be done.
+        total: number of runs, with those that were done before.
+        config: the configuration of one of them.
+        noted: is handed what has ended, as it ends, and hands it on.
+
+    Returns:
+        As :func:`sweep`.
+    """
+    address, signalled = getattr(config, "cluster", None), list[int]()
+    ended = _here(runs, total, signalled) if address is None else _on_cluster(runs, total, address, config)
     rows, failed = [], 0
-    for one in ended:
+    for one in ended if noted is None else noted(ended):
         failed += one.code != 0
         folder, result = one.run.folder, f"exit {one.code}" if one.code else "ok"
         measured = _measured(folder) if folder else {}
         numbers = [measured.get(name, "") for name in METRICS]
-        said = shlex.join(words[one.run.index])
-        rows.append([f"{one.run.index + 1}", result, f"{one.seconds:.0f}", *numbers, str(folder or ""), said])
+        rows.append([f"{one.run.index + 1}", result, f"{one.seconds:.0f}", *numbers, str(folder or ""), one.run.said])
     rows.sort(key=lambda row: int(row[0]))
     print("", *_table(["run", "result", "seconds", *METRICS, "folder", "overrides"], rows), sep="\n")
     return 128 + signalled[-1] if signalled else int(failed > 0)
 
 
-def _here(runs: Sequence[Run], said: Sequence[str], signalled: list[int]) -> Iterator[Ended]:
+def _here(runs: Sequence[Run], total: int, signalled: list[int]) -> Iterator[Ended]:
     """Run one after the other, until a signal comes, which is noted."""
     process: subprocess.Popen[bytes] | None = None
 
@@ -120,40 +167,24 @@ def _here(runs: Sequence[Run], said: Sequence[str], signalled: list[int]) -> Ite
     for run in runs:
         if signalled:
             break
-        print(f"[{run.index + 1}/{len(runs)}] {said[run.index]}", flush=True)
+        print(f"[{run.index + 1}/{total}] {run.said}", flush=True)
         start = time.monotonic()
-        process = run.start()
-        yield Ended(run, process.wait(), time.monotonic() - start)
+        process = replace(run, command=(*run.command, *_begun(run))).start()
+        yield Ended(run, run.ended(process), time.monotonic() - start)
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def _on_cluster(
-    address: str, commands: Sequence[tuple[str, ...]], configs: Sequence[Any], question: str
-) -> Iterator[Ended]:
-    """Run on the machines of a cluster what the same sweep has not done before; all of them see the run folders."""
-    name = hashlib.sha256(question.encode()).hexdigest()[:12]
-    folder = Path(getattr(configs[0], "output", None) or "runs") / "sweeps" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    done = folder / "done.txt"
-    there = set(done.read_text().split()) if done.exists() else set()
-    runs = [
-        Run(i, command, configs[i], f"sweep-{name}-{i:04d}", os.getcwd(), str(folder / f"{i:04d}.log"))
-        for i, command in enumerate(commands)
-        if str(i) not in there
-    ]
-    print(f"{len(runs)} of {len(commands)} runs; what they print is in {folder}", flush=True)
+def _on_cluster(runs: Sequence[Run], total: int, address: str, config: Any) -> Iterator[Ended]:
+    """Run on the machines of a cluster, all of which see the run folders."""
     if not runs:
         return
     with cluster.connected(address):
-        for run, ended in cluster.share(runs, Runner, _room(configs[0])):
+        for run, ended in cluster.share(runs, Runner, _room(config)):
             if isinstance(ended, cluster.Lost):
                 print(f"run {run.index + 1}: {ended.times} machines ended while they worked on it: {ended.why}")
                 ended = Ended(run, 1, 0.0)
-            if ended.code == 0:
-                with done.open("a") as file:
-                    file.write(f"{run.index}\n")
-            print(f"[{run.index + 1}/{len(commands)}] exit {ended.code}, {ended.seconds:.0f} s", flush=True)
+            print(f"[{run.index + 1}/{total}] exit {ended.code}, {ended.seconds:.0f} s", flush=True)
             yield ended
 
 
@@ -167,7 +198,7 @@ class Runner:
         run = replace(run, command=(*run.command, *_begun(run)))
         with Path(run.log).open("ab") as log:
             process = run.start(stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-            return Ended(run, process.wait(), time.monotonic() - start)
+            return Ended(run, run.ended(process), time.monotonic() - start)
 
 
 def _room(config: Any) -> Room:
@@ -181,8 +212,7 @@ def _room(config: Any) -> Room:
         return Room.on(getattr(config, "device", "cpu"))
     if trainer.num_nodes > 1:
         raise ConfigError(f"trainer.num_nodes={trainer.num_nodes}: expected 1 in a sweep on cluster={config.cluster}")
-    on_gpu = trainer.accelerator == "gpu" or (trainer.accelerator == "auto" and "GPU" in cluster.resources())
-    return Room(gpus=trainer.devices if on_gpu else 0)
+    return Room(gpus=trainer.devices if cluster.on_gpu(trainer.accelerator) else 0)
 
 
 def _measured(folder: Path) -> dict[str, str]:
@@ -214,7 +244,7 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 def _begun(run: Run) -> list[str]:
     """Return the arguments that continue a run; its folder is renamed when it has no checkpoint."""
     folder = run.folder
-    if folder is None or not hasattr(run.config, "resume"):
+    if folder is None or not hasattr(run.config, "resume") or run.config.resume:  # which its command says already
         return []
     if any((folder / "checkpoints").glob("step=*.ckpt")):
         return [f"resume={folder}"]

@@ -1,44 +1,34 @@
-"""The HTTP server's app: OpenAI's endpoints over a batcher, and what tells how it does."""
+"""The endpoints of OpenAI's API over a batcher in this process."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
-import logging
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import FastAPI
 from fastapi import Request as Http
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from jinja2 import TemplateError
-from openai.types import Model
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from ag.engine.pool import PoolFullError
-from ag.errors import UserError
+from ag.engine.policy import Policy
 from ag.model.chat import Part, spans
-from ag.serve.batcher import Batcher, Busy
+from ag.serve.batcher import Batcher
 from ag.serve.detokenizer import Detokenizer
+from ag.serve.endpoints import Endpoints, refusal
 from ag.serve.metrics import Metrics
-from ag.serve.page import page
 from ag.serve.protocol import FORMS, ApiError, Asked, ChatAsked, CompletionAsked, Form, as_json, parse, usage
 from ag.serve.request import Request
-from ag.serve.worker import Answers, Piece, StoppedError, WaitedError, Worker, where
+from ag.serve.snapshot import Snapshot
+from ag.serve.worker import Answers, Piece, Worker
 
-logger = logging.getLogger("ag.serve")
-
-BODY_SECONDS = 30  # in which a body has to come
-RETRY_SECONDS = 5  # after which a client may ask again
-READ_MULTIPLE = 16  # bodies up to so many times too long are read and dropped, so that their clients see the answer
 T = TypeVar("T")
 Spans = tuple[tuple[int, int], ...]  # the first token and the one behind the last of each
 
@@ -62,8 +52,8 @@ class Limits:
     protect: tuple[Part, ...] = ()
 
 
-class Service:
-    """The endpoints of one model.
+class Service(Endpoints):
+    """The endpoints of a batcher in this process.
 
     Args:
         batcher: answers the requests.
@@ -73,74 +63,34 @@ class Service:
     """
 
     def __init__(self, batcher: Batcher, name: str, limits: Limits, api_key: str | None = None) -> None:
-        self.name, self.limits, self.api_key = name, limits, api_key
-        self.tokenizer, self.model = batcher.tokenizer, batcher.model
-        self._policy = str(batcher.policy.spec) + (f" {batcher.policy.budget}" if batcher.policy.budget else "")
-        self._page = page()
+        super().__init__(name, shown(batcher.policy), limits.body, api_key)
+        self.limits, self.tokenizer, self.model = limits, batcher.tokenizer, batcher.model
         self._metrics = Metrics(batcher.snapshot)
         self.worker = Worker(batcher, self._metrics.timed)
-        self.began = int(time.time())
-        #: Whether no request is taken any more.
-        self.draining = False
         self._encoder = ThreadPoolExecutor(1, "encoder")  # one: a tokenizer cannot read two texts at once
         config = self.model.config.get_text_config()
         self._context: int | None = getattr(config, "max_position_embeddings", None)
         self._vocabulary = int(config.vocab_size)
 
-    def app(self) -> FastAPI:
-        """Return the app, which begins and ends the batcher's thread."""
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """Begin and end the batcher's thread."""
+        self.worker.start()
+        yield
+        await self.worker.stop(2)
+        self._encoder.shutdown(wait=False, cancel_futures=True)
 
-        @asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-            self.worker.start()
-            yield
-            await self.worker.stop(2)
-            self._encoder.shutdown(wait=False, cancel_futures=True)
+    async def snapshot(self) -> Snapshot:
+        """Return what is going on."""
+        return self.worker.batcher.snapshot()
 
-        app = FastAPI(lifespan=lifespan, openapi_url=None)  # the pages about it come from elsewhere
-        guarded = APIRouter(dependencies=[Depends(self._check_key)])
-        guarded.add_api_route("/v1/models", self.models, methods=["GET"])
-        guarded.add_api_route("/v1/models/{name:path}", self.one_model, methods=["GET"])
-        guarded.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
-        guarded.add_api_route("/v1/completions", self.completions, methods=["POST"])
-        guarded.add_api_route("/metrics", self.metrics, methods=["GET"])
-        guarded.add_api_route("/live", self.live, methods=["GET"])
-        app.include_router(guarded)
-        app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/", self.page, methods=["GET"])  # its script asks for the key
-        app.add_exception_handler(ApiError, refuse)
-        app.add_exception_handler(HTTPException, refuse)
-        return app
+    async def figures(self) -> bytes:
+        """Return what Prometheus reads."""
+        return self._metrics.text()
 
-    # ---- endpoints
-
-    async def health(self) -> Response:
-        """Tell whether requests are taken: 200, or 503."""
-        return JSONResponse({"status": self._status()}, 200 if self._status() == "ok" else 503)
-
-    async def page(self) -> Response:
-        """Show what :meth:`live` tells."""
-        text, rules = self._page
-        return Response(text, media_type="text/html", headers={"Content-Security-Policy": rules})
-
-    async def live(self) -> Response:
-        """Tell the page what is going on."""
-        now = self.worker.batcher.snapshot()
-        told = asdict(now) | asdict(now.counts) | {"model": self.name, "policy": self._policy, "status": self._status()}
-        return JSONResponse(told | {"counts": None, "ended": now.counts.ended.total(), "seconds": time.monotonic()})
-
-    async def metrics(self) -> Response:
-        """Tell Prometheus."""
-        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-    async def models(self) -> Response:
-        """List the model."""
-        return JSONResponse({"object": "list", "data": [self._model().model_dump()]})
-
-    async def one_model(self, name: str) -> Response:
-        """Tell of the model."""
-        self._check_model(name)
-        return JSONResponse(self._model().model_dump())
+    async def works(self) -> bool:
+        """Tell whether there is a batcher that answers."""
+        return not self.worker.failed
 
     async def chat(self, http: Http) -> Response:
         """Answer a conversation."""
@@ -153,11 +103,9 @@ class Service:
     # ---- an answer
 
     async def _answer(self, http: Http, kind: type[Asked]) -> Response:
-        if self.draining:
-            raise ApiError(503, "the server is stopping: ask another one.", code="draining", retry=RETRY_SECONDS)
         try:
-            asked: Asked = parse(kind, await self._body(http))
-            self._check_model(asked.model)
+            asked: Asked = parse(kind, await self.body(http))
+            self.check_model(asked.model)
             prompt = await asyncio.get_running_loop().run_in_executor(self._encoder, self._prompt, asked)
             answers = self._submit(asked, *prompt)
         except ClientDisconnect:
@@ -165,7 +113,7 @@ class Service:
         except (ApiError, HTTPException):
             raise
         except Exception as error:
-            raise _told(error) from None
+            raise refusal(error) from None
         form = FORMS[kind](asked, self.tokenizer)
         if asked.stream:
             return EventStream(self._events(answers, form), lambda: self.worker.close(answers))
@@ -182,7 +130,7 @@ class Service:
                 yield f"data: {as_json(form.last(usage(len(answers.request.tokens), answers.written)))}\n\n"
             yield "data: [DONE]\n\n"
         except Exception as error:
-            yield f"data: {json.dumps(_told(error).body)}\n\n"
+            yield f"data: {json.dumps(refusal(error).body)}\n\n"
 
     async def _whole(self, http: Http, answers: Answers, form: Form) -> Response:
         """Return the answers when they are whole; a client that leaves ends them."""
@@ -193,7 +141,7 @@ class Service:
             told = form.whole(pieces, usage(len(answers.request.tokens), answers.written))
             return Response(as_json(told), media_type="application/json")
         except Exception as error:
-            raise _told(error) from None
+            raise refusal(error) from None
         finally:
             self.worker.close(answers)
 
@@ -272,45 +220,6 @@ class Service:
             raise ApiError(400, f"prompt: expected tokens of 0 to {self._vocabulary - 1}.", "prompt")
         return tokens
 
-    # ---- what may come in
-
-    async def _check_key(self, http: Http) -> None:
-        given = http.headers.get("authorization", "").encode("latin-1")
-        if self.api_key is not None and not hmac.compare_digest(given, f"Bearer {self.api_key}".encode()):
-            raise ApiError(
-                401, "expected the header Authorization: Bearer KEY with this server's key.", code="invalid_api_key"
-            )
-
-    async def _body(self, http: Http) -> bytes:
-        """Read the body of a request."""
-        if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "expected the header Content-Type: application/json.")  # no page's form can send it
-        limit = self.limits.body
-        body, length = bytearray(), 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for part in http.stream():
-                    length += len(part)
-                    if length <= limit:
-                        body += part
-                    elif length > READ_MULTIPLE * limit:
-                        break
-        except TimeoutError:
-            raise ApiError(408, f"the body did not come within {BODY_SECONDS} seconds.") from None
-        if length > limit:
-            raise ApiError(413, f"the body has more than {limit} bytes, which is the most that is read.")
-        return bytes(body)
-
-    def _check_model(self, name: str) -> None:
-        if name != self.name:
-            raise ApiError(404, f"model={name[:200]!r}: expected {self.name!r}.", "model", "model_not_found")
-
-    def _status(self) -> str:
-        return "failed" if self.worker.failed else "draining" if self.draining else "ok"
-
-    def _model(self) -> Model:
-        return Model(id=self.name, created=self.began, object="model", owned_by="ag")
-
 
 class EventStream(StreamingResponse):
     """Server-sent events.
@@ -332,31 +241,6 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._close()
-
-
-async def refuse(http: Http, error: Exception) -> Response:
-    """Answer with an error in OpenAI's form."""
-    told = error if isinstance(error, ApiError) else _told(error)
-    headers = {} if told.retry is None else {"Retry-After": str(told.retry)}
-    if told.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(told.body, told.status, headers)
-
-
-def _told(error: Exception) -> ApiError:
-    """Return what a client is told of an error."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HTTPException):
-        return ApiError(error.status_code, f"{error.detail}.")
-    if isinstance(error, Busy):
-        return ApiError(429, str(error), code="queue_full", retry=RETRY_SECONDS)
-    if isinstance(error, StoppedError | WaitedError | PoolFullError):
-        return ApiError(503, str(error), retry=RETRY_SECONDS)
-    if isinstance(error, UserError):
-        return ApiError(400, str(error))
-    logger.error("a request failed: %s", where(error))
-    return ApiError(500, "the server failed at this request.")
 
 
 async def _gathered(answers: Answers) -> list[Piece]:
@@ -390,3 +274,8 @@ async def _unless_gone(http: Http, work: Coroutine[Any, Any, T]) -> T | None:
     finally:
         working.cancel()
         leaving.cancel()
+
+
+def shown(chosen: Policy) -> str:
+    """Return a policy as those see it who watch."""
+    return str(chosen.spec) + (f" {chosen.budget}" if chosen.budget else "")

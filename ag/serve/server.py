@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import socket
-import sys
 import time
-from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from ag.commands.serve import KEY_VARIABLE, ServeConfig
 from ag.config.command_line import Invocation
-from ag.continuation import load, read_policy
-from ag.engine.pool import Pool
+from ag.continuation import read_policy
 from ag.errors import UserError
-from ag.serve.batcher import Batcher
 
 try:
     import uvicorn
 
-    from ag.serve.app import Limits, Service
-    from ag.serve.worker import where
+    from ag.serve.app import Service
+    from ag.serve.start import DRAIN_SECONDS, announce, listen, log, serving
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     raise UserError(f"ag.serve needs {missing}: pip install 'ag[serve]'.") from error
 
-DRAIN_SECONDS = 24.0  # which running answers have after SIGTERM; orchestrators kill after 30
 CLOSE_SECONDS = 2  # which the connections have after that
 
 
@@ -69,32 +61,16 @@ def run(asked: Invocation[ServeConfig]) -> int:
     if asked.dry_run:
         print(f"{chosen.spec}: {config.memory_bytes} bytes, {config.host}:{config.port}")
         return 0
-    model, tokenizer = load(config, chosen.spec.path or config.gates)
-    batcher = Batcher(
-        model,  # type: ignore[arg-type]  # of PEFT, which passes all on
-        tokenizer,
-        chosen,
-        Pool(model, config.memory_bytes),
-        prefill_tokens=config.prefill_tokens,
-        batch=config.batch,
-        queue=config.queue,
-        prompt_lookup=config.prompt_lookup,
-    )
-    limits = Limits(
-        body=config.body_bytes,
-        answer_tokens=config.answer_tokens,
-        wait_seconds=config.wait_seconds,
-        answer_seconds=config.answer_seconds,
-        protect=tuple(config.protect),
-    )
-    name = config.served_name or Path(config.model or str(model.config.name_or_path)).name
-    service = Service(batcher, name, limits, config.api_key or os.environ.get(KEY_VARIABLE) or None)
-    _log()
+    api_key = config.api_key or os.environ.get(KEY_VARIABLE) or None
+    if config.cluster is not None:
+        from ag.serve.cluster import run_on
+
+        return run_on(config.cluster, config, api_key)
+    service = serving(config, api_key)
+    log()
     listener = listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
-    print(f"ag.serve: {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-    if service.api_key is None and host not in ("127.0.0.1", "::1"):
-        print(f"ag.serve: warning: host={host} without api_key: everybody who reaches it may ask", file=sys.stderr)
+    announce(service.name, host, port, open_to_all=api_key is None)
     settings = uvicorn.Config(
         service.app(),
         log_config=None,
@@ -106,35 +82,3 @@ def run(asked: Invocation[ServeConfig]) -> int:
     )
     Server(service, settings).run([listener])
     return 0
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that connections can come to.
-
-    Raises:
-        UserError: when the address is not of this machine, or taken.
-    """
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise UserError(
-            f"host={host} port={port}: {error.strerror}; expected an address of this machine and a free port; port=0 "
-            "finds one."
-        ) from None
-
-
-class _Line(logging.Formatter):
-    """One line each, errors by their type and place alone: their texts may quote prompts."""
-
-    def formatException(self, info: Any) -> str:
-        """Return where an error was raised, of its type, itself and its traceback."""
-        return where(info[1])
-
-
-def _log() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Line("%(asctime)s %(message)s"))
-    for name, level in (("ag.serve", logging.INFO), ("uvicorn", logging.WARNING)):
-        logging.getLogger(name).setLevel(level)
-        logging.getLogger(name).addHandler(handler)
-        logging.getLogger(name).propagate = False

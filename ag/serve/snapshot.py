@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -79,3 +83,20 @@ class Snapshot:
     beginnings: int
     beginning_pages: int
     counts: Counts
+
+
+def together(all_of: Sequence[Snapshot]) -> Snapshot:
+    """Return what several batchers of one model are doing, as if they were one."""
+    counts = [one.counts for one in all_of]
+    return _sum(
+        all_of,
+        running=tuple(answer for one in all_of for answer in one.running),
+        page_nbytes=all_of[0].page_nbytes,
+        counts=_sum(counts, ended=sum((one.ended for one in counts), Counter[str]())),
+    )
+
+
+def _sum(parts: Sequence[T], **known: Any) -> T:
+    """Add dataclasses field by field, but for those that are known."""
+    names = [field.name for field in fields(parts[0]) if field.name not in known]  # type: ignore[arg-type]
+    return type(parts[0])(**{name: sum(getattr(part, name) for part in parts) for name in names}, **known)

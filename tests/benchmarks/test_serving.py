@@ -22,11 +22,12 @@ def test_requests_are_drawn_with_a_seed():
 
 
 def test_policies_of_the_command_line():
-    assert serving.parts("full") == ("full", None, "prefill")
-    assert serving.parts("h2o 0.25 every") == ("h2o", "0.25", "every")
+    assert serving.parts("full") == ("full", None, "prefill", "float")
+    assert serving.parts("h2o 0.25 every") == ("h2o", "0.25", "every", "float")
+    assert serving.parts("full null prefill int8") == ("full", None, "prefill", "int8")
     assert serving.called("server", "gates:a/b 0.3 every") == "server, gates 0.3 every"
-    with refuses(UserError, "h2o 0.25 every 9", "SCHEDULE"):
-        serving.parts("h2o 0.25 every 9")
+    with refuses(UserError, "h2o 0.25 every int8 9", "KV_DTYPE"):
+        serving.parts("h2o 0.25 every int8 9")
 
 
 def test_the_table():

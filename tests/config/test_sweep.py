@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -131,6 +132,8 @@ def test_begun_run_goes_on_from_its_checkpoint(tmp_path):
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "step=000002.ckpt").touch()
     assert _begun(run) == [f"resume={folder}"]
+    (tmp_path / "mine").mkdir()
+    assert _begun(replace(run, config=Config(resume=str(tmp_path / "mine")))) == [] and (tmp_path / "mine").exists()
 
 
 def test_the_table_of_a_sweep_shows_metrics_and_folders(place, capsys):

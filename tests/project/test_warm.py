@@ -43,6 +43,15 @@ def test_it_does_what_python_does(python, words, tmp_path):
     assert run(python, *words, **options) == run(sys.executable, *words, **options)
 
 
+def test_what_it_spawns_is_warm_too(python, tmp_path):
+    """Through multiprocessing, with the pipes of a pool; torch is there before anything imports it."""
+    (tmp_path / "here.py").write_text("import sys\n\n\ndef work(x):\n    return x + 1, 'torch' in sys.modules\n")
+    code = "from concurrent.futures import ProcessPoolExecutor as Pool; from multiprocessing import get_context\n"
+    code += "from here import work; print(*Pool(2, get_context('spawn')).map(work, range(3)))"
+    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(tmp_path)}}
+    assert run(python, "-c", code, **options) == (0, "(1, True) (2, True) (3, True)\n", "")
+
+
 def test_signals_reach_the_command_and_a_killed_client_takes_it_along(python):
     code = "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
     code += "print(os.getpid(), flush=True); signal.pause()"

@@ -13,9 +13,9 @@ pytest.importorskip("fastapi", reason="needs the server's libraries: pip install
 
 import ag  # noqa: E402
 from ag.errors import UserError  # noqa: E402
-from ag.serve import Batcher, app, worker  # noqa: E402
+from ag.serve import Batcher, app, endpoints, worker  # noqa: E402
 from ag.serve.protocol import NEUTRAL, ChatAsked, CompletionAsked  # noqa: E402
-from ag.serve.server import listen  # noqa: E402
+from ag.serve.start import listen  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer  # noqa: E402
 from tests.support.refused import refuses  # noqa: E402
 
@@ -135,7 +135,7 @@ def test_a_port_that_is_taken():
 
 
 def test_a_body_that_does_not_come(batcher, monkeypatch):
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(endpoints, "BODY_SECONDS", 0.05)
 
     async def slow():
         yield b"{"

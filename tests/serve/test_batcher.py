@@ -41,7 +41,7 @@ def pool_of(model, pages):
 @pytest.mark.parametrize(
     ("name", "count"),
     [("every", 20), ("flags", 20)]
-    + [pytest.param(name, 200 if name == "every" else 60, marks=pytest.mark.slow) for name in POLICIES],
+    + [pytest.param(name, 100 if name == "every" else 60, marks=pytest.mark.slow) for name in POLICIES],
 )
 def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, name, count):
     """Requests come at random, in a pool that is too small for all of them: some wait, some share, some leave."""
@@ -66,6 +66,24 @@ def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, nam
     counts = batcher.counts
     assert counts.reused and counts.ended.total() == count and 0 < counts.ended["cancelled"] <= count // 10
     assert batcher._spare(pool.size) and pool.free == pool.size
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_requests_share_a_pool_of_codes(tiny_llama, tiny_tokenizer, kind):
+    """Prompts that are read whole, one after the other, are answered as by a cache of their own."""
+    model, policy, draw = model_for(tiny_llama, "every"), POLICIES["every"], random.Random(1)
+    pool = ag.Pool(model, 2**18, kind, sequences=8)
+    batcher = Batcher(model, tiny_tokenizer, policy, pool, prefill_tokens=64, batch=8)
+    requests = [Request(tokens=text(draw, draw.randrange(20, 60)), max_tokens=12) for _ in range(12)]
+    for request in requests[:3]:  # read whole, and answered one by one
+        [stream] = batcher.submit(request)
+        finish(batcher)
+        assert read(stream) == alone(model, policy.held_as(kind), request)
+    streams = [stream for request in requests[3:] for stream in batcher.submit(request)]
+    finish(batcher)
+    assert all(1 <= len(read(stream)) <= 12 and stream.reason in ("stop", "length") for stream in streams)
+    batcher._spare(pool.size)  # what is kept of beginnings
+    assert pool.free == pool.size
 
 
 @pytest.mark.parametrize("name", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("h2o", "flags"))])

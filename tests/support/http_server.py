@@ -40,10 +40,15 @@ def saved(model: PreTrainedModel, folder: Path) -> Path:
 
 
 @contextmanager
-def server(folder: Path, *keys: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Start ``ag.serve`` on a free port; gives its address and its process, whose errors are in ``folder/stderr``."""
+def server(
+    folder: Path, *keys: str, python: str | None = None, **environment: str
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Start ``ag.serve`` on a free port; gives its address and its process, whose errors are in ``folder/stderr``.
+
+    ``python`` runs it; None: a warm one, whose child processes are not below it.
+    """
     words = ["-m", "ag.serve", f"model={folder}", "port=0", *keys]
-    command = [started(), *words]
+    command = [python or started(), *words]
     with open(folder / "stderr", "w") as errors:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | environment

@@ -1,15 +1,17 @@
 """A Python that starts at once: a fork of a process that has already imported the libraries.
 
-Only other projects' libraries are there, none of this one's; what a command changes ends with it. The environment that
-libraries read while they are imported is that of the first process; where it asks for Triton's interpreter, that one is
-made quick.
+Only other projects' libraries are there, none of this one's; what a command changes ends with it, and the processes
+that it spawns through multiprocessing start as soon. The environment that libraries read while they are imported is
+that of the first process; where it asks for Triton's interpreter, that one is made quick.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import json
+import multiprocessing.spawn
 import os
 import runpy
 import select
@@ -31,14 +33,18 @@ from tests.support import ROOT
 from tests.support.interpreter import make_quick
 
 LIBRARIES = ("torch", "transformers", "lightning.pytorch", "peft", "datasets", "torchmetrics", "omegaconf")
+MOST_FILES = 253  # of a message, Linux
 CLIENT = """\
 #!{python} -ISs
 import json, os, signal, socket, sys
 
+opened = "/proc/self/fd/"
+files = [int(name) for name in os.listdir(opened) if os.path.exists(opened + name)]  # not that of the listing itself
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-told = json.dumps({{"words": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}}).encode()
-socket.send_fds(server, [len(told).to_bytes(8, "big")], [0, 1, 2])
+told = {{"words": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd(), "files": files}}
+told = json.dumps(told).encode()
+socket.send_fds(server, [len(told).to_bytes(8, "big")], files)
 server.sendall(told)
 worker = int.from_bytes(server.recv(4), "big")
 for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
@@ -101,7 +107,7 @@ def serve(address: str, python: str) -> NoReturn:
 
 def attend(client: socket.socket, python: str) -> NoReturn:
     """Run a client's command, send its exit code (negative: a signal); a client that ends takes the command with it."""
-    size, descriptors, _, _ = socket.recv_fds(client, 8, 3)
+    size, descriptors, _, _ = socket.recv_fds(client, 8, MOST_FILES)
     with client.makefile("rb") as file:
         told = json.loads(file.read(int.from_bytes(size, "big")))
     waiting, starting = os.pipe()  # the command starts when its client passes signals on
@@ -111,9 +117,7 @@ def attend(client: socket.socket, python: str) -> NoReturn:
         os.close(starting)
         os.read(waiting, 1)
         os.close(waiting)
-        for number, descriptor in enumerate(descriptors):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
+        place(dict(zip(told["files"], descriptors, strict=True)))
         os._exit(work(told["words"], told["environment"], told["folder"], python))
     for descriptor in descriptors:
         os.close(descriptor)
@@ -130,12 +134,24 @@ def attend(client: socket.socket, python: str) -> NoReturn:
     os._exit(0)
 
 
+def place(files: dict[int, int]) -> None:
+    """Give open files the numbers that the client had them under."""
+    beyond = max(*files, *files.values()) + 1
+    moved = {number: fcntl.fcntl(file, fcntl.F_DUPFD, beyond) for number, file in files.items()}
+    for file in files.values():
+        os.close(file)
+    for number, file in moved.items():
+        os.dup2(file, number)
+        os.close(file)
+
+
 def work(words: list[str], environment: dict[str, str], folder: str, python: str) -> int:
     """Do what Python does with these words; returns the exit code."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     sys.executable = python
+    multiprocessing.spawn.set_executable(python)
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]  # another checkout has its own
     code: object = 0
@@ -151,14 +167,16 @@ def work(words: list[str], environment: dict[str, str], folder: str, python: str
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if not stream.closed:  # multiprocessing's tracker closes its own
+            stream.flush()
     return code or 0
 
 
 def _run(words: list[str]) -> None:
-    if words[0] == "-u":  # torchrun's
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    while words[0].startswith("-") and words[0] not in ("-m", "-c"):  # torchrun's -u; multiprocessing's are in force
+        if words[0] == "-u":
+            sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         words = words[1:]
     first, *rest = words
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
