@@ -84,6 +84,7 @@ def translate(config: EvaluateConfig) -> Preset:
             policies=list(listed),
             budgets=config.budgets,
             schedule=config.schedule,
+            kv_dtypes=config.kv_dtypes,
             tasks=[TASK],
             root=config.root,
             samples=config.samples,

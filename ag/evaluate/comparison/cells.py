@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from ag.commands.compare import CompareConfig
+from ag.commands.shared import KVDtype
 from ag.config.keys import nearest
 from ag.engine import Policy, policy
 from ag.engine.spec import PolicySpec, parse_budget
@@ -78,6 +79,8 @@ class Cell:
             kv_bytes=sum(outcome.kv_bytes for outcome in outcomes) / len(outcomes),
             nats=tag_mean(outcomes, "nats"),
             hits=tag_mean(outcomes, "hits"),
+            kl=tag_mean(outcomes, "kl"),
+            same_top1=tag_mean(outcomes, "same_top1"),
             floor=self.task.floor(loaded.samples),
             over_budget=sum(outcome.over_budget for outcome in outcomes),
         )
@@ -123,9 +126,10 @@ def list_cells(config: CompareConfig) -> list[Cell]:
             listed = nearest(name, [*specs, *config.policies])
             raise UserError(f"policy_options.{name}: policies= does not list {name!r}{listed}.")
     policies = [
-        (name, one)
+        (name if held == "float" else f"{name} {held}", one)
+        for held in config.kv_dtypes
         for name, spec in specs.items()
-        for one in _policies(name, spec, named_options.get(name, {}), budgets, config)
+        for one in _policies(name, spec, named_options.get(name, {}), budgets, held, config)
     ]
     adapter = None if config.adapter is None else export.adapter_checksum(config.adapter)
     samples = None if config.samples is None else f"the first {config.samples} that can be run"
@@ -155,13 +159,19 @@ def _text(one: Policy) -> str:
 
 
 def _policies(
-    label: str, spec: PolicySpec, options: dict[str, Any], budgets: Sequence[int | float], config: CompareConfig
+    label: str,
+    spec: PolicySpec,
+    options: dict[str, Any],
+    budgets: Sequence[int | float],
+    held: KVDtype,
+    config: CompareConfig,
 ) -> list[Policy]:
     """Return a listed policy at each budget; full and flags take none, and gates without any are flags."""
     path = spec.with_gates(None).path
     if path is not None:
         _check_adapter(label, path, config)
-    places = {} if config.positions == "original" else {"positions": config.positions}
+    places: dict[str, Any] = {} if config.positions == "original" else {"positions": config.positions}
+    places |= {} if held == "float" else {"kv_dtype": held}
     if not spec.takes_budget or (spec.bare and not budgets):
         return [policy(spec, **places | options)]
     if not budgets:

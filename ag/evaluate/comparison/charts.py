@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,8 @@ from ag.evaluate.comparison.statistics import bootstrap
 
 SEVERAL = 2  # kept shares that make a curve
 KEPT = "kept share of the prompt"
+BYTES = "KV bytes of the full cache's"
+MIX = "best mix"  # of tokens and bits
 LONGEST = 36  # characters of a name
 
 
@@ -59,7 +61,7 @@ class Chart:
     @property
     def over_shares(self) -> bool:
         """Whether it is drawn over shares; else over positions, in tokens."""
-        return self.x_label == KEPT
+        return self.x_label in (KEPT, BYTES)
 
     @property
     def text(self) -> str:
@@ -90,6 +92,7 @@ def every(comparison: Comparison) -> dict[str, list[Chart]]:
     for task in comparison.tasks:
         found[f"quality_{task}"] = quality(comparison, task)
         found[f"nats_{task}"] = quality(comparison, task, nats=True)
+        found[f"bytes_{task}"] = over_bytes(comparison, task)
         found[f"positions_{task}"] = along(comparison, task)
     return {name: drawn for name, drawn in found.items() if drawn}
 
@@ -123,11 +126,32 @@ def _continues(result: Result) -> bool:
     return result.summary.question is None and result.summary.metric == "nats per token"
 
 
-def _over_full(comparison: Comparison, title: str, results: Sequence[Result], nats: bool) -> Chart:
+def over_bytes(comparison: Comparison, task: str) -> list[Chart]:
+    """Return nats over the full cache by the bytes held, where keys and values were held in several forms, if any.
+
+    The best mix of tokens and bits leads through the points than which none with as few bytes costs less.
+    """
+    results = [result for result in comparison.of_task(task) if result.outcomes]
+    whole = [result.summary.kv_bytes for result in results if not result.evicts]
+    nats = any(_is_asked_after(result) for result in results)
+    if len(set(whole)) < SEVERAL or not (nats or any(_continues(result) for result in results)):
+        return []
+    chart = _over_full(comparison, task, results, nats, over=BYTES)
+    best: list[Point] = []
+    for point in sorted(point for line in chart.lines for point in line.points):
+        if not best or point.y < best[-1].y:
+            best.append(point)
+    mix = Line(
+        Look(len(comparison.labels), gated=False), MIX, [point._replace(text=f"{MIX}: {point.text}") for point in best]
+    )
+    return [replace(chart, lines=[mix, *chart.lines])]
+
+
+def _over_full(comparison: Comparison, title: str, results: Sequence[Result], nats: bool, over: str = KEPT) -> Chart:
     full = next((result for result in results if not result.evicts), None)
 
     def point(result: Result) -> Point | None:
-        if not result.evicts or (measured := result.measure(nats)) is None:
+        if (not result.evicts and (over == KEPT or result is full)) or (measured := result.measure(nats)) is None:
             return None
         paired = None if full is None else pair(result, full, nats)
         if paired is None:
@@ -136,11 +160,14 @@ def _over_full(comparison: Comparison, title: str, results: Sequence[Result], na
         else:
             place, form = (paired.difference, paired.low, paired.high), "+.3f"
         said = "{:{form}} nats [{:{form}}, {:{form}}]".format(*place, form=form)
+        if over == BYTES and full is not None:
+            share = result.summary.kv_bytes / full.summary.kv_bytes
+            return Point(share, *place, f"{result.name}: {said} in {share:.1%} of the bytes")
         return Point(measured[0], *place, f"{result.summary.label}: {said} at {measured[0]:.1%} kept")
 
     y_label = "nats over the full cache" if full else "nats"
     lines = _lines(comparison, results, point)
-    return Chart(_titled(title, results), KEPT, y_label, lines, looks(comparison)[full.summary.label] if full else None)
+    return Chart(_titled(title, results), over, y_label, lines, looks(comparison)[full.summary.label] if full else None)
 
 
 def quality(comparison: Comparison, task: str, nats: bool = False) -> list[Chart]:

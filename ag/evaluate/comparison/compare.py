@@ -12,6 +12,7 @@ from ag.commands.compare import CompareConfig
 from ag.config.command_line import Invocation
 from ag.config.recipes import dump
 from ag.errors import BudgetWarning
+from ag.evaluate.comparison import leaderboard
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.drawing import save
 from ag.evaluate.comparison.findings import Comparison
@@ -70,6 +71,7 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
     (folder.path / "config.yaml").write_text(dump(config))
     (folder.path / "table.md").write_text(markdown(comparison), encoding="utf-8")
     save(comparison)
+    leaderboard.save(comparison)
     (folder.path / "report.html").write_text(render(comparison), encoding="utf-8")
     if comparison.hidden:
         console.print(f"{len(comparison.hidden)} rows of earlier commands are in the folder and not shown.")

@@ -63,6 +63,8 @@ class Summary:
     question: str | None = None  # after: read when the context had been evicted; before: part of the prompt
     nats: float | None = None  # of the right answers per token, the mean over samples
     hits: float | None = None  # share of the samples in which each token of the right answer is the likeliest
+    kl: float | None = None  # divergence of what follows from a full cache's, nats a token
+    same_top1: float | None = None  # share of the tokens whose likeliest one is a full cache's
     floor: float | None = None  # the mean up to which a full cache shows that the model cannot do the task
     over_budget: int | None = None  # samples in which more is protected than the budget allows, and stays
     untouched: int | None = None  # samples that the policy cannot change; see Cell.untouched
@@ -116,8 +118,9 @@ def read_line(line: str, kind: type[Any]) -> Any:
 
 
 def _checksum(summary: Summary, samples: bytes) -> str:
-    """Return the SHA-256 of a summary without its checksum, and of the file of its samples."""
-    row = json.dumps(vars(summary) | {"checksum": None})
+    """Return the SHA-256 of what a summary knows, its checksum aside, and of the file of its samples."""
+    known = {name: value for name, value in vars(summary).items() if value is not None and name != "checksum"}
+    row = json.dumps(known)  # later versions may know more, and find the same
     return hashlib.sha256(row.encode() + b"\n" + samples).hexdigest()
 
 

@@ -17,9 +17,24 @@ from ag.evaluate.comparison.statistics import Paired
 from ag.evaluate.comparison.verdict import headlines, verdicts
 
 NATS = ("nats", "nats difference", "hits")  # of tasks with a right answer
+NEAR = ("kl", "same_top1")  # of tasks where something is given that follows
 OVER = "over budget"
 OVER_NOTE = "samples in which more is protected (sinks, recent, window) than the budget allows, and stays"
-COLUMNS = ("policy", "budget", "kept", OVER, "score", "difference", "p", *NATS, "n", "left out", "prefill", "KV MB")
+COLUMNS = (
+    "policy",
+    "budget",
+    "kept",
+    OVER,
+    "score",
+    "difference",
+    "p",
+    *NATS,
+    *NEAR,
+    "n",
+    "left out",
+    "prefill",
+    "KV MB",
+)
 TEXTS = ("policy", "prefill")  # columns that hold no numbers
 NOTES = {
     "kept": "share of the prompt's (token, layer, KV head) entries that was held; of all tokens where eviction goes on",
@@ -30,6 +45,8 @@ NOTES = {
     "nats": "negative log-likelihood of the right answer, given token by token: the mean per token, with its error",
     "nats difference": "to the baseline on the same samples, with a 95 % bootstrap interval; lower is better",
     "hits": "share of the samples in which each token of the right answer is the likeliest",
+    "kl": "divergence from what a full cache says of the next token, in nats, on the right answer's tokens: their mean",
+    "same_top1": "share of these tokens at which the likeliest one is that of a full cache",
     "left out": "samples too long for the model or too short for the task; how many were cut in the middle",
     "prefill": "what later tokens of a prompt see of earlier ones: all, what gates keep, what blocks left",
     "KV MB": "allocated for keys and values after a prompt, or at the end where eviction goes on, the mean",
@@ -97,7 +114,7 @@ def of_task(comparison: Comparison, task: str, *more: str) -> Table:
     """Return all results of a task; columns that nothing stands in are left out, and ``more`` are added."""
     results = comparison.of_task(task)
     lines = [line(result) for result in results]
-    absent = {column for column in (*NATS, OVER) if not any(found[column].text for found in lines)}
+    absent = {column for column in (*NATS, *NEAR, OVER) if not any(found[column].text for found in lines)}
     columns = [column for column in (*COLUMNS, *more) if column not in absent]
     names = {"score": results[0].summary.metric, "difference": f"against {comparison.baseline}"}
     head = [Head(names.get(name, name), NOTES.get(name, ""), number=name not in TEXTS) for name in columns]
@@ -129,6 +146,9 @@ def line(result: Result) -> dict[str, Cell]:
     if result.nats is not None:
         found["nats"] = Cell(_mean(*result.nats), summary.nats)
         found["hits"] = Cell("" if summary.hits is None else f"{summary.hits:.4f}", summary.hits)
+    if summary.kl is not None and summary.same_top1 is not None:
+        found |= {"kl": Cell(f"{summary.kl:.4f}", summary.kl)}
+        found |= {"same_top1": Cell(f"{summary.same_top1:.1%}", summary.same_top1)}
     if result.paired_nats is not None:
         found["nats difference"] = _difference(result.paired_nats)
     return found

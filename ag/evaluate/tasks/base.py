@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ag.engine import EvictionCache, Policy, read_prompt
+from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.errors import require
-from ag.evaluate.tasks.follow import feed
+from ag.evaluate.tasks.follow import Likely, feed
 
 Tags = Mapping[str, str | int | float]
 LeftOut = Literal["too long", "too short"]
@@ -49,7 +50,8 @@ class Outcome:
         kv_bytes: allocated for keys and values after the prompt, or at the end.
         seconds: time of the decision, of question and answer; without the prompt, which policies read together.
         tags: what tells samples apart: needle length and depth, subset of a benchmark, bins of a curve. ``nats`` is
-            the mean negative log-likelihood of the right answer's tokens, ``hits`` 1 where each is the likeliest.
+            the mean negative log-likelihood of the right answer's tokens, ``hits`` 1 where each is the likeliest;
+            ``kl`` and ``same_top1`` compare with a full cache, see :meth:`PromptTask.run`.
         over_budget: whether more was protected than the budget allows, and stayed.
     """
 
@@ -189,6 +191,12 @@ def require_whole(task: Task, *names: str, least: int = 1) -> None:
         require(task, name, fits or (value is None and defaults[name] is None), what)
 
 
+def distance(found: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """Return the tags of what :meth:`ag.evaluate.tasks.follow.Likely.divergence` gave."""
+    kl, same = (float(x.mean()) for x in found)
+    return {"kl": kl, "same_top1": same}
+
+
 @dataclass(frozen=True)
 class PromptTask(Task):
     """A task whose samples are a prompt, which is read and evicted, maybe a question, and something that follows."""
@@ -201,22 +209,42 @@ class PromptTask(Task):
         """Return whether a question is read behind the prompt, or more of an answer than its first token."""
         return bool(sample.question) or self.longest(sample) != 1
 
+    def right(self, sample: Any) -> list[int]:
+        """Return the tokens of the right answer, on which caches are compared with a full one; empty: on nothing."""
+        return []
+
     def run(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Sequence[Any]
     ) -> Iterator[tuple[int, Outcome]]:
-        """Run policies over samples; see :meth:`Task.run`."""
+        """Run policies over samples; see :meth:`Task.run`.
+
+        The tags ``kl`` and ``same_top1`` say how far what follows is from what a full cache makes of the same tokens,
+        those of the right answer: means of the divergence in nats, and of whether the likeliest token is the same.
+        """
         device = next(model.parameters()).device
         for sample in samples:
-            caches = read_prompt(model, policies, torch.tensor([sample.prompt], device=device))
+            given = self.right(sample)
+            readers = [*([policy("full")] if given else []), *policies]
+            caches = read_prompt(model, readers, torch.tensor([sample.prompt], device=device))
+
+            def asked(cache: EvictionCache, last: Tensor, question: list[int] = sample.question) -> Tensor:
+                return feed(model, cache, torch.tensor([question], device=device))[:, -1] if question else last
+
+            full = None
+            if given:
+                cache, last = caches.pop(0)
+                full = Likely.of(model, cache, asked(cache, last), given)
             for index in range(len(policies)):
                 cache, last = caches.pop(0)  # freed before the next answer
                 held = cache.kept_share(), cache.nbytes
                 start = time.perf_counter()
-                if sample.question:
-                    last = feed(model, cache, torch.tensor([sample.question], device=device))[:, -1]
+                last = asked(cache, last)
+                twin = None if full is None else copy.deepcopy(cache)
                 score, tags = self.answer(model, tokenizer, cache, last, sample)
                 seconds = time.perf_counter() - start + sum(layer.scoring_seconds for layer in cache.evicting_layers)
                 over = bool(cache.over_budget.any())
+                if full is not None and twin is not None:
+                    tags = {**tags, **distance(full.divergence(Likely.of(model, twin, last, given)))}
                 yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags, over)
 
     @abstractmethod

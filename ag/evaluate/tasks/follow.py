@@ -44,6 +44,34 @@ def score(
     return found
 
 
+class Likely(NamedTuple):
+    """Likelihoods of the next token at each of T places of a text: ``[T, V]`` float32."""
+
+    log_probabilities: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: nn.Module, cache: EvictionCache, last: Tensor, tokens: list[int]) -> Likely:
+        """Return what a model says before each of the tokens that follow a prompt.
+
+        Args:
+            model: the model.
+            cache: holds one prompt; it is used up.
+            last: ``[1, d]``, the final hidden state of the prompt's last token.
+            tokens: what follows.
+        """
+        states = last
+        if len(tokens) > 1:
+            states = torch.cat([last, feed(model, cache, torch.tensor([tokens[:-1]], device=last.device))[0]])
+        return cls(lm_logits(model, states).float().log_softmax(-1))
+
+    def divergence(self, other: Likely) -> tuple[Tensor, Tensor]:
+        """Return ``KL(self || other)`` in nats and whether both have the same likeliest token, ``[T]`` each."""
+        mine, theirs = self.log_probabilities, other.log_probabilities
+        kl = (mine.exp() * (mine - theirs)).sum(-1)
+        return kl, (mine.argmax(-1) == theirs.argmax(-1)).float()
+
+
 @torch.no_grad()
 def feed(model: nn.Module, cache: EvictionCache, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the final hidden states ``[B, T, d]`` of tokens after what the cache has seen.

@@ -63,6 +63,10 @@ class MultipleChoice(PromptTask):
         """Name ``question`` where there is a choice; other tasks' cells of earlier versions stay valid without it."""
         return {k: v for k, v in super().identity().items() if k != "question" or self.name in WITH_CONTEXT}
 
+    def right(self, sample: Question) -> list[int]:
+        """Return the tokens of the right answer."""
+        return sample.answers[sample.target]
+
     def longest(self, sample: Question) -> int:
         """Return the tokens of the longest answer."""
         return max(map(len, sample.answers))

@@ -13,15 +13,16 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import start_tokens, tokenize
-from ag.engine import EvictionCache, Policy, read_prompt
+from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.errors import UserError
-from ag.evaluate.tasks.base import LeftOut, Outcome, PromptTask, Sample, Tags, Task, require_whole
-from ag.evaluate.tasks.follow import feed, score
+from ag.evaluate.tasks.base import LeftOut, Outcome, PromptTask, Sample, Tags, Task, distance, require_whole
+from ag.evaluate.tasks.follow import Likely, feed, score
 from ag.evaluate.tasks.held_out import HeldOut
 from ag.gates.attach import attached_gates
 from ag.gates.gate import AttentionGates
 from ag.model.hooks import lm_logits
 
+COMPARED = 64  # of so many tokens of a book one is compared with what a full cache says
 LETTERS = 32  # per token, more than any text has on average: what is tokenised of a book
 
 
@@ -98,6 +99,10 @@ class Continuation(Documents, PromptTask):
             document = Document(f"{number}", ids[: self.prompt], ids[self.prompt :])
             yield document if len(ids) == length else "too short"
 
+    def right(self, sample: Document) -> list[int]:
+        """Return the tokens of the continuation."""
+        return sample.following
+
     def longest(self, sample: Document) -> int:
         """Return the tokens of the continuation."""
         return len(sample.following)
@@ -123,7 +128,8 @@ class Stream(Documents):
 
     The kept share is the mean over all tokens after the first block of what was held after the pass that a token came
     with, as a share of the tokens seen by then; the bytes are those at the end. The tags are the curve: ``nats@N``
-    and ``held@N`` are the means over the ``bin`` tokens from N on; ``held@end`` is the share at the end.
+    and ``held@N`` are the means over the ``bin`` tokens from N on; ``held@end`` is the share at the end. Within the
+    model's context one token of 64 is compared with what a full cache says of it (``kl``, ``same_top1``).
 
     Attributes:
         block: tokens of the first forward pass.
@@ -156,18 +162,23 @@ class Stream(Documents):
     ) -> Iterator[tuple[int, Outcome]]:
         """Run policies over books; see :meth:`ag.evaluate.tasks.Task.run`."""
         longest = max((len(book.prompt) + len(book.following) for book in samples), default=0)
-        for policy in policies:
-            self._check(policy, attached_gates(model), longest, model.config.get_text_config().max_position_embeddings)  # type: ignore[operator, union-attr]
+        context: int = model.config.get_text_config().max_position_embeddings  # type: ignore[operator, union-attr]
+        for one in policies:
+            self._check(one, attached_gates(model), longest, context)
         device = next(model.parameters()).device
         for book in samples:
-            caches = read_prompt(model, policies, torch.tensor([book.prompt], device=device))
+            following = torch.tensor(book.following, device=device)
+            readers = [*([policy("full")] if longest <= context else []), *policies]
+            caches = read_prompt(model, readers, torch.tensor([book.prompt], device=device))
+            full = self._read(model, *caches.pop(0), following) if longest <= context else None
             for index in range(len(policies)):
                 cache, last = caches.pop(0)
                 start = time.perf_counter()
-                found = self._read(model, cache, last, torch.tensor(book.following, device=device))
+                found = self._read(model, cache, last, following)
                 seconds = time.perf_counter() - start
                 first = len(book.prompt)
                 tags = found.tags(first, self.bin) | {"held@end": cache.kept_share()}
+                tags |= {} if full is None else distance(full.some.divergence(found.some))
                 held = first + len(found.nats), float(found.held.mean()), cache.nbytes
                 over = bool(cache.over_budget.any())
                 yield index, Outcome(book.id, float(found.nats.mean()), *held, seconds, tags, over)
@@ -196,16 +207,16 @@ class Stream(Documents):
 
     def _read(self, model: nn.Module, cache: EvictionCache, last: Tensor, tokens: Tensor) -> _Curve:
         """Feed a book's tokens to a cache and score each of them."""
-        nats, held = [], []
+        nats, some, held = list[Tensor](), list[Tensor](), list[float]()
         for part in tokens.split(cache.policy.steps or self.step):
             with torch.no_grad():
-                nats.append(F.cross_entropy(lm_logits(model, last).float(), part[:1], reduction="none").cpu())
                 states = feed(model, cache, part[None])[0]
-                ahead = lm_logits(model, states[:-1]).float()
-                nats.append(F.cross_entropy(ahead, part[1:], reduction="none").cpu())
+                logits = lm_logits(model, torch.cat([last, states[:-1]])).float()
+                nats.append(F.cross_entropy(logits, part, reduction="none").cpu())
+                some.append(logits[-len(held) % COMPARED :: COMPARED].log_softmax(-1))
             held += [cache.kept_share()] * len(part)
             last = states[-1:]
-        return _Curve(torch.cat(nats), torch.tensor(held))
+        return _Curve(torch.cat(nats), torch.tensor(held), Likely(torch.cat(some)))
 
 
 class _Curve(NamedTuple):
@@ -213,11 +224,12 @@ class _Curve(NamedTuple):
 
     nats: Tensor  # negative log-likelihood
     held: Tensor  # share of the tokens seen that was held after its pass
+    some: Likely  # of the first token, and of every COMPARED-th one behind it
 
     def tags(self, first: int, size: int) -> dict[str, float]:
         """Return the means over bins of so many tokens, by the position that each begins with."""
         return {
             f"{name}@{first + index * size}": float(part.mean())
-            for name, values in self._asdict().items()
+            for name, values in (("nats", self.nats), ("held", self.held))
             for index, part in enumerate(values.split(size))
         }

@@ -84,6 +84,10 @@ class QuestionTask(PromptTask):
         """Return 0.1; see :meth:`ag.evaluate.tasks.Task.floor`."""
         return FLOOR
 
+    def right(self, sample: Any) -> list[int]:
+        """Return the tokens of the first right answer."""
+        return sample.right[0] if sample.right else []
+
     def longest(self, sample: Any) -> int:
         """Return the tokens of the longest right answer, or how many may be generated."""
         return max([sample.most if self.generates else 0, *map(len, sample.right)])

@@ -126,6 +126,10 @@ class Responses(PromptTask):
         """Yield the rows of the run's validation."""
         yield from self.load(tokenizer, None, max_tokens).samples
 
+    def right(self, sample: Response) -> list[int]:
+        """Return the tokens of the right response."""
+        return sample.answers[sample.target]
+
     def longest(self, sample: Response) -> int:
         """Return the tokens of the longest answer."""
         return max(map(len, sample.answers))

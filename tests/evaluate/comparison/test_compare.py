@@ -21,7 +21,7 @@ from ag.config.keys import ConfigError
 from ag.config.recipes import resolve
 from ag.errors import UserError
 from ag.evaluate import tasks
-from ag.evaluate.comparison import work
+from ag.evaluate.comparison import charts, work
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.compare import compare
 from ag.evaluate.comparison.folder import Folder
@@ -147,6 +147,33 @@ def test_other_settings_are_other_cells(config):
         assert {cell.key for cell in list_cells(config(**change))} != keys
     for change in ({"device": "cuda"}, {"batch_policies": 1}, {"output": "elsewhere"}, {"retry": True}):
         assert {cell.key for cell in list_cells(config(**change))} == keys
+
+
+def test_codes_are_lines_of_their_own(config, quiet):
+    """Beside the others, whose cells stay what they were."""
+    asked = config(policies=["full", "tova"], budgets=[0.5], kv_dtypes=["float", "int8"])
+    cells = {cell.label: cell for cell in list_cells(asked)}
+    assert [*cells] == ["full", "full int8", "tova", "tova int8"]
+    assert {cells["full"].key, cells["tova"].key} <= {cell.key for cell in list_cells(config())}
+    comparison = compare(asked, quiet)
+    found = {result.summary.label: result for result in comparison.results}
+    assert found["tova int8"].summary.policy == "ag.policy('tova', budget=0.5, kv_dtype='int8')"
+    for name in ("full", "tova"):
+        plain, coded = found[name].summary, found[f"{name} int8"].summary
+        assert coded.kept == plain.kept and coded.kv_bytes < 0.5 * plain.kv_bytes
+    assert 0 < found["full int8"].summary.kl < found["tova"].summary.kl
+    assert found["full"].summary.kl == 0 and found["full"].summary.same_top1 == 1
+    assert found["full int8"].paired is not None
+    [chart] = charts.over_bytes(comparison, "ppl")
+    mix, *others = chart.lines
+    drawn = {point.x: point.y for line in others for point in line.points}
+    full = found["full"].summary
+    wanted = {x.summary.kv_bytes / full.kv_bytes: x.summary.mean - full.mean for x in found.values()}
+    assert {x: pytest.approx(y) for x, y in wanted.items() if x != 1} == drawn
+    assert [(point.x, point.y) for point in mix.points] == [
+        (x, y) for x, y in sorted(drawn.items()) if all(y < other for less, other in drawn.items() if less < x)
+    ]
+    assert charts.over_bytes(compare(config(), quiet), "ppl") == []
 
 
 def _die_while_writing(config, quiet):

@@ -63,15 +63,18 @@ def test_table_md_holds_the_rows_in_cell_order(compared):
     text = (compared.folder / "table.md").read_text()
     assert text == markdown(compared)
     lines = [re.split(r" ?\| ?", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
-    tables = [line for line in lines if len(line) in (10, 13) and line[0] not in ("policy", "---")]
+    tables = [line for line in lines if len(line) in (12, 15) and line[0] not in ("policy", "---")]
     assert len(tables) == len(compared.results) == 14
     for line, one in zip(tables, compared.results, strict=True):
         assert line[0] == one.summary.label
         assert float(line[2].rstrip("%")) == pytest.approx(100 * one.summary.kept, abs=0.05 + 1e-9)
         mean, _, error = line[3].partition(" ± ")
         assert (float(mean), float(error)) == pytest.approx((one.summary.mean, one.summary.error), abs=HALF)
-        assert (len(line) == 13) == (one.summary.task == "needle_single")
-        if len(line) == 13:
+        assert (len(line) == 15) == (one.summary.task == "needle_single")
+        near = line[-6:-4]
+        assert float(near[0]) == pytest.approx(one.summary.kl, abs=HALF)
+        assert float(near[1].rstrip("%")) == pytest.approx(100 * one.summary.same_top1, abs=0.05 + 1e-9)
+        if len(line) == 15:
             assert float(line[6].partition(" ")[0]) == pytest.approx(one.summary.nats, abs=HALF)
             assert float(line[8]) == pytest.approx(one.summary.hits, abs=HALF)
             if one.paired_nats:

@@ -185,6 +185,6 @@ def test_run(tiny_llama, tiny_tokenizer, question):
         answer = tiny_tokenizer.decode(tokens[0, whole.shape[1] :], skip_special_tokens=True)
         tags = {"length": 400, "depth": 0.5, "repeat": 0, "question": question, "answer": answer}
         assert outcome.tags | tags == outcome.tags
-        assert outcome.tags.keys() - tags.keys() == {"nats", "hits"}
+        assert outcome.tags.keys() - tags.keys() == {"nats", "hits", "kl", "same_top1"}
         assert outcome.score == 0.0
         assert outcome.tokens == len(sample.prompt)

@@ -93,7 +93,7 @@ def test_a_stream_with_a_full_cache(tiny_llama, tiny_tokenizer, write, plain):
     nats = -plain(model, ids[:50], ids[50:])
     hold(outcome.score, nats.mean(), of_nats(model))
     curve = {"nats@50": nats[:100].mean(), "nats@150": nats[100:200].mean(), "nats@250": nats[200:].mean()}
-    held = {"held@50": 1.0, "held@150": 1.0, "held@250": 1.0, "held@end": 1.0}
+    held = {"held@50": 1.0, "held@150": 1.0, "held@250": 1.0, "held@end": 1.0, "kl": 0.0, "same_top1": 1.0}
     for name, wanted in curve.items():
         hold(outcome.tags[name], wanted, of_nats(model), name)
     assert {name: x for name, x in outcome.tags.items() if name not in curve} == held
