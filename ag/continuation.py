@@ -131,7 +131,9 @@ def read_policy(config: SharedPolicy) -> Policy:
     spec = PolicySpec.parse(config.policy or ("gates" if config.gates else "full"))
     if config.gates and spec.path and Path(config.gates) != Path(spec.path):
         raise UserError(f"gates={config.gates} and policy={spec} name two exports; leave gates= out.")
-    return policy(spec.with_gates(config.gates, "gates=EXPORT"), config.budget, config.schedule, **config.options)
+    held = {} if config.kv_dtype == "float" else {"kv_dtype": config.kv_dtype}
+    options = held | config.options
+    return policy(spec.with_gates(config.gates, "gates=EXPORT"), config.budget, config.schedule, **options)
 
 
 def _spans(config: GenerateConfig) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Kind = Literal["16 bits", "16 bits above 128", "32 bits", "32 bits above 128"]
+Kind = Literal["16 bits", "16 bits above 128", "32 bits", "32 bits above 128", "codes", "codes above 128"]
 Card = Literal[80, 89, 90]
 SHARED: dict[Card, int] = {80: 163, 89: 99, 90: 227}  # KiB of shared memory that a block may take
 
@@ -51,6 +51,7 @@ def _alike(ampere: list[Tiles], hopper: list[Tiles]) -> dict[Card, list[Tiles]]:
 
 _ROWS: dict[Card, list[Tiles]] = _alike([T(32, 8, 1), T(16, 4, 1)], [T(32, 8, 1), T(16, 4, 1)])
 _FEWEST: dict[Card, list[Tiles]] = _alike([T(16, 8, 1)], [T(16, 8, 1)])
+_CODES: Table = {"codes": _alike([T(32, 8, 1)], [T(32, 8, 1)]), "codes above 128": _FEWEST}
 _WIDE: dict[Card, list[Tiles]] = {
     80: [T(64, 8, 3), T(64, 8, 2)],
     89: [T(64, 8, 2), T(32, 4, 2)],
@@ -104,18 +105,22 @@ CONFIGURATIONS: dict[str, Table] = {
         "16 bits above 128": _alike([T(32, 4, 2), T(64, 4, 2)], [T(32, 4, 2), T(32, 4, 3), T(64, 8, 2)]),
         "32 bits": _alike([T(32, 4, 1), T(32, 8, 1)], [T(32, 4, 1), T(32, 8, 1)]),
         "32 bits above 128": _FEWEST,
+        **_CODES,
     },
     "_attend": {
         "16 bits": _alike([T(64, 8, 3), T(64, 8, 2)], [T(32, 8, 2), T(64, 8, 3), T(64, 4, 3)]),
         "16 bits above 128": _alike([T(16, 8, 3), T(64, 8, 3)], [T(16, 8, 3), T(64, 8, 3)]),
         "32 bits": _alike([T(32, 8, 1), T(16, 8, 1)], [T(32, 8, 1), T(16, 8, 1)]),
         "32 bits above 128": _FEWEST,
+        **_CODES,
     },
 }
 
 
-def of_type(dtype: torch.dtype, dim: int) -> Kind:
-    """Return the kind of the table for a type and the larger head size, of keys or values."""
+def of_type(dtype: torch.dtype, dim: int, *, codes: bool = False) -> Kind:
+    """Return the kind of the table for a type, or codes of it, and the larger head size, of keys or values."""
+    if codes:
+        return "codes" if dim <= 128 else "codes above 128"
     if dtype.itemsize == 2:
         return "16 bits" if dim <= 128 else "16 bits above 128"
     return "32 bits" if dim <= 128 else "32 bits above 128"

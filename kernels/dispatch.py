@@ -48,11 +48,13 @@ def pick(operation: str, versions: dict[str, str | None]) -> str:
     return chosen
 
 
-def no_triton(*tensors: Tensor, largest: int = 256) -> str | None:
+def no_triton(*tensors: Tensor, dtype: torch.dtype | None = None, widest: int = 0, largest: int = 256) -> str | None:
     """Return why Triton cannot run an operation on these tensors ``[..., D]``, or None.
 
     Args:
         tensors: arguments of one type on one device.
+        dtype: of the numbers that codes stand for, where the tensors hold such.
+        widest: a D that none of them has.
         largest: the largest D that the kernel takes.
     """
     x = tensors[0]
@@ -60,11 +62,12 @@ def no_triton(*tensors: Tensor, largest: int = 256) -> str | None:
         return "Triton is not installed (pip install triton)"
     if not x.is_cuda and not interpreting():
         return f"the tensors are on {x.device.type}"
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"{x.dtype} is not float32, bfloat16 or float16"
-    if interpreting() and x.dtype == torch.bfloat16:
+    dtype = x.dtype if dtype is None else dtype
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{dtype} is not float32, bfloat16 or float16"
+    if interpreting() and dtype == torch.bfloat16:
         return "Triton's interpreter has no bfloat16 products"
-    widest = max(tensor.shape[-1] for tensor in tensors)
+    widest = max(widest, *(tensor.shape[-1] for tensor in tensors))
     return f"the head size {widest} is above {largest}" if widest > largest else None
 
 

@@ -5,6 +5,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX2__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 inline float as_float(uint32_t bits) {
   float x;
@@ -24,10 +27,13 @@ inline float widen(float x) { return x; }
 
 inline float widen(BFloat16 x) { return as_float(static_cast<uint32_t>(x.bits) << 16); }
 
-// Exact for finite numbers, subnormal ones among them: the exponent is moved, then rebiased by a product.
 inline float widen(Half x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#else  // exact for finite numbers, subnormal ones among them: the exponent is moved, then rebiased by a product
   const float size = as_float(static_cast<uint32_t>(x.bits & 0x7fff) << 13) * 0x1p112f;
   return x.bits & 0x8000 ? -size : size;
+#endif
 }
 
 inline void narrow(float x, float* out) { *out = x; }
@@ -37,6 +43,16 @@ inline void narrow(float x, BFloat16* out) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   out->bits = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// To the nearest, ties to even, of a number that is not beyond the type.
+inline void narrow(float x, Half* out) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+  const uint32_t normal = (size + 0xfff + (size >> 13 & 1) - (112 << 23)) >> 13;
+  const uint32_t subnormal = static_cast<uint32_t>(std::nearbyint(as_float(size) * 0x1p24f));  // below 2^-14
+  out->bits = static_cast<uint16_t>(sign | (size < 113 << 23 ? subnormal : normal));
 }
 
 // e^x for x <= 0, relative error below 1e-6: 2^n times a polynomial on [-log(2)/2, log(2)/2]. Below -87, where numbers
@@ -66,6 +82,14 @@ constexpr int LANES = 4;
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t LaneBits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t LaneHalves __attribute__((vector_size(2 * LANES)));
+typedef int32_t LaneInts __attribute__((vector_size(4 * LANES)));
+typedef float Four __attribute__((vector_size(16)));
+typedef int32_t FourInts __attribute__((vector_size(16)));
+#if defined(__clang__)
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, FourInts{__VA_ARGS__})
+#endif
 
 inline LaneBits lane_bits(const void* x) {
   LaneHalves bits;
@@ -90,73 +114,49 @@ inline Lanes load(const Half* x) {
 
 inline void store(float* x, Lanes lanes) { std::memcpy(x, &lanes, sizeof lanes); }
 
-// The sum of `WIDTH` numbers, halves added until four are left.
+// LANES bytes as integers; compilers take vectors of bytes apart, so that they are told how.
+inline LaneInts lane_bytes(const uint8_t* x) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<LaneInts>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+#elif defined(__AVX2__)
+  return reinterpret_cast<LaneInts>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
+#else
+  LaneInts lanes;
+  for (int i = 0; i < LANES; ++i) lanes[i] = x[i];
+  return lanes;
+#endif
+}
+
+// Of numbers side by side, the four that are left when halves are added.
 template <int WIDTH>
-inline float total(const void* x) {
+inline Four four(const void* x) {
   if constexpr (WIDTH == 4) {
-    float four[4];
-    std::memcpy(four, x, sizeof four);
-    return (four[0] + four[2]) + (four[1] + four[3]);
+    Four last;
+    std::memcpy(&last, x, sizeof last);
+    return last;
   } else {
-    typedef float Part __attribute__((vector_size(2 * WIDTH)));
-    Part halves[2];
+    typedef float Side __attribute__((vector_size(2 * WIDTH)));
+    Side halves[2];
     std::memcpy(halves, x, sizeof halves);
     halves[0] += halves[1];
-    return total<WIDTH / 2>(halves);
+    return four<WIDTH / 2>(halves);
   }
 }
 
-inline float total(Lanes lanes) { return total<LANES>(&lanes); }
+inline float total(Lanes lanes) {
+  const Four x = four<LANES>(&lanes);
+  return (x[0] + x[2]) + (x[1] + x[3]);
+}
+
+// What `total` gives of each of four.
+inline Four totals(const Lanes (&x)[4]) {
+  const Four a = four<LANES>(&x[0]), b = four<LANES>(&x[1]), c = four<LANES>(&x[2]), d = four<LANES>(&x[3]);
+  const Four ab = SHUFFLED(a, b, 0, 4, 1, 5) + SHUFFLED(a, b, 2, 6, 3, 7);
+  const Four cd = SHUFFLED(c, d, 0, 4, 1, 5) + SHUFFLED(c, d, 2, 6, 3, 7);
+  return SHUFFLED(ab, cd, 0, 1, 4, 5) + SHUFFLED(ab, cd, 2, 3, 6, 7);
+}
 
 // Ask for memory that is read soon.
 inline void fetch(const void* p, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(p) + b);
-}
-
-// Call work(T()) for a type: 0 float32, 1 bfloat16, 2 float16.
-template <typename Work>
-void by_type(int64_t type, const Work& work) {
-  if (type == 0) work(float());
-  if (type == 1) work(BFloat16());
-  if (type == 2) work(Half());
-}
-
-// Tokens of one page: [start, start + count) of the pool are slots from `offset` on of what is worked on at once.
-struct Part {
-  int64_t start, count, offset;
-};
-
-constexpr int BLOCKS = LANES == 8 ? 2 : 4;  // registers of one query's output that fit beside those of three others
-
-// out[n][...] += sum_t weights[n * QUERY + t * TOKEN] v_t[...], of N queries and B registers of numbers.
-template <int N, int64_t QUERY, int64_t TOKEN, int B, typename T>
-static void mix_block(const float* weights, const T* values, int64_t count, int64_t width, float* out, const T* next) {
-  Lanes mixed[N][B];
-  for (int n = 0; n < N; ++n)
-    for (int b = 0; b < B; ++b) mixed[n][b] = load(out + n * width + b * LANES);
-  for (int64_t t = 0; t < count; ++t) {
-    if (next) fetch(next + t * width, B * LANES * sizeof(T));
-    for (int b = 0; b < B; ++b) {
-      const Lanes v = load(values + t * width + b * LANES);
-      for (int n = 0; n < N; ++n) mixed[n][b] += weights[n * QUERY + t * TOKEN] * v;
-    }
-  }
-  for (int n = 0; n < N; ++n)
-    for (int b = 0; b < B; ++b) store(out + n * width + b * LANES, mixed[n][b]);
-}
-
-// The same of all numbers; meanwhile the page `next` is fetched, where there is one.
-template <int N, int64_t QUERY, int64_t TOKEN, typename T>
-static void mix(const float* weights, const T* values, int64_t count, int64_t width, float* out,
-                const T* next = nullptr) {
-  const auto ahead = [&](int64_t d) { return next ? next + d : next; };
-  int64_t d = 0;
-  for (; d + BLOCKS * LANES <= width; d += BLOCKS * LANES)
-    mix_block<N, QUERY, TOKEN, BLOCKS>(weights, values + d, count, width, out + d, ahead(d));
-  for (; d + LANES <= width; d += LANES)
-    mix_block<N, QUERY, TOKEN, 1>(weights, values + d, count, width, out + d, ahead(d));
-  for (; d < width; ++d)
-    for (int n = 0; n < N; ++n)
-      for (int64_t t = 0; t < count; ++t)
-        out[n * width + d] += weights[n * QUERY + t * TOKEN] * widen(values[t * width + d]);
 }

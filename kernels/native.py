@@ -92,7 +92,7 @@ def _function(kernel: Kernel) -> ctypes._NamedFuncPointer | str:
 def load(source: Path, compiler: str, folder: Path) -> ctypes._NamedFuncPointer:
     """Compile a source into a folder, unless that was done, and load its function.
 
-    The file's name follows the source, the header, the flags, the compiler and the processor, as the code is for this
+    The file's name follows the source, the headers, the flags, the compiler and the processor, as the code is for this
     one.
 
     Raises:
@@ -100,7 +100,13 @@ def load(source: Path, compiler: str, folder: Path) -> ctypes._NamedFuncPointer:
         subprocess.SubprocessError: the compiler failed, or took too long.
     """
     name = source.parent.name
-    identity = (source.read_text(), HEADER.read_text(), *FLAGS, compiler, _processor())
+    identity = (
+        source.read_text(),
+        *(x.read_text() for x in sorted(HEADER.parent.glob("*.h"))),
+        *FLAGS,
+        compiler,
+        _processor(),
+    )
     target = folder / f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}.so"
     if not target.is_file():
         folder.mkdir(parents=True, exist_ok=True)

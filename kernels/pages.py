@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ag.kernels.codes import Format, Near, near_places
+from ag.kernels.native import TYPES
 
 
 class Pages(NamedTuple):
@@ -15,17 +19,42 @@ class Pages(NamedTuple):
     ``t % page``; its first ``lengths[r]`` slots hold tokens, in any order.
     """
 
-    keys: Tensor  # [P, page, D]
+    keys: Tensor  # [P, page, D], or the bytes [P, page, n] of codes, like the next
     values: Tensor  # [P, page, Dv]
     ranks: Tensor  # [P, page] int32, the place of each token among its sequence's own ones
     gate: Tensor | None  # [P, page], what a gate said of each token; None: there is no gate
     table: Tensor  # [R, most] int32; behind a row's last page anything
     lengths: Tensor  # [R] int32
+    format: Format | None = None  # of keys and values; None: they lie there as they came
+    near: Near | None = None  # what is read in place of codes; None: nothing
 
     @property
     def columns(self) -> list[Tensor]:
         """What is stored of each token."""
         return [self.keys, self.values, self.ranks, *([] if self.gate is None else [self.gate])]
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Numbers of a key and of a value, D and Dv."""
+        if self.format is None:
+            return self.keys.shape[2], self.values.shape[2]
+        return self.format.keys.width, self.format.values.width
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of the numbers of keys and of values."""
+        if self.format is None:
+            return self.keys.dtype, self.values.dtype
+        return self.format.keys.dtype, self.format.values.dtype
+
+    def mixed(self, q: Tensor) -> str | None:
+        """Return why a kernel for one type cannot take queries ``[..., D]`` to these rows, or None."""
+        coded = self.format
+        if self.dtypes != (q.dtype, q.dtype):
+            return "queries, keys and values differ in type"
+        if coded is not None and any(codes.code_bytes % 2 for codes in coded[:2]):
+            return "codes of a token take an odd number of bytes"
+        return None
 
 
 def gathered(table: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:
@@ -33,6 +62,62 @@ def gathered(table: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]
     slots = torch.arange(table.shape[1] * page, device=table.device)
     there = slots < lengths[:, None]
     return (table.long()[:, slots // page] * page + slots % page).masked_fill(~there, 0), there
+
+
+def read(pages: Pages, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys ``[R, N, D]`` and values ``[R, N, Dv]`` of the rows' tokens at places ``[R, N]`` of the pool."""
+    keys, values, ranks = (x.flatten(0, 1)[index] for x in (pages.keys, pages.values, pages.ranks))
+    return decoded(pages, keys, values, ranks)
+
+
+def decoded(pages: Pages, keys: Tensor, values: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of tokens ``[R, N, ...]`` that were read from columns, of ``ranks`` ``[R, N]``."""
+    if pages.format is None:
+        return keys, values
+    keys, values, near = pages.format.keys.decode(keys), pages.format.values.decode(values), pages.near
+    if near is not None:
+        places = near_places(ranks.clamp_min(0), near.ranks.shape[1]).long()
+        there = (near.ranks.gather(1, places) == ranks)[:, :, None]
+        keys, values = (
+            x.gather(1, places[:, :, None].expand(*places.shape, x.shape[2])).where(there, y)
+            for x, y in ((near.keys, keys), (near.values, values))
+        )
+    return keys, values
+
+
+def coded(pages: Pages, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what is written of keys ``[..., D]`` and values ``[..., Dv]``."""
+    if pages.format is None:
+        return keys, values
+    return pages.format.keys.encode(keys), pages.format.values.encode(values)
+
+
+def put_near(pages: Pages, new: New) -> None:
+    """Write one new token of each row beside the pages, where the newest lie there; the device is not waited for."""
+    if pages.near is None:
+        return
+    ranks = new.ranks.repeat_interleave(len(pages.table) // len(new.ranks))[:, None]
+    places = near_places(ranks.clamp_min(0), pages.near.ranks.shape[1])
+    for column, x in zip(pages.near, (new.keys.flatten(0, 1), new.values.flatten(0, 1), ranks[:, 0]), strict=True):
+        at = places if column.ndim == 2 else places[:, :, None].expand(-1, 1, column.shape[2])
+        there = (ranks >= 0).view(-1, *[1] * (column.ndim - 1))
+        column.scatter_(1, at, x.to(column.dtype)[:, None].where(there, column.gather(1, at)))
+
+
+def native(pages: Pages) -> ctypes.Array[ctypes.c_int64]:
+    """Return what ``struct Pages`` of ``pages.h`` consists of: numbers of 8 bytes, some of them addresses."""
+    coded, near = pages.format, pages.near
+    kinds = (None, None) if coded is None else (coded.keys, coded.values)
+    numbers: list[int] = []
+    columns = zip((pages.keys, pages.values), pages.channels, pages.dtypes, kinds, strict=True)
+    for i, (column, width, dtype, codes) in enumerate(columns):
+        numbers += column.data_ptr(), width, TYPES.get(dtype, -1)
+        numbers += (0, 0) if codes is None else (codes.bits, codes.group)
+        numbers += column.stride(1) * column.element_size(), 0 if near is None else near[i].data_ptr()
+    numbers += pages.ranks.data_ptr(), pages.table.data_ptr(), pages.lengths.data_ptr()
+    numbers += len(pages.table), pages.table.stride(0), pages.keys.shape[1]
+    numbers += (0, 0) if near is None else (near.ranks.data_ptr(), near.ranks.shape[1])
+    return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 class Reach(NamedTuple):
@@ -45,7 +130,7 @@ class Reach(NamedTuple):
 class New(NamedTuple):
     """One new token of each row."""
 
-    keys: Tensor  # [B, Hkv, D], of the pool's type, like the next
+    keys: Tensor  # [B, Hkv, D], of the type of what the pool holds, like the next
     values: Tensor  # [B, Hkv, Dv]
     ranks: Tensor  # [B] long; below 0 where a sequence has no new token
     gate: Tensor | None = None  # [B, Hkv], of the type of the pool's column; None: 1 of each, or there is no gate

@@ -44,15 +44,17 @@ class Tuned:
         every, prune = list(self.configs.values()), {"early_config_prune": self._of_entry}
         self.timed = triton.autotune(every, key=key, prune_configs_by=prune, cache_results=True)(kernel)
         self.fastest: dict[tuple[Any, ...], Settings] = {}
+        self._bits = kernel.arg_names.index("BITS") if "BITS" in kernel.arg_names else None
         self._dims = [kernel.arg_names.index(name) for name in ("D", "E") if name in kernel.arg_names]
 
-    def entry(self, q: torch.Tensor, *dims: int) -> list[Tiles]:
-        """Return the table's tiles for queries and head sizes."""
-        return CONFIGURATIONS[self.kernel.__name__][of_type(q.dtype, max(dims))][of_card(q.device)]
+    def entry(self, q: torch.Tensor, *dims: int, codes: bool = False) -> list[Tiles]:
+        """Return the table's tiles for queries and head sizes, and whether keys and values are codes."""
+        return CONFIGURATIONS[self.kernel.__name__][of_type(q.dtype, max(dims), codes=codes)][of_card(q.device)]
 
     def tiles(self, arguments: Sequence[Any]) -> list[Tiles]:
         """Return the table's tiles for the arguments of a launch, the one that is taken first."""
-        return self.entry(arguments[0], *(arguments[i] for i in self._dims))
+        codes = self._bits is not None and arguments[self._bits] > 0
+        return self.entry(arguments[0], *(arguments[i] for i in self._dims), codes=codes)
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
         """Launch the kernel on the device of ``q``, its first argument."""
@@ -82,7 +84,7 @@ class Tuned:
 
     def _of_entry(self, _: list[triton.Config], named: dict[str, Any], **__: Any) -> list[triton.Config]:
         dims = [named[name] for name in ("D", "E") if name in named]
-        return [self.configs[tiles] for tiles in self.entry(named["q"], *dims)]
+        return [self.configs[tiles] for tiles in self.entry(named["q"], *dims, codes=named.get("BITS", 0) > 0)]
 
 
 def _config(tiles: Tiles) -> triton.Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,12 +86,14 @@ class Arena:
     def policy(self, contestant: Contestant) -> Policy:
         """Return the policy of a contestant."""
         assert contestant.policy is not None
+        held: dict[str, Any] = {} if contestant.kv_dtype == "float" else {"kv_dtype": contestant.kv_dtype}
         if contestant.keep is None or contestant.policy == FLAGS:
-            return policy(contestant.policy)
+            return policy(contestant.policy, **held)
         if contestant.policy == "random" and self.config.uneven:
             scorer: Scorer = Uneven(seed=self.config.seed)
-            return replace(policy("random@heads", contestant.keep, self.config.schedule, floor=0.0), scorer=scorer)
-        return policy(contestant.policy, contestant.keep, self.config.schedule)
+            drawn = policy("random@heads", contestant.keep, self.config.schedule, floor=0.0, **held)
+            return replace(drawn, scorer=scorer)
+        return policy(contestant.policy, contestant.keep, self.config.schedule, **held)
 
     def read(self, cache: Cache, ids: Tensor, contestant: Contestant = FULL) -> None:
         """Run the prompt ``[B, T]`` through the decoder."""

@@ -10,6 +10,7 @@ import torch
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from ag.commands.bench import BenchConfig
+from ag.commands.shared import KVDtype
 from ag.engine import policy
 from ag.engine.spec import FLAGS, PolicySpec
 from ag.errors import UserError
@@ -22,6 +23,7 @@ class Contestant:
     name: str  # of the row in the table
     policy: str | None = None  # of this engine; None: plain transformers with its own cache
     keep: float | None = None  # share of the prompt that the policy keeps; None: all
+    kv_dtype: KVDtype = "float"  # how this engine holds keys and values
     # for plain transformers:
     attention: str = "sdpa"
     backend: str | None = None  # what torch's attention is pinned to; None: torch's choice
@@ -56,7 +58,13 @@ def contestants(config: BenchConfig) -> list[Contestant]:
             rivals.append(Contestant(f"{spec} {share:g}", spec, share))
             if spec != FLAGS:
                 policy(spec, share, config.schedule)  # says what is wrong, before anything runs
-    return [replace(PLAIN, backend=first), FULL, *rivals]
+    engine = [
+        replace(one, name=one.name if held == "float" else f"{one.name} {held}", kv_dtype=held)
+        for held in config.kv_dtypes
+        for one in [FULL, *rivals]
+        if one.policy is not None
+    ]
+    return [replace(PLAIN, backend=first), *engine[:1], *(one for one in rivals if one.policy is None), *engine[1:]]
 
 
 def backends(config: BenchConfig) -> list[str | None]:

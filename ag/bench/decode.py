@@ -44,7 +44,8 @@ def measure(arena: Arena, context: int, batch: int) -> list[Row]:
         faster, plain = (
             paired(seconds[name], seconds[one.name]) if name in seconds else None for name in (FULL.name, PLAIN.name)
         )
-        roofline = everything / (weights + share * entry * context * batch)
+        own = share * entry * context * batch if one.kv_dtype == "float" else size
+        roofline = everything / (weights + own)
         rows.append(
             {
                 "contestant": one.name,

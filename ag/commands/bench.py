@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ag.commands.shared import SharedModel
+from ag.commands.shared import KVDtype, SharedModel
 from ag.config.command_line import keyed
 from ag.config.sections import key
 
@@ -36,6 +36,9 @@ class BenchConfig(SharedModel):
         ["random"], "policies beside full; flags: those of random gates, set to evict as much (prefill, memory)"
     )
     schedule: str = key("prefill", "when policies evict")
+    kv_dtypes: list[KVDtype] = key(
+        ["float"], "how this engine's caches hold keys and values, a row each: as they come, int8, int4"
+    )
     uneven: bool = key(False, "decode: heads keep different numbers of tokens, which policy=random then draws")
     fill: bool | None = key(
         None, "decode, memory: put random keys and values into the cache, in place of reading a prompt; null: in decode"

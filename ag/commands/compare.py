@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ag.cluster import CLUSTER
-from ag.commands.shared import SharedModel
+from ag.commands.shared import KVDtype, SharedModel
 from ag.config.command_line import keyed
 from ag.config.sections import BUDGET, ModelConfig, key, mapping
 from ag.errors import UserError
@@ -34,6 +34,7 @@ class CompareConfig(SharedModel):
     budget_of: Literal["prompt", "seen"] = key(
         "prompt", "what a budget is a share of: the prompt, or all tokens seen so far, so that it grows with a text"
     )
+    kv_dtypes: list[KVDtype] = key(["float"], "how every policy holds keys and values: as they come, int8, int4")
     positions: Literal["original", "slot"] = key(
         "original", "what every policy rotates keys by: places in the text, or slots in the cache"
     )

@@ -18,15 +18,14 @@ FEW = 16  # new queries of a sequence
 
 def attend_one(call: AttentionCall, store: PagedStore) -> Tensor:
     """Attend from one query per sequence to all stored tokens, its own too, where they lie, ``[B, H, 1, D]``."""
-    rows = store.rows
-    return paged_decode(call.q, rows.keys, rows.values, rows.table, rows.lengths, call.scaling)
+    return paged_decode(call.q, store.rows, call.scaling)
 
 
 def attend_one_weights(call: AttentionCall, store: PagedStore) -> tuple[Tensor, Tensor]:
     """Do what :func:`attend_one` does, and give the weights ``[B, H, N]`` float32 too, N slots of the store wide."""
     rows, width = store.rows, store.width
     table = rows.table[:, : -(-width // PAGE)]
-    out, weights = paged_decode_weights(call.q, rows.keys, rows.values, table, rows.lengths, call.scaling)
+    out, weights = paged_decode_weights(call.q, rows._replace(table=table), call.scaling)
     return out, weights[..., :width]
 
 

@@ -42,9 +42,9 @@ class EvictionCache(Forward, Cache):
         spec: a policy or its text; see :func:`ag.policy`.
         budget: for a text: tokens per KV head, or a share of the prompt.
         schedule: for a text: when something is evicted.
-        pool: where keys and values lie; any number of caches of a model may share one. None: memory of its own. Where
-            it is full a forward pass raises :class:`ag.engine.pool.PoolFullError`, and the cache is as it was before;
-            one that could not take its prompt is empty.
+        pool: where keys and values lie, and in which form; any number of caches of a model may share one. None: memory
+            of its own. Where it is full a forward pass raises :class:`ag.engine.pool.PoolFullError`, and the cache is
+            as it was before; one that could not take its prompt is empty.
         options: for a text: hyper-parameters of its parts.
 
     Raises:
@@ -73,6 +73,7 @@ class EvictionCache(Forward, Cache):
         self.decoder = decoder_of(model)
         if pool is not None:
             pool.check(self.decoder)
+            self.policy = self.policy.held_as(pool.kv_dtype)
         self.pool = pool
         if self.gates is not None:
             check_geometry(model, self.gates)

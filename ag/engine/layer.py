@@ -148,8 +148,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             return 0
         pool, seen = self.store.pool, self.columns_seen
         columns = seen if self.window is None else min(seen, self.window - 1)
-        token = sum(x.shape[2] * x.element_size() for x in (pool.keys, pool.values))
-        return self.store.batch * self.store.kv_heads * columns * token
+        return self.store.batch * self.store.kv_heads * columns * pool.token_nbytes
 
     @property
     def scoring_seconds(self) -> float:
@@ -309,7 +308,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         """Store the new tokens, in place of what none of their queries sees."""
         call, now, gate = step.unrotated, step.now, self._said(step)
         if self.store is None:
-            pool = self.pool or Pool.growing(call.k, call.v)
+            pool = self.pool or Pool.growing(call.k, call.v, self.policy.kv_dtype)
             pool.check_tokens(call.k, call.v)
             self.store, self.window = self._new_store(len(call.k), call.k.shape[1], pool), call.window
         keep, width = now.real[:, None] if now.padded else None, now.ranks.shape[1]
@@ -354,6 +353,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
                 self._settled = True
             step.held = None  # what is written can have its memory
             self.store.write()
+        self.store.rest()
 
     def _closes(self, step: Step) -> bool:
         """Tell whether later queries of a prompt see no more than those behind it."""
@@ -611,11 +611,13 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         decoder = self.rotation.decoder
         geometry, device = fingerprint(decoder.config), held["keys"].device.type
         types = {decoder.dtype} | ({torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set())
-        for name in ("keys", "values"):
-            if held[name].dtype not in types or held[name].shape[1:] != (geometry["head_dim"],):
+        token = (held["keys"], held["values"]) if self.policy.kv_dtype == "float" else held["token"]
+        for name, x in zip(("keys", "values"), token, strict=True):
+            if x.dtype not in types or x.shape[1:] != (geometry["head_dim"],):
                 raise ValueError(name)
         batch, rest = divmod(len(held["lengths"]), geometry["num_kv_heads"])
         if rest:
             raise ValueError("lengths")
-        self.store = self._new_store(batch, geometry["num_kv_heads"], Pool.growing(held["keys"], held["values"]))
+        pool = Pool.growing(token[0], token[1], self.policy.kv_dtype)
+        self.store = self._new_store(batch, geometry["num_kv_heads"], pool)
         self.store.load_state_dict(held)

@@ -20,9 +20,10 @@ from ag.engine.spec import FLAGS, PolicySpec, check_known, parse_budget
 from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
+from ag.kernels.codes import KVDtype
 
-#: Options of every policy; all but ``positions`` need a budget.
-ENGINE = ("positions", "evict_before_attend", "strict", "budget_of")
+#: Options of every policy; all but the first two need a budget.
+ENGINE = ("positions", "kv_dtype", "evict_before_attend", "strict", "budget_of")
 
 Option = str | int | float | bool | None
 Part = TypeVar("Part", bound=Scorer | Allocator)
@@ -39,6 +40,7 @@ class Policy:
         schedule: when something is evicted; see :func:`policy`.
         options: what else was given: ``positions``, ``evict_before_attend`` and hyper-parameters of the parts.
         positions: what keys are rotated by: their place in the text, or their slot among what a head holds.
+        kv_dtype: how keys and values are held: as they come, or in codes of 8 or 4 bits.
         evict_before_attend: whether queries attend to what is kept (and to themselves) instead of to all that is held
             when they come.
         strict: whether a budget below what is protected is an error; else what is protected stays, and is more.
@@ -53,6 +55,7 @@ class Policy:
     schedule: str = "prefill"
     options: Mapping[str, Option] = field(default_factory=dict, hash=False)
     positions: Literal["original", "slot"] = field(default="original", compare=False)
+    kv_dtype: KVDtype = field(default="float", compare=False)
     evict_before_attend: bool = field(default=False, compare=False)
     strict: bool = field(default=False, compare=False)
     budget_of: Literal["prompt", "seen"] = field(default="prompt", compare=False)
@@ -89,6 +92,17 @@ class Policy:
     def with_tokenizer(self, tokenizer: Any) -> Policy:
         """Return the policy with what it needs of the model's tokenizer: the instructions of ``kvzip``."""
         return self if self.scorer is None else replace(self, scorer=self.scorer.with_tokenizer(tokenizer))
+
+    def held_as(self, kv_dtype: KVDtype) -> Policy:
+        """Return the policy with keys and values held as a pool holds them."""
+        if kv_dtype == self.kv_dtype:
+            return self
+        if "kv_dtype" in self.options:
+            raise UserError(
+                f"{self!r}: the pool holds keys and values as {kv_dtype}; make it with ag.Pool(model, nbytes, "
+                f"{self.kv_dtype!r}), or leave kv_dtype out."
+            )
+        return replace(self, kv_dtype=kv_dtype, options={**self.options, "kv_dtype": kv_dtype})
 
     def trained_with(self, gates: AttentionGates) -> Policy:
         """Return the policy that ranks by these gates, and protects what they were trained to rely on."""
@@ -147,10 +161,11 @@ def policy(
         options: hyper-parameters of the parts, such as ``window=32``; see their classes. ``tau="llama2-7b-chat-4k"``
             looks up the published temperatures of ``preference`` for a model and a budget in tokens. Of every policy:
             ``positions="slot"`` rotates keys and queries by their slots in the cache instead of their places in the
-            text (StreamingLLM), so that a stream may run past the model's context; ``evict_before_attend=True`` lets
-            queries attend to what is kept, and to themselves, instead of to all that is held when they come (CAOTE,
-            Eq. 7); ``strict=True`` makes a budget below what is protected an error, instead of keeping what is
-            protected with a :class:`ag.errors.BudgetWarning`;
+            text (StreamingLLM), so that a stream may run past the model's context; ``kv_dtype="int8"`` or ``"int4"``
+            holds keys and values in codes of so many bits (:class:`ag.kernels.codes.Codes`), and scorers see what these
+            stand for; ``evict_before_attend=True`` lets queries attend to what is kept, and to themselves, instead of
+            to all that is held when they come (CAOTE, Eq. 7); ``strict=True`` makes a budget below what is protected an
+            error, instead of keeping what is protected with a :class:`ag.errors.BudgetWarning`;
             ``budget_of="seen"`` makes a share one of all tokens seen so far, instead of the prompt's.
 
     Raises:
@@ -176,7 +191,7 @@ def policy(
     if rest:
         made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
         own = {name for part in made for name in option_names(part)} - {"inner"} | set(_options(type(allocator)))
-        check_known(next(iter(rest)), sorted(own | set(ENGINE if made else ENGINE[:1])), "option", str(spec))
+        check_known(next(iter(rest)), sorted(own | set(ENGINE if made else ENGINE[:2])), "option", str(spec))
     if scorer is not None and scorer.rereader is not None:
         _check_reread(spec, schedule, engine)
     whole = Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
@@ -217,7 +232,7 @@ def _engine_options(spec: PolicySpec, budget: int | float | None, options: dict[
         known = {*BOUNDARY, *ENGINE, *option_names(SCORERS[spec.resolved().scorer])}
         for name in options:
             check_known(name, sorted(known), "option", str(spec))
-    idle = [*(options if spec.evicts else ()), *(name for name in ENGINE[1:] if name in engine)]
+    idle = [*(options if spec.evicts else ()), *(name for name in ENGINE[2:] if name in engine)]
     if idle and budget is None:
         why = "without a budget the gates' flags decide" if spec.evicts else "nothing is evicted"
         raise UserError(f"Policy '{spec}': {idle[0]} has no meaning, because {why}; leave it out.")

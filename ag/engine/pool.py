@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from ag.errors import UserError
+from ag.kernels.codes import RECENT, SINKS, Format, KVDtype, Near
 from ag.model.geometry import fingerprint
 from ag.model.hooks import decoder_of, device_of
 
@@ -57,42 +58,58 @@ class Pool:
         model: causal language model, whose keys and values it holds; all layers have one geometry, and lie on one
             device.
         nbytes: most that it may take; it takes that at once.
+        kv_dtype: ``float``: keys and values as the model makes them; ``int8``, ``int4``: codes of so many bits, see
+            :class:`ag.kernels.codes.Codes`.
+        sequences: that caches hold at most at once. Beside codes of 4 bits each has its newest tokens as they came, for
+            which so much of ``nbytes`` is left (:attr:`near_nbytes` of each KV head of each layer).
 
     Raises:
         UserError: when ``nbytes`` is less than one page.
     """
 
-    keys: Tensor  # [P, 16, D]
-    values: Tensor  # [P, 16, Dv]
+    keys: Tensor  # [P, 16, D], or bytes of codes [P, 16, n]
+    values: Tensor  # [P, 16, Dv], likewise
     ranks: Tensor  # [P, 16] int32
 
-    def __init__(self, model: nn.Module, nbytes: int) -> None:
+    def __init__(self, model: nn.Module, nbytes: int, kv_dtype: KVDtype = "float", sequences: int = 0) -> None:
+        if kv_dtype not in get_args(KVDtype):
+            raise UserError(f"Pool: kv_dtype={kv_dtype!r}: expected {' or '.join(get_args(KVDtype))}.")
         decoder = decoder_of(model)
         #: Of the model whose keys and values it holds; None: it grows, for one layer.
         self.geometry: dict[str, Any] | None = fingerprint(decoder.config)
         token = torch.empty(0, self.geometry["head_dim"], dtype=decoder.dtype, device=device_of(decoder))
-        self._make(token, token)
-        pages = nbytes // self.page_nbytes()
+        self._make(token, token, kv_dtype)
+        beside = sequences * len(decoder.layers) * self.geometry["num_kv_heads"] * self.near_nbytes
+        pages = (nbytes - beside) // self.page_nbytes()
         if pages < 1:
+            near = f" beside {beside} for the newest tokens of {sequences} sequences" if beside else ""
             raise UserError(
-                f"Pool: nbytes={nbytes}: expected at least {self.page_nbytes()}, which is one page of {PAGE} tokens of "
-                "a KV head; give more."
+                f"Pool: nbytes={nbytes}: expected at least {beside + self.page_nbytes()}, which is one page of {PAGE} "
+                f"tokens of a KV head{near}; give more."
             )
         self._resize(pages)
         self.fixed = True
 
     @classmethod
-    def growing(cls, key: Tensor, value: Tensor) -> Pool:
+    def growing(cls, key: Tensor, value: Tensor, kv_dtype: KVDtype = "float") -> Pool:
         """Return a pool that grows, for keys and values like these ``[..., D]`` and ``[..., Dv]``."""
         pool: Pool = object.__new__(cls)
         pool.geometry = None
-        pool._make(key, value)
+        pool._make(key, value, kv_dtype)
         return pool
 
-    def _make(self, key: Tensor, value: Tensor) -> None:
-        self.fixed = False
-        self.keys = key.new_empty(0, PAGE, key.shape[-1])
-        self.values = value.new_empty(0, PAGE, value.shape[-1])
+    def _make(self, key: Tensor, value: Tensor, kv_dtype: KVDtype) -> None:
+        self.fixed, self.kv_dtype = False, kv_dtype
+        #: A key and a value as the model makes them, of no tokens: ``[0, D]`` and ``[0, Dv]``.
+        self.token = key.new_empty(0, key.shape[-1]), value.new_empty(0, value.shape[-1])
+        #: How they are written; None: as they are.
+        self.format = Format.of(kv_dtype, key, value)
+        self.keys, self.values = (x.new_empty(0, PAGE, x.shape[1]) for x in self.token)
+        if self.format is not None:
+            self.keys, self.values = (
+                torch.empty(0, PAGE, codes.nbytes, dtype=torch.uint8, device=key.device)
+                for codes in (self.format.keys, self.format.values)
+            )
         self.ranks = torch.empty(0, PAGE, dtype=torch.int32, device=key.device)
         #: What gates say of each token, ``[P, 16]`` by type; made when a cache first asks.
         self.gates: dict[torch.dtype, Tensor] = {}
@@ -107,7 +124,7 @@ class Pool:
 
     def part(self, pages: Tensor) -> Pool:
         """Return a pool of its own that grows and has copies of these pages ``[n]``, which nobody holds yet."""
-        pool = Pool.growing(self.keys, self.values)
+        pool = Pool.growing(*self.token, self.kv_dtype)
         pool.keys, pool.values, pool.ranks = (x[pages.to(x.device)] for x in (self.keys, self.values, self.ranks))
         pool.gates = {kind: x[pages.to(x.device)] for kind, x in self.gates.items()}
         pool._references = torch.zeros(len(pages), dtype=torch.int32)
@@ -120,7 +137,7 @@ class Pool:
             UserError: when geometry, type or device differ.
         """
         here: dict[str, Any] = fingerprint(decoder.config) | {"dtype": decoder.dtype}
-        mine = (self.geometry or {}) | {"dtype": self.keys.dtype}
+        mine = (self.geometry or {}) | {"dtype": self.dtype}
         devices = {device_of(layer) for layer in decoder.layers}
         for name, value in here.items():
             if mine.get(name) != value:
@@ -141,13 +158,36 @@ class Pool:
         Raises:
             UserError: when types differ.
         """
-        if (key.dtype, value.dtype) != (self.keys.dtype, self.values.dtype):
+        if (key.dtype, value.dtype) != tuple(x.dtype for x in self.token):
             raise UserError(
-                f"Pool: it holds {self.keys.dtype}, and the model computed keys of {key.dtype} and values of "
+                f"Pool: it holds {self.dtype}, and the model computed keys of {key.dtype} and values of "
                 f"{value.dtype}; use the cache without torch.autocast, or without pool."
             )
 
     # ---- its size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values as the model makes them."""
+        return self.token[0].dtype
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of a key and a value as the model makes them."""
+        return sum(x.shape[1] * x.element_size() for x in self.token)
+
+    @property
+    def near_nbytes(self) -> int:
+        """Bytes that a row takes beside its pages, for what it holds of the newest and first tokens as they came."""
+        near = self.near(1)
+        return 0 if near is None else sum(x.nbytes for x in near)
+
+    def near(self, rows: int, count: int = SINKS + RECENT) -> Near | None:
+        """Return room for so many near tokens of rows; None: codes alone are read, or there are none."""
+        if self.format is None or not self.format.near:
+            return None
+        keys, values = (x.new_zeros(rows, count, x.shape[1]) for x in self.token)
+        return Near(keys, values, torch.full((rows, count), -1, dtype=torch.int32, device=keys.device))
 
     @property
     def size(self) -> int:

@@ -30,12 +30,11 @@ def paged_attend(
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
-    mixed = None if q.dtype == pages.keys.dtype == pages.values.dtype else "queries, keys and values differ in type"
     version = pick(
         "paged_attend",
         {
-            "triton": mixed or no_triton(q, pages.values),
-            "cpp": cpu.unavailable(*pages.columns),
+            "triton": pages.mixed(q) or no_triton(q, widest=pages.channels[1]),
+            "cpp": cpu.unavailable(pages),
             "reference": None,
         },
     )

@@ -8,10 +8,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <type_traits>
 #include <vector>
 
-#include "native.h"
+#include "pages.h"
 
 namespace {
 
@@ -20,10 +19,9 @@ constexpr int64_t TILE = 64;            // slots between two looks at the maxima
 constexpr float LEAST = -std::numeric_limits<float>::max();
 
 struct Rows {
-  const int32_t* ranks;
+  const Pages& pages;
   const bool* gate;  // null: gates do not matter
-  const int32_t *table, *lengths;
-  int64_t group, count, dim, width, stride, page, window, recent;  // count: queries of a head; window, recent 0: none
+  int64_t group, count, window, recent;  // count: queries of a head; window, recent 0: none
 };
 
 // What a block of queries sees and has seen; each array has a number for each query, `lanes` of them in use.
@@ -33,15 +31,6 @@ struct Block {
   float most[QUERIES], sum[QUERIES];
   int32_t last = -1, first = std::numeric_limits<int32_t>::max();  // of all: the largest `at`, the smallest `open`
 };
-
-inline void widen_rows(const float*, int64_t, float*) {}
-
-template <typename T>
-void widen_rows(const T* x, int64_t size, float* wide) {
-  int64_t d = 0;
-  for (; d + LANES <= size; d += LANES) store(wide + d, load(x + d));
-  for (; d < size; ++d) wide[d] = widen(x[d]);
-}
 
 // s[t][...] = <q, k_t> of R registers of queries, q [dim][QUERIES] and s [T][QUERIES], of N tokens.
 template <int R, int N>
@@ -63,22 +52,22 @@ void dots(const float* q, const float* keys, int64_t count, int64_t dim, float* 
   for (; t < count; ++t) dot<R, 1>(q, keys + t * dim, dim, s + t * QUERIES);
 }
 
-// The parts of slots [slot, end) that some query may see.
-void find_parts(const Rows& rows, const Block& block, const int32_t* pages, int64_t slot, int64_t end,
+// The parts of slots [slot, end) of a row that some query may see.
+void find_parts(const Pages& pages, const Block& block, int64_t row, int64_t slot, int64_t end,
                 std::vector<Part>& parts) {
   parts.clear();
-  for (int64_t begin = slot, count; slot < end; slot += count) {
-    count = std::min(rows.page - slot % rows.page, end - slot);
-    const int64_t start = pages[slot / rows.page] * rows.page + slot % rows.page;
-    const auto [low, high] = std::minmax_element(rows.ranks + start, rows.ranks + start + count);
-    if (*low <= block.last && *high > block.first) parts.push_back({start, count, slot - begin});
+  for (int64_t begin = slot; slot < end;) {
+    const Part p = pages.part(row, slot, end, begin);
+    const auto [low, high] = std::minmax_element(pages.ranks + p.start, pages.ranks + p.start + p.count);
+    if (*low <= block.last && *high > block.first) parts.push_back(p);
+    slot += p.count;
   }
 }
 
 // Logits of a part become -infinity where a query does not see the token.
 void hide(const Rows& rows, const Block& block, const Part& p, float* s) {
   for (int64_t t = 0; t < p.count; ++t) {
-    const int32_t rank = rows.ranks[p.start + t];
+    const int32_t rank = rows.pages.ranks[p.start + t];
     const int32_t* low = rows.gate && !rows.gate[p.start + t] ? block.closed : block.open;
     float* of_token = s + t * QUERIES;
 #pragma omp simd
@@ -117,17 +106,20 @@ void weigh(const std::vector<Part>& parts, int64_t width, Block& block, float* s
 
 // Room that a thread has for a block.
 struct Room {
-  std::vector<float> q, s, wide, out;
+  std::vector<float> q, s, read, out;
   std::vector<Part> parts;
-  explicit Room(const Rows& rows)
-      : q(rows.dim * QUERIES), s(TILE * QUERIES), wide(rows.page * rows.dim), out(QUERIES * rows.width) {}
+  explicit Room(const Pages& pages)
+      : q(pages.keys.width * QUERIES),
+        s(TILE * QUERIES),
+        read(pages.page * std::max(pages.keys.width, pages.values.width)),
+        out(QUERIES * pages.values.width) {}
 };
 
-template <typename T>
-void attend(const Rows& rows, const float* q, const T* keys, const T* values, const int32_t* at, int64_t row,
-            int64_t first, Room& room, float* out) {
-  const int64_t all = rows.group * rows.count, dim = rows.dim, width = rows.width;
-  const int64_t queries = std::min(QUERIES, all - first);
+void attend(const Rows& rows, const float* q, const int32_t* at, int64_t row, int64_t first, Room& room, float* out) {
+  const Pages& pages = rows.pages;
+  const int64_t all = rows.group * rows.count, dim = pages.keys.width, width = pages.values.width;
+  const int64_t queries = std::min(QUERIES, all - first), length = pages.lengths[row];
+  const int32_t far = pages.far(row);
   Block block;
   block.lanes = (queries + LANES - 1) / LANES * LANES;
   std::fill(room.q.begin(), room.q.end(), 0.0f);
@@ -145,30 +137,26 @@ void attend(const Rows& rows, const float* q, const T* keys, const T* values, co
     block.first = std::min(block.first, block.open[i]);
     for (int64_t d = 0; d < dim; ++d) room.q[d * QUERIES + i] = q[(row * all + first + i) * dim + d];
   }
-  const int64_t length = rows.lengths[row];
   float* s = room.s.data();
   for (int64_t slot = 0; slot < length; slot += TILE) {
-    find_parts(rows, block, rows.table + row * rows.stride, slot, std::min(slot + TILE, length), room.parts);
+    find_parts(pages, block, row, slot, std::min(slot + TILE, length), room.parts);
     if (room.parts.empty()) continue;
     for (const Part& p : room.parts) {
-      fetch(values + p.start * width, p.count * width * sizeof(T));
-      const float* wide = room.wide.data();
-      if constexpr (std::is_same_v<T, float>)
-        wide = keys + p.start * dim;
-      else
-        widen_rows(keys + p.start * dim, p.count * dim, room.wide.data());
+      fetch(pages.values.data + p.start * pages.values.bytes, p.count * pages.values.bytes);
+      const float* keys = numbers(pages, pages.keys, row, p, far, room.read.data());
       float* of_part = s + p.offset * QUERIES;
       int64_t lane = 0;
       for (; lane + 2 * LANES <= block.lanes; lane += 2 * LANES)
-        dots<2>(room.q.data() + lane, wide, p.count, dim, of_part + lane);
-      if (lane < block.lanes) dots<1>(room.q.data() + lane, wide, p.count, dim, of_part + lane);
+        dots<2>(room.q.data() + lane, keys, p.count, dim, of_part + lane);
+      if (lane < block.lanes) dots<1>(room.q.data() + lane, keys, p.count, dim, of_part + lane);
       hide(rows, block, p, of_part);
     }
     weigh(room.parts, width, block, s, room.out.data());
     for (const Part& p : room.parts) {
       const float* of_part = s + p.offset * QUERIES;
+      const float* values = numbers(pages, pages.values, row, p, far, room.read.data());
       for (int64_t i = 0; i < queries; i += 4)  // the last ones may be no queries, whose weights are 0
-        mix<4, 1, QUERIES>(of_part + i, values + p.start * width, p.count, width, room.out.data() + i * width);
+        mix<4, 1, QUERIES>(of_part + i, values, p.count, width, room.out.data() + i * width);
     }
   }
   for (int64_t i = 0; i < queries; ++i)
@@ -178,24 +166,17 @@ void attend(const Rows& rows, const float* q, const T* keys, const T* values, co
 
 }  // namespace
 
-// q [R, G, count, D] float32, scaled already; keys [P, page, D], values [P, page, Dv] of a type (0 float32, 1 bfloat16,
-// 2 float16), ranks [P, page], gate [P, page] or null; table, its rows `stride` apart; lengths [R]; at [R / heads, count]:
-// ranks of the queries; window and recent 0 for none; out [R, G, count, Dv] float32. All but the table contiguous.
-extern "C" void paged_attend(int64_t type, const float* q, const void* keys, const void* values, const int32_t* ranks,
-                             const bool* gate, const int32_t* table, const int32_t* lengths, const int32_t* at,
-                             int64_t number, int64_t heads, int64_t group, int64_t count, int64_t dim, int64_t width,
-                             int64_t stride, int64_t page, int64_t window, int64_t recent, int64_t threads, float* out) {
-  const Rows rows = {ranks, gate, table, lengths, group, count, dim, width, stride, page, window, recent};
-  const int64_t blocks = (group * count + QUERIES - 1) / QUERIES;
-  by_type(type, [&](auto kind) {
-    using T = decltype(kind);
+// q [pages.rows, G, count, D] float32, scaled already; gate [P, page] or null; at [rows / heads, count]: ranks of the
+// queries; window and recent 0 for none; out [rows, G, count, Dv] float32. All contiguous.
+extern "C" void paged_attend(const Pages* pages, const float* q, const bool* gate, const int32_t* at, int64_t heads,
+                             int64_t group, int64_t count, int64_t window, int64_t recent, int64_t threads, float* out) {
+  const Rows rows = {*pages, gate, group, count, window, recent};
+  const int64_t blocks = (group * count + QUERIES - 1) / QUERIES, number = pages->rows;
 #pragma omp parallel num_threads(threads) if (threads > 1 && number * blocks > 1)
-    {
-      Room room(rows);
+  {
+    Room room(*pages);
 #pragma omp for schedule(dynamic)
-      for (int64_t i = 0; i < number * blocks; ++i)
-        attend(rows, q, static_cast<const T*>(keys), static_cast<const T*>(values), at + i / blocks / heads * count,
-               i / blocks, i % blocks * QUERIES, room, out);
-    }
-  });
+    for (int64_t i = 0; i < number * blocks; ++i)
+      attend(rows, q, at + i / blocks / heads * count, i / blocks, i % blocks * QUERIES, room, out);
+  }
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ag.kernels.pages import Pages, gathered
+from ag.kernels.pages import Pages, gathered, read
 
 BLOCK = 256  # queries that meet the rows at once
 
@@ -14,12 +14,11 @@ def reference_paged_attend(
     q: Tensor, pages: Pages, ranks: Tensor, scaling: float, window: int | None = None, recent: int | None = None
 ) -> Tensor:
     """Compute :func:`ag.kernels.paged_attend.paged_attend` as ``softmax(scaling q K^T + mask) V`` of each row."""
-    keys, values, held, gate, table, lengths = pages
-    acc, rows = torch.promote_types(q.dtype, torch.float32), len(table)
-    index, there = gathered(table, lengths, keys.shape[1])
+    acc, rows, gate = torch.promote_types(q.dtype, torch.float32), len(pages.table), pages.gate
+    index, there = gathered(pages.table, pages.lengths, pages.keys.shape[1])
     # what lies in free slots may be no number
-    k, v = (x.flatten(0, 1)[index].to(acc).masked_fill(~there[:, :, None], 0) for x in (keys, values))
-    k, v, held = k[:, None], v[:, None], held.flatten()[index][:, None, None]
+    k, v = (x.to(acc).masked_fill(~there[:, :, None], 0)[:, None] for x in read(pages, index))
+    held = pages.ranks.flatten()[index][:, None, None]
     outs = []
     for some, of_sequence in zip(q.split(BLOCK, 2), ranks.split(BLOCK, 1), strict=True):
         at = of_sequence.repeat_interleave(rows // len(ranks), 0)[:, None, :, None]

@@ -8,16 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ag.kernels.dispatch import interpreting
-from ag.kernels.paged_decode.triton import CHUNKS, combine
+from ag.kernels.paged_decode.triton import CHUNKS, code_arguments, combine
 from ag.kernels.pages import Pages
-from ag.kernels.tiles import FLOAT32, load_places, load_rows, mix, places
+from ag.kernels.tiles import FLOAT32, load_rows, load_tokens, mix, near, places
 from ag.kernels.tuned import LOG2E, Tuned, padded, size_class
 
 
 @triton.jit(do_not_specialize=["stride", "chunk", "chunks", "blocks", "size", "window", "recent", "T", "GT"])
-def _attend(q, keys, values, held, gate, table, lengths, at, partial, lse, scale, stride, chunk, chunks, blocks, size,
+def _attend(q, keys, values, gate, table, lengths, at, partial, lse, scale, stride, chunk, chunks, blocks, size,
             window, recent, T, GT, heads, QUERIES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
-            EP: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+            EP: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr,
+            VALUE_GROUP: tl.constexpr, held, near_keys, near_values, near_ranks, NEAR: tl.constexpr,
+            ROWS: tl.constexpr):  # fmt: skip
     """Attend from a block of the GT queries of a row to one chunk of it; nothing is left of chunks behind its end."""
     item = tl.program_id(0)
     piece, block = item % chunks, item // chunks % blocks
@@ -37,7 +39,11 @@ def _attend(q, keys, values, held, gate, table, lengths, at, partial, lse, scale
         slots = n + tl.arange(0, ROWS)
         there = slots < stop
         where = places(table, slots, there, PAGE)
-        s = tl.dot(queries, tl.trans(load_places(keys, where, there, D, DP)), input_precision=FLOAT32) * scale
+        place, close = where, there
+        if NEAR > 0:
+            place, close = near(near_ranks, tl.load(held + where, mask=there, other=0), row, there, NEAR)
+        k = load_tokens(keys, where, there, near_keys, place, close, q.dtype.element_ty, D, DP, BITS, KEY_GROUP)
+        s = tl.dot(queries, tl.trans(k), input_precision=FLOAT32) * scale
         rank = tl.load(held + where, mask=there, other=0)[None, :]
         seen = there[None, :] & (rank <= own)
         if window is not None:
@@ -46,7 +52,8 @@ def _attend(q, keys, values, held, gate, table, lengths, at, partial, lse, scale
             opened = tl.load(gate + where, mask=there, other=0)[None, :] != 0
             seen = seen & (opened | (rank > own - recent))
         s = tl.where(seen, s, float("-inf"))
-        total, largest, mixed = mix(s, load_places(values, where, there, E, EP), total, largest, mixed)
+        v = load_tokens(values, where, there, near_values, place, close, q.dtype.element_ty, E, EP, BITS, VALUE_GROUP)
+        total, largest, mixed = mix(s, v, total, largest, mixed)
     empty = total == 0.0
     mixed = mixed / tl.where(empty, 1.0, total)[:, None]
     dims, left = tl.arange(0, EP), (row * chunks + piece) * GT + number
@@ -56,7 +63,7 @@ def _attend(q, keys, values, held, gate, table, lengths, at, partial, lse, scale
     tl.store(lse + left, sums, mask=number < GT)
 
 
-ATTEND = Tuned(_attend, ["QUERIES", "D", "E", "size"])
+ATTEND = Tuned(_attend, ["QUERIES", "D", "E", "BITS", "size"])
 
 
 @torch.compiler.disable
@@ -64,26 +71,26 @@ def triton_paged_attend(
     q: Tensor, pages: Pages, ranks: Tensor, scaling: float, window: int | None = None, recent: int | None = None
 ) -> Tensor:
     """Do what :func:`ag.kernels.paged_attend.paged_attend` does on the card, which is never waited for."""
-    keys, values, held, gate, table, lengths = pages
-    (batch, heads, count, dim), (rows, most), (page, width) = q.shape, table.shape, values.shape[1:]
+    (batch, heads, count, dim), (rows, most) = q.shape, pages.table.shape
+    page, width = pages.keys.shape[1], pages.channels[1]
     slots, queries = most * page, batch * heads // rows * count
     large = (q.element_size() > 2) + (max(dim, width) > 128)  # so that a block's output fits in registers
     block = min(padded(queries), 16 if interpreting() else 64 >> large)
     blocks = triton.cdiv(queries, block)
     chunk = 32 if interpreting() else max(256, triton.next_power_of_2(rows * blocks * slots // CHUNKS + 1))
     chunks = triton.cdiv(slots, chunk)
-    gates = None if gate is None or recent is None else gate.view(torch.uint8)
+    gates = None if pages.gate is None or recent is None else pages.gate.view(torch.uint8)
     partial = torch.empty(rows * chunks, queries, width, dtype=torch.float32, device=q.device)
     lse = torch.empty(rows * chunks, queries, dtype=torch.float32, device=q.device)
     out = torch.empty(batch, heads, count, width, dtype=q.dtype, device=q.device)
-    lengths = lengths.contiguous()
+    lengths = pages.lengths.contiguous()
     if chunks:
         ATTEND(
             lambda meta: (rows * blocks * chunks,),
-            *(q.contiguous(), keys.contiguous(), values.contiguous(), held, gates, table, lengths),
-            *(ranks.int().contiguous(), partial, lse, scaling * LOG2E, table.stride(0), chunk, chunks, blocks),
+            *(q.contiguous(), pages.keys.contiguous(), pages.values.contiguous(), gates, pages.table, lengths),
+            *(ranks.int().contiguous(), partial, lse, scaling * LOG2E, pages.table.stride(0), chunk, chunks, blocks),
             *(size_class(slots), window, recent, count, queries, rows // batch, block),
-            *(dim, padded(dim), width, padded(width), page),
+            *(dim, padded(dim), width, padded(width), page, *code_arguments(pages)),
         )
     with torch.cuda.device_of(q):
         combine[(rows * queries,)](

@@ -10,20 +10,17 @@ from torch import Tensor
 from ag.kernels.dispatch import no_triton, pick
 from ag.kernels.paged_decode import cpu
 from ag.kernels.paged_decode.reference import reference_paged_decode
+from ag.kernels.pages import Pages
 
 
-def paged_decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scaling: float) -> Tensor:
+def paged_decode(q: Tensor, pages: Pages, scaling: float) -> Tensor:
     """Attend from one query per sequence to all that its rows hold.
 
-    Row ``b * Hkv + h`` is KV head h of sequence b; its slot t lies in page ``table[r, t // page]``, at place
-    ``t % page``. The host knows no length: how work is cut follows from the width of the table.
+    The host knows no length: how work is cut follows from the width of the table.
 
     Args:
         q: ``[B, H, 1, D]``; query head h reads KV head h // (H / Hkv).
-        keys: ``[P, page, D]``, a column of a pool, like the next.
-        values: ``[P, page, Dv]``.
-        table: ``[R, most]`` int32, R = B Hkv, the pages of each row; behind a row's last page anything.
-        lengths: ``[R]`` int32, slots that hold a token; a row of none gives 0.
+        pages: the rows; one of no tokens gives 0.
         scaling: factor of the logits.
 
     Returns:
@@ -32,12 +29,10 @@ def paged_decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
-    return _run(q, keys, values, table, lengths, scaling, None)
+    return _run(q, pages, scaling, None)
 
 
-def paged_decode_weights(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scaling: float
-) -> tuple[Tensor, Tensor]:
+def paged_decode_weights(q: Tensor, pages: Pages, scaling: float) -> tuple[Tensor, Tensor]:
     """Do what :func:`paged_decode` does, with its arguments, and hand out the weights; no key is read again for them.
 
     Returns:
@@ -47,18 +42,21 @@ def paged_decode_weights(
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
-    slots = table.shape[1] * keys.shape[1]
+    slots = pages.table.shape[1] * pages.keys.shape[1]
     weights = torch.empty(*q.shape[:2], slots, dtype=torch.float32, device=q.device)
-    return _run(q, keys, values, table, lengths, scaling, weights), weights
+    return _run(q, pages, scaling, weights), weights
 
 
-def _run(q: Tensor, keys: Tensor, values: Tensor, *others: Any) -> Tensor:
-    mixed = None if q.dtype == keys.dtype == values.dtype else "queries, keys and values differ in type"
+def _run(q: Tensor, pages: Pages, *others: Any) -> Tensor:
     version = pick(
         "paged_decode",
-        {"triton": mixed or no_triton(q, values), "cpp": cpu.unavailable(keys, values), "reference": None},
+        {
+            "triton": pages.mixed(q) or no_triton(q, widest=pages.channels[1]),
+            "cpp": cpu.unavailable(pages),
+            "reference": None,
+        },
     )
     attend = {"cpp": cpu.paged_decode}.get(version, reference_paged_decode)
     if version == "triton":
         from ag.kernels.paged_decode.triton import triton_paged_decode as attend
-    return attend(q, keys, values, *others)
+    return attend(q, pages, *others)

@@ -12,19 +12,34 @@
 #include <type_traits>
 #include <vector>
 
-#include "native.h"
+#include "pages.h"
 
 namespace {
 
 constexpr int64_t CHUNK = 256;
 constexpr int64_t AHEAD = 2;  // pages
 
-// scores[n][t] = <q_n, k_t>, of N queries; meanwhile the page `next` is fetched, where there is one.
-template <int N, typename T>
-void dot(const float* q, const T* keys, int64_t count, int64_t dim, float* scores, const T* next) {
-  for (int64_t t = 0; t < count; ++t) {
-    const T* key = keys + t * dim;
-    if (next) fetch(next + t * dim, dim * sizeof(T));
+// scores[n][t] = <q_n, k_t>, of N queries; meanwhile `step` bytes a token are fetched from `next` on, where there is
+// something.
+template <int N>
+void dot(const float* q, const float* keys, int64_t count, int64_t dim, float* scores, const char* next, int64_t step) {
+  int64_t t = 0;
+  for (; t + 4 <= count && dim % LANES == 0; t += 4) {
+    if (next) fetch(next + t * step, 4 * step);
+    Lanes sums[N][4] = {};
+    for (int64_t d = 0; d < dim; d += LANES)
+      for (int i = 0; i < 4; ++i) {
+        const Lanes k = load(keys + (t + i) * dim + d);
+        for (int n = 0; n < N; ++n) sums[n][i] += load(q + n * dim + d) * k;
+      }
+    for (int n = 0; n < N; ++n) {
+      const Four four = totals(sums[n]);
+      std::memcpy(scores + n * CHUNK + t, &four, sizeof four);
+    }
+  }
+  for (; t < count; ++t) {
+    const float* key = keys + t * dim;
+    if (next) fetch(next + t * step, step);
     Lanes sums[N] = {};
     int64_t d = 0;
     for (; d + LANES <= dim; d += LANES) {
@@ -33,7 +48,7 @@ void dot(const float* q, const T* keys, int64_t count, int64_t dim, float* score
     }
     for (int n = 0; n < N; ++n) {
       float sum = total(sums[n]);
-      for (int64_t e = d; e < dim; ++e) sum += q[n * dim + e] * widen(key[e]);
+      for (int64_t e = d; e < dim; ++e) sum += q[n * dim + e] * key[e];
       scores[n * CHUNK + t] = sum;
     }
   }
@@ -53,48 +68,46 @@ struct Chunk {
   int64_t row, offset, count;  // slots [offset, offset + count) of the row
 };
 
-void find_parts(const Chunk& c, const int32_t* pages, int64_t page, std::vector<Part>& parts) {
-  parts.clear();
-  for (int64_t slot = c.offset, end = c.offset + c.count; slot < end; slot += parts.back().count)
-    parts.push_back({pages[slot / page] * page + slot % page, std::min(page - slot % page, end - slot), slot - c.offset});
-}
-
-template <typename T>
-void attend(const float* q, const T* keys, const T* values, const int32_t* table, const int32_t* lengths, int64_t rows,
-            int64_t group, int64_t dim, int64_t width, int64_t stride, int64_t slots, int64_t page, int64_t threads,
-            float* out, float* weights) {
+void attend(const Pages& pages, const float* q, int64_t group, int64_t slots, int64_t threads, float* out,
+            float* weights) {
+  const int64_t rows = pages.rows, dim = pages.keys.width, width = pages.values.width;
   const int64_t partial = group * (width + 2);  // per chunk: the mixes, then maxima, then sums
   std::vector<Chunk> chunks;
   std::vector<int64_t> first(rows + 1, 0);
   for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t t = 0; t < lengths[row]; t += CHUNK)
-      chunks.push_back({row, t, std::min<int64_t>(CHUNK, lengths[row] - t)});
+    for (int64_t t = 0; t < pages.lengths[row]; t += CHUNK)
+      chunks.push_back({row, t, std::min<int64_t>(CHUNK, pages.lengths[row] - t)});
     first[row + 1] = static_cast<int64_t>(chunks.size());
   }
   const int64_t pieces = static_cast<int64_t>(chunks.size());
   std::vector<float> partials(pieces * partial);
 #pragma omp parallel num_threads(threads) if (threads > 1 && pieces > 1)
   {
-    std::vector<float> scores(group * CHUNK);
+    std::vector<float> scores(group * CHUNK), room(pages.page * std::max(dim, width));
     std::vector<Part> parts;
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < pieces; ++i) {
       const Chunk c = chunks[i];
       float *mixes = partials.data() + i * partial, *maxima = mixes + group * width, *sums = maxima + group;
-      find_parts(c, table + c.row * stride, page, parts);
+      const int32_t far = pages.far(c.row);
+      parts.clear();
+      for (int64_t slot = c.offset, end = c.offset + c.count; slot < end; slot += parts.back().count)
+        parts.push_back(pages.part(c.row, slot, end, c.offset));
       const int64_t number = static_cast<int64_t>(parts.size());
-      const auto coming = [&](int64_t visit) -> const T* {  // all pages of keys are visited, then those of values
-        if (visit < number) return keys + parts[visit].start * dim;
-        return visit < 2 * number ? values + parts[visit - number].start * width : nullptr;
+      // All pages of keys are visited, then those of values.
+      const auto visit = [&](int64_t turn, const auto& work) {
+        const auto column = [&](int64_t n) -> const Column& { return n < number ? pages.keys : pages.values; };
+        const auto part = [&](int64_t n) -> const Part& { return parts[n % number]; };
+        const int64_t ahead = turn + AHEAD, step = column(ahead).bytes;
+        const char* next = ahead < 2 * number ? column(ahead).data + part(ahead).start * step : nullptr;
+        const float* x = numbers(pages, column(turn), c.row, part(turn), far, room.data());
+        by_four(group, [&](auto some, int64_t g) { work(some, g, part(turn), x, g ? nullptr : next, step); });
       };
-      for (int64_t j = 0; j < number; ++j) {
-        const Part& p = parts[j];
-        const T* next = coming(j + AHEAD);
-        by_four(group, [&](auto some, int64_t g) {
-          dot<some>(q + (c.row * group + g) * dim, keys + p.start * dim, p.count, dim,
-                    scores.data() + g * CHUNK + p.offset, g ? nullptr : next);
+      for (int64_t j = 0; j < number; ++j)
+        visit(j, [&](auto some, int64_t g, const Part& p, const float* keys, const char* next, int64_t step) {
+          const float* queries = q + (c.row * group + g) * dim;
+          dot<some>(queries, keys, p.count, dim, scores.data() + g * CHUNK + p.offset, next, step);
         });
-      }
       for (int64_t g = 0; g < group; ++g) {
         float* s = scores.data() + g * CHUNK;
         float most = s[0], sum = 0;
@@ -108,14 +121,11 @@ void attend(const float* q, const T* keys, const T* values, const int32_t* table
         maxima[g] = most;
         sums[g] = sum;
       }
-      for (int64_t j = 0; j < number; ++j) {
-        const Part& p = parts[j];
-        const T* next = coming(number + j + AHEAD);
-        by_four(group, [&](auto some, int64_t g) {
-          mix<some, CHUNK, 1>(scores.data() + g * CHUNK + p.offset, values + p.start * width, p.count, width,
-                              mixes + g * width, g ? nullptr : next);
+      for (int64_t j = number; j < 2 * number; ++j)
+        visit(j, [&](auto some, int64_t g, const Part& p, const float* values, const char* next, int64_t step) {
+          const float* s = scores.data() + g * CHUNK + p.offset;
+          mix<some, CHUNK, 1>(s, values, p.count, width, mixes + g * width, next, step);
         });
-      }
       for (int64_t g = 0; g < group && weights; ++g)
         std::copy_n(scores.data() + g * CHUNK, c.count, weights + (c.row * group + g) * slots + c.offset);
     }
@@ -140,21 +150,15 @@ void attend(const float* q, const T* keys, const T* values, const int32_t* table
         const float share = exp_negative(partials[i * partial + group * width + g] - most) / sum;
         for (int64_t t = 0; t < chunks[i].count; ++t) w[chunks[i].offset + t] *= share;
       }
-      std::fill(w + lengths[row], w + slots, 0.0f);
+      std::fill(w + pages.lengths[row], w + slots, 0.0f);
     }
 }
 
 }  // namespace
 
-// q [R, G, D] float32, scaled already; keys [P, page, D], values [P, page, Dv] of a type (0 float32, 1 bfloat16,
-// 2 float16); table [R, slots / page], its rows `stride` apart; lengths [R]; out [R, G, Dv] float32; weights
-// [R, G, slots] float32, or null where nobody wants them. All but the table contiguous.
-extern "C" void paged_decode(int64_t type, const float* q, const void* keys, const void* values, const int32_t* table,
-                             const int32_t* lengths, int64_t rows, int64_t group, int64_t dim, int64_t width,
-                             int64_t stride, int64_t slots, int64_t page, int64_t threads, float* out, float* weights) {
-  by_type(type, [&](auto kind) {
-    using T = decltype(kind);
-    attend(q, static_cast<const T*>(keys), static_cast<const T*>(values), table, lengths, rows, group, dim, width,
-           stride, slots, page, threads, out, weights);
-  });
+// q [pages.rows, G, D] float32, scaled already; out [rows, G, Dv] float32; weights [rows, G, slots] float32, or null
+// where nobody wants them. All contiguous.
+extern "C" void paged_decode(const Pages* pages, const float* q, int64_t group, int64_t slots, int64_t threads,
+                             float* out, float* weights) {
+  attend(*pages, q, group, slots, threads, out, weights);
 }

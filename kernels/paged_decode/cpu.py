@@ -8,34 +8,28 @@ import torch
 from torch import Tensor
 
 from ag.kernels import native
+from ag.kernels.pages import Pages
+from ag.kernels.pages import native as native_pages
 
 KERNEL = native.Kernel(Path(__file__).with_name("cpu.cpp"))
 
 
-def paged_decode(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    scaling: float,
-    weights: Tensor | None = None,
-) -> Tensor:
+def paged_decode(q: Tensor, pages: Pages, scaling: float, weights: Tensor | None = None) -> Tensor:
     """Compute :func:`ag.kernels.paged_decode.paged_decode` on the CPU in one pass over what is held."""
-    batch, heads, _, dim = q.shape
-    rows, most = table.shape
-    page, width = values.shape[1:]
-    out = torch.empty(batch, heads, 1, width)
+    batch, heads, _, _ = q.shape
+    rows, most = pages.table.shape
+    out = torch.empty(batch, heads, 1, pages.channels[1])
+    pages = pages._replace(lengths=pages.lengths.contiguous())
     KERNEL(
-        *(native.TYPES[keys.dtype], q.float().contiguous() * scaling, keys, values, table, lengths.contiguous()),
-        *(rows, batch * heads // rows, dim, width, table.stride(0), most * page, page, torch.get_num_threads()),
-        *(out, weights),
+        *(native_pages(pages), q.float().contiguous() * scaling, batch * heads // rows),
+        *(most * pages.keys.shape[1], torch.get_num_threads(), out, weights),
     )
     return out.to(q.dtype)
 
 
-def unavailable(keys: Tensor, values: Tensor, *others: Tensor, kernel: native.Kernel = KERNEL) -> str | None:
-    """Return why a C++ kernel cannot run on such columns of a pool, or None."""
-    if keys.dtype not in native.TYPES or values.dtype != keys.dtype:
-        return f"keys of {keys.dtype} and values of {values.dtype} are not both float32, bfloat16 or float16"
-    return kernel.unavailable(keys, values, *others, in_place=True)
+def unavailable(pages: Pages, *others: Tensor, kernel: native.Kernel = KERNEL) -> str | None:
+    """Return why a C++ kernel cannot run on such rows, or None."""
+    keys, values = pages.dtypes
+    if keys not in native.TYPES or values != keys:
+        return f"keys of {keys} and values of {values} are not both float32, bfloat16 or float16"
+    return kernel.unavailable(*pages.columns, *(pages.near or ()), *others, in_place=True)

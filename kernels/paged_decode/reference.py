@@ -5,24 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ag.kernels.pages import gathered
+from ag.kernels.pages import Pages, gathered, read
 
 
-def reference_paged_decode(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    scaling: float,
-    weights: Tensor | None = None,
-) -> Tensor:
+def reference_paged_decode(q: Tensor, pages: Pages, scaling: float, weights: Tensor | None = None) -> Tensor:
     """Compute :func:`ag.kernels.paged_decode.paged_decode` as ``softmax(scaling q K^T) V`` of each row."""
     acc = torch.promote_types(q.dtype, torch.float32)
-    index, there = gathered(table, lengths, keys.shape[1])
+    index, there = gathered(pages.table, pages.lengths, pages.keys.shape[1])
     # what lies in free slots may be no number
-    k, v = (x.flatten(0, 1)[index].to(acc).masked_fill(~there[:, :, None], 0) for x in (keys, values))
-    s = q.reshape(len(table), -1, q.shape[-1]).to(acc) @ k.mT * scaling
+    k, v = (x.to(acc).masked_fill(~there[:, :, None], 0) for x in read(pages, index))
+    s = q.reshape(len(there), -1, q.shape[-1]).to(acc) @ k.mT * scaling
     hidden = ~there[:, None]
     a = s.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0)
     if weights is not None:

@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ag.kernels.dispatch import interpreting
-from ag.kernels.tiles import FLOAT32, load_places, load_rows, mix, places
+from ag.kernels.pages import Pages
+from ag.kernels.tiles import FLOAT32, load_rows, load_tokens, mix, near, places
 from ag.kernels.tuned import LOG2E, Tuned, padded, size_class
 
 CHUNKS = 1024  # about how many chunks all rows are cut into that fill the table: a few for each processor of a card
@@ -18,7 +19,8 @@ PIECE = 1024  # weights that a program normalises
 @triton.jit(do_not_specialize=["stride", "chunk", "chunks", "size", "N"])
 def _split(q, keys, values, table, lengths, partial, lse, weights, scale, stride, chunk, chunks, size, N, G,
            GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr,
-           ROWS: tl.constexpr):  # fmt: skip
+           BITS: tl.constexpr, KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr, held, near_keys, near_values,
+           near_ranks, NEAR: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Attend from the G queries of a row to one chunk of it; nothing is left of chunks behind its end.
 
     Where somebody wants the ``weights``, their places get the logits, which the other kernel normalises.
@@ -38,12 +40,17 @@ def _split(q, keys, values, table, lengths, partial, lse, weights, scale, stride
         slots = n + tl.arange(0, ROWS)
         there = slots < stop
         at = places(table, slots, there, PAGE)
-        s = tl.dot(queries, tl.trans(load_places(keys, at, there, D, DP)), input_precision=FLOAT32) * scale
+        place, close = at, there
+        if NEAR > 0:
+            place, close = near(near_ranks, tl.load(held + at, mask=there, other=0), row, there, NEAR)
+        k = load_tokens(keys, at, there, near_keys, place, close, q.dtype.element_ty, D, DP, BITS, KEY_GROUP)
+        s = tl.dot(queries, tl.trans(k), input_precision=FLOAT32) * scale
         s = tl.where(there[None, :], s, float("-inf"))
         if weights is not None:
             mask = (heads < G)[:, None] & there[None, :]
             tl.store(weights + (row * G + heads)[:, None] * N + slots[None, :], s, mask=mask)
-        total, largest, mixed = mix(s, load_places(values, at, there, E, EP), total, largest, mixed)
+        v = load_tokens(values, at, there, near_values, place, close, q.dtype.element_ty, E, EP, BITS, VALUE_GROUP)
+        total, largest, mixed = mix(s, v, total, largest, mixed)
     dims = tl.arange(0, EP)
     mask = (heads < G)[:, None] & (dims < E)[None, :]
     tl.store(partial + item * G * E + heads[:, None] * E + dims[None, :], mixed / total[:, None], mask=mask)
@@ -85,19 +92,18 @@ def combine(partial, lse, lengths, out, weights, chunk, chunks, N, pieces, G, E:
         tl.store(weights + slots, tl.exp2(logits - largest) / total, mask=slots < N)
 
 
-SPLIT = Tuned(_split, ["GP", "D", "E", "size"])
+SPLIT = Tuned(_split, ["GP", "D", "E", "BITS", "size"])
+
+
+def code_arguments(pages: Pages) -> tuple[Tensor | int | None, ...]:
+    """Return what a kernel is told of codes: bits, groups of keys and values, ranks, near tokens and how many."""
+    coded, beside = pages.format, pages.near
+    bits, groups = (0, (1, 1)) if coded is None else (coded.keys.bits, (coded.keys.group, coded.values.group))
+    return bits, *groups, pages.ranks, *(beside or (None, None, None)), 0 if beside is None else beside.ranks.shape[1]
 
 
 @torch.compiler.disable
-def triton_paged_decode(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    scaling: float,
-    weights: Tensor | None = None,
-) -> Tensor:
+def triton_paged_decode(q: Tensor, pages: Pages, scaling: float, weights: Tensor | None = None) -> Tensor:
     """Compute :func:`ag.kernels.paged_decode.paged_decode` on the card, which is never waited for.
 
     The attention weights go into ``weights`` ``[B, H, most page]`` float32, contiguous, where somebody wants them.
@@ -105,9 +111,9 @@ def triton_paged_decode(
     How many tokens the rows hold is known to the card alone: there is a program for each chunk that the table has room
     for, and those behind a row's end return at once.
     """
-    batch, heads, _, dim = q.shape
-    (rows, most), (page, width) = table.shape, values.shape[1:]
-    slots, group, lengths = most * page, batch * heads // rows, lengths.contiguous()
+    (batch, heads, _, dim), (rows, most) = q.shape, pages.table.shape
+    page, width = pages.keys.shape[1], pages.channels[1]
+    slots, group, lengths = most * page, batch * heads // rows, pages.lengths.contiguous()
     chunk = 32 if interpreting() else max(256, triton.next_power_of_2(rows * slots // CHUNKS + 1))
     chunks = triton.cdiv(slots, chunk)
     partial = torch.empty(rows * chunks, group, width, dtype=torch.float32, device=q.device)
@@ -117,9 +123,9 @@ def triton_paged_decode(
     if chunks:
         SPLIT(
             lambda meta: (rows * chunks,),
-            *(q.contiguous(), keys.contiguous(), values.contiguous(), table, lengths, partial, lse, weights),
-            *(scaling * LOG2E, table.stride(0), chunk, chunks, size_class(slots), longest, group),
-            *(padded(group), dim, padded(dim), width, padded(width), page),
+            *(q.contiguous(), pages.keys.contiguous(), pages.values.contiguous(), pages.table, lengths, partial, lse),
+            *(weights, scaling * LOG2E, pages.table.stride(0), chunk, chunks, size_class(slots), longest, group),
+            *(padded(group), dim, padded(dim), width, padded(width), page, *code_arguments(pages)),
         )
     piece = 16 if interpreting() else PIECE
     pieces = max(1, triton.cdiv(longest, piece))

@@ -39,17 +39,17 @@ def pool_append(
         UserError: when AG_KERNELS names a version that cannot run here.
         TypeError: when new keys or values have another type than the pool's.
     """
-    if new is not None and (new.keys.dtype, new.values.dtype) != (pages.keys.dtype, pages.values.dtype):
+    held = pages.dtypes
+    if new is not None and (new.keys.dtype, new.values.dtype) != held:
         raise TypeError(
-            f"new keys and values of {new.keys.dtype} and {new.values.dtype}: expected {pages.keys.dtype} and "
-            f"{pages.values.dtype} as held"
+            f"new keys and values of {new.keys.dtype} and {new.values.dtype}: expected {held[0]} and {held[1]} as held"
         )
     autograd = recorded(pages.keys, pages.values, *(() if new is None else (new.keys, new.values)))
     version = pick(
         "pool_append",
         {
-            "triton": autograd or no_triton(pages.keys, pages.values),
-            "cpp": autograd or cpu.unavailable(*pages.columns, pages.table, pages.lengths, *records),
+            "triton": autograd or no_triton(pages.keys, pages.values, dtype=held[0]),
+            "cpp": autograd or cpu.unavailable(pages, *records),
             "reference": None,
         },
     )

@@ -1,61 +1,110 @@
 // New tokens into rows that lie in pages, in place of tokens that go: a few copies of one token a row.
 //
-// One thread: what a step copies is smaller than what starting others costs. Keys and values are bytes here, of any type.
+// One thread: what a step copies is smaller than what starting others costs. Where the pool holds codes, those of a
+// token are made here.
 // Plain C at the border, so that it compiles in a second or two, without the headers of PyTorch.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
+
+#include "pages.h"
 
 namespace {
 
-// A column of a pool: bytes of one token each, and where the new tokens' bytes are.
-struct Column {
-  char* pool;
-  const char* fresh;
-  int64_t bytes;
-};
+// The bytes of a token's codes; see ag.kernels.codes.Codes.
+void encode(const Column& c, const float* x, char* token) {
+  constexpr float LARGEST = 65504;
+  const float steps = static_cast<float>((1 << c.bits) - 1);
+  char* pairs = token + (c.width * c.bits + 7) / 8;
+  std::memset(token, 0, pairs - token);
+  for (int64_t first = 0; first < c.width; first += c.group, pairs += 4) {
+    const int64_t end = std::min(first + c.group, c.width);
+    float least = LARGEST, most = -LARGEST;
+    for (int64_t d = first; d < end; ++d) {
+      least = std::min(least, x[d]);
+      most = std::max(most, x[d]);
+    }
+    Half pair[2];  // scale and offset
+    narrow(std::max(least, -LARGEST) + 0.0f, &pair[1]);
+    const float offset = widen(pair[1]);
+    narrow((std::min(most, LARGEST) - offset) / steps + 0.0f, &pair[0]);
+    const float scale = widen(pair[0]), per_step = scale > 0 ? 1 / scale : 0;
+    std::memcpy(pairs, pair, sizeof pair);
+    for (int64_t d = first; d < end; ++d) {
+      const float number = std::max(-LARGEST, std::min(x[d], LARGEST));
+      const float nearest = std::nearbyint((number - offset) * per_step);
+      const uint8_t code = static_cast<uint8_t>(std::max(0.0f, std::min(nearest, steps)));
+      if (c.bits == 8) {
+        token[d] = static_cast<char>(code);
+      } else {
+        const int64_t block = d / CODES * CODES, half = (std::min(CODES, c.width - block) + 1) / 2, i = d - block;
+        token[block / 2 + i % half] |= static_cast<char>(i < half ? code : code << 4);
+      }
+    }
+  }
+}
+
+// New tokens [R, width] of a column.
+void write(const Column& c, const char* fresh, int64_t row, int64_t place, std::vector<float>& room) {
+  char* token = c.data + place * c.bytes;
+  if (!c.bits) {  // of any type
+    std::memcpy(token, fresh + row * c.bytes, c.bytes);
+    return;
+  }
+  room.resize(c.width);
+  widen_all(c.type, fresh + row * c.width * c.number_bytes(), c.width, room.data());
+  encode(c, room.data(), token);
+}
+
+// The same beside the pages.
+void write_near(const Column& c, const char* fresh, int64_t row, int64_t place) {
+  const int64_t bytes = c.width * c.number_bytes();
+  std::memcpy(c.near + place * bytes, fresh + row * bytes, bytes);
+}
 
 // The slots of what the query of a token of this rank no longer sees, the highest first, -1 for none: the token of rank
 // `rank - recent` where its gate is closed (or there is none), and that of rank `rank - window`; 0 for none of either.
-void out_of_reach(const int32_t* ranks, const char* gate, const int32_t* pages, int64_t length, int64_t page,
-                  int64_t rank, int64_t recent, int64_t window, int32_t* out) {
+void out_of_reach(const Pages& pages, const char* gate, int64_t row, int64_t rank, int64_t recent, int64_t window,
+                  int32_t* out) {
   const int32_t leaves = recent && rank >= recent ? static_cast<int32_t>(rank - recent) : -1;
   const int32_t ends = window && rank >= window ? static_cast<int32_t>(rank - window) : -1;
   out[0] = out[1] = -1;
   if (leaves < 0 && ends < 0) return;
-  for (int64_t start = 0; start < length; start += page) {
-    const int64_t first = pages[start / page] * page, count = std::min<int64_t>(page, length - start);
+  for (int64_t slot = 0, length = pages.lengths[row]; slot < length;) {
+    const Part p = pages.part(row, slot, length, 0);
+    const int32_t* ranks = pages.ranks + p.start;
     bool near = false;  // one comparison a token, which compilers put side by side
-    for (int64_t t = 0; t < count; ++t) near |= (ranks[first + t] == leaves) | (ranks[first + t] == ends);
-    for (int64_t t = 0; near && t < count; ++t) {
-      const int32_t held = ranks[first + t];
-      if ((ends >= 0 && held == ends) || (leaves >= 0 && held == leaves && !(gate && gate[first + t])))
-        out[out[0] >= 0] = static_cast<int32_t>(start + t);
-    }
+    for (int64_t t = 0; t < p.count; ++t) near |= (ranks[t] == leaves) | (ranks[t] == ends);
+    for (int64_t t = 0; near && t < p.count; ++t)
+      if ((ends >= 0 && ranks[t] == ends) || (leaves >= 0 && ranks[t] == leaves && !(gate && gate[p.start + t])))
+        out[out[0] >= 0] = static_cast<int32_t>(slot + t);
+    slot += p.count;
   }
   if (out[1] > out[0]) std::swap(out[0], out[1]);
 }
 
 }  // namespace
 
-// columns: keys, values and, where there is one, what a gate said, of `kinds` columns; pools[kinds], fresh[kinds] (new
-// tokens [R, bytes], null where there are none), bytes[kinds]; ranks [P, page]; table [R, most], lengths [R]; new_ranks
-// [R / heads], below 0 where there is no new token, or null; victims [R, most_victims], -1 for none; records: `notes`
-// buffers [R, widths[i], slots]. With `recent` or `window` victims are null, and the third column is of one byte: see
-// out_of_reach. All contiguous.
-extern "C" void pool_append(int64_t kinds, char** pools, const char** fresh, const int64_t* bytes, int32_t* ranks,
-                            const int32_t* table, int32_t* lengths, const int64_t* new_ranks, int32_t* victims,
+// What a pool holds of each token is in `pages`, and in gate [P, page] of `gate_bytes`, or null. new_keys [R, D] and
+// new_values [R, Dv] of the columns' type, and new_gate [R], null where there are none; new_ranks [R / heads], below 0
+// where there is no new token, or null; victims [R, most_victims], -1 for none; records: `notes` buffers [R, widths[i],
+// slots]. With `recent` or `window` victims are null, and the gate is of one byte: see out_of_reach. All contiguous.
+extern "C" void pool_append(const Pages* into, char* gate, int64_t gate_bytes, const char* new_keys,
+                            const char* new_values, const char* new_gate, const int64_t* new_ranks, int32_t* victims,
                             int64_t most_victims, int64_t notes, float** records, const int64_t* widths, int64_t slots,
-                            int64_t rows, int64_t heads, int64_t most, int64_t page, int64_t recent,
-                            int64_t window) {
-  for (int64_t row = 0; row < rows; ++row) {
-    const int32_t* pages = table + row * most;
-    const auto token = [&](int64_t slot) { return pages[slot / page] * page + slot % page; };
+                            int64_t heads, int64_t recent, int64_t window) {
+  const Pages& pages = *into;
+  std::vector<float> room;
+  for (int64_t row = 0; row < pages.rows; ++row) {
+    const auto token = [&](int64_t slot) { return pages.part(row, slot, slot + 1, 0).start; };
     const auto move = [&](int64_t from, int64_t to) {
       const int64_t a = token(from), b = token(to);
-      for (int64_t c = 0; c < kinds; ++c) std::memcpy(pools[c] + b * bytes[c], pools[c] + a * bytes[c], bytes[c]);
-      ranks[b] = ranks[a];
+      for (const Column* c : {&pages.keys, &pages.values})
+        std::memcpy(c->data + b * c->bytes, c->data + a * c->bytes, c->bytes);
+      if (gate) std::memcpy(gate + b * gate_bytes, gate + a * gate_bytes, gate_bytes);
+      pages.ranks[b] = pages.ranks[a];
     };
     const auto record = [&](int64_t from, int64_t to) {  // from < 0: of a new token, which has none yet
       for (int64_t i = 0; i < notes; ++i)
@@ -65,12 +114,21 @@ extern "C" void pool_append(int64_t kinds, char** pools, const char** fresh, con
           if (from >= 0) of_row[from] = 0.0f;
         }
     };
-    int64_t length = lengths[row];
-    bool waiting = new_ranks && new_ranks[row / heads] >= 0;
+    int64_t length = pages.lengths[row];
+    const int64_t rank = new_ranks ? new_ranks[row / heads] : -1;
+    bool waiting = rank >= 0;
+    if (waiting && pages.places) {
+      const int64_t place = row * pages.places + near_place(rank, pages.places);
+      write_near(pages.keys, new_keys, row, place);
+      write_near(pages.values, new_values, row, place);
+      pages.near_ranks[place] = static_cast<int32_t>(rank);
+    }
     const auto put = [&](int64_t slot) {
       const int64_t b = token(slot);
-      for (int64_t c = 0; c < kinds; ++c) std::memcpy(pools[c] + b * bytes[c], fresh[c] + row * bytes[c], bytes[c]);
-      ranks[b] = static_cast<int32_t>(new_ranks[row / heads]);
+      write(pages.keys, new_keys, row, b, room);
+      write(pages.values, new_values, row, b, room);
+      if (gate) std::memcpy(gate + b * gate_bytes, new_gate + row * gate_bytes, gate_bytes);
+      pages.ranks[b] = static_cast<int32_t>(rank);
       record(-1, slot);
       waiting = false;
     };
@@ -78,8 +136,7 @@ extern "C" void pool_append(int64_t kinds, char** pools, const char** fresh, con
     if (recent || window) {
       most_victims = 2;
       gone = found;
-      out_of_reach(ranks, kinds > 2 && recent ? pools[2] : nullptr, pages, length, page,
-                   waiting ? new_ranks[row / heads] : -1, recent, window, found);
+      out_of_reach(pages, recent ? gate : nullptr, row, rank, recent, window, found);
     } else if (most_victims > 1) std::sort(gone, gone + most_victims, [](int32_t a, int32_t b) { return a > b; });
     for (int64_t v = 0; v < most_victims && gone[v] >= 0; ++v) {
       const int64_t slot = gone[v];
@@ -95,6 +152,6 @@ extern "C" void pool_append(int64_t kinds, char** pools, const char** fresh, con
       }
     }
     if (waiting) put(length++);
-    lengths[row] = static_cast<int32_t>(length);
+    pages.lengths[row] = static_cast<int32_t>(length);
   }
 }

@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from ag.kernels import native
 from ag.kernels.pages import New, Pages, Reach
+from ag.kernels.pages import native as native_pages
 
 KERNEL = native.Kernel(Path(__file__).with_name("cpu.cpp"))
 
@@ -21,40 +22,24 @@ def pool_append(
     pages: Pages, new: New | None, victims: Tensor | None, records: Sequence[Tensor], reach: Reach | None = None
 ) -> None:
     """Do what :func:`ag.kernels.pool_append.pool_append` does, on the CPU."""
-    keys, values, ranks, gate, table, lengths = pages
-    rows, pools = len(table), [keys, values] if gate is None else [keys, values, gate]
-    fresh: list[Tensor] = []  # whose addresses alone are given
-    of_sequence = None
+    gate, said = pages.gate, None
+    fresh: list[Tensor | None] = [None, None, None]  # each is named, so that it lives as long as the call
     if new is not None:
-        fresh, of_sequence = [new.keys.contiguous(), new.values.contiguous()], new.ranks.contiguous()
         if gate is not None:
-            fresh.append(gate.new_ones(rows) if new.gate is None else new.gate.contiguous())
+            said = gate.new_ones(len(pages.table)) if new.gate is None else new.gate.contiguous()
+        fresh = [x.contiguous() for x in (new.keys, new.values, new.ranks)]
+    keys, values, ranks = fresh
     going = None if victims is None else victims.to(torch.int32, copy=True)  # it is sorted there
     recent, window = reach or (None, None)
     KERNEL(
-        len(pools),
-        _pointers(*(x.data_ptr() for x in pools)),
-        _fresh_pointers(*(x.data_ptr() for x in fresh)),
-        _numbers(*(x.element_size() * (x.shape[2] if x.ndim > 2 else 1) for x in pools)),
-        *(ranks, table, lengths, of_sequence, going, 0 if going is None else going.shape[1]),
-        len(records),
-        _fresh_pointers(*(x.data_ptr() for x in records)),
+        *(native_pages(pages), gate, 0 if gate is None else gate.element_size(), keys, values, said, ranks),
+        *(going, 0 if going is None else going.shape[1], len(records)),
+        (ctypes.c_void_p * len(records))(*(x.data_ptr() for x in records)),
         _numbers(*(x.shape[1] for x in records)),
         records[0].shape[2] if records else 0,
-        *(rows, 1 if of_sequence is None else rows // len(of_sequence), table.shape[1], keys.shape[1]),
-        *(recent or 0, window or 0),
+        *(1 if ranks is None else len(pages.table) // len(ranks), recent or 0, window or 0),
     )
-    increment_version([*pools, ranks, lengths, *records])  # autograd does not see the call
-
-
-def _fresh_pointers(*places: int) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(places))(*places)
-
-
-@functools.lru_cache
-def _pointers(*places: int) -> ctypes.Array[ctypes.c_void_p]:
-    """Return what :func:`_fresh_pointers` does, of tensors that stay where they are for many calls."""
-    return _fresh_pointers(*places)
+    increment_version([*pages.columns, pages.lengths, *records, *(pages.near or ())])  # autograd does not see the call
 
 
 @functools.cache
@@ -62,6 +47,6 @@ def _numbers(*values: int) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(values))(*values)
 
 
-def unavailable(*buffers: Tensor) -> str | None:
-    """Return why the C++ version cannot write into buffers, or None."""
-    return KERNEL.unavailable(*buffers, in_place=True)
+def unavailable(pages: Pages, *others: Tensor) -> str | None:
+    """Return why the C++ version cannot write into rows and buffers, or None."""
+    return KERNEL.unavailable(*pages.columns, pages.table, pages.lengths, *(pages.near or ()), *others, in_place=True)

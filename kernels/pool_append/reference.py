@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ag.kernels.pages import New, Pages, Reach
+from ag.kernels.pages import New, Pages, Reach, coded, put_near
 
 
 def reference_pool_append(
@@ -22,9 +22,10 @@ def reference_pool_append(
     fresh: list[Tensor] = []
     if new is not None:
         ranks = new.ranks.repeat_interleave(rows // len(new.ranks))
-        fresh = [new.keys.flatten(0, 1), new.values.flatten(0, 1), ranks]
+        fresh = [*coded(pages, new.keys.flatten(0, 1), new.values.flatten(0, 1)), ranks]
         if pages.gate is not None:
             fresh.append(torch.ones_like(ranks) if new.gate is None else new.gate.flatten())
+        put_near(pages, new)
     if reach is not None:
         assert new is not None
         victims = out_of_reach(pages, new.ranks, reach)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ag.kernels.pages import New, Pages, Reach
+from ag.kernels.pages import New, Pages, Reach, coded, put_near
 from ag.kernels.tiles import places
 
 SEARCHED = 1024  # ranks that a program looks at together
@@ -130,7 +130,7 @@ def triton_pool_append(
     pages: Pages, new: New | None, victims: Tensor | None, records: Sequence[Tensor], reach: Reach | None = None
 ) -> None:
     """Do what :func:`ag.kernels.pool_append.pool_append` does on the card, which is never waited for."""
-    keys, values, ranks, gate, table, lengths = pages
+    keys, values, ranks, gate, table, lengths, *_ = pages
     (_, page, dim), width, rows = keys.shape, values.shape[2], len(table)
     flags = None if gate is None else gate.view(torch.uint8) if gate.dtype == torch.bool else gate
     said = None
@@ -139,16 +139,15 @@ def triton_pool_append(
         said = said.view(torch.uint8) if said.dtype == torch.bool else said
     recent, window = reach or (None, None)
     most = 2 if reach is not None else 0 if victims is None else victims.shape[1]
+    fresh: tuple[Tensor | None, ...] = (None, None, None)
+    if new is not None:
+        put_near(pages, new)
+        fresh = *(x.contiguous() for x in coded(pages, new.keys, new.values)), new.ranks.contiguous()
     moves = torch.empty(rows, most + 1, 2, dtype=torch.int32, device=keys.device)
     with torch.cuda.device_of(keys):
         _append[(rows,)](
             *(keys, values, ranks, flags, table, lengths),
-            *(
-                (None, None, None)
-                if new is None
-                else (new.keys.contiguous(), new.values.contiguous(), new.ranks.contiguous())
-            ),
-            *(said, None if victims is None else victims.int().contiguous(), moves, table.shape[1]),
+            *(*fresh, said, None if victims is None else victims.int().contiguous(), moves, table.shape[1]),
             *(1 if new is None else rows // len(new.ranks), recent or 0, window or 0),
             *(dim, triton.next_power_of_2(dim), width, triton.next_power_of_2(width)),
             *(page, most, triton.next_power_of_2(max(most, 1)), SEARCHED),

@@ -24,6 +24,7 @@ from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 from ag.kernels.paged_decode import paged_decode
+from ag.kernels.pages import Pages
 from scripts.gpu.options import read_options
 
 Row = dict[str, Any]
@@ -245,8 +246,9 @@ def _decoding(batch: int) -> Callable[[KernelConfig, torch.device, torch.dtype],
         even = [torch.randn(batch, config.kv_heads, total // rows, config.dim, device=device).to(dtype) for _ in "kv"]
         flops = 4.0 * total * config.dim * config.heads // config.kv_heads
         size = f"{batch} x {config.decode:,} tokens, {config.keep:.0%} kept, uneven"
-        held = lengths.int()
-        run = lambda: paged_decode(q, keys, values, table, held, config.dim**-0.5)  # noqa: E731
+        ranks = torch.zeros(pages, PAGE, dtype=torch.int32, device=device)  # nothing asks for them
+        laid = Pages(keys, values, ranks, None, table, lengths.int())
+        run = lambda: paged_decode(q, laid, config.dim**-0.5)  # noqa: E731
         once = 2 * total * config.dim * keys.element_size()
         return [Case("paged_decode", size, run, flops, once, _dense(q, *even))]
 

@@ -87,6 +87,18 @@ def test_decode_counts_bytes_and_the_roofline():
     assert few["held in 60 GiB"] == 60 * 2**30 * 2 // few["KV bytes"] > 3 * full["held in 60 GiB"]
 
 
+def test_codes_are_rows_of_their_own():
+    rows = {row["contestant"]: row for row in rows_of("decode", kv_dtypes=["float", "int8", "int4"])}
+    assert [*rows] == ["transformers", "full", "random 0.25"] + [
+        f"{name} {held}" for held in ("int8", "int4") for name in ("full", "random 0.25")
+    ]
+    plain, coded = rows["full"], rows["full int8"]
+    assert coded["KV bytes"] < plain["KV bytes"] and coded["kept"] == 1
+    model = load_base("random:tiny", "cpu")[0]
+    weights, everything = models.weight_bytes(model), 192 * models.token_bytes(model)
+    assert coded["roofline"] == pytest.approx((weights + everything) / (weights + coded["KV bytes"]))
+
+
 def test_a_full_cache_without_room_is_skipped(monkeypatch):
     fill = Arena.fill
 

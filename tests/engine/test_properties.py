@@ -51,6 +51,7 @@ def cases(draw):
         options["observers"] = draw(st.integers(1, 4))
     prompts = draw(st.lists(st.integers(6, 17), min_size=1, max_size=2))
     budget = draw(st.one_of(st.integers(6, 12), st.sampled_from([0.9, 1.0])))
+    options["kv_dtype"] = draw(st.sampled_from(["float", "float", "int8", "int4"]))
     policy = ag.policy(f"{body}@{allocator}", budget, draw(st.sampled_from(schedules)), **options)
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     return geometry, policy, prompts, draw(st.sampled_from(["left", "right"])), dtype, draw(st.integers(0, 3))
@@ -110,7 +111,7 @@ def test_every_policy(tiny_llama, case):
             columns = cache.valid[b].nonzero().flatten()
             for g, columns_kept in enumerate(found):
                 assert columns_kept.tolist() == columns[batch.held[-1][layer][b][g]].tolist()
-    if len(rows) > 1 and dtype == torch.float32:
+    if len(rows) > 1 and dtype == torch.float32 and policy.kv_dtype == "float":  # a code can fall to either side
         for b, row in enumerate(rows):
             alone = feed(ag.EvictionCache(model, policy), model, [row], [[n[b]] for n in passes])
             assert [[layer[b] for layer in held] for held in batch.held] == [

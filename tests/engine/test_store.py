@@ -44,10 +44,10 @@ class Lists:
 class Stores(RuleBasedStateMachine):
     """Any number of stores in one pool, of fixed size or growing; every operation is done to lists too."""
 
-    @initialize(fixed=st.booleans(), batch=st.integers(1, 3))
-    def begin(self, fixed, batch):
+    @initialize(fixed=st.booleans(), batch=st.integers(1, 3), kv_dtype=st.sampled_from(["float", "int8", "int4"]))
+    def begin(self, fixed, batch, kv_dtype):
         key = torch.empty(1, DIM)
-        self.pool = Pool.growing(key, key)
+        self.pool = Pool.growing(key, key, kv_dtype)
         if fixed:  # as for a model of such keys
             self.pool._resize(ROOM)
             self.pool.fixed = True
@@ -64,7 +64,7 @@ class Stores(RuleBasedStateMachine):
         for b in range(batch):
             for h in range(HEADS):
                 for t in range(length):
-                    self.identity += 1
+                    self.identity = self.identity % 1000 + 1  # which codes hold exactly, and a half more too
                     k[b, h, t] = self.identity
                     if valid[b, t]:
                         new[b * HEADS + h].append((self.identity, int(ranks[b, t]), float(gate[b, h, t])))
@@ -91,6 +91,7 @@ class Stores(RuleBasedStateMachine):
             store.append(*arguments)
             try:
                 store.write()
+                store.rest()
             except PoolFullError:
                 store._prompt = None
                 raise
@@ -254,7 +255,8 @@ class Stores(RuleBasedStateMachine):
         assert len(set(free)) == len(free) and not set(free) & set(held.tolist())
         assert len(free) + len(held.unique()) == self.pool.size
         for store, _ in self.stores:
-            assert store.nbytes == len(store.table.numbers().unique()) * self.pool.page_nbytes(torch.float32)
+            near = store.batch * HEADS * self.pool.near_nbytes
+            assert store.nbytes == len(store.table.numbers().unique()) * self.pool.page_nbytes(torch.float32) + near
 
     @invariant()
     def no_page_is_spare_for_long(self):

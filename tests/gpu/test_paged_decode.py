@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ag.kernels.paged_decode import paged_decode, paged_decode_weights
+from ag.kernels.pages import Pages
 from tests.gpu.cases import DEVICE, PAIRS, draw, name, near, right, scattered
 
 pytestmark = pytest.mark.gpu
@@ -18,12 +19,16 @@ ROWS = {  # of two sequences
 
 def rows(lengths, group, dim, dtype):
     """Queries beside rows in scattered pages."""
-    held = scattered(lengths, dim, dtype)
-    return draw(2, len(lengths) // 2 * group, 1, dim, dtype=dtype), *held
+    keys, values, table, held = scattered(lengths, dim, dtype)
+    ranks = torch.zeros(keys.shape[:2], dtype=torch.int32, device=DEVICE)
+    q = draw(2, len(lengths) // 2 * group, 1, dim, dtype=dtype)
+    return q, Pages(keys, values, ranks, None, table, held)
 
 
-def by_row(q, keys, values, table, lengths, scaling):
+def by_row(q, pages, scaling):
     """The outputs, and the weights by slot, in float64."""
+
+    table, lengths = pages.table, pages.lengths
 
     def computed(q, *columns):
         queries = q.view(len(table), -1, q.shape[-1])
@@ -34,7 +39,7 @@ def by_row(q, keys, values, table, lengths, scaling):
             out[row] = weights[row, :, :count] @ v
         return out.view(q.shape), weights.view(*q.shape[:2], -1)
 
-    return right(computed, q, *(x[table.long().clamp_min(0)].flatten(1, 2) for x in (keys, values)))
+    return right(computed, q, *(x[table.long().clamp_min(0)].flatten(1, 2) for x in (pages.keys, pages.values)))
 
 
 @pytest.mark.parametrize(("dim", "dtype"), PAIRS, ids=name)
@@ -64,18 +69,19 @@ def test_nothing_waits_for_the_card(triton_untuned, card):
 
 def test_a_cuda_graph_follows_rows_that_grow(triton_untuned, card):
     """The grid depends on the table's size alone, so that a captured call sees new lengths, pages and keys."""
-    q, keys, values, table, lengths = rows(ROWS["odd"], 4, 64, torch.float32)
+    q, pages = rows(ROWS["odd"], 4, 64, torch.float32)
+    lengths = pages.lengths.clone()
     shorter = (lengths - 1).clamp_min(0)
-    held = shorter.clone()
-    paged_decode_weights(q, keys, values, table, held, 0.1)  # compiled before it is captured
+    pages.lengths.copy_(shorter)
+    paged_decode_weights(q, pages, 0.1)  # compiled before it is captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, weights = paged_decode_weights(q, keys, values, table, held, 0.1)
+        out, weights = paged_decode_weights(q, pages, 0.1)
     for now in (shorter, lengths):
-        held.copy_(now)
+        pages.lengths.copy_(now)
         q.normal_()
         graph.replay()
-        wanted, shares = by_row(q, keys, values, table, now, 0.1)
+        wanted, shares = by_row(q, pages, 0.1)
         near(out, wanted, "replayed")
         near(weights, shares, "replayed weights")
 
@@ -89,5 +95,6 @@ def test_a_pool_of_more_than_2_31_elements(triton_untuned, card):
     lengths = torch.tensor([32, 9], dtype=torch.int32, device=DEVICE)
     for x in (keys, values):
         x[table.long()] = torch.randn(2, 2, 16, dim, device=DEVICE).bfloat16()
-    given = draw(2, 4, 1, dim, dtype=torch.bfloat16), keys, values, table, lengths
+    ranks = torch.zeros(pages, 16, dtype=torch.int32, device=DEVICE)
+    given = draw(2, 4, 1, dim, dtype=torch.bfloat16), Pages(keys, values, ranks, None, table, lengths)
     near(paged_decode(*given, 0.1), by_row(*given, 0.1)[0], "out", keys.dtype)

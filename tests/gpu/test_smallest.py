@@ -104,15 +104,15 @@ def rows_of_tokens():
 
 def test_paged_decode():
     pages = rows_of_tokens()
-    q, rest = draw(2, 4, 1, 20), (pages.table, pages.lengths, 0.3)
+    q = draw(2, 4, 1, 20)
 
-    def computed(*operands):
+    def computed(q, keys, values):
         weights = torch.empty(2, 4, 8, dtype=torch.float64, device=DEVICE)
-        return [reference_paged_decode(*operands, *rest, weights), weights]
+        return [reference_paged_decode(q, pages._replace(keys=keys, values=values), 0.3, weights), weights]
 
     mixed, want = right(computed, q, pages.keys, pages.values)
-    near(paged_decode(q, pages.keys, pages.values, *rest), mixed, "out")
-    out, weights = paged_decode_weights(q, pages.keys, pages.values, *rest)
+    near(paged_decode(q, pages, 0.3), mixed, "out")
+    out, weights = paged_decode_weights(q, pages, 0.3)
     near(out, mixed, "out beside the weights")
     near(weights, want, "weights")
 

@@ -51,7 +51,7 @@ def test_paged_decode(name, decode):
     q, k, v, *_ = hard(name, 300)
     q, pages = q[:, :, -1:], in_pages(k[0], v[0])
     weights = torch.full((1, 4, pages.table.shape[1] * 16), torch.nan)
-    out = decode(q, pages.keys, pages.values, pages.table, pages.lengths, SCALING, weights)
+    out = decode(q, pages, SCALING, weights)
     outs, shares = attended(q, pages, SCALING)
     hold_rows(out, outs)
     hold_rows(weights, shares)

@@ -7,7 +7,7 @@ from ag.kernels.paged_attend import cpu, paged_attend
 from ag.kernels.paged_attend.reference import BLOCK, reference_paged_attend
 from tests.support.bounds import bounded, hold
 from tests.support.compiled import needs
-from tests.support.paged import check_threads_and_pages, filled, places, read
+from tests.support.paged import check_threads_and_pages, filled, places, read, tokens
 
 SCALING = 0.3
 needs_compiler = needs(cpu.KERNEL)
@@ -50,11 +50,11 @@ def visible(pages, row, at, window, recent):
 def check(version, q, pages, ranks, scaling, window, recent, dtype=torch.float32):
     """Hold a version to float64, query by query; those that see nothing get 0."""
     got = version(q, pages, ranks, scaling, window, recent)
-    assert got.shape == (*q.shape[:3], pages.values.shape[2]) and got.dtype == q.dtype
+    assert got.shape == (*q.shape[:3], pages.channels[1]) and got.dtype == q.dtype
     rows = len(pages.table)
     by_row = got.reshape(rows, -1, *got.shape[2:])
     for row, queries in enumerate(q.reshape(rows, -1, *q.shape[2:])):
-        k, v = (bounded(read(pages, x, row), dtype) for x in (pages.keys, pages.values))
+        k, v = tokens(pages, row, dtype)
         at = ranks[row * len(ranks) // rows]
         seen = visible(pages, row, at, window, recent)
         for g in range(len(queries)):

@@ -8,6 +8,7 @@ import torch
 
 from ag.errors import UserError
 from ag.kernels.paged_decode import cpu, paged_decode, paged_decode_weights, reference_paged_decode
+from ag.kernels.pages import Pages
 from tests.support.compiled import needs
 from tests.support.paged import attended, check_threads_and_pages, filled, hold_rows, places
 
@@ -36,7 +37,7 @@ CASES = {
 def given(case):
     """Return the queries and the rows of a case, and the arguments that a kernel gets."""
     q, pages = filled(**{"dim": 64, **case})
-    return q, pages, (q, pages.keys, pages.values, pages.table, pages.lengths, SCALING)
+    return q, pages, (q, pages, SCALING)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -57,7 +58,7 @@ def test_rows_share_pages(version):
     q, pages = filled([50, 45, 50], 6, dim=64)
     pages.table[1, :2], pages.table[2] = pages.table[0, :2], pages.table[0]
     assert len(places(pages, 1).unique()) == 45
-    out = version(q, pages.keys, pages.values, pages.table, pages.lengths, SCALING)
+    out = version(q, pages, SCALING)
     hold_rows(out, attended(q, pages, SCALING)[0])
 
 
@@ -68,7 +69,7 @@ def test_a_table_that_is_cut(version):
     for row, used in enumerate([2, 1, 0]):
         pages.table[row, used:] = 2**31 - 1
     weights = torch.full((1, 3, 32), torch.nan)
-    out = version(q, pages.keys, pages.values, pages.table[:, :2], pages.lengths, SCALING, weights)
+    out = version(q, pages._replace(table=pages.table[:, :2]), SCALING, weights)
     outs, shares = attended(q, pages, SCALING)
     hold_rows(out, outs)
     hold_rows(weights, shares)
@@ -93,22 +94,24 @@ def test_cpp_reads_every_finite_half(dtype, width):
     values = values[values.isfinite()].view(-1, 1, width)
     table = torch.arange(len(values), dtype=torch.int32)[:, None]
     q = torch.zeros(len(values), 1, 1, width, dtype=dtype)
-    out = cpu.paged_decode(q, torch.zeros_like(values), values, table, torch.ones_like(table[:, 0]), 1.0)
+    pages = Pages(torch.zeros_like(values), values, table, None, table, torch.ones_like(table[:, 0]))
+    out = cpu.paged_decode(q, pages, 1.0)
     assert torch.equal(out.flatten(), values.flatten())
 
 
 @needs_compiler
 def test_cpp_depends_neither_on_threads_nor_on_where_pages_lie():
     q, pages, _ = given({"lengths": [2000, 30, 700], "heads": 6})
-    check_threads_and_pages(lambda x: cpu.paged_decode(q, x.keys, x.values, x.table, x.lengths, SCALING), pages)
+    check_threads_and_pages(lambda x: cpu.paged_decode(q, x, SCALING), pages)
 
 
 def test_pytorch_reads_columns_with_gaps_and_cpp_refuses_them(fresh):
-    q, pages, arguments = given({"lengths": [40, 9], "heads": 2})
+    q, pages, _ = given({"lengths": [40, 9], "heads": 2})
     wide = torch.cat([pages.keys, pages.values], 2)
     keys, values = wide.split(64, 2)
-    assert cpu.unavailable(keys, values) is not None
-    out = paged_decode(q, keys, values, *arguments[3:])
+    apart = pages._replace(keys=keys, values=values)
+    assert cpu.unavailable(apart) is not None
+    out = paged_decode(q, apart, SCALING)
     hold_rows(out, attended(q, pages, SCALING)[0])
 
 

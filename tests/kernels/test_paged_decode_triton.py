@@ -41,7 +41,7 @@ def test_hard_inputs(name):
     q, k, v, *_ = hard(name, 100)
     q, pages = q[:, :, -1:], in_pages(k[0], v[0])
     weights = torch.full((1, 4, pages.table.shape[1] * 16), torch.nan)
-    out = triton_paged_decode(q, pages.keys, pages.values, pages.table, pages.lengths, SCALING, weights)
+    out = triton_paged_decode(q, pages, SCALING, weights)
     outs, shares = attended(q, pages, SCALING)
     hold_rows(out, outs)
     hold_rows(weights, shares)
@@ -50,7 +50,7 @@ def test_hard_inputs(name):
 def test_half_precision():
     q, pages = filled([50, 7], 4, dim=32, dtype=torch.float16)
     weights = torch.empty(1, 4, pages.table.shape[1] * 16)
-    got = triton_paged_decode(q, pages.keys, pages.values, pages.table, pages.lengths, 0.2, weights)
+    got = triton_paged_decode(q, pages, 0.2, weights)
     assert got.dtype == torch.float16
     hold_rows(got, attended(q, pages, 0.2, torch.float16)[0])  # weights of a tile are rounded for its product
     hold_rows(weights, attended(q, pages, 0.2)[1])
@@ -60,14 +60,15 @@ def test_a_pool_whose_tokens_lie_apart():
     q, pages = filled([50, 7], 2, dim=16)
     q, wide = q.mT.contiguous().mT, torch.cat([pages.keys, pages.values], 2)
     lengths = torch.stack([pages.lengths] * 2, 1)[:, 0]
-    out = triton_paged_decode(q, *wide.split(16, 2), pages.table, lengths, 0.2)
+    keys, values = wide.split(16, 2)
+    out = triton_paged_decode(q, pages._replace(keys=keys, values=values, lengths=lengths), 0.2)
     hold_rows(out, attended(q, pages, 0.2)[0])
 
 
 def test_the_operation_hands_out_what_triton_finds_to_the_bit(monkeypatch):
     monkeypatch.setenv("AG_KERNELS", "triton")
     q, pages = filled([90, 7], 4, dim=16)
-    arguments = q, pages.keys, pages.values, pages.table, pages.lengths, 0.2
+    arguments = q, pages, 0.2
     want = torch.empty(1, 4, pages.table.shape[1] * 16)
     mixed = triton_paged_decode(*arguments, want)
     out, weights = paged_decode_weights(*arguments)

@@ -141,9 +141,10 @@ def test_c_plus_plus_takes_any_type(dtype):
 
 @needs_compiler
 def test_c_plus_plus_takes_buffers_without_gaps():
-    buffer = torch.zeros(4, 8)
-    assert cpu.unavailable(buffer, buffer[:, ::2]) == "a buffer is not contiguous"
-    assert cpu.unavailable(buffer.to("meta")) == "the tensors are on meta"
+    pages, record = pages_of([3]), torch.zeros(1, 4, 8)
+    assert cpu.unavailable(pages, record) is None
+    assert cpu.unavailable(pages, record[:, ::2]) == "a buffer is not contiguous"
+    assert cpu.unavailable(pages._replace(keys=pages.keys.to("meta"))) == "the tensors are on meta"
 
 
 @pytest.mark.parametrize("append", VERSIONS)

@@ -1,6 +1,8 @@
 """The Triton kernels compile to machine code of two cards, from the very calls that launch them; no GPU is needed.
 
-Every configuration of the table is compiled: it must fit the card and spill no register. Triton keeps on disk what it
+Every configuration of the table is compiled as a call under flags needs it, and the first of each entry under other
+masks: it must fit the card and spill no register. One in float32 that two cards share is compiled for one of them: its
+tiles have fewer rows than the instructions of sm_90 take, so that both get the same code. Triton keeps on disk what it
 compiled, so that it does so once.
 """
 
@@ -22,7 +24,7 @@ from triton.runtime.driver import driver  # noqa: E402
 
 from ag.kernels.column_max.triton import triton_column_max  # noqa: E402
 from ag.kernels.column_sums.triton import triton_column_sums  # noqa: E402
-from ag.kernels.configurations import SHARED  # noqa: E402
+from ag.kernels.configurations import CONFIGURATIONS, SHARED  # noqa: E402
 from ag.kernels.gated_attention.triton import triton_gated_attention  # noqa: E402
 from ag.kernels.gated_prefill.triton import triton_gated_prefill  # noqa: E402
 from ag.kernels.paged_attend.triton import triton_paged_attend  # noqa: E402
@@ -32,8 +34,10 @@ from ag.kernels.pool_append.triton import triton_pool_append  # noqa: E402
 from ag.kernels.row_worst.reference import Going  # noqa: E402
 from ag.kernels.row_worst.triton import triton_row_going, triton_row_worst  # noqa: E402
 from ag.kernels.tuned import Tuned  # noqa: E402
+from tests.support.paged import coded  # noqa: E402
 
 COMPILER = "3.9"  # of the table: another Triton allots registers in another way
+WARPGROUP = 64
 SLACK = 64  # bytes of a thread that gated attention may keep on its stack under several masks
 #: Bytes that float32 above a head size of 128 spills, at most, by kernel.
 WIDE = {"_forward": 128, "_prefill": 128, "_split": 64, "_backward_queries": 256, "_backward_keys": 1280}
@@ -66,9 +70,13 @@ def spilled(kernel, folder):
 
 
 class Compiled(dict):
-    """Maps the kernels' names to what the compiler says of each configuration, which may spill so many bytes."""
+    """Maps the kernels' names to what the compiler says of each configuration, which may spill so many bytes.
+
+    Or of so many of each kernel: the first is what a call takes that is not tuned.
+    """
 
     spill = 0
+    most: int | None = None
 
 
 @pytest.fixture
@@ -92,7 +100,7 @@ def compiled(request, monkeypatch, tmp_path):
     def compile_all(self, grid, *arguments):
         q, name = arguments[0], self.kernel.__name__
         most = WIDE[name] if q.dtype == torch.float32 and q.shape[-1] > 128 else seen.spill
-        for tiles in self.tiles(arguments):
+        for tiles in self.tiles(arguments)[: seen.most]:
             compile_only(self.kernel, *arguments, most=most, **self.settings(tiles))
 
     monkeypatch.setattr("ag.kernels.tuned.of_card", lambda device: arch)
@@ -115,18 +123,31 @@ def cases(names, *rows):
 
 HALF, WHOLE = torch.bfloat16, torch.float32
 ALL = {"keep", "valid", "window", "dense", "first"}
-EVERY = cases(
-    ("dim", "dtype"), *((arch, dim, dtype) for arch in (89, 90) for dim in (128, 256) for dtype in (HALF, WHOLE))
-)
+#: The last says which of two forms of a call is compiled: each meets every card, head size and type.
+EVERY = [
+    (89, 128, HALF, False),
+    (89, 256, HALF, True),
+    (90, 128, HALF, True),
+    (90, 256, HALF, False),
+    (89, 128, WHOLE, True),
+    (90, 256, WHOLE, False),
+]
+
+
+def test_what_two_cards_share_in_float32_is_compiled_for_one():
+    """Of each kernel; WARPGROUP rows are the least that an instruction of sm_90 takes."""
+    for table in CONFIGURATIONS.values():
+        for kind, (arch, other) in {"32 bits": (89, 90), "32 bits above 128": (90, 89)}.items():
+            assert set(table[kind][other]) <= set(table[kind][arch])
+            assert all(tiles.rows < WARPGROUP for tiles in table[kind][arch])
 
 
 @pytest.mark.slow
 @cases(
     ("dim", "dtype", "given"),
-    *((arch, dim, dtype, {"keep"}) for arch in (89, 90) for dim in (128, 256) for dtype in (HALF, WHOLE)),
+    *((*case[:3], {"keep"}) for case in EVERY),
     (89, 128, HALF, ALL),
     (90, 128, HALF, ALL),
-    (90, 128, HALF, {"keep", "valid", "window"}),
     (89, 128, HALF, set()),
     (90, 256, HALF, {"keep", "first"}),
     (90, 256, WHOLE, ALL),
@@ -139,31 +160,26 @@ def test_gated_attention_compiles(compiled, dim, dtype, given):
     window, dense = 100 if "window" in given else None, torch.tensor([3, 4]) if "dense" in given else None
     first = torch.arange(300).expand(2, -1) // 70 * 70 if "first" in given else None
     q, k, v = draw(4, dim, dtype), draw(2, dim, dtype), draw(2, dim, dtype)
-    compiled.spill = 0 if given == {"keep"} else SLACK
+    compiled.spill, compiled.most = (0, None) if given == {"keep"} else (SLACK, 1)
     triton_gated_attention(q, k, v, keep, valid, 0.1, 4, 4, window, dense, first).sum().backward()
     assert set(compiled) == {"_forward", "_backward_queries", "_backward_keys"}
     assert all("mma" in kernel.asm["ptx"] for kernels in compiled.values() for kernel in kernels)
 
 
 @pytest.mark.slow
-@EVERY
-def test_column_sums_compile(compiled, dim, dtype):
-    q, k = draw(4, dim, dtype).detach(), draw(2, dim, dtype).detach()
-    triton_column_sums(q, k, 0.1, torch.ones(2, 300, dtype=torch.bool), None, 100, 2, 4, True)
-    assert set(compiled) == {"_row_sums", "_columns"}
-
-
-@pytest.mark.slow
-@EVERY
-def test_column_max_compiles(compiled, dim, dtype):
+@cases(("dim", "dtype", "padded"), *EVERY)
+def test_column_sums_and_maxima_compile(compiled, dim, dtype, padded):
     q, k = draw(4, dim, dtype).detach(), draw(2, dim, dtype).detach()
     valid = torch.ones(2, 300, dtype=torch.bool)
+    triton_column_sums(q, k, 0.1, valid, valid if padded else None, 100, 2, 4, True)
+    assert set(compiled) == {"_row_sums", "_columns"}
+    compiled.clear()
     triton_column_max(q, k, 0.1, valid, valid, 100)
     assert set(compiled) == {"_row_sums", "_columns"}
 
 
 @pytest.mark.slow
-@EVERY
+@cases(("dim", "dtype"), *(case[:3] for case in EVERY))
 def test_gated_prefill_compiles(compiled, dim, dtype):
     q, k, v = (draw(heads, dim, dtype).detach() for heads in (4, 2, 2))
     valid = torch.ones(2, 300, dtype=torch.bool)
@@ -179,24 +195,29 @@ def in_pages(dim, dtype):
 
 
 @pytest.mark.slow
-@EVERY
-def test_paged_decode_compiles(compiled, dim, dtype):
+@cases(("dim", "dtype", "weighed"), *EVERY)
+def test_paged_decode_compiles(compiled, dim, dtype, weighed):
     pages = in_pages(dim, dtype)
-    q = torch.randn(2, 4, 1, dim).to(dtype)
-    for weights in (None, torch.empty(2, 4, 32)):
-        compiled.clear()
-        paged.triton_paged_decode(q, pages.keys, pages.values, pages.table, pages.lengths, 0.1, weights)
-        assert set(compiled) == {"_split", "combine"}
+    q, weights = torch.randn(2, 4, 1, dim).to(dtype), torch.empty(2, 4, 32) if weighed else None
+    paged.triton_paged_decode(q, pages, 0.1, weights)
+    assert set(compiled) == {"_split", "combine"}
 
 
 @pytest.mark.slow
-@EVERY
-def test_paged_attend_compiles(compiled, dim, dtype):
+@cases(("dtype", "kind"), (89, HALF, "int8"), (90, HALF, "int4"), (89, WHOLE, "int4"))
+def test_pages_of_codes_compile(compiled, dtype, kind):
+    pages, q = coded(in_pages(128, dtype), kind), torch.randn(2, 4, 1, 128).to(dtype)
+    paged.triton_paged_decode(q, pages, 0.1, torch.empty(2, 4, 32))
+    triton_paged_attend(q.expand(-1, -1, 50, -1), pages, torch.arange(50).expand(2, -1), 0.1, 20, 4)
+    assert set(compiled) == {"_split", "_attend", "combine"}
+
+
+@pytest.mark.slow
+@cases(("dim", "dtype", "masked"), *EVERY)
+def test_paged_attend_compiles(compiled, dim, dtype, masked):
     q, ranks = torch.randn(2, 4, 50, dim).to(dtype), torch.arange(50).expand(2, -1)
-    for window, recent in ((None, None), (20, 4)):
-        compiled.clear()
-        triton_paged_attend(q, in_pages(dim, dtype), ranks, 0.1, window, recent)
-        assert set(compiled) == {"_attend", "combine"}
+    triton_paged_attend(q, in_pages(dim, dtype), ranks, 0.1, *((20, 4) if masked else (None, None)))
+    assert set(compiled) == {"_attend", "combine"}
 
 
 @pytest.mark.slow

@@ -1,13 +1,16 @@
 """Triton's interpreter without its detours, which take most of its time; what it computes stays the same.
 
 At each launch and each call of a device function it replaces the functions of ``triton.language`` anew, hundreds of
-them. And at each operation it computes anew what depends on shapes alone.
+them. At each operation it computes anew what depends on types and shapes alone. And whether a sum of integers overflows
+it finds out with nine more of its own operations, and tells nobody: here that is an error.
 """
 
 from __future__ import annotations
 
 import functools
 from typing import Any
+
+import numpy as np
 
 
 @functools.cache
@@ -16,7 +19,7 @@ def make_quick() -> None:
 
     Call it after ``TRITON_INTERPRET=1`` is set.
     """
-    for change in (_replace_once, _remember_shapes):
+    for change in (_replace_once, _remember_shapes, _remember_types, _sum_once):
         try:
             change()
         except (ImportError, AttributeError):
@@ -81,3 +84,50 @@ def _remember_shapes() -> None:
 
     Block.__init__, Tensor.__init__, Semantic.broadcast_impl_value = block, tensor, broadcast_two
     Block.with_element_ty, Block.to_ir = with_element, lambda self, builder: self
+
+
+def _remember_types() -> None:
+    """Find numpy's type once a type, and leave two operands alone that have one type and shape."""
+    from triton.language import core, semantic
+    from triton.runtime import interpreter
+
+    Tensor, Semantic = core.tensor, semantic.TritonSemantic
+    numpy_type, cast, checked = interpreter._get_np_dtype, Semantic.cast, Semantic.binary_op_type_checking_impl
+    known: dict[str, Any] = {}
+
+    def numpy_type_of(type: Any) -> Any:
+        if type.name not in known:
+            known[type.name] = numpy_type(type)
+        return known[type.name]
+
+    def cast_other(self: Any, input: Any, dst_ty: Any, *rounding: Any) -> Any:
+        return input if input.dtype is dst_ty else cast(self, input, dst_ty, *rounding)
+
+    def check_others(self: Any, lhs: Any, rhs: Any, *given: bool, **named: bool) -> Any:
+        alike = isinstance(lhs, Tensor) and isinstance(rhs, Tensor) and lhs.dtype is rhs.dtype
+        divided = given[3:] or named.get("div_or_mod")
+        if alike and lhs.shape == rhs.shape and not (divided or lhs.dtype.is_ptr()):
+            return lhs, rhs
+        return checked(self, lhs, rhs, *given, **named)
+
+    interpreter._get_np_dtype = numpy_type_of
+    Semantic.cast, Semantic.binary_op_type_checking_impl = cast_other, check_others
+
+
+def _sum_once() -> None:
+    """Compute sums and products of integers in 64 bits too, and raise the error that Triton raises when it debugs."""
+    from triton.language import semantic
+
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def sanitized(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:
+        type = lhs.dtype
+        assert type.is_int() and type == rhs.dtype, f"expected two integers of one type, got {type} and {rhs.dtype}"
+        if type.int_bitwidth < 64:
+            x, y = (operand.handle.data.astype(np.int64) for operand in (lhs, rhs))
+            exact = operations[operation.__name__](x, y)
+            inside = type.get_int_min_value() <= exact.min() and exact.max() <= type.get_int_max_value()
+            assert inside, f"int{type.int_bitwidth} overflow detected for operation {operation.__name__}"
+
+    assert semantic.TritonSemantic.binary_op_sanitize_overflow_impl
+    semantic.TritonSemantic.binary_op_sanitize_overflow_impl = sanitized

@@ -1,13 +1,14 @@
 """Rows in pages, made from lists of tokens, and read back."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from ag.kernels.codes import CODES, RECENT, SINKS, Codes, Format, KVDtype, Near
 from ag.kernels.pages import Pages
-from tests.support.bounded import bounded
+from tests.support.bounded import Bounded, bounded
 from tests.support.bounds import hold
 
 
@@ -68,6 +69,69 @@ def filled(lengths: Sequence[int], heads: int, batch: int = 1, seed: int = 0, **
     return q.to(pages.keys.dtype), pages
 
 
+def coded(pages: Pages, kind: KVDtype) -> Pages:
+    """The same rows in codes, tokens ranked in any order; beside them the near ones as they came, if any."""
+    made = Format.of(kind, pages.keys, pages.values)
+    assert made is not None
+    ranks, lengths = pages.ranks.clone(), pages.lengths.tolist()
+    keys, values = (x.nan_to_num() for x in (pages.keys, pages.values))
+    near = None
+    if made.near:
+        shape = len(lengths), SINKS + RECENT
+        beside = [torch.full((*shape, x.shape[2]), float("nan"), dtype=x.dtype) for x in (keys, values)]
+        near = Near(beside[0], beside[1], torch.full(shape, -1, dtype=torch.int32))
+    for row, length in enumerate(lengths):
+        at = places(pages, row)
+        mine = torch.randperm(length, generator=torch.Generator().manual_seed(row)).int()
+        ranks.flatten()[at] = mine if not bool((ranks.flatten()[at] >= 0).all()) else ranks.flatten()[at]
+        held = ranks.flatten()[at]
+        for slot, rank in enumerate(held.tolist()):
+            if near is not None and (rank < SINKS or rank > int(held.max()) - RECENT):
+                place = rank if rank < SINKS else SINKS + (rank - SINKS) % RECENT
+                near.keys[row, place], near.values[row, place] = (x.flatten(0, 1)[at[slot]] for x in (keys, values))
+                near.ranks[row, place] = rank
+    written = made.keys.encode(keys), made.values.encode(values)
+    return pages._replace(keys=written[0], values=written[1], ranks=ranks, format=made, near=near)
+
+
+def numbers_of(codes: Codes, data: Tensor) -> Bounded:
+    """What bytes ``[n, bytes]`` stand for, ``[n, width]``, channel by channel."""
+    table = data.numpy()
+    scales = (
+        torch.from_numpy(table[:, codes.code_bytes :].ravel())
+        .view(torch.float16)
+        .double()
+        .view(len(data), -(-codes.width // codes.group), 2)
+    )
+    found = torch.zeros(len(data), codes.width, dtype=torch.float64)
+    for d in range(codes.width):
+        if codes.bits == 8:
+            column = table[:, d]
+        else:
+            block = d // CODES * CODES
+            half = (min(CODES, codes.width - block) + 1) // 2
+            column = table[:, block // 2 + (d - block) % half] >> 4 * ((d - block) // half) & 15
+        found[:, d] = torch.from_numpy(column.astype("float64"))
+    scale, offset = (x.repeat_interleave(codes.group, 1)[:, : codes.width] for x in scales.unbind(2))
+    numbers = cast("Bounded", bounded(found) * bounded(scale) + bounded(offset))
+    rounded = numbers.exact.abs() * (0 if codes.dtype == torch.float32 else torch.finfo(codes.dtype).eps / 2)
+    return Bounded(numbers.exact, numbers.error + rounded, numbers.eps)  # a version may read them in their own type
+
+
+def tokens(pages: Pages, row: int, dtype: torch.dtype = torch.float32) -> list[Bounded]:
+    """The keys and values of a row, slot by slot, as operands of a computation in ``dtype``."""
+    held = [read(pages, x, row) for x in (pages.keys, pages.values)]
+    if pages.format is None:
+        return [bounded(x, dtype) for x in held]
+    found = [numbers_of(codes, x) for codes, x in zip((pages.format.keys, pages.format.values), held, strict=True)]
+    for slot, rank in enumerate(read(pages, pages.ranks, row).tolist()):
+        for column, x in zip(pages.near or (), found, strict=False):
+            assert pages.near is not None
+            for place in (pages.near.ranks[row] == rank).nonzero().flatten().tolist():
+                x.exact[slot], x.error[slot] = column[row, place].double(), 0
+    return [x.at(dtype) for x in found]
+
+
 def attended(
     q: Tensor, pages: Pages, scaling: float, dtype: torch.dtype = torch.float32
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -75,7 +139,7 @@ def attended(
     outs: list[Tensor] = []
     weights: list[Tensor] = []
     for row, query in enumerate(q.reshape(len(pages.lengths), -1, q.shape[-1])):
-        k, v = (bounded(read(pages, x, row), dtype) for x in (pages.keys, pages.values))
+        k, v = tokens(pages, row, dtype)
         e = (bounded(query, dtype) @ k.T * scaling).exp()
         a = e / e.sum(-1, keepdim=True) if len(k) else e
         weights.append(a)
@@ -115,6 +179,7 @@ def check_threads_and_pages(run: Callable[[Pages], Tensor], pages: Pages) -> Non
     back[order] = torch.arange(len(order), dtype=torch.int32)
     gate = None if pages.gate is None else pages.gate[order]
     keys, values, ranks = pages.keys[order], pages.values[order], pages.ranks[order]
-    outputs.append(run(Pages(keys, values, ranks, gate, back[pages.table.long()], pages.lengths)))
+    rest = pages.lengths, pages.format, pages.near
+    outputs.append(run(Pages(keys, values, ranks, gate, back[pages.table.long()], *rest)))
     for output in outputs[1:]:
         assert torch.equal(output, outputs[0])

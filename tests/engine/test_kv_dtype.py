@@ -1,0 +1,188 @@
+"""Caches that hold keys and values in codes: what queries see of each token, and what such a cache can do."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+
+import ag
+from ag.engine.pool import PAGE, Pool
+from ag.engine.store import PagedStore
+from ag.errors import UserError
+from ag.kernels.codes import RECENT, SINKS, Format
+from ag.kernels.pages import gathered, read
+from tests.support.batches import padded, row, step
+from tests.support.gates_for import gates_for
+from tests.support.paged import numbers_of
+from tests.support.refused import refuses
+
+KINDS = ["int8", "int4"]
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What each attention over pages read: a list of {(row, rank): key and value}."""
+    calls = []
+
+    def watched(attend):
+        def watching(q, pages, *others):
+            index, there = gathered(pages.table, pages.lengths, PAGE)
+            keys, values = read(pages, index)
+            ranks = pages.ranks.flatten()[index]
+            calls.append(
+                {(r, int(ranks[r, t])): (keys[r, t], values[r, t]) for r, t in there.nonzero().tolist()},
+            )
+            return attend(q, pages, *others)
+
+        return watching
+
+    for place in ("attend.paged_decode", "attend.paged_decode_weights", "layer.paged_attend"):
+        module, name = place.split(".")
+        module = importlib.import_module(f"ag.engine.{module}")
+        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    return calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_what_queries_see(tiny_llama, seen, kind, side):
+    """Of 4 bits the tokens of a pass, the newest before it and the first one as they came; all others from codes."""
+    model = tiny_llama(num_hidden_layers=1)  # whose keys and values depend on nothing that is held
+    batch = padded([row(40), row(33)], side)
+    plain, cache = ag.EvictionCache(model, "full"), ag.EvictionCache(model, "full", kv_dtype=kind)
+    mask = batch["attention_mask"]
+    for each in (plain, cache):
+        step(model, each, batch["input_ids"], mask)
+    generator = torch.Generator().manual_seed(0)
+    for count in (7, 1, 1, 20, 1):
+        ids = torch.randint(3, 128, (2, count), generator=generator)
+        mask = torch.cat([mask, torch.ones_like(ids)], 1)
+        seen.clear()
+        for each in (plain, cache):
+            step(model, each, ids, mask)
+        came, got = seen
+        assert came.keys() == got.keys() and len(came) == 2 * int(mask.sum())
+        made = Format.of(kind, *next(iter(came.values())))
+        for (r, rank), pair in came.items():
+            newest = int(mask[r // 2].sum()) - 1
+            near = kind == "int4" and (rank < SINKS or rank > newest - RECENT - (count if count > 1 else 0))
+            for codes, x, y in zip(made, pair, got[r, rank], strict=False):
+                want = numbers_of(codes, codes.encode(x)[None])
+                assert torch.equal(x, y) if near else ((want.exact[0] - y).abs() <= want.error[0]).all()
+    for each in (plain, cache):
+        assert each.evicting_layers[0].store._near is None or len(each.evicting_layers[0].store._near.ranks[0]) == 9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_drafts_that_are_taken_back(tiny_llama, kind):
+    """Codes are those of a cache that never saw them; of near tokens only those are lost whose place they took."""
+    model, ids = tiny_llama(), row(60)[None]
+    never, cache = (ag.EvictionCache(model, "full", kv_dtype=kind) for _ in range(2))
+    for each in (never, cache):
+        model(ids[:, :40], past_key_values=each)
+    model(ids[:, 40:52], past_key_values=cache)
+    cache.crop(-12)
+    for mine, theirs in zip(cache.evicting_layers, never.evicting_layers, strict=True):
+        for column, other in zip(mine.store.state_dict().values(), theirs.store.state_dict().values(), strict=True):
+            if isinstance(column, torch.Tensor):
+                assert torch.equal(column, other)
+        near = mine.store._near
+        assert near is None or (near.ranks[:, :SINKS] == 0).all() and (near.ranks[:, SINKS:] < 40).all()
+    again, wanted = (model(ids[:, 52:53], past_key_values=each).logits for each in (cache, never))
+    assert torch.equal(again, wanted) if kind == "int8" else not torch.equal(again, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_copies_beams_and_joined_sequences_go_on_alone(tiny_llama, kind):
+    model = tiny_llama()
+    pool = Pool(model, 2**20, kind)
+    caches = [ag.EvictionCache(model, "tova", 20, "every", pool=pool) for _ in range(2)]
+    for number, cache in enumerate(caches):
+        model(row(30, number)[None], past_key_values=cache)
+    alone = [copy.deepcopy(cache) for cache in caches]
+    caches[0].join(caches[1])
+    caches[0].batch_select_indices(torch.tensor([1, 0, 1]))
+    ids = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(5))
+    for t in range(12):
+        together = model(ids[[1, 0, 1], t : t + 1], past_key_values=caches[0]).logits
+        each = [model(ids[i : i + 1, t : t + 1], past_key_values=alone[i]).logits for i in range(2)]
+        # sums of a batch differ in their last bits, and a code that falls to the other side by a step of a group
+        torch.testing.assert_close(together, torch.cat([each[1], each[0], each[1]]), atol=1e-2, rtol=1e-2)
+    caches[0].release([0, 2])
+    assert caches[0].kept_positions(0)[0][0].tolist() == alone[0].kept_positions(0)[0][0].tolist()
+    del caches, alone, cache
+    assert pool.free == pool.size
+
+
+def test_a_policy_holds_what_its_pool_holds(tiny_llama):
+    model = tiny_llama()
+    pool = Pool(model, 2**20, "int8")
+    assert ag.EvictionCache(model, "full", pool=pool).policy == ag.policy("full", kv_dtype="int8")
+    assert ag.EvictionCache(model, "full", kv_dtype="int8", pool=pool).policy.kv_dtype == "int8"
+    with refuses(UserError, "kv_dtype='int4'", "int8", "ag.Pool(model, nbytes, 'int4')"):
+        ag.EvictionCache(model, "full", kv_dtype="int4", pool=pool)
+    with refuses(UserError, "kv_dtype='int2'", "float", "int8", "int4"):
+        ag.EvictionCache(model, "full", kv_dtype="int2")
+    with refuses(UserError, "kv_dtype='half'", "float", "int8", "int4"):
+        Pool(model, 2**20, "half")
+    assert "kv_dtype='int8'" in repr(ag.policy("gates", kv_dtype="int8"))
+
+
+@torch.no_grad()
+def test_a_pool_leaves_room_for_what_lies_beside_it(tiny_llama):
+    model, given = tiny_llama(), 2**20
+    page = Pool(model, given, "int4").page_nbytes()
+    rows, token = 3 * 2, 4 * (16 + 16) + 4  # of a sequence: layers and KV heads; and a near token with its rank
+    pool = Pool(model, given, "int4", sequences=10)
+    assert pool.near_nbytes == (SINKS + RECENT) * token
+    assert pool.size == (given - 10 * rows * pool.near_nbytes) // page < given // page
+    assert Pool(model, given, "int8", sequences=10).size == Pool(model, given, "int8").size
+    cache = ag.EvictionCache(model, "full", pool=pool)
+    model(row(20)[None], past_key_values=cache)
+    assert cache.nbytes == rows * (2 * page + pool.near_nbytes)
+    with refuses(UserError, "nbytes=5000", f"{page + 10 * rows * pool.near_nbytes}", "10 sequences"):
+        Pool(model, 5000, "int4", sequences=10)
+
+
+def test_gradients_do_not_go_through_codes(tiny_llama):
+    model = tiny_llama()
+    with refuses(UserError, "kv_dtype=int8", "kv_dtype=float", "torch.no_grad()"):
+        model(row(20)[None], past_key_values=ag.EvictionCache(model, "full", kv_dtype="int8"))
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.28), ("int4", 0.16)])
+def test_bytes_of_a_head_of_64(kind, most):
+    """Of a row of 4,096 tokens: codes, scales, ranks and what lies beside them, of what float32 takes."""
+    k = torch.randn(1, 1, 4096, 64)
+    stores = [PagedStore(1, 1, Pool.growing(k, k, x)) for x in ("float", kind)]
+    for store in stores:
+        store.append(k, k, torch.arange(4096)[None], None)
+        store.write()
+        store.rest()
+    plain, coded = (store.nbytes for store in stores)
+    assert plain == 4096 * (2 * 64 * 4 + 4)
+    token = {"int8": 2 * (64 + 4) + 4, "int4": 32 + 8 + 32 + 4 + 4}[kind]
+    assert coded == 4096 * token + stores[1].pool.near_nbytes <= most * plain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_flags_and_windows(tiny_llama, tiny_mistral, kind):
+    """A token that comes takes the place of the one that no query sees, in codes too."""
+    model = tiny_llama()
+    ag.attach(model, gates_for(model, covers="all", recent_tokens=5))
+    windowed = tiny_mistral(sliding_window=10)
+    for llm, policy in ((model, "gates"), (windowed, "full")):
+        caches = [ag.EvictionCache(llm, policy, kv_dtype=x) for x in ("float", kind)]
+        for cache in caches:
+            llm(row(30)[None], past_key_values=cache)
+            for token in row(20, 1):
+                llm(token.view(1, 1), past_key_values=cache)
+        plain, coded = caches
+        if policy == "full":  # what goes does not depend on what tokens say
+            assert [x.tolist() for x in plain.kept_positions(0)[0]] == [x.tolist() for x in coded.kept_positions(0)[0]]
+        assert all(len(x) < 50 for x in coded.kept_positions(1)[0])

@@ -1,0 +1,162 @@
+"""Keys and values in codes: what becomes of a number, who writes them, and every version that reads them."""
+
+import pytest
+import torch
+
+from ag.errors import UserError
+from ag.kernels import paged_attend, paged_decode, pool_append
+from ag.kernels.codes import LARGEST, Codes, Format
+from ag.kernels.pages import New
+from tests.kernels import test_paged_attend
+from tests.support.compiled import needs
+from tests.support.paged import (
+    attended,
+    check_threads_and_pages,
+    coded,
+    filled,
+    hold_rows,
+    numbers_of,
+    pages_of,
+    places,
+)
+
+KINDS = ["int8", "int4"]
+FORMATS = [(8, 64), (4, 32), (4, 64)]
+compiled = needs(paged_decode.cpu.KERNEL)
+DECODES = [
+    pytest.param(paged_decode.reference_paged_decode, id="reference"),
+    pytest.param(paged_decode.cpu.paged_decode, id="cpp", marks=compiled),
+]
+ATTENDS = [
+    pytest.param(paged_attend.reference.reference_paged_attend, id="reference"),
+    pytest.param(paged_attend.cpu.paged_attend, id="cpp", marks=compiled),
+]
+
+
+def drawn(name, count, width):
+    """Tokens ``[count, width]`` of a kind that is hard to write in few bits."""
+    x = torch.randn(count, width, generator=torch.Generator().manual_seed(width))
+    if name == "outlier":
+        x[:, width // 2] *= 100
+    if name == "constant":
+        x[:] = -3.3
+    if name == "zeros":
+        x[::2], x[1::2] = 0.0, -0.0
+    if name == "denormal":
+        x *= 1e-40
+    if name == "far":
+        x = x * 0.01 + 1000
+    if name == "beyond":
+        x *= 1e5
+    return x
+
+
+HARD = ["normal", "outlier", "constant", "zeros", "denormal", "far", "beyond"]
+WIDTHS = [64, 80, 128, 33, 5, 1]
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_a_number_is_as_near_as_its_group_allows(bits, group, width, name):
+    """Within half a step, and what scale and offset lose in 16 bits: 2^-11 of each, or 2^-25 of subnormal ones."""
+    x, codes = drawn(name, 9, width), Codes(bits, width, group, torch.float32)
+    data = codes.encode(x)
+    assert data.shape == (9, codes.nbytes) and data.dtype == torch.uint8
+    wanted, steps = x.double().clamp(-LARGEST, LARGEST), 2**bits - 1
+    for first in range(0, width, group):
+        mine = wanted[:, first : first + group]
+        least, most = mine.amin(1, keepdim=True), mine.amax(1, keepdim=True)
+        half = 2**-11
+        step = (most - least) / steps
+        lost = half * least.abs() + half * (most - least) + (steps + 1) * 2**-25
+        got = numbers_of(codes, data)[:, first : first + group]
+        bound = step / 2 * (1 + 2 * half) + lost + got.error + torch.finfo(torch.float32).eps * mine.abs()
+        assert ((got.exact - mine).abs() <= bound).all()
+    got = numbers_of(codes, data)
+    assert ((codes.decode(data).double() - got.exact).abs() <= got.error).all()
+
+
+def test_bytes_of_a_token():
+    """Of a head of 64 numbers: 64 or 32 bytes of codes, and a scale and an offset of 2 bytes each for a group."""
+    token = torch.empty(0, 64)
+    assert Format.of("float", token, token) is None
+    assert [codes.nbytes for codes in Format.of("int8", token, token)[:2]] == [64 + 4, 64 + 4]
+    assert [codes.nbytes for codes in Format.of("int4", token, token)[:2]] == [32 + 2 * 4, 32 + 4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+@compiled
+def test_cpp_writes_the_same_bytes(width, dtype, name, kind):
+    x = drawn(name, 6, width).to(dtype).view(1, 6, width)
+    written = []
+    for append in (pool_append.cpu.pool_append, pool_append.reference_pool_append):
+        pages = coded(pages_of([0] * 6, page=4, dim=width, dtype=dtype), kind)
+        append(pages, New(x, -x, torch.tensor([3])), None, [], None)
+        assert pages.lengths.tolist() == [1] * 6
+        at = torch.cat([places(pages, row) for row in range(6)])
+        near = () if pages.near is None else pages.near
+        written.append([*(column.flatten(0, 1)[at] for column in pages.columns), *(y.nan_to_num() for y in near)])
+    for mine, wanted in zip(*written, strict=True):
+        assert torch.equal(mine, wanted)
+
+
+CASES = {
+    "half_a_page": {"lengths": [1, 7, 24], "heads": 3},
+    "empty_row": {"lengths": [0, 40, 300], "heads": 9},
+    "uneven_batch": {"lengths": [500, 3, 41, 64], "heads": 4, "batch": 2},
+    "pages_of_5": {"lengths": [70, 4, 5, 6], "heads": 4, "page": 5},
+    "G7-D80-Dv48": {"lengths": [259, 20], "heads": 14, "dim": 80, "width": 48},
+    "D5": {"lengths": [33, 20], "heads": 2, "dim": 5},
+    "bfloat16": {"lengths": [33, 90], "heads": 6, "dtype": torch.bfloat16},
+    "float16": {"lengths": [33, 90], "heads": 6, "dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("version", DECODES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_decoding(case, kind, version):
+    q, pages = filled(**{"dim": 64, **case})
+    pages = coded(pages, kind)
+    weights = torch.full((*q.shape[:2], pages.table.shape[1] * pages.keys.shape[1]), torch.nan)
+    out = version(q, pages, 0.3, weights)
+    outs, shares = attended(q, pages, 0.3)
+    hold_rows(out, outs)
+    hold_rows(weights, shares)
+    assert out.dtype == q.dtype
+
+
+@pytest.mark.parametrize("version", ATTENDS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["empty_row", "tile_borders", "window_and_recent", "pages_of_5", "G7-D80-Dv48"])
+def test_several_queries(case, kind, version):
+    q, pages, *rest = test_paged_attend.given(**{"dim": 64, **test_paged_attend.CASES[case]})
+    test_paged_attend.check(version, q, coded(pages, kind), *rest)
+
+
+@compiled
+@pytest.mark.parametrize("kind", KINDS)
+def test_cpp_depends_neither_on_threads_nor_on_where_pages_lie(kind):
+    q, pages = filled([700, 30, 300], 6, dim=64)
+    check_threads_and_pages(lambda x: paged_decode.cpu.paged_decode(q, x, 0.3), coded(pages, kind))
+    arguments = test_paged_attend.given([90, 200], 4, 17, dim=64)
+    check_threads_and_pages(
+        lambda x: paged_attend.cpu.paged_attend(arguments[0], x, *arguments[2:]), coded(arguments[1], kind)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_operation_picks_a_version(fresh, kind):
+    q, pages = filled([40, 9], 2, dim=64)
+    pages = coded(pages, kind)
+    hold_rows(paged_decode.paged_decode(q, pages, 0.3), attended(q, pages, 0.3)[0])
+    with pytest.raises(TypeError, match="expected torch.float32"):
+        x = torch.zeros(1, 2, 64).half()
+        pool_append.pool_append(pages, New(x, x, torch.tensor([50])))
+    fresh.setenv("AG_KERNELS", "chunks")
+    with pytest.raises(UserError, match="AG_KERNELS=chunks"):
+        paged_decode.paged_decode(q, pages, 0.3)
