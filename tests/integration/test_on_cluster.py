@@ -17,11 +17,13 @@ from ag.callbacks.checkpoint_files import checkpoints  # noqa: E402
 from ag.config import Config  # noqa: E402
 from ag.errors import UserError  # noqa: E402
 from ag.run_on_cluster import Ended  # noqa: E402
+from tests.support import ROOT  # noqa: E402
 from tests.support.command import logged, runs, start, weights  # noqa: E402
 from tests.support.refused import refuses  # noqa: E402
 
 RUN = ["train=gates+lora", "gate.estimator=soft", "lora.dropout=0.1", "trainer.val_every=4", "checkpoint.every_steps=3"]
-RUN += ["trainer.devices=2", "trainer.strategy=ddp", "data.batch_size=1", "plugins=[tests.support.faulty]"]
+RUN += ["trainer.devices=2", "trainer.strategy=ddp", "data.batch_size=1", "plugins=[with_faults]"]
+PLUGIN = f"import sys\n\nsys.path.append({str(ROOT)!r})\nimport tests.support.faulty\n"  # found as a user's
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,7 @@ def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begun(place: Path, *arguments: str) -> subprocess.Popen[str]:
+    (place / "with_faults.py").write_text(PLUGIN)
     return start(*arguments, cwd=place)
 
 
