@@ -319,11 +319,12 @@ def test_sigterm_lets_answers_end_and_takes_no_more(served):
     address, process = served
     told, running = {"Authorization": f"Bearer {KEY}"}, replicas(process)
     asked = {"model": "tiny", "prompt": "x", "max_tokens": 1500, "stream": True, "logit_bias": {"2": -100}}
-    with httpx.stream("POST", f"{address}/v1/completions", json=asked, headers=told, timeout=60) as answer:
+    asking = httpx.stream("POST", f"{address}/v1/completions", json=asked, headers=told, timeout=60)
+    with httpx.Client() as watcher, asking as answer:  # the first made before, which takes a while
         lines = answer.iter_lines()
         next(lines)
         process.send_signal(signal.SIGTERM)
-        until(lambda: httpx.get(f"{address}/health").status_code == 503)
+        until(lambda: watcher.get(f"{address}/health").status_code == 503)
         refused = post(address, {"prompt": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         rest = [line for line in lines if line]
