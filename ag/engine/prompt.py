@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ def read_prompt(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
+    protect: Sequence[Any] = (),
 ) -> list[tuple[EvictionCache, Tensor]]:
     """Show a prompt to caches with different policies; those that read it densely share one forward pass.
 
@@ -34,12 +36,15 @@ def read_prompt(
         input_ids: ``[B, T]``.
         attention_mask: ``[B, T]``, nonzero on real tokens; None without padding.
         position_ids: ``[B, T]``; None: counted from the first column.
+        protect: tokens that stay in each of the caches; see :meth:`ag.EvictionCache.protect`.
 
     Returns:
         For each policy its cache, and the final hidden states ``[B, d]`` of the last token of each prompt.
     """
     decoder = decoder_of(model)
     caches = [EvictionCache(model, policy) for policy in policies]
+    for cache in caches if protect else ():
+        cache.protect(protect)
 
     def read(taking_part: dict[str, object]) -> Tensor:
         states: Tensor = decoder(

@@ -35,6 +35,8 @@ TASKS = {
 CPT = ["redpajama_cpt", "mistral_cpt", "redpajama_cpt_gates_only"]
 OTHERS = ["quickstart", *(f"smollm2_{name}" for name in ("boolq", "corpus", "quarter", "remember", "stream", "worked"))]
 COMPARISONS = {  # cells, and the published score of the full cache that the comment must name
+    "compare_instructions": ((1 + 5 * 3) * 2, "exempt"),
+    "compare_turns": ((1 + 5 * 3) * 2, "evicted once"),
     "compare_parts": (1 + 31 * 3, "docs/results.md"),
     "compare_retrieval": ((1 + 3 * 4) * 4, "after eviction"),
     "compare_bits": (3 * (1 + 4) * 4, "codes of 8 and 4 bits"),

@@ -10,7 +10,7 @@ import numpy as np
 
 from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.folder import tag_values
-from ag.evaluate.comparison.result import Result, by_position, pair
+from ag.evaluate.comparison.result import Result, by_position, pair, part_names
 from ag.evaluate.comparison.shares import held, shown
 from ag.evaluate.comparison.statistics import bootstrap
 
@@ -50,7 +50,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over kept shares or over positions."""
+    """Lines over kept shares, over positions, or over numbered parts."""
 
     title: str  # the task, and how many samples it has
     x_label: str
@@ -60,7 +60,7 @@ class Chart:
 
     @property
     def over_shares(self) -> bool:
-        """Whether it is drawn over shares; else over positions, in tokens."""
+        """Whether it is drawn over shares; else over positions, in tokens, or over numbered parts."""
         return self.x_label in (KEPT, BYTES)
 
     @property
@@ -94,6 +94,9 @@ def every(comparison: Comparison) -> dict[str, list[Chart]]:
         found[f"nats_{task}"] = quality(comparison, task, nats=True)
         found[f"bytes_{task}"] = over_bytes(comparison, task)
         found[f"positions_{task}"] = along(comparison, task)
+        for what, names in part_names(comparison.of_task(task)).items():
+            if all(name.isdigit() for name in names):
+                found[f"{what}s_{task}"] = along(comparison, task, what)
     return {name: drawn for name, drawn in found.items() if drawn}
 
 
@@ -187,10 +190,10 @@ def quality(comparison: Comparison, task: str, nats: bool = False) -> list[Chart
     return [Chart(_titled(title, results), KEPT, f"{metric} ({which} is better)", lines)] if lines else []
 
 
-def along(comparison: Comparison, task: str) -> list[Chart]:
-    """Return charts of a task by position, one for each budget; policies without a budget are in each.
+def along(comparison: Comparison, task: str, what: str = "") -> list[Chart]:
+    """Return charts of a task by position, or by numbered parts such as turns, one for each budget.
 
-    They show differences to the baseline, or nats where it has no result.
+    Policies without a budget are in each. They show differences to the baseline, or nats where it has no result.
     """
     found = []
     for budget in comparison.budgets or [""]:
@@ -203,15 +206,18 @@ def along(comparison: Comparison, task: str) -> list[Chart]:
                 continue
             form = ".3f" if base is None else "+.3f"
             points = [
-                Point(x, y, y - (error or 0.0), y + (error or 0.0), f"{shown(result)}: {y:{form}} from {x:,}")
-                for x, (y, error) in by_position(result, base).items()
+                Point(
+                    x, y, y - (error or 0.0), y + (error or 0.0), f"{shown(result)}: {y:{form}} {what or 'from'} {x:,}"
+                )
+                for x, (y, error) in by_position(result, base, what).items()
             ]
             lines += [Line(looks(comparison)[result.summary.label], short(shown(result)), points)] if points else []
         if lines:
             title = f"{task} at budget {budget}" if budget else task
             y_label = f"nats a token over {comparison.baseline}" if compared else "nats a token"
             zero = looks(comparison).get(comparison.baseline) if compared else None
-            found.append(Chart(_titled(title, results), "position in the text (tokens)", y_label, lines, zero))
+            x_label = what or "position in the text (tokens)"
+            found.append(Chart(_titled(title, results), x_label, y_label, lines, zero))
     return found
 
 

@@ -51,6 +51,11 @@ def render(comparison: Comparison) -> str:
         tables={task: tables.of_task(comparison, task, "seconds") for task in comparison.tasks},
         along={task: tables.along(comparison, task) for task in comparison.tasks},
         along_note=tables.BY_POSITION.format(comparison.baseline),
+        parts={task: tables.by_part(comparison, task) for task in comparison.tasks},
+        part_notes={
+            task: tables.BY_PART.format(comparison.baseline, comparison.of_task(task)[0].summary.metric)
+            for task in comparison.tasks
+        },
         apart=f"{APART} {'; '.join(apart)}." if (apart := comparison.apart()) else "",
         wins=[(budget, comparison.wins(budget)) for budget in comparison.budgets],
         layers=list(zip(*comparison.layers(), strict=True)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -101,21 +101,47 @@ def _parts(one: Result, other: Result) -> list[tuple[NDArray[np.float64], NDArra
     return found
 
 
-def by_position(result: Result, base: Result | None = None) -> dict[int, tuple[float, float | None]]:
+def by_position(result: Result, base: Result | None = None, what: str = "") -> dict[int, tuple[float, float | None]]:
     """Return by block, ascending, the mean over texts of the nats, with its standard error.
 
     Args:
         result: of a task whose outcomes have blocks.
         base: the differences to this one are taken instead, on the texts and blocks that both have.
+        what: take numbered parts instead of blocks, such as turns.
     """
-    others = {} if base is None else {outcome.sample: outcome.blocks for outcome in base.outcomes}
+
+    def numbered(outcome: Outcome) -> Mapping[int, float]:
+        return outcome.numbered(what) if what else outcome.blocks
+
+    others = {} if base is None else {outcome.sample: numbered(outcome) for outcome in base.outcomes}
     found: dict[int, list[float]] = {}
     for outcome in result.outcomes:
-        zeros = dict.fromkeys(outcome.blocks, 0.0)
-        theirs = zeros if base is None else others.get(outcome.sample, {})
-        for start in outcome.blocks.keys() & theirs.keys():
-            found.setdefault(start, []).append(outcome.blocks[start] - theirs[start])
+        mine = numbered(outcome)
+        theirs = dict.fromkeys(mine, 0.0) if base is None else others.get(outcome.sample, {})
+        for start in mine.keys() & theirs.keys():
+            found.setdefault(start, []).append(mine[start] - theirs[start])
     return {start: mean_and_error(values) for start, values in sorted(found.items())}
+
+
+def part_names(results: Sequence[Result]) -> dict[str, list[str]]:
+    """Return the names of the parts that samples have, by what parts are; numbers ascending, others as they came."""
+    found: dict[str, dict[str, None]] = {}
+    for result in results:
+        for outcome in result.outcomes:
+            for what, measured in outcome.parts.items():
+                found.setdefault(what, {}).update(dict.fromkeys(measured["score"]))
+    return {what: sorted(names, key=lambda name: int(name) if name.isdigit() else 0) for what, names in found.items()}
+
+
+def part_values(result: Result, measure: str, what: str, name: str) -> dict[str, float]:
+    """Return the number that each sample with a part of this name has for it; ``measure`` is ``score`` or ``nats``."""
+    return tag_values(result.outcomes, f"{measure}@{what} {name}")
+
+
+def pair_part(result: Result, other: Result, what: str, name: str) -> Paired | None:
+    """Compare the nats of one part of the samples; None where two results share none."""
+    mine, theirs = _matched(*(part_values(one, "nats", what, name) for one in (result, other)))
+    return compare(mine, theirs) if mine else None
 
 
 def _matched(mine: Mapping[str, float], theirs: Mapping[str, float]) -> tuple[list[float], list[float]]:

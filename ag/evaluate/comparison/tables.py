@@ -11,7 +11,7 @@ from rich.table import Table as Printed
 
 from ag.evaluate.comparison.conditions import measured, prompts
 from ag.evaluate.comparison.findings import Comparison
-from ag.evaluate.comparison.result import Result, by_position
+from ag.evaluate.comparison.result import Result, by_position, pair_part, part_names, part_values
 from ag.evaluate.comparison.shares import APART
 from ag.evaluate.comparison.statistics import Paired
 from ag.evaluate.comparison.verdict import headlines, verdicts
@@ -56,6 +56,10 @@ NOTES = {
 BY_POSITION = (
     "Of {0} the nats a token in blocks that begin at these positions, of the others the difference to it; without a "
     "sign the nats of those that hold another share than it does."
+)
+BY_PART = (
+    "Each cell has the {1} of one part of the samples, and the nats a token: of {0}, of the others the difference to "
+    "it on the same samples, with a 95 % bootstrap interval. The worst part is the one with the lowest {1}."
 )
 END = "held@end"  # tag of a stream's outcome
 MOST_BLOCKS = 12  # columns of a table by position
@@ -176,6 +180,31 @@ def along(comparison: Comparison, task: str) -> Table | None:
     return Table([Head("policy", number=False), *map(Head, names)], lines)
 
 
+def by_part(comparison: Comparison, task: str) -> dict[str, Table]:
+    """Return what the parts of a task's samples scored, by what parts are; see :data:`BY_PART`."""
+    results = [result for result in comparison.of_task(task) if result.outcomes]
+    found = {}
+    for what, names in part_names(results).items():
+        lines = []
+        for result in results:
+            base, cells, means = comparison.baseline_of(result), list[Cell](), dict[str, float]()
+            for name in names:
+                scores = part_values(result, "score", what, name)
+                if not scores:
+                    cells.append(Cell(""))
+                    continue
+                means[name] = fmean(scores.values())
+                paired = None if base is None else pair_part(result, base, what, name)
+                own = fmean(part_values(result, "nats", what, name).values())
+                nats = f"{own:.3f}" if paired is None else _interval(paired, 3)
+                cells.append(Cell(f"{means[name]:.2f}, {nats}", means[name]))
+            worst = min(means, key=lambda name: means[name])
+            lines.append([Cell(result.name), *cells, Cell(f"{worst}: {means[worst]:.2f}", means[worst])])
+        heads = [f"{what} {name}" if name.isdigit() else name for name in names]
+        found[what] = Table([Head("policy", number=False), *map(Head, heads), Head("worst")], lines)
+    return found
+
+
 def markdown(comparison: Comparison) -> str:
     """Return the comparison as Markdown: verdicts, the leaderboard, a table for each task, how it was measured."""
     judged = verdicts(comparison)
@@ -197,6 +226,9 @@ def markdown(comparison: Comparison) -> str:
             parts.append(f"{OVER}: {OVER_NOTE}.\n")
         if by := along(comparison, task):
             parts.append(f"### {task} by position\n\n{BY_POSITION.format(comparison.baseline)}\n\n{_markdown(by)}")
+        note = BY_PART.format(comparison.baseline, summary.metric)
+        for what, part in by_part(comparison, task).items():
+            parts.append(f"### {task} by {what}\n\n{note}\n\n{_markdown(part)}")
     if apart := comparison.apart():
         parts += [f"{APART}\n", *(f"- {one}" for one in apart), ""]
     parts.append("## How it was measured\n")
@@ -239,7 +271,11 @@ def _mean(mean: float, error: float | None) -> str:
 
 
 def _difference(paired: Paired) -> Cell:
-    return Cell(f"{paired.difference:+.4f} [{paired.low:+.4f}, {paired.high:+.4f}]", paired.difference)
+    return Cell(_interval(paired, 4), paired.difference)
+
+
+def _interval(paired: Paired, digits: int) -> str:
+    return "{:+.{d}f} [{:+.{d}f}, {:+.{d}f}]".format(paired.difference, paired.low, paired.high, d=digits)
 
 
 def _p(p: float) -> str:

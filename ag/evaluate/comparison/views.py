@@ -54,7 +54,7 @@ def record(
     for sample in samples:
         ids = sample.prompt[:most_tokens]
         texts = pieces(tokenizer, ids)
-        caches = read_prompt(model, policies, torch.tensor([ids], device=device))
+        caches = read_prompt(model, policies, torch.tensor([ids], device=device), protect=sample.protect)
         for mine, (cache, _) in zip(views, caches, strict=True):
             mine.append(View(sample.id, texts, kept_flags(cache)))
     return views

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from statistics import fmean
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,6 +22,7 @@ from ag.evaluate.tasks.follow import Likely, feed
 Tags = Mapping[str, str | int | float]
 LeftOut = Literal["too long", "too short"]
 CURVE = "nats@"  # of the tags that are the points of a curve over a text
+PART = re.compile(r"(score|nats)@([a-z]+) (.+)")  # a tag of a part of a sample: the measure, what the part is, its name
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,13 @@ class Sample:
         id: names it, the same in every run.
         prompt: the tokens ``[T]`` that a policy evicts from: all up to the answer, or up to the question.
         question: the tokens between the two; empty where they are part of the prompt.
+        protect: spans of the prompt that no policy evicts; see :meth:`ag.EvictionCache.protect`.
     """
 
     id: str
     prompt: list[int]
     question: list[int] = field(default_factory=list, kw_only=True)
+    protect: list[tuple[int, int]] = field(default_factory=list, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,21 @@ class Outcome:
     def blocks(self) -> dict[int, float]:
         """Mean nats of each block of a text, by the position that it begins with; empty where no tag ``nats@N`` is."""
         found = {name.removeprefix(CURVE): float(x) for name, x in self.tags.items() if name.startswith(CURVE)}
-        return {int(start): nats for start, nats in found.items()}
+        return {int(start): nats for start, nats in found.items() if start.isdigit()}
+
+    @property
+    def parts(self) -> dict[str, dict[str, dict[str, float]]]:
+        """What :func:`by_part` said: by what parts are, measure and name of a part; empty where a sample has none."""
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        for tag, value in self.tags.items():
+            if match := PART.fullmatch(tag):
+                measure, what, name = match.groups()
+                found.setdefault(what, {}).setdefault(measure, {})[name] = float(value)
+        return found
+
+    def numbered(self, what: str) -> dict[int, float]:
+        """Return the nats of parts that have numbers for names, such as turns."""
+        return {int(name): nats for name, nats in self.parts.get(what, {}).get("nats", {}).items()}
 
 
 @dataclass(frozen=True)
@@ -197,6 +216,23 @@ def distance(found: tuple[Tensor, Tensor]) -> dict[str, float]:
     return {"kl": kl, "same_top1": same}
 
 
+def by_part(what: str, found: Iterable[tuple[str | int, float, float]]) -> dict[str, float]:
+    """Return tags with the mean score and nats of each part of a sample, which reports show apart.
+
+    Args:
+        what: what parts are, such as ``turn``.
+        found: name, score and nats; parts of one name are one part.
+    """
+    parts: dict[str | int, list[tuple[float, float]]] = {}
+    for name, *measured in found:
+        parts.setdefault(name, []).append((measured[0], measured[1]))
+    return {
+        f"{measure}@{what} {name}": fmean(pair[i] for pair in pairs)
+        for i, measure in enumerate(("score", "nats"))
+        for name, pairs in parts.items()
+    }
+
+
 @dataclass(frozen=True)
 class PromptTask(Task):
     """A task whose samples are a prompt, which is read and evicted, maybe a question, and something that follows."""
@@ -225,7 +261,7 @@ class PromptTask(Task):
         for sample in samples:
             given = self.right(sample)
             readers = [*([policy("full")] if given else []), *policies]
-            caches = read_prompt(model, readers, torch.tensor([sample.prompt], device=device))
+            caches = read_prompt(model, readers, torch.tensor([sample.prompt], device=device), protect=sample.protect)
 
             def asked(cache: EvictionCache, last: Tensor, question: list[int] = sample.question) -> Tensor:
                 return feed(model, cache, torch.tensor([question], device=device))[:, -1] if question else last

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ag.evaluate.tasks.base import LeftOut, Sample, require_whole
-from ag.evaluate.tasks.generated import Generated, Variant, join, sentences
+from ag.evaluate.tasks.generated import Generated, Variant, join, sentences, stretch
 from ag.evaluate.tasks.questions import Puzzle, QuestionTask
 from ag.evaluate.tasks.words import draw_distinct, uuid4
 
@@ -81,9 +81,7 @@ class RepeatText(Generated):
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
         """Take ``size`` sentences of a text; see :meth:`Generated.build`."""
-        text = rng.choice(material)
-        first = rng.randrange(len(text))
-        context = join([text[(first + i) % len(text)] for i in range(size)])
+        context = join(stretch(rng, material, size))
         return Puzzle(context, "\n\nThe same text again, word for word:\n\n", [context], [context])
 
     def tally(self, likeliest: Tensor) -> float:

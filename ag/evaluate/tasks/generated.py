@@ -31,6 +31,7 @@ NOISE = (
 )
 BOOKS, LETTERS = 32, 400_000  # of texts: at most so many, and so many characters of each
 PROBE = 16  # units by which the size of one is estimated
+DEPTHS = 40  # even places in a text, of which needles take different ones
 
 
 class Variant(NamedTuple):
@@ -72,6 +73,11 @@ class Generated(QuestionTask):
         """Check the numbers."""
         super().__post_init__()
         require_whole(self, "lengths", "repeats", "generate")
+
+    @property
+    def series(self) -> str:
+        """What samples are drawn for: tasks of one series have the same ones."""
+        return self.name
 
     @abstractmethod
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
@@ -121,7 +127,7 @@ class Generated(QuestionTask):
         """Return the largest sample of a length, or None where it does not fit the model with its answer."""
 
         def build(size: int) -> Puzzle:
-            rng = random.Random(f"{self.seed}/{self.name}/{variant.length}/{variant.where}/{variant.repeat}")
+            rng = random.Random(f"{self.seed}/{self.series}/{variant.length}/{variant.where}/{variant.repeat}")
             return self.build(rng, material, variant, size)
 
         def tokens(size: int) -> int:
@@ -183,6 +189,22 @@ def sentences(task: str, root: str | None, data: str | None, field: str) -> list
     return found
 
 
+def stretch(rng: random.Random, texts: Sequence[Sequence[str]] | None, many: int) -> list[str]:
+    """Return so many sentences from a random place of a random text on; of no texts the filler."""
+    if texts is None:
+        return noise(many)
+    text = rng.choice(texts)
+    first = rng.randrange(len(text))
+    return [text[(first + i) % len(text)] for i in range(many)]
+
+
+def places(rng: random.Random, many: int) -> list[float]:
+    """Return fractions of a text: different ones out of 40 even ones, as far as these go."""
+    if many > DEPTHS:
+        return [rng.random() for _ in range(many)]
+    return [place / (DEPTHS - 1) for place in rng.sample(range(DEPTHS), many)]
+
+
 def noise(many: int) -> list[str]:
     """Return the first sentences of the filler, repeated; each round of it is a line."""
     ends = ("",) * (len(NOISE) - 1) + ("\n",)
@@ -192,6 +214,14 @@ def noise(many: int) -> list[str]:
 def join(pieces: Sequence[str]) -> str:
     """Put pieces behind each other, with a space between those that no line break parts."""
     return "".join(piece if piece.endswith("\n") else piece + " " for piece in pieces).rstrip()
+
+
+def interleave(rng: random.Random, chains: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of all chains in a random order, in which those of a chain keep theirs."""
+    turns = [i for i, chain in enumerate(chains) for _ in chain]
+    rng.shuffle(turns)
+    left = [iter(chain) for chain in chains]
+    return [next(left[i]) for i in turns]
 
 
 def hide(hay: Sequence[str], needles: Sequence[str], fractions: Sequence[float]) -> list[str]:

@@ -13,12 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ag.errors import require
 from ag.evaluate.tasks.base import require_whole
-from ag.evaluate.tasks.generated import Generated, Variant, hide, join, noise, sentences
+from ag.evaluate.tasks.generated import Generated, Variant, hide, join, places, sentences, stretch
 from ag.evaluate.tasks.questions import Puzzle
 from ag.evaluate.tasks.words import NOUNS, draw_distinct, number, uuid4, word_key
 
 HAYSTACKS, KEYS, VALUES = ("noise", "text", "needles"), ("noun", "word", "uuid"), ("number", "uuid")
-DEPTHS = 40  # even places in a text, of which needles take different ones
 PATTERNS = {"number": r"\d+", "uuid": r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"}
 
 
@@ -127,24 +126,20 @@ class Needles(Generated):
         return number(rng, self.digits) if self.value == "number" else uuid4(rng)
 
     def _fractions(self, rng: random.Random, depth: float | None, many: int) -> list[float]:
-        """Return a place for each needle: of a text different ones out of 40 even ones, as far as these go."""
-        if self.haystack == "text" and depth is None and many <= DEPTHS:
-            return [place / (DEPTHS - 1) for place in rng.sample(range(DEPTHS), many)]
+        """Return a place for each needle; those in a text are even ones."""
+        if self.haystack == "text" and depth is None:
+            return places(rng, many)
         fractions = [rng.random() for _ in range(many)]
         return fractions if depth is None else [depth, *fractions[1:]]
 
     def _hay(self, rng: random.Random, material: Any, size: int, taken: set[str]) -> list[str]:
-        if self.haystack == "noise":
-            return noise(size)
-        if self.haystack == "needles":
-            found: list[str] = []
-            while len(found) < size:
-                if (key := self._key(rng)) not in taken:
-                    found.append(self._line(key, self._value(rng)))
-            return found
-        text = rng.choice(material)
-        first = rng.randrange(len(text))
-        return [text[(first + i) % len(text)] for i in range(size)]
+        if self.haystack != "needles":
+            return stretch(rng, material, size)
+        found: list[str] = []
+        while len(found) < size:
+            if (key := self._key(rng)) not in taken:
+                found.append(self._line(key, self._value(rng)))
+        return found
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class Puzzle(NamedTuple):
     question: str  # comes after it; its end may begin the answer
     references: list[str]  # what the answer must name
     right: list[str]  # right answers, word for word, with what separates them from the question
+    parts: Sequence[Any] = ()  # what a task that asks for several things at once knows of each of them
 
 
 @dataclass(frozen=True)

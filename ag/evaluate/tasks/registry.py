@@ -13,12 +13,14 @@ from ag.evaluate.tasks.base import Task
 from ag.evaluate.tasks.copying import KeyValues, RepeatText
 from ag.evaluate.tasks.document_qa import DocumentQA
 from ag.evaluate.tasks.frequencies import CommonWords, FrequentWords
+from ag.evaluate.tasks.instructions import Instructions
 from ag.evaluate.tasks.longbench import LongBench
 from ag.evaluate.tasks.longbench_subsets import SUBSETS
 from ag.evaluate.tasks.multiple_choice import MultipleChoice
 from ag.evaluate.tasks.needles import ExactNeedle, Needles, OneNeedle, Passkey
 from ag.evaluate.tasks.perplexity import Continuation, Stream
 from ag.evaluate.tasks.responses import Responses
+from ag.evaluate.tasks.turns import Turns
 from ag.evaluate.tasks.variables import Variables
 from ag.evaluate.tasks.worked import Worked
 from ag.plugins import check_part, discover
@@ -26,6 +28,8 @@ from ag.plugins import check_part, discover
 GRID = {"depths": (0.0, 0.25, 0.5, 0.75, 1.0)}
 BOOKS = {"haystack": "text", "digits": 5, "hint": False, "lengths": (512, 1024, 2048, 4096), "repeats": 20}
 NIAH = {"lengths": (4096,), "repeats": 500, "generate": 128, "key": "word"}
+RULES = {"lengths": (768,), "repeats": 60}
+TURNS = RULES
 #: The thirteen of RULER.
 RULER: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "niah_single_1": (Needles, NIAH),
@@ -55,6 +59,10 @@ TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "needle_multivalue": (Needles, {"values": 4}),
     "needle_variables": (Variables, {}),
     **{f"needle_books_{keys}": (ExactNeedle, BOOKS | {"keys": keys}) for keys in (1, 4, 8)},
+    **{f"instructions_{rules}": (Instructions, RULES | {"rules": rules}) for rules in (2, 4, 8)},
+    "instructions_4_protected": (Instructions, RULES | {"protect": True}),
+    "turns": (Turns, TURNS),
+    "turns_apart": (Turns, TURNS | {"apart": True}),
     "passkey": (Passkey, {"digits": 5}),
     "key_values": (KeyValues, {}),
     "repeat_text": (RepeatText, {"lengths": (128, 512)}),
@@ -66,6 +74,7 @@ GROUPS = {
     "multiple_choice": tuple(templates.TASKS),
     "needle": tuple(name for name in TASKS if name.startswith("needle_") and "books" not in name),
     "needle_books": tuple(name for name in TASKS if name.startswith("needle_books_")),
+    "instructions": tuple(name for name in TASKS if name.startswith("instructions_")),
     "ruler": tuple(RULER),
     "longbench": tuple(SUBSETS),
 }

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import tokenize
 from ag.evaluate.tasks.base import require_whole
-from ag.evaluate.tasks.generated import Generated, Variant, hide, join, largest, noise
+from ag.evaluate.tasks.generated import Generated, Variant, hide, interleave, join, largest, noise
 from ag.evaluate.tasks.questions import Puzzle
 from ag.evaluate.tasks.words import draw_distinct, number
 
@@ -65,10 +65,7 @@ class Variables(Generated):
         values = draw_distinct(lambda: number(rng, 5), self.chains)
         names = draw_distinct(lambda: "".join(rng.choices(string.ascii_uppercase, k=letters)), self.chains * length)
         chains = [names[i * length : (i + 1) * length] for i in range(self.chains)]
-        lines = [_lines(chain, value) for chain, value in zip(chains, values, strict=True)]
-        turns = [i for i in range(self.chains) for _ in range(length)]
-        rng.shuffle(turns)
-        needles = [lines[i].pop(0) for i in turns]
+        needles = interleave(rng, [lines(chain, value) for chain, value in zip(chains, values, strict=True)])
         fractions = sorted(rng.random() for _ in needles)
         intro = "The following text sets variables to numbers and to each other. Keep track of them."
         asked = f"Question: Which {length} variables have the value {values[0]}?"
@@ -77,7 +74,7 @@ class Variables(Generated):
         return Puzzle(context, f"\n\n{asked}\n{lead}", chains[0], [" " + ", ".join(chains[0])])
 
 
-def _lines(chain: Sequence[str], value: str) -> list[str]:
+def lines(chain: Sequence[str], value: str) -> list[str]:
     """Return the statements of a chain, each before the next one in the text."""
     later = [f"VAR {new} = VAR {old}." for old, new in itertools.pairwise(chain)]
     return [f"VAR {chain[0]} = {value}.", *later]

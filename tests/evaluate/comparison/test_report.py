@@ -22,6 +22,7 @@ from ag.evaluate.comparison.result import Result
 from ag.evaluate.comparison.tables import markdown
 from ag.evaluate.comparison.views import View, pieces
 from ag.evaluate.tasks import Outcome
+from ag.evaluate.tasks.base import by_part
 from tests.evaluate.comparison.test_folder import VALUES
 from tests.support.made_up import SUMMARY
 
@@ -172,6 +173,47 @@ def test_a_table_by_position(streamed):
     ]
     assert "| tova 0.5 | 25.0% | +0.300 | +0.500 |" in markdown(streamed)
     assert tables.along(replace(streamed, results=[result("full", None, "x", [1.0])]), "x") is None
+
+
+@pytest.fixture
+def conversed(tmp_path):
+    """Two policies over three samples with turns and kinds; one sample has no turn 10."""
+    nats = {"full": [(1.0, 2.0), (1.0, 3.0), (1.0, None)], "tova": [(1.5, 2.0), (1.25, 4.0), (1.0, None)]}
+    results = []
+    for label, samples in nats.items():
+        outcomes = []
+        for i, (first, last) in enumerate(samples):
+            parts = [(2, 1.0, first), (10, float(label == "full"), last)][: 1 + (last is not None)]
+            tags = by_part("turn", parts) | by_part("kind", [(("key", "late")[n > 2], s, x) for n, s, x in parts])
+            outcomes.append(Outcome(str(i), 1.0, 9, 0.5, 9, 0.1, tags))
+        summary = replace(result(label, None if label == "full" else 0.5, "turns", [1.0] * 3, True).summary, key=label)
+        results.append(Result(summary, outcomes, [], PolicySpec(label)))
+    return Comparison.tested(tmp_path, "full", results)
+
+
+def test_tables_by_part(conversed):
+    found = tables.by_part(conversed, "turns")
+    assert {what: [one.name for one in table.head] for what, table in found.items()} == {
+        "turn": ["policy", "turn 2", "turn 10", "worst"],
+        "kind": ["policy", "key", "late", "worst"],
+    }
+    # three differences 0.5, 0.25 and 0: nine times of ten a mean of resamples lies inside; two of 0 and 1
+    assert [[cell.text for cell in cells] for cells in found["turn"].lines] == [
+        ["full", "1.00, 1.000", "1.00, 2.500", "2: 1.00"],
+        ["tova 0.5", "1.00, +0.250 [+0.000, +0.500]", "0.00, +0.500 [+0.000, +1.000]", "10: 0.00"],
+    ]
+    assert found["kind"].lines[1][3].text == "late: 0.00"
+    assert "### turns by kind" in markdown(conversed) and "| late: 0.00 |" in markdown(conversed)
+    assert "turns by turn" in render(conversed)
+    assert tables.by_part(replace(conversed, results=[result("full", None, "x", [1.0])]), "x") == {}
+
+
+def test_a_chart_by_turn(conversed):
+    [chart] = charts.every(conversed)["turns_turns"]
+    [tova] = chart.lines
+    assert [(point.x, point.y) for point in tova.points] == [(2, 0.25), (10, 0.5)]
+    assert tova.points[1].text == "tova 0.5 (50 %): +0.500 turn 10" and chart.x_label == "turn"
+    assert "kinds_turns" not in charts.every(conversed)
 
 
 def test_differences_are_paired_by_text_and_block(streamed):

@@ -1,0 +1,225 @@
+"""Several questions over one context that is read and evicted once: in turn, or each from a copy of what was kept.
+
+After SCBench (https://arxiv.org/abs/2412.10319), whose two modes these are; kinds of questions and wording are our own.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ag.data.collate import start_tokens, tokenize
+from ag.engine import EvictionCache, Policy, policy, read_prompt
+from ag.errors import require
+from ag.evaluate.tasks.base import Outcome, Tags, by_part, distance, require_whole
+from ag.evaluate.tasks.follow import Likely, feed
+from ag.evaluate.tasks.generated import Generated, Variant, hide, interleave, join, places, sentences, stretch
+from ag.evaluate.tasks.questions import Asked, Puzzle, blanks
+from ag.evaluate.tasks.variables import lines
+from ag.evaluate.tasks.words import NOUNS, draw_distinct, number
+from ag.model.hooks import lm_logits
+
+KINDS = ("key", "key", "latest", "updated", "variable", "variable")  # of the questions of a conversation
+HAYSTACKS = ("text", "noise")
+
+
+class Turn(NamedTuple):
+    """One question of several over a context."""
+
+    kind: str  # one of KINDS
+    question: str  # what is said before the answer; its end begins it
+    answer: str  # word for word, with what separates it from the question
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A turn in tokens."""
+
+    kind: str  # one of KINDS
+    asked: list[int]  # what is read before the answer
+    answer: list[int]
+    first: int  # of the answer's tokens the first that counts: blanks before it do not
+
+
+@dataclass(frozen=True)
+class Conversation(Asked):
+    """A context with the turns that follow it."""
+
+    turns: list[Tokens]
+
+
+@dataclass(frozen=True)
+class Turns(Generated):
+    """Six questions over one context; the score is the share that is answered exactly.
+
+    The context hides numbers: of keys, of a key whose number changes twice, and of variables that are set to each
+    other. Two questions ask for the number of a ``key``, two for that of a ``variable``, one for the ``latest`` number
+    of a key, and one for a number that an earlier turn ``updated``. Their order is drawn; the update is said at the
+    head of a turn before the one that asks for it.
+
+    A policy evicts from the context. Then come the turns, and after each question its right answer, whatever the model
+    would have said, so that all policies have the same turns behind them, and turns can be compared. Nothing is
+    generated: an answer is exact where each of its tokens is the likeliest.
+
+    Tags by ``turn`` and by ``kind`` of question: see :func:`ag.evaluate.tasks.base.by_part`.
+
+    Attributes:
+        apart: ask each question alone, of a copy of the cache as it was after the context. An update comes then right
+            before the question for it. The contexts and questions are the same.
+        hops: how often the number of a variable is handed on.
+        digits: digits of a number.
+        haystack: ``text``: real text; ``noise``: a filler of five sentences.
+        data: where texts come from: hub id, or folder under ``root``; None: PG-19 on the hub, ``pg19_style`` in a root.
+        text_field: the field that holds a text.
+    """
+
+    apart: bool = False
+    hops: int = 1
+    digits: int = 5
+    haystack: str = "text"
+    data: str | None = None
+    text_field: str = "text"
+
+    metric: ClassVar[str] = "exact match"
+    unit: ClassVar[str] = "conversations"
+    generates: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        require(self, "question", self.question == "after", "after: several questions follow one context")
+        require(self, "generate", self.generate is None, "none: the right answers are fed")
+        require(self, "apart", type(self.apart) is bool, "true or false")
+        require(self, "haystack", self.haystack in HAYSTACKS, " or ".join(HAYSTACKS))
+        require_whole(self, "hops")
+        require(self, "digits", type(self.digits) is int and 3 <= self.digits <= 18, "3 to 18")
+
+    @property
+    def series(self) -> str:
+        """The same contexts in turn and apart."""
+        return "turns"
+
+    def material(self, tokenizer: PreTrainedTokenizerBase) -> list[list[str]] | None:
+        """Read the texts, where they are the haystack."""
+        return sentences(self.name, self.root, self.data, self.text_field) if self.haystack == "text" else None
+
+    def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
+        """Draw the facts, the turns and the places, then the text around them; see :meth:`Generated.build`."""
+        kinds = rng.sample(KINDS, len(KINDS))
+        while kinds[0] == "updated":
+            rng.shuffle(kinds)
+        told = rng.randrange(kinds.index("updated"))  # the turn that says the new number
+        keys = iter(draw_distinct(lambda: rng.choice(NOUNS), len(KINDS)))
+        values = iter(draw_distinct(lambda: number(rng, self.digits), 2 * len(KINDS)))
+        names = iter(draw_distinct(lambda: "".join(rng.choices(string.ascii_uppercase, k=3)), 2 * (self.hops + 1)))
+        chains, turns, update = [], list[Turn](), ""
+        for kind in kinds:
+            if kind == "variable":
+                chain, value = [next(names) for _ in range(self.hops + 1)], next(values)
+                chains.append(lines(chain, value))
+                asks, lead = f"What is the value of VAR {chain[-1]}", f"VAR {chain[-1]} ="
+            else:
+                owner, value = f"The secret number of the {next(keys)}", next(values)
+                chain = [f"{owner} is {value}."]
+                if kind == "latest":
+                    chain.append(f"{owner} is now {next(values)}.")
+                    value = next(values)
+                    chain.append(f"{owner} is now {value}.")
+                elif kind == "updated":
+                    value = next(values)
+                    update = f"From now on t{owner[1:]} is {value}.\n"
+                now = " now" if kind in ("latest", "updated") else ""
+                chains.append(chain)
+                asks, lead = f"What is t{owner[1:]}{now}", f"{owner} is{now}"
+            turns.append(Turn(kind, f"Question: {asks}?\nAnswer: {lead}", f" {value}"))
+        needles = interleave(rng, chains)
+        context = join(hide(stretch(rng, material, size), needles, sorted(places(rng, len(needles)))))
+
+        def said(number: int, apart: bool) -> str:
+            stop = "." if number and not apart else ""  # behind the answer before
+            new = turns[number].kind == "updated" if apart else number == told
+            return f"{stop}\n\n{update if new else ''}{turns[number].question}"
+
+        whole = "".join(said(i, False) + turn.answer for i, turn in enumerate(turns))
+        turns = [turn._replace(question=said(i, self.apart)) for i, turn in enumerate(turns)]
+        return Puzzle(context, whole, [], [turns[-1].answer], turns)
+
+    def asked(
+        self, tokenizer: PreTrainedTokenizerBase, name: str, puzzle: Puzzle, tags: Tags, most: int | None = None
+    ) -> Conversation:
+        """Tokenise context and turns, each by itself, as they come to the cache."""
+        prompt = start_tokens(tokenizer) + tokenize(tokenizer, [puzzle.context])[0]
+        asked = tokenize(tokenizer, [turn.question for turn in puzzle.parts])
+        answers = tokenize(tokenizer, [turn.answer for turn in puzzle.parts])
+        turns = [
+            Tokens(turn.kind, before, answer, blanks(tokenizer, answer))
+            for turn, before, answer in zip(puzzle.parts, asked, answers, strict=True)
+        ]
+        all_of_them = [token for turn in turns for token in turn.asked + turn.answer]
+        text = puzzle.context + puzzle.question
+        return Conversation(name, prompt, text, [], [], 0, {**tags, "question": "after"}, turns, question=all_of_them)
+
+    def run(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Sequence[Any]
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Run policies over conversations; see :meth:`ag.evaluate.tasks.Task.run`."""
+        device = next(model.parameters()).device
+        for sample in samples:
+            caches = read_prompt(model, [policy("full"), *policies], torch.tensor([sample.prompt], device=device))
+            full = self._likely(model, caches.pop(0)[0], sample)
+            for index in range(len(policies)):
+                cache, _ = caches.pop(0)  # freed before the next one talks
+                held, over = (cache.kept_share(), cache.nbytes), bool(cache.over_budget.any())
+                start = time.perf_counter()
+                likely = self._likely(model, cache, sample)
+                seconds = time.perf_counter() - start + sum(layer.scoring_seconds for layer in cache.evicting_layers)
+                score, tags = _graded(sample, likely)
+                tags |= distance(full.divergence(likely))
+                yield index, Outcome(sample.id, score, len(sample.prompt), *held, seconds, tags, over)
+
+    @torch.no_grad()
+    def _likely(self, model: nn.Module, cache: EvictionCache, sample: Conversation) -> Likely:
+        """Return what a model says before each token of each right answer; the cache is used up.
+
+        What follows the context is known, so that it is one pass under a policy that evicts no more: of one sequence,
+        or of one for each question.
+        """
+        device = next(model.parameters()).device
+        rows = [[turn] for turn in sample.turns] if self.apart else [sample.turns]
+        tokens = [[token for turn in row for token in turn.asked + turn.answer][:-1] for row in rows]
+        longest = max(map(len, tokens))
+        padded = torch.tensor([one + [0] * (longest - len(one)) for one in tokens], device=device)
+        mask = torch.tensor([[i < len(one) for i in range(longest)] for one in tokens], device=device)
+        if len(rows) > 1:
+            cache.batch_repeat_interleave(len(rows))
+        states = feed(model, cache, padded, mask if len(rows) > 1 else None)
+        before = list[Tensor]()  # the states that answers are predicted from
+        for row, mine in zip(rows, states, strict=True):
+            start = 0
+            for turn in row:
+                start += len(turn.asked)
+                before.append(mine[start - 1 : start - 1 + len(turn.answer)])
+                start += len(turn.answer)
+        return Likely(lm_logits(model, torch.cat(before)).float().log_softmax(-1))
+
+
+def _graded(sample: Conversation, likely: Likely) -> tuple[float, dict[str, Any]]:
+    """Return the share of the answers whose tokens are all the likeliest, and the tags."""
+    scores, nats = list[float](), list[float]()
+    said = likely.log_probabilities.split([len(turn.answer) for turn in sample.turns])
+    for turn, log_probabilities in zip(sample.turns, said, strict=True):
+        right = torch.tensor(turn.answer, device=log_probabilities.device)[:, None]
+        nats.append(-float(log_probabilities.gather(1, right)[turn.first :].mean()))
+        scores.append(float((log_probabilities.argmax(-1, True) == right)[turn.first :].all()))
+    tags: dict[str, Any] = {**sample.tags, "nats": sum(nats) / len(nats)}
+    tags |= by_part("turn", zip(range(1, len(nats) + 1), scores, nats, strict=True))
+    tags |= by_part("kind", zip([turn.kind for turn in sample.turns], scores, nats, strict=True))
+    return sum(scores) / len(scores), tags

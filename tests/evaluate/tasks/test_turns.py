@@ -1,0 +1,144 @@
+"""Several turns over one context: what is hidden and asked, and what policies make of it, turn by turn."""
+
+import re
+
+import pytest
+import torch
+
+import ag
+from ag.errors import UserError
+from ag.evaluate.tasks import make
+from tests.support.bounds import hold, of_nats
+from tests.support.refused import refuses
+
+BOOKS = [{"text": f"Chapter one. {' '.join(f'This is line {i}, and it is long.' for i in range(400))} The end."}]
+FACT = re.compile(r"(?:The|the) secret number of the (\w+) is (?:now )?(\d+)\.|VAR (\w+) = (?:VAR (\w+)|(\d+))\.")
+ASKED = re.compile(r"What is (?:the value of VAR (\w+)|the secret number of the (\w+?)(?: now)?)\?")
+
+
+@pytest.fixture
+def root(write):
+    return write("pg19_style/test", BOOKS)
+
+
+def load(name, root, tokenizer, **options):
+    task = make(name, root, **{"lengths": [1500, 1700], "repeats": 3} | options)
+    return task, task.load(tokenizer, None, 2000).samples
+
+
+def learn(known, text):
+    """Read the facts of a text in their order; a later one takes the place of an earlier one."""
+    for key, number, variable, other, value in FACT.findall(text):
+        known[key or variable] = number or value or known[other]
+
+
+@pytest.mark.parametrize("name", ["turns", "turns_apart"])
+@pytest.mark.parametrize("options", [{}, {"haystack": "noise"}, {"hops": 2, "digits": 4}])
+def test_a_reader_of_all_that_was_said_knows_every_answer(name, options, root, tiny_tokenizer):
+    _, samples = load(name, root, tiny_tokenizer, **options)
+    assert samples == load(name, root, tiny_tokenizer, **options)[1]
+    assert samples != load(name, root, tiny_tokenizer, seed=1, **options)[1]
+    for sample in samples:
+        known, told, apart = {}, [], name == "turns_apart"
+        learn(known, tiny_tokenizer.decode(sample.prompt))
+        before = dict(known)
+        for place, turn in enumerate(sample.turns):
+            known = dict(before) if apart else known
+            text = tiny_tokenizer.decode(turn.asked)
+            told += [place] if "From now on" in text else []
+            learn(known, text)
+            [(variable, key)] = ASKED.findall(text)
+            assert known[variable or key] == tiny_tokenizer.decode(turn.answer).strip()
+            assert len(known[variable or key]) == options.get("digits", 5) and turn.first == 1
+            if turn.kind == "updated":
+                assert known[key] != before[key]
+                assert told == [place] if apart else told[0] < place
+            elif turn.kind == "latest":
+                assert tiny_tokenizer.decode(sample.prompt).count(f"number of the {key} is") == 3
+        kinds = sorted(turn.kind for turn in sample.turns)
+        assert kinds == ["key", "key", "latest", "updated", "variable", "variable"] and len(told) == 1
+        assert sample.tags["length"] - 62 < len(sample.prompt) + len(sample.question) <= sample.tags["length"]
+
+
+def test_in_turn_and_apart_ask_the_same_of_the_same_contexts(root, tiny_tokenizer):
+    (_, turns), (_, apart) = (load(name, root, tiny_tokenizer) for name in ("turns", "turns_apart"))
+    for one, two in zip(turns, apart, strict=True):
+        assert (one.id, one.prompt) == (two.id, two.prompt)
+        assert [(x.kind, x.answer) for x in one.turns] == [(x.kind, x.answer) for x in two.turns]
+        asked = [[ASKED.findall(tiny_tokenizer.decode(x.asked)) for x in sample.turns] for sample in (one, two)]
+        assert asked[0] == asked[1]
+
+
+@pytest.mark.parametrize("name", ["turns", "turns_apart"])
+@pytest.mark.parametrize(("spec", "budget", "schedule"), [("full", None, "prefill"), ("h2o", 0.3, "prefill")])
+def test_nats_by_hand(name, spec, budget, schedule, root, tiny_llama, tiny_tokenizer):
+    """A pass of its own for each turn, with the model's own forward; with a full cache no cache at all."""
+    model = tiny_llama()
+    task, [sample] = load(name, root, tiny_tokenizer, lengths=[1500], repeats=1)
+    policy = ag.policy(spec, budget, schedule)
+    [(_, outcome)] = task.run(model, tiny_tokenizer, [policy], [sample])
+    nats, so_far = [], sample.prompt
+    cache = ag.EvictionCache(model, policy)
+    with torch.no_grad():
+        model(torch.tensor([sample.prompt]), past_key_values=cache)
+        held = cache.kept_share()
+        for turn in sample.turns:
+            if name == "turns_apart":
+                cache, so_far = ag.EvictionCache(model, policy), sample.prompt
+                model(torch.tensor([sample.prompt]), past_key_values=cache)
+            rest = turn.asked + turn.answer
+            if spec == "full":
+                logits = model(torch.tensor([so_far + rest]), use_cache=False).logits[0, len(so_far) :]
+            else:
+                logits = model(torch.tensor([rest]), past_key_values=cache).logits[0]
+            said = logits[len(turn.asked) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(turn.answer)[:, None])
+            nats.append(-float(said[turn.first :].mean()))
+            so_far = so_far + rest
+    for place, expected in enumerate(nats, 1):
+        hold(outcome.tags[f"nats@turn {place}"], expected, of_nats(model))
+    keys = [x for x, turn in zip(nats, sample.turns, strict=True) if turn.kind == "key"]
+    hold(outcome.tags["nats@kind key"], sum(keys) / 2, of_nats(model))
+    hold(outcome.tags["nats"], sum(nats) / 6, of_nats(model))
+    assert (outcome.kept, outcome.tokens) == (held, len(sample.prompt))
+    assert (outcome.tags["kl"] == 0.0) == (spec == "full")
+
+
+def test_an_answer_is_exact_where_each_token_is_the_likeliest(root, tiny_llama, tiny_tokenizer):
+    """Of six answers two are what the model says itself."""
+    model = tiny_llama()
+    task, [sample] = load("turns_apart", root, tiny_tokenizer, lengths=[1500], repeats=1)
+    for turn in sample.turns[1:3]:
+        whole = torch.tensor([sample.prompt + turn.asked + turn.answer[:1]])
+        turn.answer[1:] = model.generate(whole, max_new_tokens=5, do_sample=False)[0, whole.shape[1] :].tolist()
+    [(_, outcome)] = task.run(model, tiny_tokenizer, [ag.policy("full")], [sample])
+    assert [outcome.tags[f"score@turn {i}"] for i in range(1, 7)] == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert outcome.score == pytest.approx(1 / 3) and outcome.tags["same_top1"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_policy_that_goes_on_evicting_is_fed_in_its_steps(root, tiny_llama, tiny_tokenizer, step_by_step):
+    model = tiny_llama()
+    task, [sample] = load("turns", root, tiny_tokenizer, lengths=[1500], repeats=1)
+    policy = ag.policy("h2o", 200, "every")
+    [(_, outcome)] = task.run(model, tiny_tokenizer, [policy], [sample])
+    said = step_by_step(model, ag.EvictionCache(model, policy), sample.prompt, sample.question)
+    end = len(sample.turns[0].asked + sample.turns[0].answer)
+    hold(outcome.tags["nats@turn 1"], -float(said[end - 5 : end].mean()), of_nats(model))
+    hold(outcome.tags["nats@turn 6"], -float(said[-5:].mean()), of_nats(model))
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"question": "before"}, ("question='before'", "after")),
+        ({"generate": 5}, ("generate=5",)),
+        ({"hops": 0}, ("hops=0",)),
+        ({"digits": 2}, ("digits=2", "3 to 18")),
+        ({"haystack": "needles"}, ("haystack='needles'", "text or noise")),
+        ({"apart": 1}, ("apart=1", "true or false")),
+        ({"lengths": [300]}, ("lengths=300",)),
+    ],
+)
+def test_bad_options(options, parts, root, tiny_tokenizer):
+    with refuses(UserError, *parts):
+        load("turns", root, tiny_tokenizer, **options)
