@@ -1,5 +1,6 @@
 """Instructions before a long text: what is demanded, what is protected, and when an instruction is followed."""
 
+import copy
 import itertools
 
 import pytest
@@ -84,22 +85,26 @@ def test_protected_tokens_stay(root, tiny_llama, tiny_tokenizer):
 
 
 @pytest.mark.parametrize("budget", [None, 0.7])
-def test_followed_and_nats_by_hand(budget, root, tiny_llama, tiny_tokenizer, plain, step_by_step):
-    """Each answer token by token behind prompt and question; without a budget without a cache."""
+def test_followed_and_nats_by_hand(budget, root, tiny_llama, tiny_tokenizer, plain):
+    """Each answer by itself behind prompt and question; without a budget without a cache."""
     model = tiny_llama()
     task, [sample] = load("instructions_4_protected", root, tiny_tokenizer, lengths=[900], repeats=1)
     policy = ag.policy("full") if budget is None else ag.policy("h2o", budget)
     [(_, outcome)] = task.run(model, tiny_tokenizer, [policy], [sample])
-    scores, nats = [], []
+    scores, nats, read = [], [], ag.EvictionCache(model, policy)
+    read.protect(sample.protect)
+    with torch.no_grad():
+        model(torch.tensor([sample.prompt]), past_key_values=read)
     for lead, pair in zip(sample.leads, sample.answers, strict=True):
         means = []
         for answer in pair:
             if budget is None:
                 said = plain(model, sample.prompt + sample.question, answer)
             else:
-                cache = ag.EvictionCache(model, policy)
-                cache.protect(sample.protect)
-                said = step_by_step(model, cache, sample.prompt, sample.question + answer)[len(sample.question) :]
+                with torch.no_grad():
+                    rest = torch.tensor([sample.question + answer])
+                    logits = model(rest, past_key_values=copy.deepcopy(read)).logits[0, len(sample.question) - 1 : -1]
+                said = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
             means.append(float(said[lead:].mean()))
         scores.append(float(means[0] > means[1]))
         nats.append(-means[0])
