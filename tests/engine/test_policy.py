@@ -35,7 +35,7 @@ from tests.support.refused import names, refuses
 ROWLESS = {"caote", "fastcaote", "criticalkv"}  # wrappers that need no attention rows
 #: Scorers that some wrappers refuse, and why.
 ALONE = {"full": "nothing is evicted", "streaming_llm": "position", "random": "random"}
-WITHOUT_ROWS = ("gates", "knorm", "keydiff", "kvzip", "expected_attention")
+WITHOUT_ROWS = ("gates", "knorm", "keydiff", "rkv", "kvzip", "expected_attention")
 
 
 @pytest.mark.parametrize("allocator", [None, *ALLOCATORS])
@@ -48,7 +48,8 @@ def test_a_text_names_its_parts(scorer, allocator):
     assert policy.by_gates == (scorer == "gates")
     assert eval(repr(policy)) == policy
     if allocator is not None:
-        assert policy.allocator == ALLOCATORS[allocator]()
+        window = {"observers": 8} if text == "rkv@preference" else {}  # as wide as its own
+        assert policy.allocator == ALLOCATORS[allocator](**window)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

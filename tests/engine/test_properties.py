@@ -18,7 +18,7 @@ SMALL = settings(
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-ROWLESS = ("knorm", "keydiff", "kvzip", "expected_attention", "gates")
+ROWLESS = ("knorm", "keydiff", "rkv", "kvzip", "expected_attention", "gates")
 ALONE = ("streaming_llm", "random")
 BODIES = [*SCORERS] + [
     f"{scorer}+{wrapper}"
@@ -45,7 +45,7 @@ def cases(draw):
     schedules += ["every", "steps:2", "blocks:4", "blocks:5+every"] * (not body.startswith("kvzip"))
     sinks, recent = draw(st.integers(0, 2)), draw(st.integers(0, 2))
     options = {"sinks": sinks, "recent": recent}
-    if body.startswith(("snapkv", "cake", "h2o", "scissorhands")):
+    if body.startswith(("snapkv", "rkv", "cake", "h2o", "scissorhands")):
         options["window"] = draw(st.integers(1, 3))
     if allocator == "preference":
         options["observers"] = draw(st.integers(1, 4))

@@ -60,14 +60,15 @@ SCORERS: dict[str, dict[str, Any]] = {
     "random": {},
     "knorm": {"recent": 2},
     "keydiff": {"sinks": 1},
+    "rkv": SNAP | {"threshold": 0.1},
     "kvzip": {"sinks": 1, "chunk": 12, "ask": "5 6 7", "ask_part": "8 9", "overlap": 2, "answer": "4"},
     "expected_attention": {"sinks": 2, "future": 8, "window": 6},
     "expected_attention-mixture": {"sinks": 1, "future": 5, "window": 6, "mixture": True, "eps": 0.01},
 }
 WRAPPED = {base: list(WRAPPERS) for base in ("h2o", "snapkv", "tova", "cake")}
-WRAPPED |= dict.fromkeys(("gates", "keydiff", "expected_attention"), ["caote", "fastcaote", "criticalkv"])
+WRAPPED |= dict.fromkeys(("gates", "keydiff", "rkv", "expected_attention"), ["caote", "fastcaote", "criticalkv"])
 WRAPPED["knorm"] = ["caote", "fastcaote"]  # under criticalkv equal tokens of layer 0 tie, up to rounding
-WITHOUT_ROWS = ("gates", "kvzip", "random", "knorm", "keydiff", "expected_attention")
+WITHOUT_ROWS = ("gates", "kvzip", "random", "knorm", "keydiff", "rkv", "expected_attention")
 #: Every scorer and every wrapper once, for what does not depend on the two together.
 ONCE = [
     "streaming_llm",
@@ -80,6 +81,7 @@ ONCE = [
     "random",
     "knorm+fastcaote",
     "keydiff+criticalkv",
+    "rkv",
     "kvzip",
     "expected_attention",
 ]

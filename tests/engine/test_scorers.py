@@ -1,5 +1,7 @@
 """Every scorer and its options against its formula in plain loops (``attention_by_hand``)."""
 
+from math import exp
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from ag.engine.scorers.controls import KNorm, Random
 from ag.engine.scorers.gates import Gates
 from ag.engine.scorers.h2o import H2O
 from ag.engine.scorers.keydiff import KeyDiff
+from ag.engine.scorers.rkv import RKV
 from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
@@ -193,6 +196,70 @@ def test_keydiff_of_keys_that_are_equal_or_cancel():
     scene._parts[1][:] = torch.tensor([1.0] * 4 + [0.0] * 4)  # of which no sum rounds, in whatever order
     scene._parts[1][:, :, 3:] *= -1
     assert not KeyDiff().score(scene.seen).any()
+
+
+def softmax(values):
+    top = max(values)
+    weights = [exp(value - top) for value in values]
+    return [weight / sum(weights) for weight in weights]
+
+
+def redundancy(scene, b, g, threshold):
+    """R-KV's, key by key: which keys are alike to others, but for the newest that is alike to each."""
+    keys = [unit(scene.k[b, g, i]) for i in range(len(scene.held[b][g]))]
+    alike = [0.0] * len(keys)
+    for j, mine in enumerate(keys):
+        cosine = {i: sum(x * y for x, y in zip(mine, other, strict=True)) for i, other in enumerate(keys) if i != j}
+        similar = [i for i in cosine if cosine[i] > threshold]  # slots of a scene are in the order of the text
+        cosine.pop(max(similar, default=None), None)
+        for i, value in cosine.items():
+            alike[i] += value
+    return softmax([total / len(keys) for total in alike])
+
+
+def importance(scene, b, g, window, kernel):
+    """R-KV's: the mean of the window's softmaxes over the tokens before it, of the group's largest logits, pooled."""
+    before = [i for i, p in enumerate(scene.held[b][g]) if p < scene.lengths[b] - window]
+    rows = [scene.dense(b, h)[1][-window:] for h in scene.query_heads(g)]
+    weights = [softmax([max(float(s[w, i]) for s in rows) for i in before]) for w in range(len(rows[0])) if before]
+    mean = [sum(column) / len(column) for column in zip(*weights, strict=True)]
+    return pool(mean, kernel, "max") + [0.0] * (len(scene.held[b][g]) - len(before))
+
+
+@pytest.mark.parametrize(
+    ("window", "kernel", "mix", "threshold"), [(3, 5, 0.1, 0.5), (1, 1, 0.6, 0.1), (4, 3, 0.0, 0.9)]
+)
+def test_rkv_is_importance_less_redundancy(scene, window, kernel, mix, threshold):
+    scorer = RKV(window=window, kernel=kernel, mix=mix, threshold=threshold)
+    wanted = {
+        (b, g): [
+            mix * i - (1 - mix) * r
+            for i, r in zip(importance(scene, b, g, window, kernel), redundancy(scene, b, g, threshold), strict=True)
+        ]
+        for b, g in scene.places()
+    }
+    agree(scene, scorer.score, wanted, skip=within(scene, window) if mix else lambda b, g, p: False)
+    assert protected_tokens(scene, scorer, [9] * len(scene.lengths)) == newest(scene, window)
+
+
+def test_rkv_keeps_the_latest_of_keys_that_repeat():
+    """Of six keys 0, 2 and 4 are one, and the others stand at right angles: the later, the less is held against it.
+
+    0 leaves out 4 and counts against 2; 2 leaves out 4 and counts against 0; 4 leaves out 2 and counts against 0.
+    """
+    scene = Scene(lengths=(6,), heads=1, kv_heads=1)
+    scene._parts[1][:] = torch.eye(8)[[0, 1, 0, 2, 0, 3]]
+    totals = torch.tensor([2.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    got = RKV(window=1).redundancy(scene.seen)
+    hold(got, (totals / 6).double().softmax(-1)[None, None], scene.bound(RKV(window=1).redundancy))
+
+
+@pytest.mark.parametrize("pairs", [1, 40])
+def test_rkv_in_blocks(monkeypatch, pairs):
+    scene = Scene(seed=2, lengths=(30, 9), padding="right", ragged=True)
+    whole = RKV(threshold=0.2).redundancy(scene.seen)
+    monkeypatch.setattr("ag.engine.scorers.rkv.PAIRS", pairs)
+    hold(RKV(threshold=0.2).redundancy(scene.seen), whole, 2 * scene.bound(RKV(threshold=0.2).redundancy))
 
 
 def test_knorm(scene):

@@ -10,6 +10,7 @@ from ag.engine.scorers.gates import Gates
 from ag.engine.scorers.h2o import H2O
 from ag.engine.scorers.keydiff import KeyDiff
 from ag.engine.scorers.kvzip import KVzip
+from ag.engine.scorers.rkv import RKV
 from ag.engine.scorers.scissorhands import Scissorhands
 from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
@@ -24,6 +25,7 @@ SCORERS: dict[str, type[Scorer]] = {
     "cake": Cake,
     "expected_attention": ExpectedAttention,
     "keydiff": KeyDiff,
+    "rkv": RKV,
     "kvzip": KVzip,
     "gates": Gates,
     "random": Random,
