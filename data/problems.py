@@ -9,6 +9,8 @@ The solution is long and the prompt short, so that most of what the answer needs
 - ``variables``: a program of numbered lines over variables that hold one digit; ``c=a+b`` adds without carry, and
   variables are overwritten. A line's trace names what it reads and writes: ``14 c=a+b: A4 B7 C1``. The answer is what
   each variable holds at the end.
+- ``chain_sum``, ``countdown``, ``number_sorting``, ``knights_knaves`` and ``number_sequence`` of reasoning-gym
+  (:mod:`ag.data.reasoning`).
 
 Digits are single tokens, and a letter is followed by a digit or a sign, so that problems look alike in tokens. Each
 problem belongs to one split by a hash of its prompt, whatever the seed: no split can hold a problem of another one.
@@ -19,11 +21,15 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
+from functools import partial
 from string import ascii_lowercase
 from typing import NamedTuple
 
+from ag.data import reasoning
+
 ANSWER = "Answer: "  # begins the last line
-ANY = "worked"  # a kind drawn for each problem
+ANY = "worked"  # this file's own kinds, one drawn for each problem
+REASONING = "reasoning"  # additions and the kinds of reasoning-gym
 MOST_NUMBERS = 4  # that are added
 VARIABLES = "abcdefgh"
 FIRST_LINE = 10  # number of a program's first line; all have two digits
@@ -36,11 +42,18 @@ class Problem(NamedTuple):
     kind: str  # one of KINDS
     prompt: str  # ends in "Solution:"
     solution: str  # follows it after a space; its last line is "Answer: " and the answer
+    entry: reasoning.Entry | None = None  # the problem as reasoning-gym gave it
 
     @property
     def answer(self) -> str:
         """What the last line says."""
         return answer_of(self.solution)
+
+    def solved_by(self, answer: str) -> bool:
+        """Return whether an answer is right: the same text, or what the check of the kind takes for as right."""
+        if answer == self.answer:
+            return True
+        return self.entry is not None and reasoning.equivalent(self.kind, answer, self.entry)
 
 
 def answer_of(text: str) -> str:
@@ -53,11 +66,14 @@ def generate(seed: int, split: str, index: int, shortest: int, longest: int, kin
     """Make one problem of a split (``train``, ``validation`` or ``test``), which depends on these arguments only.
 
     The solution has ``shortest`` to ``longest`` of SmolLM2's tokens, its end included, but for a last whole step;
-    additions end at 26 places of four numbers, with 446. ``kind`` is one of :data:`KINDS`, or ``worked``: drawn.
+    additions end at 26 places of four numbers, with 446. ``kind`` is one of :data:`KINDS`, or of :data:`GROUPS`: drawn.
+
+    Raises:
+        DataError: the kind is one of reasoning-gym's, which is not installed.
     """
     rng = random.Random(f"{seed}/{split}/{index}/{kind}")
     while True:
-        name = rng.choice(list(KINDS)) if kind == ANY else kind
+        name = rng.choice(GROUPS[kind]) if kind in GROUPS else kind
         problem = Problem(name, *KINDS[name](rng, rng.randint(shortest, longest)))
         digest = hashlib.sha256(problem.prompt.encode()).digest()
         if digest[0] % 8 in _SPLITS[split]:
@@ -119,9 +135,22 @@ def variables(rng: random.Random, tokens: int) -> tuple[str, str]:
     return "\n".join(["Run:", *program, "Solution:"]), "\n".join([*trace, f"{ANSWER}{answer}"])
 
 
+def reasoned(name: str, rng: random.Random, tokens: int) -> tuple[str, str, reasoning.Entry]:
+    """Draw a problem of one of reasoning-gym's kinds."""
+    question, lines, entry = reasoning.make(name, rng, tokens)
+    return f"{question}\nSolution:", "\n".join([*lines, f"{ANSWER}{entry['answer']}"]), entry
+
+
+_OWN = {"addition": addition, "sorting": sorting, "variables": variables}
 #: The kinds of problems by the name that ``data.name`` gives them: prompt and solution of about so many tokens.
-KINDS: dict[str, Callable[[random.Random, int], tuple[str, str]]] = {
-    "addition": addition,
-    "sorting": sorting,
-    "variables": variables,
+KINDS: dict[str, Callable[[random.Random, int], tuple[str, str] | tuple[str, str, reasoning.Entry]]] = {
+    **_OWN,
+    **{name: partial(reasoned, name) for name in reasoning.KINDS},
 }
+#: Names for several kinds, of which one is drawn for each problem.
+GROUPS = {ANY: tuple(_OWN), REASONING: ("addition", *reasoning.KINDS)}
+
+
+def needs_package(kind: str) -> bool:
+    """Return whether a kind or a group of kinds has problems of reasoning-gym."""
+    return any(name in reasoning.KINDS for name in GROUPS.get(kind, (kind,)))

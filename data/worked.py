@@ -6,11 +6,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ag.data import reasoning
 from ag.data.collate import Collator, Row, end_tokens, padding_token
 from ag.data.encode import Encoder
 from ag.data.kinds import DataKind
 from ag.data.module import Counts, DataModule
-from ag.data.problems import ANY, KINDS, Problem, generate
+from ag.data.problems import GROUPS, KINDS, Problem, generate, needs_package
 from ag.data.sources import DataError
 from ag.data.templates import Example
 
@@ -45,9 +46,11 @@ class Worked(DataKind):
     """Generated problems with a written-out solution."""
 
     def check(self, data: DataConfig) -> None:
-        """Refuse a name that no kind of problem has."""
-        if data.name not in (ANY, *KINDS):
-            raise DataError(f"data.name={data.name} with data.kind=worked: expected {ANY} or one of {', '.join(KINDS)}")
+        """Refuse a name that no kind of problem has, or whose package is not installed."""
+        if data.name not in (known := (*GROUPS, *KINDS)):
+            raise DataError(f"data.name={data.name} with data.kind=worked: expected one of {', '.join(known)}")
+        if needs_package(data.name):
+            reasoning.version(data.name)
 
     def build(self, config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
         """Generate and tokenise problems; the loss is on the solution.

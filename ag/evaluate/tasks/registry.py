@@ -53,6 +53,7 @@ TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "ppl_stream": (Stream, {}),
     "responses": (Responses, {}),
     "worked": (Worked, {}),
+    "reasoning": (Worked, {"kind": "reasoning"}),
     "needle_single": (OneNeedle, GRID),
     "needle_text": (OneNeedle, GRID | {"haystack": "text"}),
     "needle_multikey": (OneNeedle, GRID | {"keys": 4}),

@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ag.data.problems import ANY, KINDS, answer_of, generate
+from ag.data import reasoning
+from ag.data.problems import ANY, GROUPS, KINDS, Problem, answer_of, generate, needs_package
 from ag.data.worked import encode
 from ag.engine import EvictionCache, Policy, read_prompt
 from ag.errors import require
@@ -28,8 +29,7 @@ SPARE = 16  # tokens that a solution may be longer than the right one
 class Question(Sample):
     """A problem."""
 
-    kind: str  # one of ag.data.problems.KINDS
-    answer: str  # what the last line must say
+    problem: Problem
     most: int  # tokens that the solution may have
 
 
@@ -40,7 +40,7 @@ class Worked(Task):
     In an outcome ``tokens`` counts prompt and solution, and ``kept`` is the share of both that was held at the end.
 
     Attributes:
-        kind: kind of the problems; ``worked``: all kinds.
+        kind: kind of the problems, or a group of kinds: ``worked``, ``reasoning``.
         problems: how many there are.
         solution_min: fewest tokens of a right solution, with SmolLM2's tokenizer.
         solution_max: most of them.
@@ -60,10 +60,16 @@ class Worked(Task):
 
     def __post_init__(self) -> None:
         """Check the options."""
-        require(self, "kind", self.kind in (ANY, *KINDS), f"{ANY} or one of {', '.join(KINDS)}")
+        known = (*GROUPS, *KINDS)
+        require(self, "kind", self.kind in known, f"one of {', '.join(known)}")
         require_whole(self, "problems", "batch", "solution_max")
         require_whole(self, "solution_min", least=20)
         require(self, "solution_max", self.solution_max >= self.solution_min, "at least solution_min")
+
+    def identity(self) -> dict[str, Any]:
+        """Return the options, and of reasoning-gym the version, on which its problems depend."""
+        package = {reasoning.PACKAGE: reasoning.version(self.kind)} if needs_package(self.kind) else {}
+        return super().identity() | package
 
     def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Generate the problems; see :meth:`ag.evaluate.tasks.Task.read`."""
@@ -75,7 +81,7 @@ class Worked(Task):
             if length + most > max_tokens:
                 yield "too long"
             else:
-                yield Question(f"{problem.kind}-{index}", prompt, problem.kind, problem.answer, most)
+                yield Question(f"{problem.kind}-{index}", prompt, problem, most)
 
     def run(
         self,
@@ -103,8 +109,8 @@ class Worked(Task):
                 seconds = (time.perf_counter() - begin) / len(group)
                 for sample, (_, tokens, size, over) in zip(group, sorted(written), strict=True):
                     answer = answer_of(str(tokenizer.decode(tokens, skip_special_tokens=True)))
-                    tags: Tags = {"kind": sample.kind, "generated": len(tokens), "answer": answer}
-                    score = float(answer == sample.answer)
+                    tags: Tags = {"kind": sample.problem.kind, "generated": len(tokens), "answer": answer}
+                    score = float(sample.problem.solved_by(answer))
                     outcomes.append((index, Outcome(sample.id, score, *size, seconds, tags, over)))
             yield from outcomes
 

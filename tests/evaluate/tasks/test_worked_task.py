@@ -41,15 +41,15 @@ def alone(model, policy, sample):
 
 def test_problems_are_of_the_test_split(tiny_tokenizer):
     _, loaded = load(tiny_tokenizer, limit=12)
-    assert {sample.kind for sample in loaded.samples} == {"addition", "sorting", "variables"}
+    assert {sample.problem.kind for sample in loaded.samples} == {"addition", "sorting", "variables"}
     for i, sample in enumerate(loaded.samples):
         problem = generate(0, "test", i, 20, 70)
-        assert sample.id == f"{problem.kind}-{i}" and sample.answer == problem.answer != ""
+        assert sample.id == f"{problem.kind}-{i}" and sample.problem == problem and problem.answer != ""
         assert tiny_tokenizer.decode(sample.prompt) == problem.prompt
         assert sample.most == len(problem.solution) + 2 + 16  # a space before it, its end, and 16 to spare
     assert load(tiny_tokenizer, limit=12)[1] == loaded
     assert load(tiny_tokenizer, limit=12, seed=1)[1] != loaded
-    assert {sample.kind for sample in load(tiny_tokenizer, kind="sorting")[1].samples} == {"sorting"}
+    assert {sample.problem.kind for sample in load(tiny_tokenizer, kind="sorting")[1].samples} == {"sorting"}
     sizes = [len(sample.prompt) + sample.most for sample in loaded.samples]
     middle = sorted(sizes)[5]
     left = load(tiny_tokenizer, limit=None, max_tokens=middle, problems=12)[1]
@@ -125,10 +125,10 @@ def test_right_answers_count(learnt, tiny_tokenizer):
     outcomes = list(task.run(learnt, tiny_tokenizer, policies, loaded.samples))
     full, few = ([outcome for at, outcome in outcomes if at == index] for index in (0, 1))
     assert [outcome.score for outcome in full] == [1.0] * 3
-    assert [outcome.tags["answer"] for outcome in full] == [sample.answer for sample in loaded.samples]
+    assert [outcome.tags["answer"] for outcome in full] == [sample.problem.answer for sample in loaded.samples]
     assert [outcome.tags["generated"] for outcome in full] == [sample.most - 17 for sample in loaded.samples]
     assert [outcome.score for outcome in few] == [0.0] * 3
-    assert {outcome.tags["kind"] for outcome in full} == {sample.kind for sample in loaded.samples}
+    assert {outcome.tags["kind"] for outcome in full} == {sample.problem.kind for sample in loaded.samples}
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_every_policy_runs_with_the_adapter_of_the_gates(tiny_llama, tiny_tokeni
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "division"}, "kind='division': expected worked or one of addition, sorting, variables"),
+        ({"kind": "division"}, "kind='division': expected one of worked, reasoning, addition, "),
         ({"batch": 0}, "batch=0: expected a whole number, at least 1"),
         ({"problems": 1.5}, "problems=1.5: expected a whole number"),
         ({"solution_min": 5}, "solution_min=5: expected a whole number, at least 20"),
