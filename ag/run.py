@@ -108,6 +108,8 @@ def fit(
     )
     run_dir = None if dry_run else folder or run_folder(config)
     trainer = build_trainer(config, run_dir, told)
+    if trainer.is_global_zero and batches.about:
+        print(batches.about)
     begun = folder if folder is not None and checkpoints(folder) else config.resume
     checkpoint = None if begun is None else newest_valid(Path(begun))
     module.train()  # Lightning does not change the mode, and activation checkpointing needs training mode

@@ -79,6 +79,8 @@ class DataModule(LightningDataModule):
         self.train_rows, self.val_rows, self.collator = train, validation, collator
         self.data, self.seed = data, seed
         self.counts = replace(counts)  # what is streamed counts on
+        #: What the rows were taken for, in a line for the user; empty where the configuration says it.
+        self.about = ""
         self._restored: dict[str, Any] = {}
 
     def train_dataloader(self) -> DataLoader[Any]:

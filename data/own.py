@@ -1,29 +1,33 @@
-"""Supervised rows of one's own: a prompt and a response, or the messages of a chat; the loss is on what answers.
+"""Supervised rows of one's own, in the forms that other libraries have; the loss is on what answers.
 
-``prompt`` and ``response`` are joined as they are. ``messages`` are rendered by the tokenizer's chat template; each
-turn of the assistant carries loss, as the ``{% generation %}`` marks of the template say, or else from where the
-template opens the turn to where it closes it. The prompt, on which gates act, ends where the assistant's first turn
-begins.
+What the rows are is told by the names of their columns, in this order:
+
+- ``messages``, or ``conversations`` (ShareGPT): a chat, whose turns of the assistant carry loss (:mod:`ag.data.chats`);
+- ``prompt`` with ``response`` or ``completion``: two texts, which are joined as they are, or two lists of messages, of
+  which the second one's turns of the assistant carry loss;
+- ``text``: a document, which is cut as ``data.kind=text`` cuts it (:mod:`ag.data.text`).
+
+The prompt, on which gates act, ends where the loss begins.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import re
+import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
 
+from ag.data import chats
 from ag.data.collate import Collator, Row, end_tokens, padding_token, start_tokens
 from ag.data.encode import Encoder
 from ag.data.module import Counts, DataModule
-from ag.data.sources import DataError, Record, Source, check_fields, held_out, local_folder
+from ag.data.sources import DataError, Record, check_fields, dataset_of, held_out
 from ag.data.templates import Example
+from ag.data.text import Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +35,30 @@ if TYPE_CHECKING:
     from ag.config import Config, DataConfig
 
 AT_ONCE = 64  # rows in a call of the tokenizer
-MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
+#: The keys that name columns, and what else these are called where nobody has named them.
+ALSO = {"messages_field": "conversations", "response_field": "completion"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the rows hold, by the names of their columns."""
+
+    answer: str  # holds what carries loss
+    prompt: str | None = None  # holds what comes before; None: the same column
+    chat: bool = False  # messages, not texts
+
+    @property
+    def columns(self) -> list[str]:
+        """Return the columns that each row has to have."""
+        return [self.answer] if self.prompt is None else [self.prompt, self.answer]
+
+    def describe(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Say what was recognised, and where the loss is."""
+        if not self.chat:
+            return f"{self.prompt} and {self.answer}, joined as they are; loss on {self.answer}"
+        how = "as the template marks them" if chats.is_marked(tokenizer) else "found by rendering, as none is marked"
+        where = f" of {self.answer}" if self.prompt else ""
+        return f"messages in {' and '.join(self.columns)}; loss on the assistant's turns{where}, {how}"
 
 
 def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> DataModule:
@@ -45,16 +72,21 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
         DataError: missing folder, split or field, an empty response, or messages without a chat template.
     """
     data, counts = config.data, Counts()
-    folder = local_folder(data.root, data.name) if data.root else Path(data.name).expanduser()
-    if not folder.is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", data.name):
-        raise DataError(f"data.name={data.name}: no such folder; expected one with train.jsonl, or ORG/NAME of the hub")
-    source = Source(data.name, data.subset, data.revision, folder if folder.is_dir() else None)
+    source = dataset_of(data)
+    form = recognise(next(source.read("train"), None), data, source.where("train"))
+    if form.columns == [data.text_field]:
+        module = Text().build(config, tokenizer, context)
+        module.about = (
+            f"{data.name}: {data.text_field}, documents that are cut into a prompt and its continuation, which carries "
+            "the loss (data.kind=text data.packing=packed: loss on all tokens)"
+        )
+        return module
     first = held_out(source, data)
     limit = min(data.max_length, context)
 
     def rows(split: str, start: int, stop: int | None, most: int | None) -> list[Row]:
         numbered = itertools.islice(enumerate(source.read(split), start=1), start, stop)
-        encoded = _encode(data, tokenizer, numbered, source.where(split))
+        encoded = (_chats if form.chat else _pairs)(form, data, tokenizer, numbered, source.where(split))
         return list(itertools.islice(_fitted(encoded, limit, start_tokens(tokenizer), counts), most))
 
     train = rows("train", first, None, data.train_samples)
@@ -62,41 +94,82 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     validation = rows("train" if first else "validation", 0, first or None, data.val_samples)
     counts.val_skipped = counts.skipped - before
     collator = Collator(padding_token(tokenizer))
-    return DataModule(train, [(row,) for row in validation], collator, data, config.seed, counts)
+    module = DataModule(train, [(row,) for row in validation], collator, data, config.seed, counts)
+    module.about = f"{data.name}: {form.describe(tokenizer)}"
+    return module
 
 
-def _encode(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Iterator[tuple[int, Record]], where: str
+def recognise(row: Record | None, data: DataConfig, where: str) -> Form:
+    """Tell by a row what all of them hold; a column that a key of ``data`` names comes before those that none names.
+
+    Raises:
+        DataError: there is no row, or none of the columns is known.
+    """
+    if row is None:
+        raise DataError(f"{where} has no rows: expected at least one to train on")
+    keys = ("messages_field", "prompt_field", "response_field", "text_field")
+    names = {key: [getattr(data, key)] for key in keys}
+    chosen = {names[key][0] for key in keys if getattr(data, key) != getattr(type(data), key)}
+    for key, other in ALSO.items():
+        if not chosen & set(names[key]):
+            names[key].append(other)
+    [prompt], [text] = names["prompt_field"], names["text_field"]
+    forms = [
+        *(Form(name, chat=True) for name in names["messages_field"]),
+        *(Form(name, prompt, chat=isinstance(row.get(name), list)) for name in names["response_field"]),
+        Form(text),
+    ]
+    for form in [form for form in forms if chosen & set(form.columns)] or forms:
+        if row.keys() >= set(form.columns):
+            return form
+    known = (
+        f"{prompt} and {' or '.join(names['response_field'])}, {' or '.join(names['messages_field'])}, or {text}; name "
+        "others with data.prompt_field=NAME and data.response_field=NAME, data.messages_field=NAME, or "
+        "data.text_field=NAME"
+    )
+    raise DataError(f"{where} has the fields {', '.join(row)}: expected {known}")
+
+
+def _pairs(
+    form: Form, data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Iterator[tuple[int, Record]], where: str
 ) -> Iterator[Row]:
-    """Tokenise rows, each as long as it is; the first says whether all are messages."""
-    first = next(rows, None)
-    if first is None:
-        return
-    number, row = first
-    rows = itertools.chain([first], rows)
-    if data.messages_field in row:
-        end = end_tokens(tokenizer) if data.eos else []
-        for number, row in rows:
-            place = f"{where} row {number}"
-            check_fields(row, {data.messages_field: list}, place)
-            yield _chat(tokenizer, row[data.messages_field], end, place)
-        return
-    names = {"prompt_field": data.prompt_field, "response_field": data.response_field}
-    if lacking := [key for key, name in names.items() if name not in row]:
-        keys = " and ".join(f"data.{key}=NAME" for key in lacking)
-        raise DataError(
-            f"{where} row {number} has the fields {', '.join(row)}: expected {' and '.join(names.values())}, or "
-            f"{data.messages_field}; set {keys}, or data.messages_field=NAME"
-        )
-    encoder = Encoder(tokenizer, sys.maxsize, before="", end=[] if data.eos is False else end_tokens(tokenizer))
+    """Tokenise rows of two texts, each as long as it is."""
+    end, last = ([], "") if data.eos is False else (end_tokens(tokenizer), str(tokenizer.eos_token))
+    encoder = Encoder(tokenizer, sys.maxsize, before="", end=end)
+    prompt, answer = form.columns
     while some := list(itertools.islice(rows, AT_ONCE)):
         for number, row in some:
             place = f"{where} row {number}"
-            check_fields(row, dict.fromkeys(names.values(), str), place)
-            if not row[data.response_field].strip():
-                raise DataError(f"{place} has an empty {data.response_field}: leave the row out, or write a response")
-        examples = [Example(row[data.prompt_field], [row[data.response_field]], 0) for _, row in some]
+            check_fields(row, dict.fromkeys(form.columns, str), place)
+            if not row[answer].strip():
+                raise DataError(f"{place} has an empty {answer}: leave the row out, or write a response")
+        examples = [Example(row[prompt], [row[answer].removesuffix(last)], 0) for _, row in some]
         yield from itertools.chain.from_iterable(encoder.encode(examples, where, every_choice=False))
+
+
+def _chats(
+    form: Form, data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Iterator[tuple[int, Record]], where: str
+) -> Iterator[Row]:
+    """Tokenise rows of messages, each as long as it is."""
+    end = end_tokens(tokenizer) if data.eos else []
+    for number, row in rows:
+        place = f"{where} row {number}"
+        check_fields(row, dict.fromkeys(form.columns, list), place)
+        messages = list(itertools.chain.from_iterable(row[name] for name in form.columns))
+        given = 0 if form.prompt is None else len(row[form.prompt])
+        yield chats.encode(tokenizer, messages, place, given=given, end=end, options=_options(row, place))
+
+
+def _options(row: Record, place: str) -> dict[str, Any]:
+    """Return what a row says to its template beside the messages: ``tools``, as a list or as JSON, and others."""
+    tools, more = row.get("tools"), row.get("chat_template_kwargs") or {}
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        return {"tools": tools or None, **more}
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{place}: tools and chat_template_kwargs are a list (or its JSON) and an object: {error}"
+        ) from error
 
 
 def _fitted(rows: Iterator[Row], limit: int, start: list[int], counts: Counts) -> Iterator[Row]:
@@ -114,59 +187,3 @@ def _fitted(rows: Iterator[Row], limit: int, start: list[int], counts: Counts) -
             loss = None if row.loss is None else np.delete(row.loss, cut)
             row = Row(np.delete(row.tokens, cut), prompt - lost, loss=loss)
         yield row
-
-
-def _chat(tokenizer: PreTrainedTokenizerBase, messages: list[Any], end: list[int], place: str) -> Row:
-    """Tokenise a chat, with the turns of the assistant marked."""
-    if tokenizer.chat_template is None:
-        raise DataError(
-            f"{place} has messages, and the tokenizer {tokenizer.name_or_path} has no chat template: use a model with "
-            "one, such as its instruct version, or rows with a prompt and a response"
-        )
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"{place} has a message that is no object with role and content: {message!r:.80}")
-        if message["role"] == "assistant" and not (message.get("content") or message.get("tool_calls")):
-            raise DataError(f"{place} has an empty turn of the assistant: leave the row out, or write a response")
-    if all(message["role"] != "assistant" for message in messages):
-        raise DataError(f"{place} has no message with role=assistant: nothing would carry loss; leave the row out")
-    try:
-        if MARKED.search(str(tokenizer.get_chat_template())):
-            out: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-            ids, loss = out["input_ids"], np.array(out["assistant_masks"], dtype=np.bool_)
-        else:
-            ids, loss = _by_prefixes(tokenizer, messages, place)
-    except DataError:
-        raise
-    except (TemplateError, TypeError, ValueError, NotImplementedError) as error:  # a template may do anything
-        raise DataError(f"{place} does not go through the tokenizer's chat template: {error}") from error
-    if not loss.any():
-        raise DataError(
-            f"{place}: the chat template marks no token of the assistant's turns; check its generation marks"
-        )
-    tokens = np.array([*ids, *end], dtype=np.int32)
-    return Row(tokens, int(loss.argmax()), loss=np.append(loss, np.ones(len(end), dtype=np.bool_)))
-
-
-def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Any], place: str) -> tuple[list[int], Any]:
-    """Find the assistant's turns by rendering the chat up to each of them, with and without it."""
-
-    def render(count: int, opened: bool = False) -> str:
-        return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=opened))
-
-    whole = render(len(messages))
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts = np.array(encoded["offset_mapping"])[:, 0]
-    loss = np.zeros(len(starts), dtype=np.bool_)
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        closed, opened = render(turn + 1), render(turn, True) if turn else ""
-        if not whole.startswith(closed):
-            raise DataError(
-                f"{place}: the chat template writes turn {turn + 1} in another way when others follow, so that its "
-                "tokens cannot be found: use a template with {% generation %} marks"
-            )
-        # a template may open a turn with more than it writes there in the end, such as empty thoughts
-        loss |= (starts >= len(os.path.commonprefix([opened, closed]))) & (starts < len(closed))
-    return encoded["input_ids"], loss

@@ -1,11 +1,13 @@
-"""Where rows come from: a dataset on the Hugging Face hub, or a local folder of JSON or Parquet like it."""
+"""Where rows come from: a dataset on the Hugging Face hub, or a local folder of files like it, or of save_to_disk."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import itertools
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
     from ag.config import DataConfig
 
 Record = dict[str, Any]
-ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz")
+STATE, SPLITS = "state.json", "dataset_dict.json"  # of folders that save_to_disk wrote
+LONGEST_CELL = 1 << 30  # characters in a cell of CSV; Python's own bound is 131,072
 
 
 class DataError(UserError):
@@ -31,7 +35,11 @@ class MissingSplitError(DataError):
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset: on the hub, or in ``folder`` as ``SPLIT.jsonl`` or as shards ``SPLIT-*.jsonl``; see ENDINGS."""
+    """A dataset: on the hub, or in ``folder``.
+
+    The folder holds ``SPLIT.jsonl`` or shards ``SPLIT-*.jsonl`` (other ENDINGS too), or it is what ``save_to_disk`` of
+    the datasets library wrote: of splits by name, or of a single dataset, which is the training split.
+    """
 
     name: str  #: hub id, for example google/boolq
     subset: str | None = None  #: configuration name on the hub
@@ -42,6 +50,8 @@ class Source:
         """Name a split for messages: the file, or the hub id with the split."""
         if self.folder is None:
             return f"{self.name}[{split}]"
+        if (saved := self._saved(split)) is not None:
+            return str(saved)
         files = self._files(split)
         return str(files[0]) if len(files) == 1 else f"{self.folder}/{split}-*"
 
@@ -54,6 +64,8 @@ class Source:
         """
         if self.folder is None:
             return str(getattr(self._load_hub(split, False), "_fingerprint", self.revision))
+        if (saved := self._saved(split)) is not None:
+            return str(_load_saved(saved)._fingerprint)
         digest = hashlib.sha256()
         for file in self._files(split):
             with file.open("rb") as content:
@@ -69,7 +81,15 @@ class Source:
         """
         if self.folder is None:
             return iter(self._load_hub(split, streaming))
+        if (saved := self._saved(split)) is not None:
+            return iter(_load_saved(saved))
         return itertools.chain.from_iterable(map(_read, self._files(split)))
+
+    def _saved(self, split: str) -> Path | None:
+        """Return the folder of a split that ``save_to_disk`` wrote; None: it wrote none."""
+        assert self.folder is not None
+        of_split = self.folder if split == "train" and not (self.folder / SPLITS).exists() else self.folder / split
+        return of_split if (of_split / STATE).is_file() and any(of_split.glob("*.arrow")) else None
 
     def _files(self, split: str) -> list[Path]:
         assert self.folder is not None
@@ -77,8 +97,8 @@ class Source:
         shards = sorted(file for file in self.folder.glob(f"{split}-*") if file.name.endswith(ENDINGS))
         if not whole and not shards:
             raise MissingSplitError(
-                f"{self.folder} has no split {split}: expected {split}.jsonl, {split}.jsonl.gz, .json or .parquet, or "
-                f"shards such as {split}-*.jsonl[.gz]"
+                f"{self.folder} has no split {split}: expected {split}.jsonl, {split}.jsonl.gz, .json, .parquet or "
+                f".csv, shards such as {split}-*.jsonl[.gz], or what save_to_disk wrote"
             )
         return whole[:1] or shards
 
@@ -97,6 +117,18 @@ class Source:
                 "or set data.root to a local folder"
             ) from error
         return rows
+
+
+def dataset_of(data: DataConfig) -> Source:
+    """Find the dataset ``data.name``: under ``data.root`` where that is given, else a folder of that name, or the hub.
+
+    Raises:
+        DataError: the name is neither a folder nor a hub id, or ``data.root`` holds no such folder.
+    """
+    folder = local_folder(data.root, data.name) if data.root else Path(data.name).expanduser()
+    if not folder.is_dir() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", data.name):
+        raise DataError(f"data.name={data.name}: no such folder; expected one with train.jsonl, or ORG/NAME of the hub")
+    return Source(data.name, data.subset, data.revision, folder if folder.is_dir() else None)
 
 
 def held_out(source: Source, data: DataConfig) -> int:
@@ -146,13 +178,15 @@ def check_fields(row: Mapping[str, Any], fields: Mapping[str, type | tuple[type,
 
 
 def _read(file: Path) -> Iterator[Record]:
-    """Give the rows of a file: Parquet, JSON lines, or one array of JSON objects.
+    """Give the rows of a file: Parquet, CSV, JSON lines, or one array of JSON objects.
 
     Raises:
         DataError: the file is damaged, or holds something else.
     """
     if file.suffix == ".parquet":
         return _read_parquet(file)
+    if ".csv" in file.suffixes:
+        return _read_csv(file)
     return _objects(file, _read_array(file) if ".json" in file.suffixes else _read_lines(file))
 
 
@@ -165,6 +199,29 @@ def _read_parquet(file: Path) -> Iterator[Record]:
                 yield from batch.to_pylist()
     except (OSError, ArrowException) as error:
         raise DataError(f"{file} is damaged, or no Parquet: {error}") from error
+
+
+def _load_saved(folder: Path) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder} is no dataset that save_to_disk wrote, or damaged: {error}") from error
+
+
+def _read_csv(file: Path) -> Iterator[Record]:
+    """Give the rows of a table with a header; every cell is text."""
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))
+    rows = csv.DictReader((line for _, line in _lines(file)), strict=True)
+    try:
+        for row in rows:
+            if None in row or None in row.values():
+                cells = ", ".join(rows.fieldnames or ())
+                raise DataError(f"{file} line {rows.line_num} has another number of cells than its header: {cells}")
+            yield row
+    except csv.Error as error:
+        raise DataError(f"{file} is not CSV after line {rows.line_num}: {error}") from error
 
 
 def _objects(file: Path, rows: Iterator[tuple[str, Any]]) -> Iterator[Record]:
@@ -198,7 +255,7 @@ def _read_lines(file: Path) -> Iterator[tuple[str, Any]]:
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     opener = gzip.open if file.suffix == ".gz" else open
     number = 0
-    with opener(file, "rt", encoding="utf-8") as lines:
+    with opener(file, "rt", encoding="utf-8", newline="") as lines:  # CSV has line ends inside its cells
         try:
             for number, line in enumerate(lines, start=1):
                 yield number, line

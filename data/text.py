@@ -20,7 +20,7 @@ from ag.data.cache import cached, tokenizer_identity
 from ag.data.collate import Collator, Row, padding_token, start_tokens, tokenize
 from ag.data.kinds import DataKind
 from ag.data.module import Counts, DataModule
-from ag.data.sources import DataError, Source, check_fields, held_out, local_folder
+from ag.data.sources import DataError, Source, check_fields, dataset_of, held_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,8 +48,7 @@ class Text(DataKind):
             DataError: missing folder, split or field, lengths that do not fit, or no row at all.
         """
         data = config.data
-        folder = local_folder(data.root, data.name) if data.root else None
-        source = Source(data.name, data.subset, data.revision, folder)
+        source = dataset_of(data)
         first = held_out(source, data)
         counts = Counts()
         longest, start = min(data.max_length, context), start_tokens(tokenizer)

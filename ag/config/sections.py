@@ -74,13 +74,18 @@ class DataConfig:
     subset: str | None = key(None, "configuration name of a hub dataset (text, own sft)")
     revision: str | None = key(None, "git revision of a hub dataset (text, own sft)")
     root: str | None = key(
-        None, "local folder (SPLIT.jsonl, .json, .parquet, or shards SPLIT-*.jsonl), instead of the hub"
+        None,
+        "local folder (SPLIT.jsonl, .json, .parquet, .csv, shards SPLIT-*.jsonl, or of save_to_disk), instead of the "
+        "hub",
     )
     text_field: str = key("text", "the field that holds a document (text)")
     prompt_field: str = key("prompt", "the field that holds a prompt (own sft)")
-    response_field: str = key("response", "the field that holds its response, which is joined as it is (own sft)")
+    response_field: str = key(
+        "response", "the field that holds its response, joined as it is; completion counts as well (own sft)"
+    )
     messages_field: str = key(
-        "messages", "the field that holds a chat instead, as objects with role and content (own sft)"
+        "messages",
+        "the field that holds a chat instead, as objects with role and content; conversations counts as well (own sft)",
     )
     question: Literal["before", "after"] = key(
         "before",

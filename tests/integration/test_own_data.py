@@ -17,7 +17,7 @@ TEMPLATE = (
 
 
 @pytest.mark.parametrize("covers", [pytest.param("prompt", marks=pytest.mark.slow), "all"])
-def test_train_on_chats_and_evaluate(recipe, tiny_base, tmp_path, covers):
+def test_train_on_chats_and_evaluate(recipe, tiny_base, tmp_path, capsys, covers):
     base = shutil.copytree(tiny_base, tmp_path / "base")
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = TEMPLATE
@@ -39,6 +39,8 @@ def test_train_on_chats_and_evaluate(recipe, tiny_base, tmp_path, covers):
         f"gate.covers={covers}",
         "gate.scope=causal",
     )
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{tmp_path / 'chats'}: messages")]
+    assert len(told) == 1 and "assistant" in told[0]
     adapted = export.load_adapter(AutoModelForCausalLM.from_pretrained(base), run / "export")
     assert len(adapted.peft_config["default"].target_modules) == 2 * 7
     assert evaluate([f"run={run}"]) == 0
