@@ -19,6 +19,8 @@ from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating, Observing
 from ag.model.hooks import lm_head, lm_logits
 
+Mean = Literal["soft", "hard"]
+
 
 def world_size() -> int:
     """Return the number of ranks, 1 outside distributed training."""
@@ -86,7 +88,7 @@ def sample_mean(values: Tensor, rows: Tensor, batch: int) -> Tensor:
     return (sums / counts.clamp_min(1)).sum() / (counts > 0).sum().clamp_min(1)
 
 
-def gate_means(gates: AttentionGates, gating: Gating) -> dict[Literal["soft", "hard"], Tensor]:
+def gate_means(gates: AttentionGates, gating: Gating) -> dict[Mean, Tensor]:
     """Return the mean gate over all layers, heads and gated tokens of the global batch, over sigmoids and over flags.
 
     The values are the global means; the gradient (for flags the straight-through one) is that of the global mean.

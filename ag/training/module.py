@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,13 +17,12 @@ from ag.config import Config
 from ag.errors import UserError
 from ag.gates.calibration import SHARES, Calibration
 from ag.gates.gate import AttentionGates
-from ag.gates.gating import Dense, Gating, Observing, Open
-from ag.kernels.gated_attention.masks import sink_mask
-from ag.model.hooks import decoder_of, instrument
+from ag.gates.gating import Gating
 from ag.training import losses
+from ag.training.gated_loss import GatedLoss
 from ag.training.metrics import EvictedShare, LogitCounts, MultipleChoiceAccuracy
-from ag.training.objectives import MEASURED, REGRESS, objective
-from ag.training.sharded import shard, whole
+from ag.training.objectives import MEASURED
+from ag.training.sharded import shard
 
 SAMPLES = 4  # validation rows whose flags are kept for the pictures
 
@@ -42,8 +40,7 @@ class GatedLM(L.LightningModule):
         super().__init__()
         self.config, self.model, self.gates = config, model, gates
         self.strict_loading = False  # checkpoints hold trainable weights only
-        instrument(model)
-        self.objective = objective(config.loss.objective)
+        self.gated_loss = GatedLoss(config, model, gates)
         self.nll, self.objective_mean = MeanMetric(), MeanMetric()
         self.soft, self.hard = MeanMetric(), MeanMetric()
         self.accuracy, self.accuracy_norm = MultipleChoiceAccuracy(), MultipleChoiceAccuracy(normalise=True)
@@ -59,16 +56,6 @@ class GatedLM(L.LightningModule):
         #: Flags ``[L, Hkv, T]`` (True: kept) and token ids ``[T]`` of the first validation prompts.
         self.sample_flags: list[tuple[Tensor, Tensor]] = []
 
-    def hidden(self, batch: dict[str, Tensor], gating: Dense | None = None) -> Tensor:
-        """Run the decoder; returns the final hidden states ``[B, T, d]``."""
-        if gating is None and "document_start" in batch:
-            gating = Dense(batch["attention_mask"], batch["document_start"])
-        keywords = {} if gating is None else {"gating": gating}
-        mask = None if gating is not None else batch["attention_mask"]
-        output = decoder_of(self.model)(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False, **keywords)
-        states: Tensor = output.last_hidden_state
-        return states
-
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Seed the noise of the gates and of dropout by the position in the run, so that resuming repeats it."""
         place = [self.config.seed, self.current_epoch, batch_idx, self.global_rank]
@@ -76,35 +63,23 @@ class GatedLM(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
-        if self.config.loss.objective == REGRESS or self.global_step < self.config.warmup.regress_steps:
-            return self._regress(batch)
-        self._forget("train/regress_loss")
-        boundary, teacher = self._drawn_boundary(batch) if self.config.loss.draws_share else (None, None)
-        gating = self._gating(batch, boundary=boundary) if self.gates is not None else None
-        hidden = self.hidden(batch, gating)
-        if teacher is None and self.objective.needs_teacher:
-            teacher = self._teacher(batch)
-        loss = losses.sample_mean(*self._tokens(batch, hidden, teacher), len(batch["input_ids"]))
-        self._log(f"train/{self.config.loss.objective}_loss", loss, prog_bar=True, sync_dist=True)
-        if gating is not None and self.gates is not None:
-            means = losses.gate_means(self.gates, gating)
-            if boundary is None:
-                beta = self.beta(self.global_step)
-                eviction = losses.eviction_loss(means[self.config.loss.mean], beta)
-                loss = loss + self.config.loss.alpha * eviction
-                self._log("train/eviction_loss", eviction)
-                if self.config.loss.anneal_steps:
-                    self._log("train/beta", torch.tensor(beta))
-            self._log_gates("train", means, self._evicted_flags(gating), gating.counted())
-        self._log("train/loss", loss, sync_dist=True)
-        return loss
+        if not self.gated_loss.regresses(self.global_step):
+            self._forget("train/regress_loss")
+        measured = self.gated_loss.train(batch, self.global_step)
+        self.evicted_in_batch = measured.evicted
+        for name, value in measured.values.items():
+            ours = name in ("loss", "regress_loss", f"{self.config.loss.objective}_loss")  # of this rank
+            shown = name == "evicted" or (ours and name != "loss")
+            self.log(f"train/{name}", value, batch_size=1, sync_dist=ours, prog_bar=shown)
+        return measured.loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Measure a batch under hard flags."""
-        gating = None if self.gates is None else self._gating(batch, hard=True)
-        dense = self._open(batch) if self.config.loss.draws_share else None
-        teacher = None if dense is None and not self.objective.needs_teacher else self._teacher(batch, dense)
-        hidden = self.hidden(batch, gating)
+        of = self.gated_loss
+        gating = None if self.gates is None else of.gating(batch, hard=True)
+        dense = of.open(batch) if self.config.loss.draws_share else None
+        teacher = None if dense is None and not of.objective.needs_teacher else of.teacher(batch, dense)
+        hidden = of.hidden(batch, gating)
         nll, rows = losses.token_nll(self.model, hidden, batch["labels"], self.config.loss.chunk_tokens)
         right = torch.ones_like(rows, dtype=torch.bool)
         if "question" in batch:
@@ -115,7 +90,7 @@ class GatedLM(L.LightningModule):
         if right.any():
             self.nll.update(nll[right])
         if self.config.loss.objective not in MEASURED:
-            self.objective_mean.update(self._tokens(batch, hidden, teacher)[0][right])
+            self.objective_mean.update(of.tokens(batch, hidden, teacher)[0][right])
         if gating is not None:
             self._measure_gates(batch, gating, dense or gating, keep_samples=batch_idx == 0)
 
@@ -134,7 +109,7 @@ class GatedLM(L.LightningModule):
             values["accuracy_norm"] = self.accuracy_norm.compute()
         if self.gates is not None:
             self.evicted = self.evicted_share.compute().float().cpu()
-            values["evicted"] = self._over_all_layers(self.evicted.mean())
+            values["evicted"] = self.gated_loss.over_all_layers(self.evicted.mean())
             values["gate_mean_soft"], values["gate_mean_hard"] = self.soft.compute(), self.hard.compute()
             boundaries = tuple(self.logit_counts.compute().tolist())
             self.gates.calibration = None if math.isnan(boundaries[0]) else Calibration(SHARES, boundaries)
@@ -192,15 +167,6 @@ class GatedLM(L.LightningModule):
         total = self.trainer.estimated_stepping_batches - warm.regress_steps - optim.warmup_steps
         return peak * 0.5 * (1 + math.cos(math.pi * min(step / max(total, 1), 1.0)))
 
-    def beta(self, step: int) -> float:
-        """Return the target of the mean gate at an optimiser step of the run.
-
-        It falls linearly from 1, at the first step after the warm start, to ``loss.beta``, ``loss.anneal_steps`` later.
-        """
-        loss, step = self.config.loss, step - self.config.warmup.regress_steps
-        progress = min(step / loss.anneal_steps, 1.0) if loss.anneal_steps else 1.0
-        return loss.beta + (1.0 - loss.beta) * (1.0 - progress)
-
     def trainable(self) -> dict[str, list[nn.Parameter]]:
         """Return the trained parameters of the groups ``gates`` and ``lora``."""
         gates = [] if self.gates is None else [p for p in self.gates.parameters() if p.requires_grad]
@@ -228,44 +194,6 @@ class GatedLM(L.LightningModule):
                 f"{odd[0]}; resume with the recipe it was made with."
             )
 
-    def _tokens(self, batch: dict[str, Tensor], hidden: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
-        chunk = self.config.loss.chunk_tokens
-        return self.objective.tokens(self.model, hidden, teacher, batch["labels"], chunk)
-
-    @torch.no_grad()
-    def _drawn_boundary(self, batch: dict[str, Tensor]) -> tuple[float, Tensor]:
-        """Draw the share of flags that are 1; returns the logit they lie above, and the teacher's hidden states."""
-        assert self.gates is not None
-        low, high = self.config.loss.share_low, self.config.loss.share_high
-        share = low + (high - low) * torch.rand(())
-        self._log("train/share", share)
-        dense = self._open(batch)
-        teacher = self._teacher(batch, dense)
-        return dense.boundary(float(share)), teacher
-
-    @torch.no_grad()
-    def _teacher(self, batch: dict[str, Tensor], gating: Gating | None = None) -> Tensor:
-        """Return the hidden states of the model with open gates and without adapters."""
-        disable = getattr(self.model, "disable_adapter", nullcontext)
-        with disable():
-            return self.hidden(batch, gating)
-
-    def _regress(self, batch: dict[str, Tensor]) -> Tensor:
-        assert self.gates is not None
-        warm = self.config.warmup
-        prompts, copied = batch.get("prompt_length"), batch.get("copied")
-        observed = Observing(self.gates, batch["attention_mask"], prompts, warm.target, copied)
-        with torch.no_grad():
-            self.hidden(batch, observed)
-        measure = losses.ranking_loss if warm.loss == "ranking" else losses.regression_loss
-        loss = measure(self.gates, observed, warm.keep, warm.scale)
-        self._log("train/regress_loss", loss, prog_bar=True, sync_dist=True)
-        means = losses.gate_means(self.gates, observed)
-        self._log_gates("train", means, self._evicted_flags(observed), observed.counted())
-        self._log("train/loss", loss, sync_dist=True)
-        # every trained parameter takes part, else DistributedDataParallel waits for the adapters' gradients
-        return loss + 0.0 * sum(whole(parameter.sum()) for parameter in self.trainable()["lora"])
-
     def _measure_gates(self, batch: dict[str, Tensor], gating: Gating, ruled: Gating, keep_samples: bool) -> None:
         """Count evicted tokens and gate means of a validation batch; keep flags for the pictures.
 
@@ -275,7 +203,7 @@ class GatedLM(L.LightningModule):
         assert self.gates is not None
         not_filler = (batch["labels"][:, 1:] != -100).any(1, keepdim=True)
         counted = gating.counted() & not_filler
-        evicted = self._evicted_flags(gating)
+        evicted = self.gated_loss.evicted(gating)
         self.evicted_share.update(evicted, counted)
         probability = torch.stack([self.gates.probability(x) for x in gating.logits.values()])
         probability = probability.movedim(0, -1)[counted[:, None].expand(probability.shape[1:])]
@@ -290,43 +218,8 @@ class GatedLM(L.LightningModule):
                 ids = batch["input_ids"][row, : counted.shape[1]][counted[row]]
                 self.sample_flags.append((~evicted[:, row, :, counted[row]].cpu(), ids.cpu()))
 
-    def _gating(self, batch: dict[str, Tensor], hard: bool = False, boundary: float | None = None) -> Gating:
-        assert self.gates is not None
-        documents = batch.get("document_start")
-        return Gating(self.gates, batch["attention_mask"], batch.get("prompt_length"), hard, documents, boundary)
-
-    def _open(self, batch: dict[str, Tensor]) -> Open:
-        assert self.gates is not None
-        documents = batch.get("document_start")
-        return Open(self.gates, batch["attention_mask"], batch.get("prompt_length"), first=documents)
-
-    def _evicted_flags(self, gating: Gating) -> Tensor:
-        """Return ``[L, B, Hkv, T']`` bool: the tokens that are gone once they are no longer recent."""
-        assert self.gates is not None
-        kept = torch.stack([self.gates.flags(logits) for logits in gating.logits.values()])
-        prompt, (batch, length) = gating.prompt, gating.prompt.shape
-        sinks = sink_mask(prompt, self.gates.config.sink_tokens, batch, length, prompt.device, gating.first)
-        return ~kept & ~sinks[None, :, None, : kept.shape[-1]]
-
-    def _over_all_layers(self, evicted: Tensor) -> Tensor:
-        """Turn a share over gated layers into one over all layers of the model."""
-        assert self.gates is not None
-        return evicted * (len(self.gates.layers) / int(self.gates.fingerprint["num_layers"]))
-
-    def _log_gates(self, stage: str, means: dict[Any, Tensor], evicted: Tensor, counted: Tensor) -> None:
-        gone_here, tokens_here = (evicted & counted[None, :, None]).sum((1, 2, 3)), counted.sum()
-        self.evicted_in_batch = gone_here / (tokens_here * evicted.shape[2]).clamp_min(1)
-        gone, tokens = losses.global_sum(torch.stack([gone_here.sum(), tokens_here]))
-        share = gone / (tokens * evicted.shape[0] * evicted.shape[2])
-        self._log(f"{stage}/gate_mean_soft", means["soft"])
-        self._log(f"{stage}/gate_mean_hard", means["hard"])
-        self._log(f"{stage}/evicted", self._over_all_layers(share), prog_bar=True)
-
     def _forget(self, name: str) -> None:
         """Stop logging a metric that is no longer measured; Lightning repeats its last value until the epoch ends."""
         if self._trainer is not None and self.trainer._results is not None:
             self.trainer._results.pop(f"training_step.{name}", None)
             self.trainer.callback_metrics.pop(name, None)
-
-    def _log(self, name: str, value: Tensor, **keywords: Any) -> None:
-        self.log(name, value.detach(), batch_size=1, **keywords)

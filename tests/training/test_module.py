@@ -353,7 +353,7 @@ def test_the_target_of_the_mean_gate_falls(tiny_llama, tmp_path, estimator):
         hold(line["train/eviction_loss"], distance, 2 * EPS)
         hold(line["train/loss"], line["train/lm_loss"] + 3 * distance, 4 * EPS * line["train/loss"])
     constant = build(tiny_llama, loss=LossConfig(beta=0.3), warmup=WarmupConfig(regress_steps=2))
-    assert [constant.beta(step) for step in (2, 3, 100)] == [0.3] * 3
+    assert [constant.gated_loss.beta(step) for step in (2, 3, 100)] == [0.3] * 3
 
 
 def test_the_validation_loss_has_the_final_target(tiny_llama, tmp_path):
@@ -513,8 +513,8 @@ def packed():
 
 def step(module, data, hard=False):
     """Losses of the tokens, and the gates' probabilities for them, in their order; every gradient is added up."""
-    gating = None if module.gates is None else module._gating(data, hard)
-    nll, _ = token_nll(module.model, module.hidden(data, gating), data["labels"])
+    gating = None if module.gates is None else module.gated_loss.gating(data, hard)
+    nll, _ = token_nll(module.model, module.gated_loss.hidden(data, gating), data["labels"])
     said = [] if gating is None else [module.gates.probability(x).mT[gating.counted()] for x in gating.logits.values()]
     if not hard:
         (nll.square().sum() + sum(x.square().sum() for x in said)).backward()
@@ -536,7 +536,7 @@ def test_a_packed_document_is_what_it_is_alone(tiny_llama, train, checkpointing)
         values += [p.grad.clone() for group in module.trainable().values() for p in group]
         with torch.no_grad():
             values += [torch.cat(x) for x in zip(*(step(module, data, hard=True) for data in batches), strict=True)]
-            values += [torch.cat([module._teacher(x)[x["attention_mask"]] for x in batches])]
+            values += [torch.cat([module.gated_loss.teacher(x)[x["attention_mask"]] for x in batches])]
         return values
 
     exact, single = in_both(module, lambda: measured(sum(alone, [])))

@@ -1,0 +1,181 @@
+"""The loss of a batch under gates, and what is measured on the way: no optimiser, no trainer."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ag.config import Config
+from ag.gates.gate import AttentionGates
+from ag.gates.gating import Dense, Gating, Observing, Open
+from ag.kernels.gated_attention.masks import sink_mask
+from ag.model.hooks import decoder_of, instrument
+from ag.training import losses
+from ag.training.objectives import REGRESS, objective
+from ag.training.sharded import whole
+
+Batch = dict[str, Tensor]
+
+
+class Measured(NamedTuple):
+    """A loss, with what it is made of."""
+
+    loss: Tensor
+    #: Without gradient, by name: ``lm_loss``, ``eviction_loss``, ``gate_mean_soft``, ``evicted``, ... , ``loss``.
+    values: dict[str, Tensor]
+    #: Share of evicted tokens by gated layer ``[L]``, of this rank; None without gates.
+    evicted: Tensor | None = None
+
+
+class GatedLoss:
+    """Computes ``objective + alpha * |mean gate - beta|``, or the objective under shares drawn for each batch.
+
+    Args:
+        config: ``loss`` and ``warmup`` are read.
+        model: causal language model, plain or PEFT-wrapped.
+        gates: gates of the model, or None for the adapter-only baseline.
+    """
+
+    def __init__(self, config: Config, model: nn.Module, gates: AttentionGates | None) -> None:
+        self.config, self.model, self.gates = config, model, gates
+        instrument(model)
+        self.objective = objective(config.loss.objective)
+
+    def regresses(self, step: int) -> bool:
+        """Whether an optimiser step of the run is one of the regression, in which nothing is evicted."""
+        return self.config.loss.objective == REGRESS or step < self.config.warmup.regress_steps
+
+    def train(self, batch: Batch, step: int) -> Measured:
+        """Compute the loss of a training batch.
+
+        Args:
+            batch: as :class:`ag.data.collate.Collator` makes it.
+            step: optimiser steps of the run before this one.
+        """
+        return self._regression(batch) if self.regresses(step) else self._objective(batch, step)
+
+    def beta(self, step: int) -> float:
+        """Return the target of the mean gate at an optimiser step of the run.
+
+        It falls linearly from 1, at the first step after the warm start, to ``loss.beta``, ``loss.anneal_steps`` later.
+        """
+        loss, step = self.config.loss, step - self.config.warmup.regress_steps
+        progress = min(step / loss.anneal_steps, 1.0) if loss.anneal_steps else 1.0
+        return loss.beta + (1.0 - loss.beta) * (1.0 - progress)
+
+    def hidden(self, batch: Batch, gating: Dense | None = None) -> Tensor:
+        """Run the decoder; returns the final hidden states ``[B, T, d]``."""
+        if gating is None and "document_start" in batch:
+            gating = Dense(batch["attention_mask"], batch["document_start"])
+        keywords = {} if gating is None else {"gating": gating}
+        mask = None if gating is not None else batch["attention_mask"]
+        output = decoder_of(self.model)(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False, **keywords)
+        states: Tensor = output.last_hidden_state
+        return states
+
+    @torch.no_grad()
+    def teacher(self, batch: Batch, gating: Gating | None = None) -> Tensor:
+        """Return the hidden states of the model with open gates and without adapters."""
+        disable = getattr(self.model, "disable_adapter", nullcontext)
+        with disable():
+            return self.hidden(batch, gating)
+
+    def tokens(self, batch: Batch, hidden: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute the objective of each token that carries loss; returns the losses ``[N]`` and their rows ``[N]``."""
+        chunk = self.config.loss.chunk_tokens
+        return self.objective.tokens(self.model, hidden, teacher, batch["labels"], chunk)
+
+    def gating(self, batch: Batch, hard: bool = False, boundary: float | None = None) -> Gating:
+        """Return what runs the gates in a forward pass of a batch."""
+        assert self.gates is not None
+        documents = batch.get("document_start")
+        return Gating(self.gates, batch["attention_mask"], batch.get("prompt_length"), hard, documents, boundary)
+
+    def open(self, batch: Batch) -> Open:
+        """Return what runs the gates in a forward pass in which nothing is evicted."""
+        assert self.gates is not None
+        documents = batch.get("document_start")
+        return Open(self.gates, batch["attention_mask"], batch.get("prompt_length"), first=documents)
+
+    def evicted(self, gating: Gating) -> Tensor:
+        """Return ``[L, B, Hkv, T']`` bool: the tokens that are gone once they are no longer recent."""
+        assert self.gates is not None
+        kept = torch.stack([self.gates.flags(logits) for logits in gating.logits.values()])
+        prompt, (batch, length) = gating.prompt, gating.prompt.shape
+        sinks = sink_mask(prompt, self.gates.config.sink_tokens, batch, length, prompt.device, gating.first)
+        return ~kept & ~sinks[None, :, None, : kept.shape[-1]]
+
+    def over_all_layers(self, evicted: Tensor) -> Tensor:
+        """Turn a share over gated layers into one over all layers of the model."""
+        assert self.gates is not None
+        return evicted * (len(self.gates.layers) / int(self.gates.fingerprint["num_layers"]))
+
+    def _objective(self, batch: Batch, step: int) -> Measured:
+        name, values = f"{self.config.loss.objective}_loss", {}
+        boundary, teacher = None, None
+        if self.config.loss.draws_share:
+            values["share"], boundary, teacher = self._drawn_boundary(batch)
+        gating = self.gating(batch, boundary=boundary) if self.gates is not None else None
+        hidden = self.hidden(batch, gating)
+        if teacher is None and self.objective.needs_teacher:
+            teacher = self.teacher(batch)
+        loss = losses.sample_mean(*self.tokens(batch, hidden, teacher), len(batch["input_ids"]))
+        values[name] = loss
+        if gating is None or self.gates is None:
+            return _measured(loss, values)
+        means = losses.gate_means(self.gates, gating)
+        if boundary is None:
+            beta = self.beta(step)
+            values["eviction_loss"] = losses.eviction_loss(means[self.config.loss.mean], beta)
+            loss = loss + self.config.loss.alpha * values["eviction_loss"]
+            if self.config.loss.anneal_steps:
+                values["beta"] = torch.tensor(beta)
+        return _measured(loss, values, *self._of_gates(gating, means))
+
+    def _regression(self, batch: Batch) -> Measured:
+        assert self.gates is not None
+        warm = self.config.warmup
+        prompts, copied = batch.get("prompt_length"), batch.get("copied")
+        observed = Observing(self.gates, batch["attention_mask"], prompts, warm.target, copied)
+        with torch.no_grad():
+            self.hidden(batch, observed)
+        measure = losses.ranking_loss if warm.loss == "ranking" else losses.regression_loss
+        loss = measure(self.gates, observed, warm.keep, warm.scale)
+        values = {"regress_loss": loss}
+        # every trained parameter takes part, else DistributedDataParallel waits for the adapters' gradients
+        adapters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        everything = loss + 0.0 * sum(whole(parameter.sum()) for parameter in adapters)
+        found = self._of_gates(observed, losses.gate_means(self.gates, observed))
+        return _measured(loss, values, *found)._replace(loss=everything)
+
+    @torch.no_grad()
+    def _drawn_boundary(self, batch: Batch) -> tuple[Tensor, float, Tensor]:
+        """Draw the share of flags that are 1; returns it, the logit they lie above, the teacher's hidden states."""
+        low, high = self.config.loss.share_low, self.config.loss.share_high
+        share = low + (high - low) * torch.rand(())
+        dense = self.open(batch)
+        teacher = self.teacher(batch, dense)
+        return share, dense.boundary(float(share)), teacher
+
+    def _of_gates(self, gating: Gating, means: dict[losses.Mean, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """Return what is said of the gates of the global batch, and the share of evicted tokens by layer here."""
+        evicted, counted = self.evicted(gating), gating.counted()
+        gone_here, tokens_here = (evicted & counted[None, :, None]).sum((1, 2, 3)), counted.sum()
+        gone, tokens = losses.global_sum(torch.stack([gone_here.sum(), tokens_here]))
+        share = gone / (tokens * evicted.shape[0] * evicted.shape[2])
+        values = {
+            "gate_mean_soft": means["soft"],
+            "gate_mean_hard": means["hard"],
+            "evicted": self.over_all_layers(share),
+        }
+        return values, gone_here / (tokens_here * evicted.shape[2]).clamp_min(1)
+
+
+def _measured(
+    loss: Tensor, values: dict[str, Tensor], of_gates: dict[str, Tensor] | None = None, evicted: Tensor | None = None
+) -> Measured:
+    values = values | (of_gates or {}) | {"loss": loss}
+    return Measured(loss, {name: value.detach() for name, value in values.items()}, evicted)
