@@ -11,20 +11,13 @@ import lightning as L
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric
 
 from ag.config import Config
 from ag.errors import UserError
-from ag.gates.calibration import SHARES, Calibration
 from ag.gates.gate import AttentionGates
-from ag.gates.gating import Gating
-from ag.training import losses
 from ag.training.gated_loss import GatedLoss
-from ag.training.metrics import EvictedShare, LogitCounts, MultipleChoiceAccuracy
-from ag.training.objectives import MEASURED
 from ag.training.sharded import shard
-
-SAMPLES = 4  # validation rows whose flags are kept for the pictures
+from ag.training.validation import Validation
 
 
 class GatedLM(L.LightningModule):
@@ -41,20 +34,21 @@ class GatedLM(L.LightningModule):
         self.config, self.model, self.gates = config, model, gates
         self.strict_loading = False  # checkpoints hold trainable weights only
         self.gated_loss = GatedLoss(config, model, gates)
-        self.nll, self.objective_mean = MeanMetric(), MeanMetric()
-        self.soft, self.hard = MeanMetric(), MeanMetric()
-        self.accuracy, self.accuracy_norm = MultipleChoiceAccuracy(), MultipleChoiceAccuracy(normalise=True)
-        if gates is not None:
-            self.evicted_share = EvictedShare(len(gates.layers), gates.fingerprint["num_kv_heads"])
-            self.logit_counts = LogitCounts()
-        #: Share of evicted tokens by gated layer and KV head ``[L, Hkv]``, of the last validation.
-        self.evicted: Tensor | None = None
+        self.validation = Validation(self.gated_loss)
         #: Share of evicted tokens by gated layer ``[L]``, of the last training batch of this rank.
         self.evicted_in_batch: Tensor | None = None
         #: Optimiser steps done before the last validation; None before the first.
         self.validated_step: int | None = None
-        #: Flags ``[L, Hkv, T]`` (True: kept) and token ids ``[T]`` of the first validation prompts.
-        self.sample_flags: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def evicted(self) -> Tensor | None:
+        """Share of evicted tokens by gated layer and KV head ``[L, Hkv]``, of the last validation."""
+        return self.validation.evicted
+
+    @property
+    def sample_flags(self) -> list[tuple[Tensor, Tensor]]:
+        """Flags ``[L, Hkv, T]`` (True: kept) and token ids ``[T]`` of the first validation prompts."""
+        return self.validation.sample_flags
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Seed the noise of the gates and of dropout by the position in the run, so that resuming repeats it."""
@@ -75,54 +69,19 @@ class GatedLM(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Measure a batch under hard flags."""
-        of = self.gated_loss
-        gating = None if self.gates is None else of.gating(batch, hard=True)
-        dense = of.open(batch) if self.config.loss.draws_share else None
-        teacher = None if dense is None and not of.objective.needs_teacher else of.teacher(batch, dense)
-        hidden = of.hidden(batch, gating)
-        nll, rows = losses.token_nll(self.model, hidden, batch["labels"], self.config.loss.chunk_tokens)
-        right = torch.ones_like(rows, dtype=torch.bool)
-        if "question" in batch:
-            keys = ("question", "choice", "target")
-            self.accuracy.update(nll, rows, *(batch[key] for key in keys))
-            self.accuracy_norm.update(nll, rows, *(batch[key] for key in keys))
-            right = ((batch["choice"] == batch["target"]) & (batch["question"] >= 0))[rows]
-        if right.any():
-            self.nll.update(nll[right])
-        if self.config.loss.objective not in MEASURED:
-            self.objective_mean.update(of.tokens(batch, hidden, teacher)[0][right])
-        if gating is not None:
-            self._measure_gates(batch, gating, dense or gating, keep_samples=batch_idx == 0)
+        self.validation.update(batch, keep_samples=batch_idx == 0)
 
     def on_validation_epoch_start(self) -> None:
         """Drop the flags of the previous validation."""
-        self.sample_flags = []
+        self.validation.sample_flags = []
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation metrics."""
-        loss = nll = self.nll.compute()
-        values: dict[str, Tensor] = {"lm_loss": nll, "perplexity": nll.exp()}
-        if self.config.loss.objective not in MEASURED:
-            loss = values[f"{self.config.loss.objective}_loss"] = self.objective_mean.compute()
-        if self.accuracy.update_called:  # on every rank, also on one that had no question
-            values["accuracy"] = self.accuracy.compute()
-            values["accuracy_norm"] = self.accuracy_norm.compute()
-        if self.gates is not None:
-            self.evicted = self.evicted_share.compute().float().cpu()
-            values["evicted"] = self.gated_loss.over_all_layers(self.evicted.mean())
-            values["gate_mean_soft"], values["gate_mean_hard"] = self.soft.compute(), self.hard.compute()
-            boundaries = tuple(self.logit_counts.compute().tolist())
-            self.gates.calibration = None if math.isnan(boundaries[0]) else Calibration(SHARES, boundaries)
-            if not self.config.loss.draws_share:
-                mean = values[f"gate_mean_{self.config.loss.mean}"]
-                loss = loss + self.config.loss.alpha * losses.eviction_loss(mean, self.config.loss.beta)
-        values["loss"] = loss
-        self.log_dict({f"val/{name}": value.float() for name, value in values.items()}, prog_bar=False)
+        values = self.validation.compute()
+        self.log_dict({f"val/{name}": value for name, value in values.items()}, prog_bar=False)
         self.validated_step = self.global_step
         self.log("step", float(self.global_step - 1))  # Lightning counts steps from 0, and one too far after training
-        for metric in self.children():
-            if isinstance(metric, Metric):
-                metric.reset()
+        self.validation.reset()
 
     def configure_model(self) -> None:
         """Divide the model over the ranks when the strategy is FSDP2."""
@@ -193,30 +152,6 @@ class GatedLM(L.LightningModule):
                 f"The checkpoint does not fit this run: {len(odd)} tensors are missing or unknown, the first being "
                 f"{odd[0]}; resume with the recipe it was made with."
             )
-
-    def _measure_gates(self, batch: dict[str, Tensor], gating: Gating, ruled: Gating, keep_samples: bool) -> None:
-        """Count evicted tokens and gate means of a validation batch; keep flags for the pictures.
-
-        The logits of ``ruled`` are counted for the boundaries of shares: those that training takes its boundary from,
-        which is the configuration's in the pass under flags, or that of a drawn share in a dense pass.
-        """
-        assert self.gates is not None
-        not_filler = (batch["labels"][:, 1:] != -100).any(1, keepdim=True)
-        counted = gating.counted() & not_filler
-        evicted = self.gated_loss.evicted(gating)
-        self.evicted_share.update(evicted, counted)
-        probability = torch.stack([self.gates.probability(x) for x in gating.logits.values()])
-        probability = probability.movedim(0, -1)[counted[:, None].expand(probability.shape[1:])]
-        if len(probability):
-            self.soft.update(probability)
-            self.hard.update((probability > self.gates.config.threshold).float())
-        for logits in ruled.logits.values():
-            self.logit_counts.update(logits.mT[counted].flatten())
-        if keep_samples:
-            first = not_filler[:, 0] if "choice" not in batch else not_filler[:, 0] & (batch["choice"] == 0)
-            for row in first.nonzero().flatten()[:SAMPLES].tolist():
-                ids = batch["input_ids"][row, : counted.shape[1]][counted[row]]
-                self.sample_flags.append((~evicted[:, row, :, counted[row]].cpu(), ids.cpu()))
 
     def _forget(self, name: str) -> None:
         """Stop logging a metric that is no longer measured; Lightning repeats its last value until the epoch ends."""

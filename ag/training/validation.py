@@ -1,0 +1,114 @@
+"""What a validation measures under hard flags, summed over its batches and over all ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
+
+from ag.gates.calibration import SHARES, Calibration
+from ag.gates.gating import Gating
+from ag.training import losses
+from ag.training.gated_loss import Batch, GatedLoss
+from ag.training.metrics import EvictedShare, LogitCounts, MultipleChoiceAccuracy
+from ag.training.objectives import MEASURED
+
+SAMPLES = 4  # rows whose flags are kept for the pictures
+
+
+class Validation(nn.Module):
+    """The metrics of a model with gates.
+
+    Args:
+        gated_loss: how training measures a batch.
+    """
+
+    def __init__(self, gated_loss: GatedLoss) -> None:
+        super().__init__()
+        self.gated_loss, self.loss = gated_loss, gated_loss.config.loss
+        self.nll, self.objective_mean = MeanMetric(), MeanMetric()
+        self.soft, self.hard = MeanMetric(), MeanMetric()
+        self.accuracy, self.accuracy_norm = MultipleChoiceAccuracy(), MultipleChoiceAccuracy(normalise=True)
+        if gated_loss.gates is not None:
+            gates = gated_loss.gates
+            self.evicted_share = EvictedShare(len(gates.layers), gates.fingerprint["num_kv_heads"])
+            self.logit_counts = LogitCounts()
+        #: Share of evicted tokens by gated layer and KV head ``[L, Hkv]``, as :meth:`compute` found it last.
+        self.evicted: Tensor | None = None
+        #: Flags ``[L, Hkv, T]`` (True: kept) and token ids ``[T]`` of the first prompts.
+        self.sample_flags: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, batch: Batch, keep_samples: bool = False) -> None:
+        """Measure a batch; of one of them the flags are kept."""
+        of = self.gated_loss
+        gating = None if of.gates is None else of.gating(batch, hard=True)
+        dense = of.open(batch) if self.loss.draws_share else None
+        teacher = None if dense is None and not of.objective.needs_teacher else of.teacher(batch, dense)
+        hidden = of.hidden(batch, gating)
+        nll, rows = losses.token_nll(of.model, hidden, batch["labels"], self.loss.chunk_tokens)
+        right = torch.ones_like(rows, dtype=torch.bool)
+        if "question" in batch:
+            keys = ("question", "choice", "target")
+            self.accuracy.update(nll, rows, *(batch[key] for key in keys))
+            self.accuracy_norm.update(nll, rows, *(batch[key] for key in keys))
+            right = ((batch["choice"] == batch["target"]) & (batch["question"] >= 0))[rows]
+        if right.any():
+            self.nll.update(nll[right])
+        if self.loss.objective not in MEASURED:
+            self.objective_mean.update(of.tokens(batch, hidden, teacher)[0][right])
+        if gating is not None:
+            self._measure_gates(batch, gating, dense or gating, keep_samples)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return what was measured, by name, and give the gates the boundaries of shares."""
+        loss = nll = self.nll.compute()
+        values: dict[str, Tensor] = {"lm_loss": nll, "perplexity": nll.exp()}
+        if self.loss.objective not in MEASURED:
+            loss = values[f"{self.loss.objective}_loss"] = self.objective_mean.compute()
+        if self.accuracy.update_called:  # on every rank, also on one that had no question
+            values["accuracy"] = self.accuracy.compute()
+            values["accuracy_norm"] = self.accuracy_norm.compute()
+        if self.gated_loss.gates is not None:
+            self.evicted = self.evicted_share.compute().float().cpu()
+            values["evicted"] = self.gated_loss.over_all_layers(self.evicted.mean())
+            values["gate_mean_soft"], values["gate_mean_hard"] = self.soft.compute(), self.hard.compute()
+            boundaries = tuple(self.logit_counts.compute().tolist())
+            self.gated_loss.gates.calibration = None if math.isnan(boundaries[0]) else Calibration(SHARES, boundaries)
+            if not self.loss.draws_share:
+                mean = values[f"gate_mean_{self.loss.mean}"]
+                loss = loss + self.loss.alpha * losses.eviction_loss(mean, self.loss.beta)
+        values["loss"] = loss
+        return {name: value.float() for name, value in values.items()}
+
+    def reset(self) -> None:
+        """Begin anew; what :meth:`compute` found stays."""
+        for metric in self.children():
+            if isinstance(metric, Metric):
+                metric.reset()
+
+    def _measure_gates(self, batch: Batch, gating: Gating, ruled: Gating, keep_samples: bool) -> None:
+        """Count evicted tokens and gate means of a batch; keep flags for the pictures.
+
+        The logits of ``ruled`` are counted for the boundaries of shares: those that training takes its boundary from,
+        which is the configuration's in the pass under flags, or that of a drawn share in a dense pass.
+        """
+        gates = self.gated_loss.gates
+        assert gates is not None
+        not_filler = (batch["labels"][:, 1:] != -100).any(1, keepdim=True)
+        counted = gating.counted() & not_filler
+        evicted = self.gated_loss.evicted(gating)
+        self.evicted_share.update(evicted, counted)
+        probability = torch.stack([gates.probability(x) for x in gating.logits.values()])
+        probability = probability.movedim(0, -1)[counted[:, None].expand(probability.shape[1:])]
+        if len(probability):
+            self.soft.update(probability)
+            self.hard.update((probability > gates.config.threshold).float())
+        for logits in ruled.logits.values():
+            self.logit_counts.update(logits.mT[counted].flatten())
+        if keep_samples:
+            first = not_filler[:, 0] if "choice" not in batch else not_filler[:, 0] & (batch["choice"] == 0)
+            for row in first.nonzero().flatten()[:SAMPLES].tolist():
+                ids = batch["input_ids"][row, : counted.shape[1]][counted[row]]
+                self.sample_flags.append((~evicted[:, row, :, counted[row]].cpu(), ids.cpu()))
