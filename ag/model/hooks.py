@@ -18,12 +18,11 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -125,12 +124,19 @@ class Interceptor(ABC):
         """Compute the attention output ``[B, H, T, D]``."""
 
 
+class Change(Protocol):
+    """A change of a model, as torch's handles of hooks are."""
+
+    def remove(self) -> None:
+        """Undo it."""
+
+
 @dataclass
 class Attachment:
     """What :func:`instrument` changed, kept on the decoder so that :func:`restore` can undo it."""
 
     base: nn.Module
-    handles: list[RemovableHandle]
+    handles: list[Change]
     configs: list[tuple[nn.Module, PretrainedConfig]]
     forward: Callable[..., Any] | None  # the decoder's, where it had one of its own (accelerate's hooks)
     gates: nn.Module | None = None  # see ag.gates.attach
@@ -157,7 +163,8 @@ def instrument(model: nn.Module) -> Attachment:
     existing: Attachment | None = getattr(decoder, "_ag_attachment", None)
     if existing is not None:
         return existing
-    handles, configs = [], []
+    handles: list[Change] = []
+    configs = []
     for index, layer in enumerate(decoder.layers):
         module = layer.self_attn
         handles.append(module.register_forward_pre_hook(partial(_before_attention, index), with_kwargs=True))

@@ -1,0 +1,358 @@
+"""Gates trained by ``transformers.Trainer`` and those derived from it, such as trl's ``SFTTrainer``.
+
+:class:`GateCallback` puts gates on the Trainer's model and writes the export; :class:`GatedTrainer` gives the Trainer
+the loss of :mod:`ag.training`, so that its numbers are those of ``python -m ag.fit`` on the same batch::
+
+    class GatedSFTTrainer(ag.hf.GatedTrainer, SFTTrainer):
+        pass
+
+    GatedSFTTrainer(model, ..., callbacks=[ag.hf.GateCallback(config, "export")]).train()
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ag.config import Config
+from ag.data.collate import IGNORED
+from ag.errors import UserError
+from ag.gates import export
+from ag.gates.attach import attach, detach
+from ag.gates.folder import StrPath
+from ag.gates.gate import AttentionGates
+from ag.model import base as models
+from ag.model.hooks import Attachment, instrument
+from ag.run import make_gates
+from ag.training.gated_loss import Batch, GatedLoss
+from ag.training.validation import Validation
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object  # whichever Trainer GatedTrainer is put before
+
+__all__ = ["GateCallback", "GatedTrainer"]
+
+NAME = "ag_training"  # of the module on the base model
+CHECKPOINT = "gates"  # folder of the export in each checkpoint of the Trainer
+
+
+class GatedTrainer(Trainer):
+    """Put before a Trainer among the bases of a class: its loss, its optimiser and its evaluation know the gates.
+
+    - The loss is a mean over the rows of a batch, ``objective + alpha * |mean gate - beta|``. Gates act on what comes
+      before the first label of a row, or on all of it where the whole row carries loss.
+    - Gates have the learning rate ``optim.gate_lr`` of the callback's configuration, and the Trainer's schedule.
+    - ``evaluate`` measures under hard flags; ``eval_lm_loss``, ``eval_evicted`` and others are those of ``val/``.
+    - Checkpoints hold an export in ``gates``; ``resume_from_checkpoint`` and ``load_best_model_at_end`` read it.
+
+    Raises:
+        UserError: no :class:`GateCallback` among the callbacks, or another loss (``compute_loss_func``).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.compute_loss_func is not None:
+            raise UserError(
+                "compute_loss_func= of a GatedTrainer: it has a loss of its own; write an Objective instead."
+            )
+        self.model_accepts_loss_kwargs = False  # the loss is a mean over one batch; the Trainer averages batches
+        _part(self.model).has_loss = True
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of a training batch, which the forward pass of the model computes."""
+        outputs = model(ag_batch=inputs, ag_step=self.state.global_step)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Measure a batch of the evaluation; :meth:`evaluation_loop` reads what came of all."""
+        with torch.no_grad():
+            model(ag_batch=self._prepare_inputs(inputs), ag_step=None)
+        return None, None, None
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Evaluate, with the metrics of :class:`ag.training.validation.Validation`."""
+        part = _part(self.model)
+        part.validation.reset()
+        output: Any = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        part.measured = {name: float(value) for name, value in part.validation.compute().items()}
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in part.measured.items()})
+        return output
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Make the Trainer's optimiser, with the gates in a group of their own."""
+        given, part = self.optimizer is not None, _part(self.model)
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        gates = set(part.gates.parameters())
+        if given:
+            found = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            if not gates <= found:
+                raise UserError(
+                    "optimizers=: the optimiser does not have the gates' parameters, which the callback made; leave it "
+                    "out, and set optim.gate_lr of the callback's configuration."
+                )
+            return optimizer
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter not in gates]
+        rates = {"lr": part.config.optim.gate_lr, "weight_decay": self.args.weight_decay}
+        optimizer.add_param_group({"params": list(part.gates.parameters()), **rates})
+        return optimizer
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with the means of what the training batches since the last time were measured by."""
+        if "loss" in logs:
+            logs.update(_part(self.model).logged())
+        super().log(logs, *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        _part(self.model).load(Path(resume_from_checkpoint) / CHECKPOINT)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        _part(self.model).load(Path(str(self.state.best_model_checkpoint)) / CHECKPOINT)
+
+
+class GateCallback(TrainerCallback):
+    """Puts gates on the Trainer's model before training, and writes the export after it.
+
+    The base is frozen; a LoRA adapter of PEFT is trained along and exported with the gates. Gates that were attached
+    before are taken off. Afterwards ``ag.EvictionCache(model, "gates")`` runs these, and ``ag.detach(model)`` takes
+    them off.
+
+    Args:
+        config: of it ``gate``, ``init``, ``loss``, ``optim.gate_lr``, ``export.weights`` and of ``warmup`` what says
+            how ``loss.objective=regress`` measures are read; all else is the Trainer's to say.
+        path: folder of the export, written by the main process.
+        base_model: hub id or folder of the base model for the export; None: what its configuration says.
+
+    Raises:
+        UserError: (when the Trainer is made) a configuration, a model or arguments that this cannot train; (when it
+            begins) a Trainer without :class:`GatedTrainer`.
+    """
+
+    def __init__(self, config: Config, path: StrPath, base_model: str | None = None) -> None:
+        if config.warmup.regress_steps:
+            raise UserError(
+                f"warmup.regress_steps={config.warmup.regress_steps} in a Trainer: it has one loss and one schedule; "
+                "train with loss.objective=regress first, and go on from that export with init=EXPORT."
+            )
+        self.config, self.path, self.base_model = config, Path(path), base_model
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Make the gates, attach them, and let the model's forward pass compute their loss."""
+        model = kwargs["model"]
+        _check_arguments(args)
+        detach(model)
+        if not isinstance(model, PeftModel):
+            model.requires_grad_(False)
+        gates = make_gates(_base(model), self.config)
+        export.check(gates, _adapter(model))
+        attach(model, gates)
+        _Part(self.config, model, gates).install(instrument(model))
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse a Trainer that trains with another loss."""
+        if not _part(kwargs["model"]).has_loss:
+            raise UserError(
+                "The Trainer has a GateCallback, and its loss knows nothing of gates: derive the Trainer as "
+                "class Gated(ag.hf.GatedTrainer, SFTTrainer)."
+            )
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write an export into the checkpoint."""
+        if state.is_world_process_zero:
+            folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / CHECKPOINT
+            self._write(kwargs["model"], folder)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Write the export."""
+        if state.is_world_process_zero:
+            self._write(kwargs["model"], self.path)
+
+    def _write(self, model: nn.Module, folder: Path) -> None:
+        part, base = _part(model), _base(model)
+        metrics = dict(part.measured)
+        if "evicted" in metrics:
+            metrics["kept"] = 1 - metrics["evicted"]
+        with part.apart():
+            export.save(
+                folder,
+                part.gates,
+                base_model=models.hub_name(self.base_model or base.config.name_or_path),
+                base_revision=models.base_revision(base),
+                adapter=_adapter(model),
+                metrics=metrics,
+                weights=self.config.export.weights,
+            )
+
+
+class _Part(nn.Module):
+    """What is on the base model while it is trained: the gates, whose parameters are the model's then, and their loss.
+
+    The loss is computed inside the model's forward pass, where DistributedDataParallel and mixed precision see it.
+    """
+
+    def __init__(self, config: Config, model: nn.Module, gates: AttentionGates) -> None:
+        super().__init__()
+        self.config, self.gates = config, gates
+        self.gated_loss = GatedLoss(config, model, gates)
+        self.validation = Validation(self.gated_loss).to(next(model.parameters()).device)
+        self.has_loss = False  # whether the Trainer is a GatedTrainer
+        self.measured: dict[str, float] = {}  # by the last evaluation
+        self._values: dict[str, list[Tensor]] = defaultdict(list)
+
+    def install(self, attachment: Attachment) -> None:
+        """Become a module of the base model, until what :func:`ag.attach` did is undone."""
+        base: Any = attachment.base
+        self.base, forward = [base], base.forward  # in a list: the base is no part of this module
+
+        @functools.wraps(type(base).forward)
+        def routed(model: Any, *args: Any, ag_batch: Any = None, ag_step: int | None = None, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs) if ag_batch is None else self(ag_batch, ag_step)
+
+        self._own = vars(base).get("forward")
+        base.forward = self._routed = MethodType(routed, base)
+        base.add_module(NAME, self)
+        self._ignored = base._keys_to_ignore_on_save
+        keys = {f"{NAME}.{name}" for name in self.state_dict()}
+        base._keys_to_ignore_on_save = {*(self._ignored or ()), *keys}  # checkpoints hold an export
+        attachment.handles.append(self)
+
+    def remove(self) -> None:
+        """Undo :meth:`install`; whoever has put a forward pass around this one keeps it, and it does nothing."""
+        [base] = self.base
+        del base._modules[NAME]
+        base._keys_to_ignore_on_save = self._ignored
+        if vars(base).get("forward") is self._routed:
+            del base.forward
+            if self._own is not None:
+                base.forward = self._own
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Take the gates off the base model while PEFT writes what is trained there."""
+        [base] = self.base
+        del base._modules[NAME]
+        try:
+            yield
+        finally:
+            base.add_module(NAME, self)
+
+    def forward(self, inputs: dict[str, Any], step: int | None) -> dict[str, Tensor]:
+        """Return the loss of a training batch; with no step, measure one of an evaluation."""
+        batch = _batch(inputs, self.gated_loss)
+        if step is None:
+            self.validation.update(batch)
+            return {}
+        measured = self.gated_loss.train(batch, step)
+        for name, value in measured.values.items():
+            self._values[name].append(value)
+        return {"loss": measured.loss}
+
+    def logged(self) -> dict[str, float]:
+        """Return the means of what was measured since the last time, without the loss, which the Trainer logs."""
+        values, self._values = self._values, defaultdict(list)
+        return {name: float(torch.stack(x).mean()) for name, x in values.items() if name != "loss"}
+
+    def load(self, folder: Path) -> None:
+        """Take the weights of an export of these gates over."""
+        found = AttentionGates.from_pretrained(folder)
+        self.gates.load_state_dict(found.state_dict())
+        self.gates.calibration = found.calibration
+
+
+def _batch(inputs: dict[str, Any], loss: GatedLoss) -> Batch:
+    """Return a batch of a Trainer as :class:`ag.data.collate.Collator` makes it.
+
+    The prompt ends where the labels begin, unless the batch has ``prompt_length``. Without an attention mask, positions
+    say where documents begin (trl's packing).
+    """
+    lacking = [name for name in ("input_ids", "labels") if inputs.get(name) is None]
+    if lacking:
+        raise UserError(
+            f"A batch of the Trainer has no {' and no '.join(lacking)}: gates learn from tokens and labels."
+        )
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    if inputs.get("attention_mask") is None and inputs.get("position_ids") is not None:
+        return _packed(ids, labels, inputs["position_ids"], loss)
+    mask = inputs.get("attention_mask")
+    valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    batch = {"input_ids": ids, "attention_mask": valid, "labels": labels}
+    prompts = inputs.get("prompt_length")
+    if prompts is None:
+        prompts = (valid & ((labels != IGNORED).cumsum(1) == 0)).sum(1)
+    return batch | ({"prompt_length": prompts} if bool(prompts.any()) else {})
+
+
+def _packed(ids: Tensor, labels: Tensor, positions: Tensor, loss: GatedLoss) -> Batch:
+    starts = positions == 0
+    gates = loss.gates
+    assert gates is not None
+    if loss.regresses(0) or (gates.config.covers == "prompt" and bool((labels[~starts] == IGNORED).any())):
+        raise UserError(
+            "packing: in a row of several documents gates cannot tell prompts from later queries; use packing=False, "
+            "or, with another loss.objective than regress, pack plain text or set gate.covers=all."
+        )
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    valid = torch.ones_like(ids, dtype=torch.bool)
+    labels = labels.masked_fill(starts, IGNORED)
+    return {"input_ids": ids, "attention_mask": valid, "labels": labels, "document_start": columns - positions}
+
+
+def _check_arguments(args: TrainingArguments) -> None:
+    """Refuse what would train something else than is said, or nothing."""
+    sharded = next((name for name in ("deepspeed", "fsdp") if getattr(args, name, None)), None)
+    if sharded:
+        raise UserError(
+            f"{sharded} with a GateCallback: gates are trained by one process or by DistributedDataParallel; leave it "
+            "out, or use python -m ag.fit trainer.strategy=fsdp2."
+        )
+    options = args.gradient_checkpointing_kwargs
+    if args.gradient_checkpointing and isinstance(options, dict) and options.get("use_reentrant"):
+        raise UserError(
+            "gradient_checkpointing_kwargs={'use_reentrant': True} with a GateCallback: no gradient would reach the "
+            "gates; leave it out."
+        )
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _adapter(model: nn.Module) -> PeftModel | None:
+    return model if isinstance(model, PeftModel) else None
+
+
+def _part(model: Any) -> _Part:
+    """Return what the callback put on a model."""
+    part = getattr(_base(model), NAME, None)
+    if not isinstance(part, _Part):
+        raise UserError("The Trainer's model has no gates: give it callbacks=[ag.hf.GateCallback(config, EXPORT)].")
+    return part

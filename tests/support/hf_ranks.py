@@ -1,0 +1,51 @@
+"""A Trainer of one process or of two; apart from the tests, as every process imports it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import ag
+import ag.hf
+from ag.config import Config, LossConfig, OptimConfig
+
+
+class Gated(ag.hf.GatedTrainer, Trainer):
+    pass
+
+
+def train(folder: str, rows_per_process: int) -> None:
+    """Take three steps on twelve rows, and write an export to ``folder``."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, initializer_range=0.15, **sizes))
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    ids = torch.randint(3, 64, (12, 16), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = [{"input_ids": x, "attention_mask": [1] * 16, "labels": [-100] * 7 + x[7:]} for x in ids]
+    config = Config(
+        gate=ag.GateConfig(num_heads=2, head_dim=8, bias=0.0),
+        loss=LossConfig(beta=0.4),
+        optim=OptimConfig(gate_lr=0.1),
+    )
+    arguments = TrainingArguments(
+        f"{folder}-run",
+        max_steps=3,
+        per_device_train_batch_size=rows_per_process,
+        optim="sgd",  # AdamW's first steps divide rounding by itself where gradients are nearly zero
+        learning_rate=0.1,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    data = datasets.Dataset.from_list(rows)
+    Gated(model, arguments, train_dataset=data, callbacks=[ag.hf.GateCallback(config, folder)]).train()

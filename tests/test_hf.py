@@ -1,0 +1,435 @@
+"""Trainers of other libraries train gates, with the numbers of Lightning's path."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import warnings
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments
+
+import ag
+import ag.data
+import ag.hf
+from ag.config import Config, ExportConfig, LossConfig, OptimConfig, WarmupConfig
+from ag.data.collate import Collator, Row
+from ag.errors import UserError
+from ag.gates import export
+from ag.gates.attach import attached_gates
+from ag.training.gated_loss import GatedLoss
+from ag.training.losses import token_nll
+from ag.training.module import GatedLM
+from ag.training.validation import Validation
+from tests.support import ROOT, hf_ranks
+from tests.support.bounds import hold, of_nats
+from tests.support.refused import refuses
+from tests.support.warm import started
+
+EPS = torch.finfo(torch.float32).eps
+TARGETS = ["q_proj", "v_proj"]
+ROWS = [{"prompt": f"{'old ' * n}bridge {n}: ", "completion": f"the river {'is high ' * (n % 3)}"} for n in range(1, 9)]
+GATE = {"num_heads": 2, "head_dim": 8, "bias": 0.0, "sink_tokens": 1}
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # names that transformers 5.23 replaced in its own code
+
+
+class Gated(ag.hf.GatedTrainer, Trainer):
+    pass
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def batch(seed=0, documents=False):
+    """Rows of a prompt and a response, padded; or two packed rows of documents."""
+    draw = np.random.default_rng(seed)
+    if documents:
+        texts = [[*draw.integers(3, 128, n - 1), 2] for n in (9, 14, 7, 16)]
+        rows = [Row(np.array([*one, *two], dtype=np.int32)) for one, two in zip(texts[::2], texts[1::2], strict=True)]
+        return Collator(0, end=2)(rows)
+    rows = [Row(draw.integers(3, 128, n).astype(np.int32), prompt) for prompt, n in ((12, 18), (7, 16), (20, 26))]
+    return Collator(0)(rows)
+
+
+def configured(**parts):
+    gate = ag.GateConfig(**GATE | parts.pop("gate", {}))
+    loss, optim = parts.pop("loss", {}), {"gate_lr": 1e-2} | parts.pop("optim", {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a beta above the threshold
+        return Config(
+            train="gates", gate=gate, loss=LossConfig(**{"beta": 0.4} | loss), optim=OptimConfig(**optim), **parts
+        )
+
+
+@pytest.fixture
+def make(tiny_llama, tmp_path):
+    """`make(config, lora=False, kind=Gated, **arguments)`: a Trainer on a tiny model."""
+
+    def trainer(config=None, lora=False, kind=Gated, data=(), callbacks=None, **arguments):
+        model = tiny_llama()
+        if lora:
+            model = get_peft_model(model, LoraConfig(r=2, target_modules=TARGETS))
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(parameter, std=0.1)
+        arguments = {"output_dir": str(tmp_path / "out"), "report_to": [], "use_cpu": True, "disable_tqdm": True} | (
+            arguments
+        )
+        if callbacks is None:
+            callbacks = [ag.hf.GateCallback(config or configured(), tmp_path / "export", "tiny")]
+        more = {name: arguments.pop(name) for name in ("optimizers", "compute_loss_func") if name in arguments}
+        rows = datasets.Dataset.from_list(list(data) or [{"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}])
+        args = TrainingArguments(**arguments)
+        return kind(model, args, train_dataset=rows, eval_dataset=rows, callbacks=callbacks, **more)
+
+    return trainer
+
+
+def lightning(trainer, config):
+    """The module of Lightning's path on the same weights, apart from the Trainer."""
+    gates = attached_gates(trainer.model)
+    trained = ag.AttentionGates(gates.fingerprint, gates.config)
+    trained.load_state_dict(gates.state_dict())
+    model = trainer.model
+    ag.detach(model)
+    module = GatedLM(config, model, trained)
+    module.log = lambda *_, **__: None
+    module._trainer = SimpleNamespace(global_step=trainer.state.global_step, _results=None)
+    return module.train()
+
+
+def gradients(parameters):
+    found = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("objective", "more"),
+    [
+        ("lm", {}),
+        ("kl", {}),
+        ("lm", {"share_high": 0.7}),
+        ("lm", {"mean": "hard", "anneal_steps": 40}),
+        ("regress", {}),
+    ],
+    ids=["lm", "kl", "shares", "annealed", "regress"],
+)
+@pytest.mark.parametrize("lora", [False, True], ids=["gates", "lora"])
+def test_loss_and_gradients_are_those_of_lightnings_path(make, objective, more, lora):
+    """With the very same operations, so to the last bit; Lightning's are checked by hand in tests/training."""
+    config = configured(loss={"objective": objective, **more}, warmup=WarmupConfig(target="obcache_value", keep=0.3))
+    trainer, data = make(config, lora), batch()
+    trainer.state.global_step = 17
+    given = {name: value for name, value in data.items() if name != "prompt_length"}  # labels say where it ends
+    given["attention_mask"] = given["attention_mask"].long()
+    trainer.model.train()
+    torch.manual_seed(3)
+    loss = trainer.compute_loss(trainer.model, given)
+    loss.backward()
+    gates, adapters = attached_gates(trainer.model).parameters(), []
+    found = gradients(list(gates))
+    if lora:
+        adapters = [p for name, p in trainer.model.named_parameters() if "lora_" in name]
+        found += gradients(adapters)
+    module = lightning(trainer, config)
+    torch.manual_seed(3)
+    expected = module.training_step(data, 0)
+    expected.backward()
+    wanted = gradients(list(module.gates.parameters())) + gradients(adapters)
+    assert torch.equal(loss.detach(), expected.detach()) and len(found) == len(wanted) >= 12
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert all(float(x.abs().max()) > 0 for x in found[: 4 * 3])
+
+
+def test_packed_documents_are_told_apart_by_their_positions(make):
+    """As trl packs them: no mask, positions that begin anew, and no label on a document's first token."""
+    config = configured()
+    trainer, data = make(config), batch(documents=True)
+    positions = torch.arange(data["input_ids"].shape[1]) - data["document_start"]
+    packed = {"input_ids": data["input_ids"], "labels": data["labels"], "position_ids": positions}
+    loss = trainer.compute_loss(trainer.model, packed)
+    assert torch.equal(loss.detach(), lightning(trainer, config).training_step(data, 0).detach())
+    hidden = {**packed, "labels": data["labels"].masked_fill(positions == 1, -100)}
+    for config, labels in ((configured(), hidden), (configured(loss={"objective": "regress"}), packed)):
+        trainer = make(config)
+        with refuses(UserError, "packing", "loss.objective", "gate.covers=all"):
+            trainer.compute_loss(trainer.model, labels)
+    trainer = make(configured(gate={"covers": "all"}))
+    assert torch.isfinite(trainer.compute_loss(trainer.model, hidden))
+
+
+def test_left_padding_is_no_part_of_a_prompt(make):
+    config = configured(gate={"scope": "prompt"})
+    trainer, right = make(config), batch()
+    lengths = right["attention_mask"].sum(1).tolist()
+    left = {name: x.clone() for name, x in right.items() if name != "prompt_length"}
+    for row, length in enumerate(lengths):
+        for x in left.values():
+            x[row] = x[row].roll(x.shape[1] - length)
+    loss = trainer.compute_loss(trainer.model, left)
+    hold(loss, lightning(trainer, config).training_step(right, 0), of_nats(trainer.model))
+
+
+def labelled(count):
+    """So many batches of three rows of one length, which need no padding."""
+    ids = np.random.default_rng(0).integers(3, 128, (3 * count, 16)).tolist()
+    return [{"input_ids": x, "attention_mask": [1] * 16, "labels": [-100] * 7 + x[7:]} for x in ids]
+
+
+def weights(trainer):
+    state = dict(attached_gates(trainer.model).state_dict())
+    return state | {n: p.detach() for n, p in trainer.model.named_parameters() if "lora_" in n}
+
+
+def test_a_step_goes_where_the_gradient_points(make):
+    """Gates by optim.gate_lr and the Trainer's schedule, adapters by its rate; batches accumulated are their mean."""
+    config = configured(loss={"alpha": 0.0}, optim={"gate_lr": 0.3})
+    sizes = {"max_steps": 1, "learning_rate": 0.2, "optim": "sgd", "max_grad_norm": 0.0, "seed": 1}
+    trainer = make(config, True, data=labelled(2), per_device_train_batch_size=6, **sizes)
+    before = {name: x.clone() for name, x in weights(trainer).items()}
+    data = Collator(0)([Row(np.array(row["input_ids"], dtype=np.int32), 7) for row in labelled(2)])
+    trainer.model.train()
+    trainer.compute_loss(trainer.model, data).backward()
+    gates = {id(p) for p in attached_gates(trainer.model).parameters()}
+    by_name = dict(attached_gates(trainer.model).named_parameters())
+    by_name |= {n: p for n, p in trainer.model.named_parameters() if "lora_" in n}
+    expected = {n: before[n] - (0.3 if id(p) in gates else 0.2) * p.grad for n, p in by_name.items()}
+    bound = {n: 64 * EPS * (x.abs().max() + expected[n].abs().max()) for n, x in before.items()}
+    trainer.model.zero_grad()
+    trainer.train()
+    for name, value in weights(trainer).items():
+        hold(value, expected[name], bound[name], name)
+    parts = make(config, True, data=labelled(2), per_device_train_batch_size=3, gradient_accumulation_steps=2, **sizes)
+    parts.train()
+    for name, value in weights(parts).items():
+        hold(value, expected[name], 4 * bound[name], name)
+    assert any(not torch.equal(x, before[name]) for name, x in weights(parts).items())
+
+
+def test_a_resumed_run_is_the_run(make, tmp_path):
+    options = {"data": labelled(4), "lora": True, "per_device_train_batch_size": 2, "save_steps": 2, "logging_steps": 1}
+    whole = make(max_steps=4, output_dir=str(tmp_path / "one"), **options)
+    whole.train()
+    again = make(max_steps=4, output_dir=str(tmp_path / "two"), **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-2"))
+    assert again.state.global_step == 4
+    expected, started = weights(whole), weights(make(**options))
+    for name, value in weights(again).items():
+        assert torch.equal(value, expected[name]) and not torch.equal(value, started[name]), name
+    names = {"lm_loss", "eviction_loss", "gate_mean_soft", "gate_mean_hard", "evicted", "loss"}
+    lines = [line for line in whole.state.log_history if "loss" in line]
+    assert len(lines) == 4 and all(names <= line.keys() for line in lines)
+    found = ag.AttentionGates.from_pretrained(tmp_path / "one" / "checkpoint-4" / "gates")
+    assert all(torch.equal(value, expected[name]) for name, value in found.state_dict().items())
+
+
+def test_evaluation_export_and_what_is_left_of_the_model(make, tiny_llama, tmp_path):
+    """Of a plain model: checkpoints hold its own weights alone, the export is ag.fit's, and ag.detach undoes it all."""
+    config = configured(export=ExportConfig(weights="int8"))
+    rows = labelled(2)
+    options = {"eval_strategy": "epoch", "save_steps": 1, "per_device_train_batch_size": 3}
+    trainer = make(config, data=rows, max_steps=1, per_device_eval_batch_size=2, **options)
+    trainer.train()
+    metrics, gates = trainer.evaluate(), attached_gates(trainer.model)
+
+    validation = Validation(GatedLoss(config, trainer.model, gates))
+    values = []
+    for start in range(0, len(rows), 2):
+        data = Collator(0)([Row(np.array(row["input_ids"], dtype=np.int32), 7) for row in rows[start : start + 2]])
+        with torch.no_grad():
+            validation.update(data)
+            gating = ag.Gating(gates, data["attention_mask"], data["prompt_length"], hard=True)
+            hidden = validation.gated_loss.hidden(data, gating)
+            values.append(token_nll(trainer.model, hidden, data["labels"])[0])
+    expected = {f"eval_{name}": float(value) for name, value in validation.compute().items()}
+    assert {name: metrics[name] for name in expected} == expected
+    hold(torch.tensor(metrics["eval_lm_loss"]), torch.cat(values).mean(), 8 * EPS * torch.cat(values).abs().max())
+    assert 0 < metrics["eval_evicted"] < 1
+
+    info = export.read_info(tmp_path / "export")
+    assert info["base_model"]["name"] == "tiny" and info["gate"]["head_dim"] == 8
+    assert info["keep_rate"] == pytest.approx(1 - metrics["eval_evicted"])
+    assert info["metrics"]["lm_loss"] == pytest.approx(metrics["eval_lm_loss"])
+    assert info["calibration"] == gates.calibration.record() and info["weights"] == "int8"
+    names = set(load_file(tmp_path / "out" / "checkpoint-1" / "model.safetensors"))
+    assert names and not any("ag_training" in name for name in names)
+
+    ids = torch.tensor([rows[0]["input_ids"]])
+    cache = ag.EvictionCache(trainer.model, "gates")
+    trainer.model(ids, past_key_values=cache)
+    assert cache.kept_share() < 1
+    model, plain = trainer.model, tiny_llama()
+    ag.detach(model)
+    assert torch.equal(model(ids).logits, plain(ids).logits) and "forward" not in vars(model)
+    assert set(dict(model.named_modules())) == set(dict(plain.named_modules()))
+    assert model._keys_to_ignore_on_save == plain._keys_to_ignore_on_save
+
+
+def test_mixed_precision_sees_the_loss(make):
+    """The Trainer's autocast is around the model's forward pass, in which the loss is computed."""
+    trainer = make(data=labelled(1), max_steps=1, bf16=True)
+    seen = []
+    trainer.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *x: seen.append(x[2].dtype))
+    trainer.train()
+    assert set(seen) == {torch.bfloat16}
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+
+
+def test_checkpointed_activations(make):
+    """Of a frozen base, whose gates alone have gradients."""
+    options = {"data": labelled(1), "max_steps": 2, "per_device_train_batch_size": 3}
+    one, other = make(**options), make(**options, gradient_checkpointing=True)
+    one.train()
+    other.train()
+    assert other.model.is_gradient_checkpointing
+    for name, value in weights(one).items():
+        assert torch.equal(value, weights(other)[name]), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ({"config": configured(warmup=WarmupConfig(regress_steps=3))}, "warmup.regress_steps=3 init=EXPORT"),
+        ({"callbacks": []}, "ag.hf.GateCallback"),
+        ({"compute_loss_func": lambda *_, **__: None}, "compute_loss_func Objective"),
+        (
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            "use_reentrant gates",
+        ),
+    ],
+    ids=["warm-start", "no-callback", "another-loss", "reentrant"],
+)
+def test_trainers_that_cannot_train_gates(make, arguments, parts):
+    with refuses(UserError, *parts.split()):
+        make(**arguments)
+
+
+def test_arguments_that_are_refused_where_they_are_used(make):
+    with refuses(UserError, "deepspeed", "fsdp2"):
+        ag.hf._check_arguments(SimpleNamespace(deepspeed="zero3.json", fsdp=None))
+    with refuses(UserError, "GateCallback", "ag.hf.GatedTrainer"):
+        make(kind=Trainer, data=labelled(1), max_steps=1).train()
+    trainer = make()
+    with refuses(UserError, "labels", "tokens"):
+        trainer.compute_loss(trainer.model, {"input_ids": torch.ones(1, 4, dtype=torch.long)})
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with refuses(UserError, "optimizers=", "optim.gate_lr"):
+        make(optimizers=(other, None), max_steps=1).train()
+
+
+def test_trl_collates_what_ag_fit_collates(make_sft, tiny_tokenizer, tmp_path):
+    """Prompts and completions through trl's preparation and its collator are the batches of `data.name=FOLDER`."""
+    write_rows(tmp_path / "mine" / "train.jsonl", ROWS)
+    config = Config()
+    config.data.kind, config.data.name, config.data.val_samples = "sft", str(tmp_path / "mine"), 1
+    module = ag.data.build(config, tiny_tokenizer, 512)
+    expected = module.collator(module.train_rows)
+    trainer = make_sft(configured(), ROWS[1:])
+    found = trainer.data_collator(list(trainer.train_dataset))
+    assert torch.equal(found["input_ids"], expected["input_ids"]) and torch.equal(found["labels"], expected["labels"])
+    loss = trainer.compute_loss(trainer.model, found)
+    trained = GatedLM(configured(), trainer.model, attached_gates(trainer.model))
+    assert torch.equal(loss.detach(), trained.gated_loss.train(expected, 0).loss.detach())
+
+
+@pytest.fixture
+def make_sft(tiny_llama, tiny_tokenizer, tmp_path):
+    """`make_sft(config, rows, **arguments)`: trl's trainer on a tiny model, with LoRA."""
+    trl = pytest.importorskip("trl", reason="needs trl: pip install -c constraints.txt trl")
+
+    class GatedSFT(ag.hf.GatedTrainer, trl.SFTTrainer):
+        pass
+
+    def make(config, rows, **arguments):
+        arguments = {"report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True} | arguments
+        rows = datasets.Dataset.from_list(rows)
+        return GatedSFT(
+            tiny_llama(),
+            trl.SFTConfig(str(tmp_path / "out"), **arguments),
+            train_dataset=rows,
+            eval_dataset=rows,
+            processing_class=tiny_tokenizer,
+            peft_config=LoraConfig(r=2, target_modules=TARGETS),
+            callbacks=[ag.hf.GateCallback(config, tmp_path / "export", "tiny")],
+        )
+
+    return make
+
+
+def test_trl_trains_gates_and_lora(make_sft, tiny_llama, tmp_path):
+    trainer = make_sft(configured(optim={"gate_lr": 1e-2}), ROWS, max_steps=3, learning_rate=1e-2, logging_steps=1)
+    before = {name: x.clone() for name, x in weights(trainer).items()}
+    trainer.train()
+    after, metrics = weights(trainer), trainer.evaluate()
+    assert all(not torch.equal(x, after[name]) for name, x in before.items() if "lora_A" not in name)
+    gates = ag.AttentionGates.from_pretrained(tmp_path / "export")
+    assert all(torch.equal(x, after[name]) for name, x in gates.state_dict().items())
+    adapted = export.load_adapter(tiny_llama(), tmp_path / "export")
+    theirs = {name: x for name, x in adapted.named_parameters() if "lora_" in name}
+    assert theirs.keys() == {name for name in after if "lora_" in name}
+    assert all(torch.equal(x, after[name]) for name, x in theirs.items())
+    assert 0 <= metrics["eval_evicted"] <= 1 and metrics["eval_loss"] > 0
+    lines = [line for line in trainer.state.log_history if "lm_loss" in line]
+    for line in lines:
+        hold(line["loss"], line["lm_loss"] + line["eviction_loss"], 16 * EPS * abs(line["loss"]))
+    assert len(lines) == 3
+
+
+def test_the_example_of_the_page(tiny_llama, tiny_tokenizer, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("trl", reason="needs trl: pip install -c constraints.txt trl")
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.S)
+    assert len(block.splitlines()) <= 34
+    block = block.replace("max_steps=300", "max_steps=2, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True")
+    assert "use_cpu" in block
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "train.jsonl", ROWS * 2)
+    monkeypatch.setattr(ag, "load_base", lambda name: (tiny_llama(), tiny_tokenizer), raising=False)
+    exec(compile(block, "training.md", "exec"), {"__name__": "page"})
+    assert re.search(r"^0\.\d+ of the prompts", capsys.readouterr().out, re.M)
+    assert export.read_info("runs/trl/export")["base_model"]["name"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert export.adapter_path("runs/trl/export") is not None
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one_with_twice_the_rows(tmp_path):
+    """DistributedDataParallel averages the gradients of gates and adapters."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support import hf_ranks; hf_ranks.train"
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [started(), "-c", f"{code}({str(tmp_path / 'two')!r}, 2)"],
+            env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    hf_ranks.train(str(tmp_path / "one"), 4)
+    hf_ranks.train(str(tmp_path / "half"), 2)
+    for process in processes:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors[-2000:]
+    for name in ("gates.safetensors", "adapter/adapter_model.safetensors"):
+        one, two, half = (load_file(tmp_path / folder / name) for folder in ("one", "two", "half"))
+        assert one.keys() == two.keys()
+        for key, value in one.items():
+            bound = 256 * EPS * value.abs().max()
+            hold(two[key], value, bound, key)
+            assert (half[key] - value).abs().max() > 4 * bound
