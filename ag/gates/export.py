@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import safetensors.torch
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from ag.config.gate import GateConfig
@@ -51,6 +52,7 @@ from ag.gates.folder import (
     upload,
     write,
 )
+from ag.gates.foreign import recognise
 from ag.gates.manifest import (
     ADAPTER,
     ADAPTER_FILES,
@@ -67,6 +69,7 @@ from ag.gates.manifest import (
     minor,
     validate,
 )
+from ag.model.geometry import fingerprint
 from ag.versions import versions
 
 if TYPE_CHECKING:
@@ -213,7 +216,7 @@ def load(
     """Read gates, strictly, in evaluation mode and on the CPU.
 
     Args:
-        path: folder of an export.
+        path: folder of an export, or of gates of another project (:mod:`ag.gates.foreign`).
         make: from the geometry of a model and a configuration to gates, whose weights are then read.
         model_config: configuration of the model they are for; None skips that comparison.
 
@@ -221,7 +224,7 @@ def load(
         ExportError: for anything that is not a whole and unchanged export, or one for another base model.
     """
     folder = local(path)
-    info, file = read_info(folder), folder / WEIGHTS
+    info, other = read_info(folder), recognise(folder)
     if model_config is not None:
         check_base(folder, info, model_config)
     with torch.device("meta"):
@@ -230,8 +233,25 @@ def load(
         except ValueError as error:
             raise ExportError(f"{folder / CONFIG}: {error}") from error
     expected = {name: tensor.float() for name, tensor in gates.state_dict().items()}
+    if other is None:
+        tensors = _read_weights(folder, info, expected)
+    else:
+        most = 2 * sum(tensor.nbytes for tensor in expected.values()) + MEGABYTE  # of float64
+        tensors = other.tensors(read(folder, other.file.name, most), expected)
+    gates.load_state_dict(tensors, assign=True)
+    if other is not None and model_config is not None:
+        gates.fingerprint = fingerprint(model_config)  # which the checkpoint knows in part
+    gates.adapter = adapter_of(folder, info)
+    gates.calibration = None if info.get(CALIBRATION) is None else Calibration(**info[CALIBRATION])
+    gates.eval()
+    return gates
+
+
+def _read_weights(folder: Path, info: Mapping[str, Any], expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Read ``gates.safetensors``, checked against its hash and the tensors that gates of this configuration have."""
+    file = folder / WEIGHTS
     biases = [name for name in expected if name.endswith(".bias")]
-    before = gates.config.kind == "mlp" and minor(info["schema_version"]) < 3  # without biases, which is with 0
+    before = info["gate"]["kind"] == "mlp" and minor(info["schema_version"]) < 3  # without biases, which is with 0
     unwritten = {name: torch.zeros(expected.pop(name).shape) for name in biases} if before else {}
     stored = packed.pack(expected) if info.get(PRECISION) == "int8" else expected
     size = sum(tensor.nbytes for tensor in stored.values())
@@ -247,11 +267,7 @@ def load(
         if found != wanted:
             raise ExportError(f"{file}: {name} is {found}: expected {wanted} from {CONFIG}; export the gates again.")
     check_finite(file, tensors)
-    gates.load_state_dict(packed.unpack(tensors) | unwritten, assign=True)
-    gates.adapter = adapter_of(folder, info)
-    gates.calibration = None if info.get(CALIBRATION) is None else Calibration(**info[CALIBRATION])
-    gates.eval()
-    return gates
+    return packed.unpack(tensors) | unwritten
 
 
 def push(path: StrPath, repository: str) -> str:

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 from ag.config.keys import nearest
 from ag.config.recipes import RECIPES
 from ag.files import fsync
+from ag.gates.foreign import MODEL_CONFIG, MODEL_WEIGHTS, is_kvzap, recognise
 from ag.gates.manifest import ADAPTER, BEFORE_1_2, CARD, CONFIG, FIGURE, WEIGHTS, ExportError, validate
 from ag.model.geometry import fingerprint
 
@@ -56,9 +57,12 @@ def local(path: StrPath) -> Path:
 @functools.cache
 def download(repository: str, revision: str | None) -> Path:
     """Return the local folder of an export on the hub, fetched at the first call; no revision: the newest."""
-    wanted = [WEIGHTS, CONFIG, CARD, FIGURE, f"{ADAPTER}/*"]
+    wanted = [WEIGHTS, CONFIG, CARD, FIGURE, MODEL_CONFIG, f"{ADAPTER}/*"]
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
+        if is_kvzap(folder):  # of other repositories the weights may be those of a language model
+            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=[*wanted, MODEL_WEIGHTS]))
+        return folder
     except REFUSALS as error:
         at = "" if revision is None else f" at {revision}"
         raise ExportError(
@@ -73,13 +77,15 @@ def shipped() -> list[str]:
 
 
 def read_info(path: StrPath) -> dict[str, Any]:
-    """Return the validated content of ``gate_config.json``.
+    """Return the validated content of ``gate_config.json``, or what is known of gates of another project.
 
     Raises:
         ExportError: when it is missing, damaged, or of another schema.
     """
     folder = local(path)
     file = folder / CONFIG
+    if (other := recognise(folder)) is not None:
+        return other.info()
     if not folder.is_dir():
         old = _sibling(folder.resolve(), "old")
         hint = f"; a killed export left the earlier one in {old}: rename it back" if old.is_dir() else ""

@@ -45,6 +45,10 @@ class AttentionGate(nn.Module):
         self.config = config
         self.kv_heads = kv_heads
         self.build(hidden_size, heads)
+        self.start()
+
+    def start(self) -> None:
+        """Give the parameters the values that training starts from."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -168,6 +172,14 @@ class LinearGate(TokenGate):
         return result
 
 
+class AffineGate(LinearGate):
+    """A linear map of each token by itself, with a bias for each head (the smaller surrogate of KVzap)."""
+
+    def build(self, hidden_size: int, heads: int) -> None:
+        """Make the parameters; the arguments are those of the class."""
+        self.linear = nn.Linear(hidden_size, heads)
+
+
 class MLPGate(TokenGate):
     """Two layers on each token by itself (the surrogate of KVzap)."""
 
@@ -182,8 +194,48 @@ class MLPGate(TokenGate):
         return result
 
 
+class FastKVzipGate(TokenGate):
+    """The share of attention that a token's own key would have beside learned keys, the mean over a group's queries.
+
+    Source: Kim et al., "Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction", arXiv 2601.17668.
+    With ``granularity="query_head"`` every query head has a query of ``gate.head_dim`` numbers; ``gate.hidden`` is the
+    number of learned keys of a KV head.
+    """
+
+    def build(self, hidden_size: int, heads: int) -> None:
+        """Make the parameters; the arguments are those of the class."""
+        size = self.config.head_dim
+        self.q_proj = nn.Linear(hidden_size, heads * size)
+        self.k_proj = nn.Linear(hidden_size, self.kv_heads * size, bias=False)
+        self.q_norm, self.k_norm = nn.RMSNorm(size, eps=1e-6), nn.RMSNorm(size, eps=1e-6)
+        self.k_base = nn.Parameter(torch.zeros(self.kv_heads, 1, self.config.hidden, size))
+        self.b = nn.Parameter(torch.zeros(self.kv_heads, 1, heads // self.kv_heads))
+
+    def start(self) -> None:
+        """Draw the projections; norms begin at 1, learned keys and biases at 0."""
+        for projection in (self.q_proj, self.k_proj):
+            nn.init.xavier_uniform_(projection.weight)
+        nn.init.zeros_(self.q_proj.bias)
+
+    def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
+        """Return the logits ``[B, T, Hkv]`` of that share."""
+        shape, scale = (*hidden.shape[:2], self.kv_heads, -1, self.config.head_dim), self.config.head_dim**-0.5
+        queries = self.q_norm(self.q_proj(hidden).view(shape))  # [B, T, Hkv, G, d']
+        keys = self.k_norm(self.k_proj(hidden).view(shape))
+        own = (queries * keys).sum(-1) * scale + self.b[:, 0]
+        others = (queries @ self.k_base[:, 0].mT * scale).logsumexp(-1)
+        kept, gone = (F.logsigmoid(x).logsumexp(-1) for x in (own - others, others - own))  # finite where one is 1
+        return kept - gone
+
+
 #: The classes of gates by the name that ``GateConfig.kind`` gives them.
-KINDS: dict[str, type[AttentionGate]] = {"attention": AttentionGate, "linear": LinearGate, "mlp": MLPGate}
+KINDS: dict[str, type[AttentionGate]] = {
+    "attention": AttentionGate,
+    "linear": LinearGate,
+    "affine": AffineGate,
+    "mlp": MLPGate,
+    "fast_kvzip": FastKVzipGate,
+}
 
 
 def gate_kind(name: str) -> type[AttentionGate]:
@@ -295,7 +347,10 @@ class AttentionGates(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | PathLike[str], model_config: PretrainedConfig | None = None) -> AttentionGates:
-        """Read gates from a folder or the hub (``ORG/NAME[:REVISION]``), strictly; see :func:`ag.gates.export.load`."""
+        """Read gates from a folder or the hub (``ORG/NAME[:REVISION]``), strictly; see :func:`ag.gates.export.load`.
+
+        Gates that other projects published are read too (:mod:`ag.gates.foreign`).
+        """
         from ag.gates import export
 
         return export.load(path, cls, model_config)

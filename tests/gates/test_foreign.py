@@ -1,0 +1,324 @@
+"""Checkpoints of KVzap and Fast KVzip, of random weights: scores and kept entries are those of their formulas.
+
+The formulas are written out here from the papers and from what the authors' code computes, in float64.
+"""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ag
+from ag.gates import export, folder
+from ag.gates.export import ExportError
+from tests.support import by_hand
+from tests.support.bounds import hold, of_logits
+from tests.support.refused import refuses
+
+WIDTH, HEADS, GROUP, LAYERS = 64, 2, 2, 3  # of the tiny models
+CLOSE = 1e-5  # as far as float32 may be from float64 here: sums of 64 products of normal numbers
+EXACT = torch.float64
+
+
+@pytest.fixture
+def model(tiny_llama):
+    return tiny_llama()
+
+
+def draw(seed=0):
+    make = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=make)
+
+
+def kvzap(path, hidden=None, dtype=torch.float32, **changes):
+    """Write what ``KVzapModel.save_pretrained`` writes: one module a layer, a linear map or two with a GELU."""
+    path.mkdir(parents=True)
+    random, state = draw(), {}
+    for layer in range(LAYERS):
+        if hidden is None:
+            state |= {f"layers.{layer}.weight": random(HEADS, WIDTH) / 8, f"layers.{layer}.bias": random(HEADS)}
+        else:
+            state |= {f"layers.{layer}.0.weight": random(hidden, WIDTH) / 8, f"layers.{layer}.0.bias": random(hidden)}
+            state |= {f"layers.{layer}.2.weight": random(HEADS, hidden) / 4, f"layers.{layer}.2.bias": random(HEADS)}
+    config = {"architectures": ["KVzapModel"], "model_type": "kvzap", "input_dim": WIDTH, "output_dim": HEADS}
+    config |= {"hidden_dim": hidden, "n_modules": LAYERS} | changes
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({name: x.to(dtype) for name, x in state.items()}, path / "model.safetensors", {"format": "pt"})
+    return {name: x.to(dtype).to(EXACT) for name, x in state.items()}
+
+
+def kvzap_scores(state, layer, x):
+    """Return ``[T, Hkv]`` of inputs of attention ``[T, d]``."""
+    if f"layers.{layer}.weight" in state:
+        return x @ state[f"layers.{layer}.weight"].T + state[f"layers.{layer}.bias"]
+    inner = x @ state[f"layers.{layer}.0.weight"].T + state[f"layers.{layer}.0.bias"]
+    inner = 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
+    return inner @ state[f"layers.{layer}.2.weight"].T + state[f"layers.{layer}.2.bias"]
+
+
+def fast_kvzip(path, dim=16, sinks=16, layers=LAYERS):
+    """Write a file of Fast KVzip: queries of each query head with a bias, keys of each KV head, learned keys."""
+    path.mkdir(parents=True)
+    random = draw(1)
+    states = [
+        {
+            "q_proj.weight": random(HEADS * GROUP * dim, WIDTH) / 8,
+            "q_proj.bias": random(HEADS * GROUP * dim),
+            "k_proj.weight": random(HEADS * dim, WIDTH) / 8,
+            "q_norm.weight": 1 + random(dim) / 4,
+            "k_norm.weight": 1 + random(dim) / 4,
+            "k_base": random(HEADS, 1, sinks, dim),
+            "b": random(HEADS, 1, GROUP),
+        }
+        for _ in range(layers)
+    ]
+    torch.save({"module": states}, path / f"q{GROUP}_dim{dim}_sink{sinks}.pt")
+    return [{name: x.to(EXACT) for name, x in state.items()} for state in states]
+
+
+def fast_kvzip_scores(state, x):
+    """Return ``[T, Hkv]``: the mean over a group of 1 / (1 + the sum over learned keys of exp(theirs - its own))."""
+    dim = len(state["q_norm.weight"])
+
+    def normed(y, weight):
+        return weight * y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    queries = normed((x @ state["q_proj.weight"].T + state["q_proj.bias"]).view(len(x), HEADS, GROUP, dim), 1.0)
+    queries = queries * state["q_norm.weight"]
+    keys = normed((x @ state["k_proj.weight"].T).view(len(x), HEADS, dim), state["k_norm.weight"])
+    scores = torch.zeros(len(x), HEADS, dtype=EXACT)
+    for head in range(HEADS):
+        for member in range(GROUP):
+            query = queries[:, head, member]
+            own = (query * keys[:, head]).sum(-1) / math.sqrt(dim) + state["b"][head, 0, member]
+            others = query @ state["k_base"][head, 0].T / math.sqrt(dim)
+            scores[:, head] += 1 / (1 + (others - own[:, None]).exp().sum(-1)) / GROUP
+    return scores
+
+
+def inputs(model, ids):
+    """What enters the attention of each layer of the plain model: ``[T, d]`` in float64."""
+    found = []
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs: found.append(kwargs["hidden_states"][0].to(EXACT)), with_kwargs=True
+        )
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def tokens(length, seed=0):
+    return torch.randint(3, 128, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model, gates, ids):
+    """Gate logits by layer, ``[T, Hkv]``, of a pass in which nothing is evicted."""
+    ag.attach(model, gates)
+    gating = ag.Gating(gates, torch.ones_like(ids), torch.tensor([ids.shape[1]]))
+    with torch.no_grad():
+        model(ids, gating=gating, use_cache=False)
+    ag.detach(model)
+    return [gating.logits[layer][0].T for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("hidden", [None, 48], ids=["linear", "mlp"])
+def test_scores_of_kvzap(model, tmp_path, hidden, dtype):
+    state, ids = kvzap(tmp_path / "zap", hidden, dtype), tokens(60)
+    gates = ag.AttentionGates.from_pretrained(tmp_path / "zap", model.config)
+    seen = inputs(model, ids)
+    for layer, found in enumerate(logits(model, gates, ids)):
+        expected = kvzap_scores(state, layer, seen[layer])
+        assert expected.std() > 0.5
+        torch.testing.assert_close(found.to(EXACT), expected, rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.parametrize("threshold", [None, 0.3], ids=["as-published", "moved"])
+@pytest.mark.parametrize("hidden", [None, 48], ids=["linear", "mlp"])
+def test_what_kvzap_keeps(model, tmp_path, monkeypatch, hidden, threshold):
+    """What left the window of the newest 128 with a score below the threshold is seen by no later token, and gone.
+
+    The engine evicts what the window leaves when the next token comes, which does not see it.
+    """
+    monkeypatch.setattr("ag.gates.foreign.KVZAP_THRESHOLD", -0.2)  # at -4 none of these random scores would go
+    state, ids, prompt = kvzap(tmp_path / "zap", hidden), tokens(178), 170
+    tau = -0.2 if threshold is None else math.log(threshold / (1 - threshold))
+    scores = {}
+
+    def visible(layer, hidden):
+        scores[layer] = kvzap_scores(state, layer, hidden.to(EXACT)).T  # [Hkv, T]
+        later, token = torch.arange(178)[:, None], torch.arange(178)
+        in_window = (token >= later - 128) | (later < prompt)  # the prompt is read densely
+        return (in_window | (scores[layer] >= tau)[:, None]) & (token <= later)
+
+    expected = by_hand.masked(model, ids[0], visible)
+    cache = ag.EvictionCache(
+        model, f"flags:{tmp_path / 'zap'}", **({} if threshold is None else {"threshold": threshold})
+    )
+    went = {"prompt": 0, "later": 0}
+    for seen in range(prompt, 179):
+        with torch.no_grad():
+            out = model(ids[:, :prompt] if seen == prompt else ids[:, seen - 1 : seen], past_key_values=cache)
+        hold(out.logits[0, -1], expected[seen - 1], of_logits(model, ids[0]))
+        last = seen if seen == prompt else seen - 1
+        for layer, rows in scores.items():
+            for head, row in enumerate(rows):
+                kept = [t for t in range(seen) if t >= last - 128 or row[t] >= tau]
+                assert cache.kept_positions(layer)[0][head].tolist() == kept, (seen, layer, head)
+                went["prompt" if seen == prompt else "later"] += seen - len(kept)
+    assert 0 < went["prompt"] < went["later"] / 8
+
+
+def test_kvzap_as_published(model, tmp_path):
+    kvzap(tmp_path / "zap", 48)
+    gates = ag.AttentionGates.from_pretrained(tmp_path / "zap")
+    assert gates.config.boundary == pytest.approx(-4.0) and gates.config.recent_tokens - 1 == 128
+    assert (gates.config.covers, gates.config.prefill, gates.config.sink_tokens) == ("all", "dense", 0)
+    info = export.read_info(tmp_path / "zap")
+    assert info["checksum"] != export.read_info(_other(tmp_path))["checksum"]
+    assert export.adapter_path(tmp_path / "zap") is None
+
+
+def _other(tmp_path: Path) -> Path:
+    kvzap(tmp_path / "other", 32)
+    return tmp_path / "other"
+
+
+@pytest.mark.parametrize("sinks", [1, 16])
+def test_scores_of_fast_kvzip(model, tmp_path, sinks):
+    states, ids = fast_kvzip(tmp_path / "fast", sinks=sinks), tokens(60)
+    gates = ag.AttentionGates.from_pretrained(tmp_path / "fast", model.config)
+    seen = inputs(model, ids)
+    for layer, found in enumerate(logits(model, gates, ids)):
+        expected = fast_kvzip_scores(states[layer], seen[layer])
+        assert expected.std() > 0.01
+        torch.testing.assert_close(gates.probability(found).to(EXACT), expected, rtol=CLOSE, atol=CLOSE)
+
+
+def test_fast_kvzip_at_the_ends_of_its_range(tmp_path):
+    """Scores that float32 rounds to 0 and 1 have finite logits, in their order."""
+    fast_kvzip(tmp_path / "fast")
+    gates = ag.AttentionGates.from_pretrained(tmp_path / "fast")
+    gate = gates.layers["0"]
+    with torch.no_grad():
+        gate.b.copy_(torch.tensor([[[200.0, 200.0]], [[-200.0, -200.0]]]))
+        found = gate(draw()(1, 5, WIDTH))[0]
+    assert bool(found.isfinite().all()) and float(found[0].min()) > 150 and float(found[1].max()) < -150
+
+
+def test_what_fast_kvzip_keeps(model, tmp_path):
+    """The highest scores of all layers and heads within the budget, the first 4 tokens and the given window."""
+    states, ids = fast_kvzip(tmp_path / "fast"), tokens(100)
+    cache = ag.EvictionCache(model, f"gates:{tmp_path / 'fast'}", budget=0.4, recent=2)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    scores = torch.stack([fast_kvzip_scores(states[n], x).T for n, x in enumerate(inputs(model, ids))])  # [L, Hkv, T]
+    scores[..., :4] = scores[..., -2:] = 2.0
+    count = int(0.4 * 100) * LAYERS * HEADS
+    chosen = scores.flatten().topk(count).indices
+    margin = scores.flatten().sort(descending=True).values
+    assert float(margin[count - 1] - margin[count]) > 1e-6  # rounding decides nothing
+    expected = torch.zeros_like(scores, dtype=torch.bool).flatten().index_fill(0, chosen, True).view_as(scores)
+    for layer in range(LAYERS):
+        for head, kept in enumerate(cache.kept_positions(layer)[0]):
+            assert kept.tolist() == expected[layer, head].nonzero().flatten().tolist()
+
+
+def test_they_train_on_and_are_exported(model, tmp_path):
+    """A checkpoint with the model that it is for is saved as an export of its kind, which decides alike."""
+    kvzap(tmp_path / "zap")
+    fast_kvzip(tmp_path / "fast")
+    for name, kind in (("zap", "affine"), ("fast", "fast_kvzip")):
+        gates = ag.AttentionGates.from_pretrained(tmp_path / name, model.config)
+        gates.save_pretrained(tmp_path / f"{name}-export")
+        again = ag.AttentionGates.from_pretrained(tmp_path / f"{name}-export", model.config)
+        assert again.config == gates.config and again.config.kind == kind
+        assert all(torch.equal(x, again.state_dict()[key]) for key, x in gates.state_dict().items())
+
+
+def test_a_new_gate_of_fast_kvzips_kind(model):
+    """It begins as its authors' does: no bias, learned keys at 0, so that without keys of its own a score is 1/17."""
+    config = ag.GateConfig(kind="fast_kvzip", granularity="query_head", head_dim=8, hidden=16, bias=0.0)
+    gates = ag.AttentionGates(model.config, config)
+    gate = gates.layers["0"]
+    assert not gate.k_base.any() and not gate.b.any() and bool((gate.q_norm.weight == 1).all())
+    gate.k_proj.weight.data.zero_()
+    found = gates.probability(gate(draw()(2, 3, WIDTH)))
+    torch.testing.assert_close(found, torch.full((2, HEADS, 3), 1 / 17))
+    found.sum().backward()
+    assert gate.b.grad is not None and bool(gate.k_base.grad.any())
+
+
+def test_kvzap_from_the_hub(tmp_path, monkeypatch):
+    """Its weights are fetched once its configuration says what they are; those of another model are not."""
+    kvzap(tmp_path / "hub")
+    asked = []
+
+    def download(repository, *, revision, allow_patterns):
+        asked.append("model.safetensors" in allow_patterns)
+        home = tmp_path / repository.replace("/", "--")
+        shutil.copytree(tmp_path / "hub", home, dirs_exist_ok=True)
+        if repository == "org/model":
+            (home / "config.json").write_text('{"model_type": "llama"}')
+        return str(home)
+
+    folder.download.cache_clear()
+    monkeypatch.setattr(folder, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    assert ag.policy("gates:nvidia/KVzap-linear-tiny", budget=0.5).gates.config.kind == "affine"
+    assert asked == [False, True]
+    with pytest.raises(ExportError):
+        ag.policy("gates:org/model", budget=0.5)
+    assert asked == [False, True, False]
+    folder.download.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"n_modules": "3"}, "config.json n_modules='3'"),
+        ({"input_dim": 0}, "config.json input_dim=0"),
+        ({"output_dim": 1 << 40}, "config.json output_dim"),
+        ({"input_dim": 32}, "model.safetensors linear.weight (2, 64) (2, 32)"),
+        ({"n_modules": 2}, "model.safetensors layers.2.linear.bias"),
+        ({"hidden_dim": 7}, "model.safetensors layers.0"),
+    ],
+)
+def test_damaged_checkpoints_of_kvzap(tmp_path, changes, parts):
+    kvzap(tmp_path / "zap", **changes)
+    with refuses(ExportError, *parts.split()):
+        ag.AttentionGates.from_pretrained(tmp_path / "zap")
+
+
+def test_damaged_files(model, tmp_path):
+    kvzap(tmp_path / "zap")
+    other = model.config
+    other.num_hidden_layers = 5
+    with refuses(ExportError, "num_layers", "3", "5"):
+        ag.AttentionGates.from_pretrained(tmp_path / "zap", other)
+    state = {"layers.0.weight": torch.full((2, 64), float("nan"))}
+    save_file(state, tmp_path / "zap" / "model.safetensors")
+    with refuses(ExportError, "model.safetensors"):
+        ag.AttentionGates.from_pretrained(tmp_path / "zap")
+    (tmp_path / "zap" / "model.safetensors").write_bytes(b"none")
+    with refuses(ExportError, "model.safetensors", "safetensors"):
+        ag.AttentionGates.from_pretrained(tmp_path / "zap")
+
+    fast_kvzip(tmp_path / "fast")
+    file = tmp_path / "fast" / "q2_dim16_sink16.pt"
+    for content in ({"module": []}, {"module": [{"k_proj.weight": "text"}]}, {"other": 1}, {"module": [{}]}):
+        torch.save(content, file)
+        with refuses(ExportError, file.name, "Fast KVzip"):
+            ag.AttentionGates.from_pretrained(tmp_path / "fast")
+    torch.save({"module": [Path("a")]}, file)  # a pickle that would run code
+    with refuses(ExportError, file.name):
+        ag.AttentionGates.from_pretrained(tmp_path / "fast")
