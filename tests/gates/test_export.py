@@ -34,8 +34,19 @@ PNG = b"\x89PNG\r\n\x1a\n picture"
         GateConfig(num_heads=1, head_dim=8, layer_offset=1, first_layer=2, scope="prompt", prefill="dense"),
         GateConfig(kind="mlp", hidden=9, covers="all", granularity="query_head"),
         GateConfig(num_heads=2, head_dim=4, window=3, covers="all", shortcut=True),
+        GateConfig(kind="affine"),
+        GateConfig(kind="fast_kvzip", head_dim=4, hidden=3, granularity="query_head"),
     ],
-    ids=["attention", "linear", "query_head-shortcut", "offset-first_layer", "mlp-all", "window-all"],
+    ids=[
+        "attention",
+        "linear",
+        "query_head-shortcut",
+        "offset-first_layer",
+        "mlp-all",
+        "window-all",
+        "affine",
+        "fast_kvzip",
+    ],
 )
 def test_round_trip_is_bit_exact(tmp_path: Path, config: GateConfig) -> None:
     gates = make_gates(config=config)

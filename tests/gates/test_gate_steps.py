@@ -17,7 +17,9 @@ GATES = {
     "window-1": {"window": 1},
     "query-heads": {"window": 70, "granularity": "query_head"},
     "linear": {"kind": "linear"},
+    "affine": {"kind": "affine"},
     "mlp": {"kind": "mlp", "hidden": 6},
+    "fast_kvzip": {"kind": "fast_kvzip", "granularity": "query_head", "hidden": 3},
 }
 PIECES = {"ones": [1] * 40, "prompt": [11, *[1] * 29], "turns": [7, 1, 1, 6, 2, 1, 12, 1, 9], "whole": [40]}
 

@@ -24,7 +24,9 @@ VARIANTS = {
     "all": {"covers": "all", "recent_tokens": 4, "sink_tokens": 2},
     "all-dense": {"covers": "all", "prefill": "dense", "recent_tokens": 3, "window": 6},
     "linear": {"kind": "linear", "granularity": "query_head"},
+    "affine": {"kind": "affine"},
     "mlp": {"kind": "mlp", "hidden": 16, "sink_tokens": 1},
+    "fast_kvzip": {"kind": "fast_kvzip", "granularity": "query_head", "hidden": 3},
     "window": {"window": 5, "shortcut": True, "recent_tokens": 3},
 }
 
@@ -143,7 +145,9 @@ def packed(documents):
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["training", "hard"])
-@pytest.mark.parametrize("variant", ["causal", "recent-sinks", "previous-layer", "linear", "mlp", "window"])
+@pytest.mark.parametrize(
+    "variant", ["causal", "recent-sinks", "previous-layer", "linear", "mlp", "fast_kvzip", "window"]
+)
 @pytest.mark.parametrize("family", ["tiny_llama", "tiny_mistral"])
 def test_a_packed_document_is_what_it_is_alone(family, variant, hard, request):
     model = request.getfixturevalue(family)()
