@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -75,9 +76,16 @@ def table(generations: dict[str, Generation]) -> Table:
     """Return the table that the command prints: tokens a second without what compiles at first use."""
     first = next(iter(generations.values()))
     caption = "after a warm-up; evicted: of the prompt; of full: tokens held, of prompt and new tokens"
-    out = Table(title=f"{first.prompt_tokens} prompt tokens", caption=caption)
-    for column in ("cache", "evicted", "new tokens", "KV bytes", "of full", "prefill tokens/s", "decoding tokens/s"):
-        out.add_column(column, justify="left" if column == "cache" else "right")
+    out = Table(
+        title=f"{first.prompt_tokens} prompt tokens",
+        caption=caption,
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    out.add_column("cache", overflow="fold")
+    for column in ("evicted", "new\ntokens", "KV bytes", "of full", "prefill\ntokens/s", "decoding\ntokens/s"):
+        out.add_column(column, justify="right", no_wrap=True)
     for name, row in generations.items():
         decoding = f"{(row.new_tokens - 1) / row.decode_seconds:.1f}" if row.decode_seconds else ""
         out.add_row(
@@ -162,7 +170,15 @@ def load(config: SharedPolicy, gates: str | None) -> tuple[Model, PreTrainedToke
     if not name:
         raise UserError("No base model is named: give model=NAME, or gates=EXPORT of an export that names one.")
     revision = None if config.model else models.hub_revision(base["revision"])
-    model, tokenizer = models.load_base(ModelConfig(name, revision, config.dtype), config.device)
+    try:
+        model, tokenizer = models.load_base(ModelConfig(name, revision, config.dtype), config.device)
+    except models.ModelError as error:
+        if config.model or Path(name).is_absolute():
+            raise
+        raise models.ModelError(
+            f"gates={gates}: trained on the base model {name}, a hub id or a folder relative to where that run was "
+            f"started, and there is none here ({error}); give model=FOLDER or model=ORG/NAME."
+        ) from error
     if gates and config.adapter and export.adapter_path(gates):
         return export.load_adapter(model, gates), tokenizer
     return model, tokenizer

@@ -41,6 +41,9 @@ tests() {
 
 docs() {
     export NO_MKDOCS_2_WARNING=1
+    if ! "$bin/python" -c "import mkdocs" 2>/dev/null; then
+        echo "docs: MkDocs is not there: $bin/python -m pip install -c constraints.txt -e '.[docs]'" >&2
+    fi
     step "$bin/python" -m mkdocs build --strict --site-dir build/site
 }
 

@@ -17,11 +17,11 @@ from ag.bench.contestants import FULL, Contestant, contestants
 from ag.bench.models import gates_for, load
 from ag.bench.sdpa import pinned
 from ag.commands.bench import BenchConfig
+from ag.config.policies import FLAGS
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.observe import Observation
 from ag.engine.scorers import Scorer
 from ag.engine.scorers.controls import Random
-from ag.engine.spec import FLAGS
 from ag.engine.step import NextToken
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating

@@ -11,8 +11,9 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from ag.commands.bench import BenchConfig
 from ag.commands.shared import KVDtype
+from ag.config.policies import FLAGS
 from ag.engine import policy
-from ag.engine.spec import FLAGS, PolicySpec
+from ag.engine.spec import PolicySpec
 from ag.errors import UserError
 
 

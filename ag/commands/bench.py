@@ -33,7 +33,9 @@ class BenchConfig(SharedModel):
     keep: list[float] = key([0.2], "shares of the prompt that policies keep")
     batch: list[int] = key([1], "sequences at once")
     policy: list[str] = key(
-        ["random"], "policies beside full; flags: those of random gates, set to evict as much (prefill, memory)"
+        ["random"],
+        "policies beside full; flags: those of random gates, set to evict as much (prefill, memory)",
+        holds="policy",
     )
     schedule: str = key("prefill", "when policies evict")
     kv_dtypes: list[KVDtype] = key(

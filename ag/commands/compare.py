@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ag.cluster import CLUSTER
 from ag.commands.shared import KVDtype, SharedModel
 from ag.config.command_line import keyed
+from ag.config.policies import split_label
 from ag.config.sections import BUDGET, ModelConfig, key, mapping
 from ag.errors import UserError
 
@@ -24,9 +25,15 @@ class CompareConfig(SharedModel):
     quantization: Literal["none", "nf4"] = key("none", "nf4: 4-bit weights through bitsandbytes")
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key("sdpa", "the model's own attention")
     trust_remote_code: bool = key(False, "run code from the model's repository; only for repositories you trust")
-    adapter: str | None = key(None, "export whose LoRA adapter every policy runs with, with or without gates")
-    policies: list[str] = key(["full", "h2o", "snapkv"], "what to compare, such as snapkv+caote or mine=gates:EXPORT")
-    also: list[str] = key([], "policies beside those of policies, such as gates of your own beside a recipe's")
+    adapter: str | None = key(
+        None, "export whose LoRA adapter every policy runs with, with or without gates", holds="export"
+    )
+    policies: list[str] = key(
+        ["full", "h2o", "snapkv"], "what to compare, such as snapkv+caote or mine=gates:EXPORT", holds="policy"
+    )
+    also: list[str] = key(
+        [], "policies beside those of policies, such as gates of your own beside a recipe's", holds="policy"
+    )
     budgets: list[Any] = key(
         [], "what policies keep that can be told: all but full and flags", words=f"list of {BUDGET}"
     )
@@ -39,8 +46,8 @@ class CompareConfig(SharedModel):
         "original", "what every policy rotates keys by: places in the text, or slots in the cache"
     )
     tasks: list[str] = key(["ppl"], "what to compare on")
-    root: str | None = key(None, "local folder of the data, with a folder for each task; null: the hub")
-    roots: dict[str, str] = mapping("folders of single tasks, as roots.TASK=FOLDER", of="tasks")
+    root: str | None = key(None, "local folder of the data, with a folder for each task; null: the hub", holds="folder")
+    roots: dict[str, str] = mapping("folders of single tasks, as roots.TASK=FOLDER", of="tasks", holds="folder")
     samples: int | None = key(None, "the first N samples of each task that can be run", low=1)
     max_tokens: int | None = key(None, "longest sample in tokens, instead of the model's context", low=1)
     task_options: dict[str, dict[str, Any]] = mapping("options of tasks, as task_options.TASK.OPTION=VALUE", of="tasks")
@@ -58,8 +65,6 @@ class CompareConfig(SharedModel):
     view_tokens: int = key(1024, "tokens of each of them", low=1)
 
     def __post_init__(self) -> None:
-        from ag.engine.spec import split_label  # loads torch, which no help needs
-
         super().__post_init__()
         if self.together is not None:
             self.batch_policies, self.together = self.together, None

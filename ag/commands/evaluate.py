@@ -19,12 +19,15 @@ from ag.config.sections import BUDGET, key
 class EvaluateConfig(Shared):
     """What ``python -m ag.evaluate`` can be told."""
 
-    run: str | None = key(None, "run folder of ag.fit: its model, export and data")
+    run: str | None = key(None, "run folder of ag.fit: its model, export and data", holds="folder")
     model: str = key("smollm2", f"without a run: {MODEL}")
-    root: str | None = key(None, "local folder of the data (a run has one; without a run: of plain documents)")
+    root: str | None = key(
+        None, "local folder of the data (a run has one; without a run: of plain documents)", holds="folder"
+    )
     policies: list[str] | None = key(
         None,
         "what to compare; flags and gates are those of the run; null: full, flags, and gates where there are budgets",
+        holds="policy",
     )
     budgets: list[Any] = key([], "what policies keep that can be told, so also gates", words=f"list of {BUDGET}")
     schedule: str = key("prefill", "when something is evicted, for policies with a budget")

@@ -15,13 +15,17 @@ class ExplainConfig(SharedModel):
     """The keys of ``python -m ag.explain``."""
 
     revision: str | None = key(None, "git revision of a hub model")
-    gates: str | None = key(None, "exported gates, which join the policies as gates, and are those of flags")
+    gates: str | None = key(
+        None, "exported gates, which join the policies as gates, and are those of flags", holds="export"
+    )
     adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
-    policies: list[str] = key(["h2o", "h2o+caote", "tova", "tova+caote", "snapkv", "snapkv+caote"], "what to picture")
+    policies: list[str] = key(
+        ["h2o", "h2o+caote", "tova", "tova+caote", "snapkv", "snapkv+caote"], "what to picture", holds="policy"
+    )
     budget: Any = key(0.25, "what the policies may keep; flags take none", words=f"{BUDGET} | null")
     task: str = key("ppl", "where the texts come from")
     task_options: dict[str, Any] = mapping("options of the task, as task_options.OPTION=VALUE")
-    root: str | None = key(None, "local folder of the task's data; null: the hub")
+    root: str | None = key(None, "local folder of the task's data; null: the hub", holds="folder")
     samples: int = key(3, "how many texts", low=1)
     tokens: int = key(256, "of each text; attention maps grow with its square", low=2)
     continuation: int = key(32, "last of these tokens, whose attention outputs are compared", low=1)

@@ -16,7 +16,7 @@ class GenerateConfig(SharedPolicy):
     prompt: str | None = key(
         None, "the text to continue", instead="put a text with these signs into a file and give file=PATH"
     )
-    file: str | None = key(None, "file with that text, instead of prompt")
+    file: str | None = key(None, "file with that text, instead of prompt", holds="file")
     chat: bool = key(False, "put the text into the tokenizer's chat template, as a user's message")
     protect: list[str] = key(
         [], "tokens of the prompt that never go: spans such as 0-40, or template, what chat=true adds to the text"

@@ -18,6 +18,7 @@ from dataclasses import MISSING, dataclass
 from importlib import import_module
 from typing import Any, Generic, NoReturn, TypeVar
 
+from ag.config import early
 from ag.config.keys import ConfigError, ConfigWarning, Key, keys, nearest, short
 from ag.config.recipes import dump, recipes, resolve
 from ag.config.search import search, searched
@@ -93,6 +94,7 @@ def keyed(program: str, schema: type[Any], runs: str, first: str = "") -> Main:
     @command(program)
     def main(argv: list[str]) -> int:
         invocation = parse(argv, schema, program, first)
+        early.check(invocation.config)
         module, _, function = runs.partition(":")
         code: int = getattr(import_module(module), function)(invocation)
         return code

@@ -42,7 +42,8 @@ class Key:
     """One key that can be set: dotted name, type, default, one line of documentation, inclusive bounds.
 
     ``words`` describe the values where the type is too wide to do so; ``instead`` says how to give a text that no
-    command line and no recipe can hold; ``of`` names the key that lists the entries of a mapping.
+    command line and no recipe can hold; ``of`` names the key that lists the entries of a mapping; ``holds`` says what
+    :mod:`ag.config.early` looks for before anything is loaded.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Key:
     words: str = ""
     instead: str = "write the value itself"
     of: str = ""
+    holds: str = ""
 
     def expected(self) -> str:
         """Say in words which values fit."""
@@ -85,7 +87,7 @@ def _walk(schema: type[Any], prefix: str) -> Iterator[Key]:
             continue
         default = field.default_factory() if callable(field.default_factory) else field.default
         meta = field.metadata
-        said = {part: meta[part] for part in ("words", "instead", "of") if meta.get(part)}
+        said = {part: meta[part] for part in ("words", "instead", "of", "holds") if meta.get(part)}
         yield Key(name, hint, default, meta.get("doc", ""), meta.get("low"), meta.get("high"), **said)
 
 

@@ -33,12 +33,12 @@ from ag.plugins import load
 class Config:
     """A whole run."""
 
-    recipe: str = key("none", "name of a shipped recipe, or path of a YAML file: where the values start from")
+    recipe: str = key("fit", "name of a shipped recipe, or path of a YAML file: where the values start from")
     train: Literal["gates", "gates+lora", "lora"] = key("gates+lora", "what is trained; lora is the baseline")
     seed: int = key(0, "seed of weights, data order and noise", low=0, high=2**32 - 1)
     output: str = key("runs", "folder of the run folders")
     resume: str | None = key(None, "run folder to continue")
-    init: str | None = key(None, "exported gates to start from, of the same sizes")
+    init: str | None = key(None, "exported gates to start from, of the same sizes", holds="export")
     plugins: list[str] = key([], "modules to import first, which add kinds of gates and data, losses, ... of your own")
     cluster: str | None = key(None, f"where the ranks of a run, or the runs of a sweep (-m), work. {CLUSTER}")
     failures: int = key(3, "with cluster=: so often a run that loses a process goes on from its checkpoint", low=0)

@@ -9,26 +9,33 @@ BUDGET = "tokens (an int of at least 1) or a share (a float in (0, 1])"  # what 
 
 
 def key(
-    default: Any, doc: str, low: float | None = None, high: float | None = None, words: str = "", instead: str = ""
+    default: Any,
+    doc: str,
+    low: float | None = None,
+    high: float | None = None,
+    words: str = "",
+    instead: str = "",
+    holds: Literal["", "policy", "export", "file", "folder"] = "",
 ) -> Any:
     """Declare a configuration key: its default, its one-line documentation and its bounds, both inclusive.
 
     ``words`` describe the values where the type is too wide to do so; the code that reads such a key checks its value.
-    ``instead`` says how a text with ``${`` is given.
+    ``instead`` says how a text with ``${`` is given. ``holds`` says what the value, or each of a list, names:
+    :mod:`ag.config.early` looks whether it is there.
     """
-    metadata = {"doc": doc, "low": low, "high": high, "words": words, "instead": instead}
+    metadata = {"doc": doc, "low": low, "high": high, "words": words, "instead": instead, "holds": holds}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def mapping(doc: str, of: str = "") -> Any:
+def mapping(doc: str, of: str = "", holds: str = "") -> Any:
     """Declare a key whose entries are set one by one, as ``key.ENTRY=value``.
 
     ``of`` names the key that lists the entries: one that a recipe lists and a command line does not takes along what
     the recipe says of it.
     """
-    return field(default_factory=dict, metadata={"doc": doc, "of": of})
+    return field(default_factory=dict, metadata={"doc": doc, "of": of, "holds": holds})
 
 
 @dataclass
@@ -77,6 +84,7 @@ class DataConfig:
         None,
         "local folder (SPLIT.jsonl, .json, .parquet, .csv, shards SPLIT-*.jsonl, or of save_to_disk), instead of the "
         "hub",
+        holds=\"folder\",
     )
     text_field: str = key("text", "the field that holds a document (text)")
     prompt_field: str = key("prompt", "the field that holds a prompt (own sft)")

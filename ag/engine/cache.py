@@ -101,6 +101,11 @@ class EvictionCache(Forward, Cache):
         self.parts |= {f"layers.{index}": layer for index, layer in enumerate(self.evicting_layers)}
         self.reset()
 
+    def __repr__(self) -> str:
+        """Return one line: the policy and what is held."""
+        held = f"{self.seen_tokens} tokens seen, {self.kept_share():.1%} held in {self.nbytes:,} bytes"
+        return f"<{type(self).__name__} {self.policy!r}: {held if self.seen_tokens else 'empty'}>"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictionCache:
         """Copy what is held, for another continuation of the same prompt; the model stays the same one."""
         new = memo[id(self)] = object.__new__(type(self))

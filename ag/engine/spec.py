@@ -10,17 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, NoReturn
 
+from ag.config.policies import ALIASES, FLAGS, FULL, GATES, check_known, split_label
 from ag.config.sections import BUDGET
 from ag.engine.allocators import ALLOCATORS, Allocator
 from ag.engine.scorers import SCORERS, Scorer
 from ag.engine.wrappers import WRAPPERS, Wrapper
 from ag.errors import UserError
 from ag.plugins import check_part, discover
-
-FULL = "full"  # evicts nothing, and has no scorer
-GATES = "gates"  # rank tokens under a budget
-FLAGS = "flags"  # the same gates, whose flags decide: there is no budget
-ALIASES = {"pyramidkv": ("snapkv", "pyramid")}
 
 
 def parse_budget(value: Any) -> int | float:
@@ -154,12 +150,6 @@ class PolicySpec:
         return replace(self, allocator=self.allocator or own)
 
 
-def split_label(text: str) -> tuple[str | None, str]:
-    """Split ``LABEL=POLICY`` into its two parts; the label is None where there is none, as in ``gates:a=b``."""
-    label, equals, rest = text.partition("=")
-    return (label, rest) if equals and not re.search("[:+@]", label) else (None, text)
-
-
 def _checked(label: str, bare: str, text: str) -> str:
     """Return a label that can be a name in tables and in keys."""
     scorer = re.split("[:+@=]", bare, maxsplit=1)[0]
@@ -243,12 +233,3 @@ def _end_of_path(text: str, start: int) -> int:
 def _misplaced(text: str, place: int, expected: str) -> NoReturn:
     found = f"{text[place]!r}" if place < len(text) else "the end"
     raise UserError(f"Policy {text!r}: {found} at character {place + 1}: {expected}.")
-
-
-def check_known(name: str, names: Collection[str], what: str, text: str) -> None:
-    """Raise a :class:`UserError` that suggests the nearest name, unless there is one of this name."""
-    if name not in names:
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        expected = f"expected one of {', '.join(names)}" if names else "it takes none"
-        raise UserError(f"Unknown {what} {name!r} in {text!r}: {expected}{hint}")

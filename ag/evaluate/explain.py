@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from ag.commands.explain import ExplainConfig
 from ag.config import ModelConfig
 from ag.config.command_line import Invocation
+from ag.config.policies import GATES
 from ag.engine import EvictionCache, Policy, policy
-from ag.engine.spec import GATES, named, parse_budget
+from ag.engine.spec import named, parse_budget
 from ag.errors import UserError
 from ag.evaluate import inside, inside_plots, tasks
 from ag.evaluate.comparison.views import View, record

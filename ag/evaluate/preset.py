@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -16,8 +17,9 @@ from ag.commands.compare import CompareConfig
 from ag.commands.evaluate import EvaluateConfig
 from ag.config import Config, ModelConfig
 from ag.config.command_line import Invocation
+from ag.config.policies import FLAGS, FULL, GATES
 from ag.config.recipes import load_config
-from ag.engine.spec import FLAGS, FULL, GATES, PolicySpec, named
+from ag.engine.spec import PolicySpec, named
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.compare import compare
@@ -136,9 +138,11 @@ def table(results: dict[str, Result], title: str) -> Table:
         for name, one in results.items()
         if one.summary.over_budget
     ]
-    out = Table(title=title, caption=f"{OVER}: {', '.join(over)} {OVER_NOTE}" if over else None)
-    for column in ("cache", "loss", "difference", "accuracy", "evicted", "KV bytes"):
-        out.add_column(column, justify="left" if column == "cache" else "right")
+    caption = f"{OVER}: {', '.join(over)} {OVER_NOTE}" if over else None
+    out = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    out.add_column("cache", overflow="fold")
+    for column in ("loss", "difference", "accuracy", "evicted", "KV bytes"):
+        out.add_column(column, justify="right", no_wrap=True)
     for name, result in results.items():
         found, paired = figures(result), result.paired
         error = math.nan if paired is None or paired.error is None else paired.error

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ag.config.exports import StrPath
 from ag.errors import UserError
 from ag.gates.card import merged_card
 from ag.gates.folder import (
-    StrPath,
     check_base,
     check_finite,
     check_hash,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from ag.config.exports import StrPath
 from ag.config.gate import GateConfig
 from ag.gates import packed
 from ag.gates.adapters import (
@@ -39,7 +40,6 @@ from ag.gates.calibration import Calibration
 from ag.gates.card import model_card
 from ag.gates.folder import (
     MEGABYTE,
-    StrPath,
     check_base,
     check_finite,
     check_hash,

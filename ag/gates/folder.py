@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -20,19 +19,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ag.config.keys import nearest
-from ag.config.recipes import RECIPES
+from ag.config.exports import StrPath, absence, here, on_hub, sibling
 from ag.files import fsync
 from ag.gates.foreign import MODEL_CONFIG, MODEL_WEIGHTS, is_kvzap, recognise
 from ag.gates.manifest import ADAPTER, BEFORE_1_2, CARD, CONFIG, FIGURE, WEIGHTS, ExportError, validate
 from ag.model.geometry import fingerprint
 
 MEGABYTE = 1 << 20
-SHIPPED = RECIPES / "gates"
 REFUSALS = (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, LocalTokenNotFoundError, OSError)  # of the hub
-HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(:(?P<revision>\S+))?")
-
-StrPath = str | os.PathLike[str]
 
 
 def local(path: StrPath) -> Path:
@@ -44,14 +38,8 @@ def local(path: StrPath) -> Path:
     Raises:
         ExportError: the hub has no such export, or cannot be reached.
     """
-    folder, found = Path(path), HUB_ID.fullmatch(str(path))
-    if folder.exists():
-        return folder
-    if (SHIPPED / str(path) / CONFIG).is_file() and len(folder.parts) == 1:
-        return SHIPPED / str(path)
-    if found is None or Path(found["repository"]).parent.exists():
-        return folder
-    return download(found["repository"], found["revision"])
+    found = on_hub(path)
+    return here(path) if found is None else download(found["repository"], found["revision"])
 
 
 @functools.cache
@@ -71,11 +59,6 @@ def download(repository: str, revision: str | None) -> Path:
         ) from error
 
 
-def shipped() -> list[str]:
-    """Return the names of the exports that come with the package."""
-    return sorted(entry.parent.name for entry in SHIPPED.glob(f"*/{CONFIG}"))
-
-
 def read_info(path: StrPath) -> dict[str, Any]:
     """Return the validated content of ``gate_config.json``, or what is known of gates of another project.
 
@@ -86,11 +69,8 @@ def read_info(path: StrPath) -> dict[str, Any]:
     file = folder / CONFIG
     if (other := recognise(folder)) is not None:
         return other.info()
-    if not folder.is_dir():
-        old = _sibling(folder.resolve(), "old")
-        hint = f"; a killed export left the earlier one in {old}: rename it back" if old.is_dir() else ""
-        hint += nearest(folder.name, shipped()) if len(folder.parts) == 1 else ""
-        raise ExportError(f"{folder}: no such folder: expected an export with {WEIGHTS} and {CONFIG}{hint}.")
+    if said := absence(folder):
+        raise ExportError(said)
     raw = read(folder, CONFIG, MEGABYTE)
     try:
         info = json.loads(raw)
@@ -129,7 +109,7 @@ def check_replaceable(target: Path, known: Set[str], needed: str) -> None:
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
     """Yield a hidden folder beside ``target`` that takes its name once it is filled and on disk."""
-    new, old = _sibling(target, "new"), _sibling(target, "old")
+    new, old = sibling(target, "new"), sibling(target, "old")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _restore(old, target)
@@ -159,10 +139,6 @@ def _restore(old: Path, target: Path) -> None:
     """Give an earlier export its name back when a failure or a kill came between the two renames."""
     if old.exists() and not target.exists():
         os.rename(old, target)
-
-
-def _sibling(target: Path, role: str) -> Path:
-    return target.with_name(f".{target.name}.ag-{role}")
 
 
 def write(file: Path, data: bytes) -> str:

@@ -10,14 +10,15 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from ag.config.exports import CONFIG as CONFIG
+from ag.config.exports import WEIGHTS as WEIGHTS
 from ag.config.gate import GateConfig
 from ag.config.keys import describe, fits
 from ag.errors import UserError
 from ag.gates.calibration import Calibration
 
 SCHEMA_VERSION = "1.4"
-WEIGHTS = "gates.safetensors"
-CONFIG, CARD, FIGURE = "gate_config.json", "README.md", "figure.png"
+CARD, FIGURE = "README.md", "figure.png"
 ADAPTER = "adapter"
 CALIBRATION = "calibration"
 PRECISION = "weights"

@@ -190,8 +190,15 @@ def _ready(
     """Freeze a model, with a pad token and, where it is asked for, checkpointing."""
     _set_pad_token(config.name, model, tokenizer)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_layers(model)
     return model.requires_grad_(False).eval(), tokenizer
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Recompute the activations of each layer in the backward pass, without re-entering autograd."""
+    # transformers 5.23 renamed it; the oldest that is supported has the earlier name alone
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def _quantization(config: ModelConfig, device: torch.device | str | None) -> dict[str, Any]:

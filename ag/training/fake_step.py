@@ -161,7 +161,7 @@ def _step(config: Config, geometry: PretrainedConfig, length: int, checkpointing
                 module.to_empty(device="cpu")
         base.tie_weights()
         if checkpointing:
-            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            models.checkpoint_layers(base)
         adapted.train()
         instrument(adapted)
         ids = torch.zeros(batch, length, dtype=torch.long)

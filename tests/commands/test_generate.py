@@ -1,6 +1,7 @@
 """The command ``ag.generate``: its texts and numbers against forward passes under masks and against transformers."""
 
 import io
+import re
 import time
 
 import pytest
@@ -9,7 +10,9 @@ from rich.console import Console
 
 import ag
 from ag.config import LoraConfig
-from ag.continuation import generate, table
+from ag.continuation import Generation, generate, load, table
+from ag.engine.report import Report
+from ag.errors import UserError
 from ag.gates import export
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
@@ -17,7 +20,7 @@ from ag.generate import GenerateConfig, main
 from ag.model import base as models
 from ag.model.wheels import SMOLLM2
 from tests.support.gates_for import gates_for
-from tests.support.refused import names
+from tests.support.refused import names, refuses
 
 PROMPT = "Rosa the potter has a ticket to Rome. It rained on the pier. Where does Rosa go?"
 NEW = 12
@@ -109,7 +112,7 @@ def test_compare_adds_the_text_of_transformers_own_cache(folder, tiny_llama, tin
     out = Console(width=150, file=io.StringIO())
     out.print(table(both))
     full = next(line for line in out.file.getvalue().splitlines() if "full cache" in line)
-    assert [cell.strip() for cell in full.split("│")][5] == "100.0%"
+    assert re.split(r"\s{2,}", full.strip())[4] == "100.0%"
     [(name, alone)] = generate(config(folder, gates=None, model=str(folder / "base"))).items()
     assert (name, alone.text) == ("full cache", both["full cache"].text)
 
@@ -187,7 +190,7 @@ def test_base_model_has_the_revision_of_the_export(folder, tmp_path, monkeypatch
     ("words", "parts"),
     [
         ([], ("prompt=TEXT", "file=PATH")),
-        (["prompt=a", "file=b"], ("prompt=TEXT", "file=PATH")),
+        (["prompt=a", "file=FOLDER/base/config.json"], ("prompt=TEXT", "file=PATH")),
         (["file=FOLDER/none.txt"], ("file=FOLDER/none.txt",)),
         (["file=FOLDER/export/gates.safetensors"], ("file=FOLDER/export/gates.safetensors", "UTF-8")),
         (["prompt=''"], ("0 tokens", "448", "max_new_tokens=64")),
@@ -302,3 +305,28 @@ def test_kvzip_repeats_the_prompt_in_the_models_own_tokens(folder, tiny_llama, t
     assert (name, found.text) == ("kvzip@heads", expected)
     assert found.report.kept == cache.report().kept
     assert sum(found.report.seconds) > 0
+
+
+def test_an_export_whose_base_was_a_relative_path_says_so_elsewhere(folder, tmp_path, monkeypatch, tiny_llama):
+    """Where the run was started the folder is found; a model= helps elsewhere."""
+    export.save(tmp_path / "moved", gates_for(tiny_llama()), base_model="./base")
+    here = config(folder, gates=str(tmp_path / "moved"))
+    monkeypatch.chdir(folder)
+    assert load(here, here.gates)[0].config.hidden_size == tiny_llama().config.hidden_size
+    monkeypatch.chdir(tmp_path)
+    with refuses(UserError, f"gates={tmp_path / 'moved'}", "./base", "relative to where that run was", "model="):
+        load(here, here.gates)
+    here.model = str(folder / "base")
+    assert load(here, here.gates)[0].config.hidden_size == tiny_llama().config.hidden_size
+
+
+def test_labels_and_bytes_are_whole_in_80_columns():
+    label = "snapkv+caote@preference 0.25"
+    row = Generation("", 1812, 64, 0.7, 123_456_789, 0.31, 1.2, 3.4, Report("", 0, [], [], []))
+    out = Console(width=80, file=io.StringIO())
+    out.print(table({label: row}))
+    lines = out.file.getvalue().splitlines()
+    cells = [line[:22].strip() for line in lines]
+    assert any("123,456,789" in line for line in lines) and not any("…" in line for line in lines)
+    first = next(index for index, line in enumerate(lines) if "123,456,789" in line)
+    assert "".join(cells[first : first + 2]).replace(" ", "") == label.replace(" ", "")

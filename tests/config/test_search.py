@@ -23,7 +23,7 @@ given = dict(word.partition("=")[::2] for word in sys.argv[1:])
 place = pathlib.Path(__file__).parent
 with open(place / "log", "a") as log:
     log.write(f"{given['optim.gate_lr']} {given['train']} {given['cluster']}\\n")
-folder = place / "runs" / "none" / os.environ["AG_RUN"]
+folder = place / "runs" / "fit" / os.environ["AG_RUN"]
 folder.mkdir(parents=True)
 (folder / "metrics.csv").write_text(f"step,val/loss\\n1,{float(given['optim.gate_lr'])}\\n")
 sys.exit(3 if (place / "fail").exists() else 0)

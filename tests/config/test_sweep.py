@@ -141,7 +141,7 @@ def test_the_table_of_a_sweep_shows_metrics_and_folders(place, capsys):
     (place / "program.py").write_text(
         "import os, pathlib, sys\n"
         "seed = int(sys.argv[1].partition('=')[2])\n"
-        "folder = pathlib.Path('runs/none') / os.environ['AG_RUN']\n"
+        "folder = pathlib.Path('runs/fit') / os.environ['AG_RUN']\n"
         "folder.mkdir(parents=True)\n"
         "rows = ['step,train/loss,val/loss,val/evicted', '0,9.5,,', f'1,,{seed}.5,0.25', '2,8.5,,']\n"
         "(folder / 'metrics.csv').write_text('\\n'.join(rows if seed else rows[:2]))\n"
@@ -149,7 +149,7 @@ def test_the_table_of_a_sweep_shows_metrics_and_folders(place, capsys):
     assert sweep(RUNS[:3], [Config(seed=seed) for seed in range(3)], "program", []) == 0
     head, *lines = capsys.readouterr().out.partition(" run  ")[2].splitlines()
     assert head.split() == ["result", "seconds", "val/loss", "val/evicted", "folder", "overrides"]
-    folders = sorted((place / "runs" / "none").iterdir())
+    folders = sorted((place / "runs" / "fit").iterdir())
     expected = [[], ["1.5000", "0.2500"], ["2.5000", "0.2500"]]
     for seed, (line, folder, numbers) in enumerate(zip(lines, folders, expected, strict=True)):
         assert line.split()[3:] == [*numbers, str(folder.relative_to(place)), f"seed={seed}"]

@@ -338,3 +338,13 @@ def test_a_prompt_in_chunks_is_refused(tiny_llama, how):
     assert model.generate(ids, **arguments).shape == (1, 40)
     ag.detach(model)
     assert "generate" not in vars(model)
+
+
+def test_repr_is_one_line_that_says_what_is_held(tiny_llama):
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "h2o", budget=0.25)
+    assert repr(cache) == "<EvictionCache ag.policy('h2o', budget=0.25): empty>"
+    model(row(40)[None], past_key_values=cache)
+    assert repr(cache) == (
+        f"<EvictionCache ag.policy('h2o', budget=0.25): 40 tokens seen, 25.0% held in {cache.nbytes:,} bytes>"
+    )

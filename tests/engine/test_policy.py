@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import ag
 import ag.gates.export
+from ag.config.policies import ALIASES, FLAGS
 from ag.engine.allocators import ALLOCATORS
 from ag.engine.allocators.heads import Heads
 from ag.engine.allocators.pyramid import Pyramid
@@ -21,7 +22,7 @@ from ag.engine.scorers.controls import KNorm
 from ag.engine.scorers.gates import Gates
 from ag.engine.scorers.h2o import H2O
 from ag.engine.scorers.snapkv import SnapKV
-from ag.engine.spec import ALIASES, FLAGS, PolicySpec, named
+from ag.engine.spec import PolicySpec, named
 from ag.engine.wrappers import WRAPPERS
 from ag.engine.wrappers.caote import Caote, FastCaote
 from ag.engine.wrappers.obcache import OBCacheKey

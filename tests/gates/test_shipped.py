@@ -11,13 +11,14 @@ import pytest
 
 import ag
 from ag.compare import main
+from ag.config import exports
 from ag.config.recipes import RECIPES, load_config
 from ag.config.schema import Config
-from ag.gates import export, folder
+from ag.gates import export
 from ag.gates.export import ExportError
 from tests.support.refused import refuses
 
-NAMES = folder.shipped()
+NAMES = exports.shipped()
 MOST = 3 * 2**20
 
 

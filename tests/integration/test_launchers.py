@@ -133,5 +133,5 @@ def test_torchrun_with_two_ranks(tmp_path, tiny_llama, tiny_tokenizer):
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "runs/none/job7/export/gate_config.json").is_file()
+    assert (tmp_path / "runs/fit/job7/export/gate_config.json").is_file()
     assert "validation at step 2/2" in done.stdout

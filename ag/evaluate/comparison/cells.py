@@ -202,7 +202,7 @@ def _tasks(config: CompareConfig) -> list[Task]:
     ):
         for name in given:
             if name not in listed:
-                raise UserError(f"{what}.{name}: tasks= does not list {name!r}{nearest(name, listed)}.")
+                raise UserError(f"{what}.{name}: tasks= does not list {name!r}{nearest(name, listed) or '.'}")
     return [_task(name, config) for name in names]
 
 

@@ -30,7 +30,7 @@ def run(asked: Invocation[CompareConfig]) -> int:
         return 0
     console = Console()
     comparison = compare(asked.config, console, asked.line)
-    console.print(printed(comparison))
+    console.print(printed(comparison, console.width))
     for task in comparison.tasks:
         remark = comparison.uninformative(task)
         console.print(f"{task}: {comparison.counted(task)}{remark and f'; {remark}'}", soft_wrap=True)

@@ -88,13 +88,15 @@ def panels(drawn: Sequence[Chart]) -> Figure:
 
 def lines_over(axes: Axes, chart: Chart) -> None:
     """Draw a chart; each of its points has what it says as its id."""
+    # over the gates' thicker line, so that both are seen where these are as good
+    level: Any = {"linestyle": "--", "linewidth": 1, "alpha": 0.7, "zorder": 10}
     if chart.zero is not None:
-        axes.axhline(0, color=colour(chart.zero), linestyle="--", linewidth=1, alpha=0.7)
+        axes.axhline(0, color=colour(chart.zero), **level)
         axes.set_yscale("symlog", linthresh=SMALL, linscale=0.3)
     for line in chart.lines:
         style: dict[str, Any] = {"color": colour(line.look), "zorder": 9 if line.look.gated else 2}
         if line.level and len(line.points) == 1:
-            axes.axhline(line.points[0].y, linestyle="--", linewidth=1, alpha=0.7, **style)
+            axes.axhline(line.points[0].y, **style | level)
         xs, ys, low, high, _ = zip(*line.points, strict=True)
         axes.plot(xs, ys, linewidth=2.2 if line.look.gated else 1.2, **style)
         axes.vlines(xs, low, high, alpha=0.45, **style)

@@ -10,7 +10,7 @@ import json
 
 from omegaconf import OmegaConf
 
-from ag.engine.spec import FULL
+from ag.config.policies import FULL
 from ag.evaluate.comparison.findings import Comparison
 from ag.evaluate.comparison.result import Result
 from ag.evaluate.tasks.registry import RULER

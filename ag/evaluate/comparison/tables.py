@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from rich import box
+from rich.console import Console
 from rich.table import Table as Printed
 
 from ag.evaluate.comparison.conditions import measured, prompts
@@ -246,10 +247,21 @@ def _markdown(table: Table) -> str:
     return one([column.name for column in table.head]) + rule + "".join(lines)
 
 
-def printed(comparison: Comparison) -> Printed:
-    """Return the table that the command prints."""
+def printed(comparison: Comparison, width: int) -> Printed:
+    """Return the table that the command prints, without standard errors where so many columns have no room for them."""
+    whole = _printed(comparison, errors=True)
+    wide = Console(width=10 * width)
+    return whole if wide.measure(whole).maximum <= width else _printed(comparison, errors=False)
+
+
+def _printed(comparison: Comparison, errors: bool) -> Printed:
     over = any(result.summary.over_budget for result in comparison.results)
-    table = Printed(box=box.SIMPLE_HEAD, pad_edge=False, caption=f"* {OVER}: there are {OVER_NOTE}" if over else None)
+    table = Printed(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+        caption=f"* {OVER}: there are {OVER_NOTE}" if over else None,
+    )
     for column in ("task", "policy"):
         table.add_column(column, overflow="fold")
     nats = ["nats"] if any(result.nats is not None for result in comparison.results) else []
@@ -261,7 +273,9 @@ def printed(comparison: Comparison) -> Printed:
         kept = f"{'*' if result.summary.over_budget else ''}{cells['kept']}"  # little room: table.md says how many
         # the command says in a line of its own why there is none
         score = cells["score"] if result.summary.problem is None else "none"
-        shown = (kept, score, difference, cells["p"], *(cells[column] for column in nats))
+        with_errors = [score, *(cells[column] for column in nats)]
+        score, *more = with_errors if errors else [text.partition(" ")[0] for text in with_errors]
+        shown = (kept, score, difference, cells["p"], *more)
         table.add_row(result.summary.task, result.name, *shown)
     return table
 

@@ -1,6 +1,7 @@
 """What a comparison writes: tables, matrices, plots, the page and what it embeds."""
 
 import html.parser
+import io
 import json
 import re
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
+from rich.console import Console
 
 import ag
 from ag.engine.spec import PolicySpec
@@ -140,6 +142,29 @@ def test_curves_over_positions_start_from_the_full_cache(streamed):
     assert [point.y for point in h2o.points] == [0.0, 0.0]
     level, *_ = dict(drawing.draw(streamed))["positions_ppl_stream"].axes[0].lines
     assert chart.zero == charts.looks(streamed)["full"] and list(level.get_ydata()) == [0, 0]
+    # it is drawn over what lies on it, which shows between its dashes
+    assert level.get_linestyle() == "--" and level.get_zorder() > max(
+        line.get_zorder() for line in level.axes.lines[1:]
+    )
+
+
+@pytest.mark.parametrize(("width", "errors"), [(80, False), (120, True)])
+def test_the_printed_table_leaves_out_errors_where_labels_would_break(tmp_path, width, errors):
+    label = "h2o+caote@preference"
+    results = [result("full", None, "needle_single", [0.5, 0.4]), result(label, 0.25, "needle_single", [0.5, 0.3])]
+    results = [
+        replace(
+            one,
+            summary=replace(one.summary, error=0.01),
+            outcomes=[replace(outcome, tags={"nats": outcome.score}) for outcome in one.outcomes],
+        )
+        for one in results
+    ]
+    console = Console(width=width, file=io.StringIO())
+    console.print(tables.printed(Comparison.tested(tmp_path, "full", results), width))
+    text = console.file.getvalue()
+    assert f"{label} 0.25" in text and ("±" in text) == errors
+    assert max(map(len, text.splitlines())) <= width
 
 
 @pytest.mark.filterwarnings("error")

@@ -1,0 +1,49 @@
+"""Where exports of gates lie, as far as it can be said without torch and without the network."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ag.config.keys import nearest
+from ag.config.recipes import RECIPES
+
+WEIGHTS, CONFIG = "gates.safetensors", "gate_config.json"
+SHIPPED = RECIPES / "gates"
+HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(:(?P<revision>\S+))?")
+
+StrPath = str | os.PathLike[str]
+
+
+def shipped() -> list[str]:
+    """Return the names of the exports that come with the package."""
+    return sorted(entry.parent.name for entry in SHIPPED.glob(f"*/{CONFIG}"))
+
+
+def on_hub(path: StrPath) -> re.Match[str] | None:
+    """Return repository and revision where a text names an export of the hub, and no folder here."""
+    found = HUB_ID.fullmatch(str(path))
+    return None if found is None or Path(path).exists() or Path(found["repository"]).parent.exists() else found
+
+
+def here(path: StrPath) -> Path:
+    """Return the folder that a path, or the single name of a shipped export, stands for; it need not exist."""
+    folder = Path(path)
+    is_shipped = not folder.exists() and len(folder.parts) == 1 and (SHIPPED / folder / CONFIG).is_file()
+    return SHIPPED / folder if is_shipped else folder
+
+
+def absence(folder: Path) -> str | None:
+    """Say that there is no such folder of an export, and what else may be meant; None: it is there."""
+    if folder.is_dir():
+        return None
+    old = sibling(folder.resolve(), "old")
+    hint = f"; a killed export left the earlier one in {old}: rename it back" if old.is_dir() else ""
+    hint += (nearest(folder.name, shipped()) if len(folder.parts) == 1 else "") or "."
+    return f"{folder}: no such folder: expected an export with {WEIGHTS} and {CONFIG}{hint}"
+
+
+def sibling(target: Path, role: str) -> Path:
+    """Return the hidden folder beside an export that holds the new or the old one while it is replaced."""
+    return target.with_name(f".{target.name}.ag-{role}")
