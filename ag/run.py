@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from ag.training.objectives import objective
 from ag.training.sharded import ShardedStrategy, gather
 
 EXIT_NOT_FINITE = 3
+LEAST_EVICTED = 0.01  # of validation tokens; gates that evict less say so
 SIZES = ("kind", "granularity", "num_heads", "head_dim", "hidden", "shortcut", "layer_offset", "first_layer")
 
 
@@ -139,11 +140,26 @@ def fit(
             print(f"{batches.counts.truncated} prompts lost {batches.counts.truncated_tokens} tokens on their left.")
         if batches.counts.skipped:
             print(f"{batches.counts.skipped} rows of the data were left out: too short for a prompt, or too long.")
+        if (hint := nothing_evicted(config, metrics)) is not None:
+            print(hint)
         print(f"run folder: {run_dir}")
         if config.export.push_to_hub:
             print(f"uploaded: {export.push(run_dir / 'export', config.export.push_to_hub)}")
     trainer.strategy.barrier()
     return run_dir
+
+
+def nothing_evicted(config: Config, metrics: Mapping[str, float]) -> str | None:
+    """Say what helps when trained gates keep all that they were shown; None where they evict something."""
+    evicted = metrics.get("val/evicted")
+    if config.train == "lora" or config.loss.draws_share or evicted is None or evicted >= LEAST_EVICTED:
+        return None
+    return (
+        f"Almost nothing is evicted ({evicted:.1%} of the validation): the gates are still open. Start with "
+        f"warmup.regress_steps=100 (now {config.warmup.regress_steps}) and gate.bias=0 (now {config.gate.bias:g}), "
+        f"raise loss.alpha={config.loss.alpha:g} or lower loss.beta={config.loss.beta:g}, or train longer; or evict by "
+        "rank: policy=gates:EXPORT with budget=0.5."
+    )
 
 
 def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
@@ -243,7 +259,7 @@ def build_trainer(config: Config, run_dir: Path | None, told: Callable[[], int] 
             fast_dev_run=run_dir is None,
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
-            enable_progress_bar=options.progress,
+            enable_progress_bar=True if run_dir else options.progress,  # callbacks have lines for false
             enable_model_summary=False,
         )
     except (ImportError, ValueError, MisconfigurationException) as error:

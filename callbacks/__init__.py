@@ -42,6 +42,5 @@ def build(config: Config, run_dir: Path, told: Callable[[], int] | None = None) 
         # right after the validation, so that its checkpoint holds the updated count
         patience = config.checkpoint.patience
         callbacks.append(EarlyStopping(config.checkpoint.monitor, patience=patience, check_on_train_epoch_end=False))
-    if config.trainer.progress:
-        callbacks.append(progress_bar(config.trainer.log_every))
+    callbacks.append(progress_bar(config.trainer.log_every, config.trainer.progress))
     return callbacks

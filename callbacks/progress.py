@@ -27,13 +27,14 @@ VALIDATION_FORMATS = {
 LINES = 50
 
 
-def progress_bar(log_every: int) -> ProgressBar:
+def progress_bar(log_every: int, bar: bool = True) -> ProgressBar:
     """Make the bar for this standard output: rich when it is a terminal, else lines of text.
 
     Args:
         log_every: optimiser steps between updates of the numbers.
+        bar: False: lines of text on a terminal too.
     """
-    return RichBar(log_every) if sys.stdout.isatty() else TextBar(log_every)
+    return RichBar(log_every) if bar and sys.stdout.isatty() else TextBar(log_every)
 
 
 def _training(trainer: Trainer) -> dict[str, str]:

@@ -40,6 +40,22 @@ class RowGroups(Dataset[list[Row]]):
         return [row for i in ids for row in ([self.filler] if i == FILLER else self.groups[i])]
 
 
+def _empty(split: str, data: DataConfig, skipped: int) -> str:
+    """Say that a split has no rows, and why: none was left, or none fitted."""
+    said = f"the {split} split of {data.name}{f' in {data.root}' if data.root else ''} has no rows"
+    if skipped:
+        return (
+            f"{said}: {skipped} were left out, too short for a prompt and what follows it, or too long; use a lower "
+            f"data.prompt_min={data.prompt_min}, or a higher data.max_length={data.max_length}"
+        )
+    if split == "training" and data.val_samples is not None:
+        return (
+            f"{said}: all may have been held out for validation; use a lower data.val_samples={data.val_samples}, or "
+            "give a file for validation"
+        )
+    return said
+
+
 class DataModule(LightningDataModule):
     """Training and validation batches, in an order that depends on (seed, epoch) only.
 
@@ -73,9 +89,9 @@ class DataModule(LightningDataModule):
         """
         super().__init__()
         if isinstance(train, Sequence) and not train:
-            raise DataError(f"the training split of {data.name} has no rows")
+            raise DataError(_empty("training", data, counts.skipped - counts.val_skipped))
         if not validation:
-            raise DataError(f"the validation split of {data.name} has no rows")
+            raise DataError(_empty("validation", data, counts.val_skipped))
         self.train_rows, self.val_rows, self.collator = train, validation, collator
         self.data, self.seed = data, seed
         self.counts = replace(counts)  # what is streamed counts on

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ag.config import DataConfig
 
 Record = dict[str, Any]
-ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz")
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz", ".txt")
 STATE, SPLITS = "state.json", "dataset_dict.json"  # of folders that save_to_disk wrote
 LONGEST_CELL = 1 << 30  # characters in a cell of CSV; Python's own bound is 131,072
 
@@ -95,10 +95,13 @@ class Source:
         assert self.folder is not None
         whole = [file for end in ENDINGS if (file := self.folder / f"{split}{end}").is_file()]
         shards = sorted(file for file in self.folder.glob(f"{split}-*") if file.name.endswith(ENDINGS))
+        if split == "train" and not whole and not shards:  # a folder of texts
+            others = ("validation", "test")
+            shards = sorted(file for file in self.folder.glob("*.txt") if not file.name.startswith(others))
         if not whole and not shards:
             raise MissingSplitError(
-                f"{self.folder} has no split {split}: expected {split}.jsonl, {split}.jsonl.gz, .json, .parquet or "
-                f".csv, shards such as {split}-*.jsonl[.gz], or what save_to_disk wrote"
+                f"{self.folder} has no split {split}: expected {split}.jsonl, {split}.jsonl.gz, .json, .parquet, .csv "
+                f"or .txt, shards such as {split}-*.jsonl[.gz], or what save_to_disk wrote"
             )
         return whole[:1] or shards
 
@@ -157,9 +160,14 @@ def local_folder(root: str, name: str) -> Path:
     nested = Path(root) / name
     if nested.is_dir():
         return nested
-    if any(file.name.endswith(ENDINGS) for file in Path(root).glob("*")):
+    if holds_rows(Path(root)):
         return Path(root)
     raise DataError(f"data.root={root} holds neither a folder {name} nor files such as train.jsonl[.gz]")
+
+
+def holds_rows(folder: Path) -> bool:
+    """Whether files of rows lie in a folder itself."""
+    return any(file.name.endswith(ENDINGS) for file in folder.glob("*"))
 
 
 def check_fields(row: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]], place: str) -> None:
@@ -178,7 +186,7 @@ def check_fields(row: Mapping[str, Any], fields: Mapping[str, type | tuple[type,
 
 
 def _read(file: Path) -> Iterator[Record]:
-    """Give the rows of a file: Parquet, CSV, JSON lines, or one array of JSON objects.
+    """Give the rows of a file: Parquet, CSV, JSON lines, or one array of JSON objects; a plain text is one row.
 
     Raises:
         DataError: the file is damaged, or holds something else.
@@ -187,6 +195,8 @@ def _read(file: Path) -> Iterator[Record]:
         return _read_parquet(file)
     if ".csv" in file.suffixes:
         return _read_csv(file)
+    if file.suffix == ".txt":
+        return iter([{"text": "".join(line for _, line in _lines(file))}])
     return _objects(file, _read_array(file) if ".json" in file.suffixes else _read_lines(file))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ag.data.sources import DataError, Record, check_fields
+from ag.data.sources import DataError, Record, check_fields, holds_rows
 from ag.errors import nearest
 
 if TYPE_CHECKING:
@@ -163,7 +163,8 @@ def is_own(data: DataConfig) -> bool:
     """Whether supervised rows are not those of the table: of a folder, or of ``ORG/NAME`` on the hub."""
     inside = [Path(data.root) / data.name] if data.root else []
     folders = (path.expanduser() for path in (Path(data.name), *inside))
-    return data.name not in TASKS and ("/" in data.name or any(folder.is_dir() for folder in folders))
+    named = "/" in data.name or any(folder.is_dir() for folder in folders)
+    return data.name not in TASKS and (named or (data.root is not None and holds_rows(Path(data.root))))
 
 
 def find_task(name: str) -> Task:

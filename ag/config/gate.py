@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ag.config.keys import keys
 from ag.config.sections import key
+
+HEAD_STEP = 8  # sizes of heads that are chosen here are its multiples
 
 
 @dataclass
@@ -15,7 +17,9 @@ class GateConfig:
     """Hyper-parameters of the gates of one model; the paper's symbols are given in parentheses."""
 
     num_heads: int = key(4, "heads of the gate's own attention (h')", low=1)
-    head_dim: int = key(128, "size of each of those heads (d')", low=1)
+    head_dim: int = key(
+        0, "size of each of those heads (d'); 0: by the base, all heads together an eighth of its width", low=0
+    )
     threshold: float = key(0.5, "a token is kept when sigmoid(logit + bias) > threshold (tau)")
     bias: float = key(2.0, "added to every logit: gates start open (gamma)")
     scope: Literal["causal", "prompt"] = key(
@@ -46,6 +50,16 @@ class GateConfig:
     sink_tokens: int = key(0, "every query sees this many first tokens", low=0)
     layer_offset: int = key(0, "1: a layer's gate reads the input of the layer before", low=0, high=1)
     first_layer: int = key(0, "index of the first layer with a gate", low=0)
+
+    def sized(self, hidden_size: int) -> GateConfig:
+        """Return the same with a size of heads where none is given, for a base whose hidden states have this width.
+
+        An attention block of d / 8 has about 3 % of the parameters of a layer of width d: 4 heads of 128 for a 7B
+        model, 4 of 16 for SmolLM2-135M.
+        """
+        if self.head_dim:
+            return self
+        return replace(self, head_dim=max(HEAD_STEP, round(hidden_size / 8 / self.num_heads / HEAD_STEP) * HEAD_STEP))
 
     @property
     def boundary(self) -> float:

@@ -82,9 +82,9 @@ class DataConfig:
     revision: str | None = key(None, "git revision of a hub dataset (text, own sft)")
     root: str | None = key(
         None,
-        "local folder (SPLIT.jsonl, .json, .parquet, .csv, shards SPLIT-*.jsonl, or of save_to_disk), instead of the "
-        "hub",
-        holds=\"folder\",
+        "local folder (SPLIT.jsonl, .json, .parquet, .csv, .txt, shards SPLIT-*.jsonl, or of save_to_disk), instead of "
+        "the hub; a folder data.name in it goes first",
+        holds="folder",
     )
     text_field: str = key("text", "the field that holds a document (text)")
     prompt_field: str = key("prompt", "the field that holds a prompt (own sft)")
@@ -211,7 +211,7 @@ class TrainerConfig:
         200, "warn of a layer whose gates were all open or all shut for so many batches in a row; 0: never", low=0
     )
     deterministic: bool = key(False, "deterministic kernels, slower")
-    progress: bool = key(True, "show the progress bar")
+    progress: bool = key(True, "show the progress bar on a terminal; false: lines of text, as elsewhere")
 
 
 @dataclass

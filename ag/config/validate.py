@@ -147,8 +147,9 @@ def _data(config: Run) -> None:
         "for worked problems",
     )
     _refuse(
-        data.kind in ("sft", "text") and data.name == "facts",
-        f"data.name=facts with data.kind={data.kind}: name a dataset with data.name, or use data.kind=facts",
+        data.kind in ("sft", "text") and data.name == "facts" and data.root is None,
+        f"data.name=facts with data.kind={data.kind}: give data.root=FOLDER, data.name=ORG/NAME of the "
+        "hub, or data.kind=facts",
     )
     _refuse(
         data.eos is not None and data.kind != "sft",

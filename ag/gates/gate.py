@@ -42,7 +42,7 @@ class AttentionGate(nn.Module):
 
     def __init__(self, hidden_size: int, heads: int, kv_heads: int, config: GateConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config = config.sized(hidden_size)
         self.kv_heads = kv_heads
         self.build(hidden_size, heads)
         self.start()
@@ -261,8 +261,8 @@ class AttentionGates(nn.Module):
 
     def __init__(self, model_config: PretrainedConfig | Mapping[str, Any], config: GateConfig) -> None:
         super().__init__()
-        self.config = config
         geometry = dict(model_config) if isinstance(model_config, Mapping) else fingerprint(model_config)
+        self.config = config = config.sized(geometry["hidden_size"])
         self.fingerprint: dict[str, Any] = geometry
         #: The LoRA adapter of the export that the gates were loaded from, or None.
         self.adapter: Adapter | None = None

@@ -6,10 +6,12 @@ import os
 import pty
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from ag.callbacks.progress import RichBar, TextBar, progress_bar
 from tests.support.tiny_run import command, fit
 
 
@@ -36,6 +38,18 @@ def test_a_long_run_prints_about_fifty_lines(tmp_path: Path, capsys: pytest.Capt
     fit(tmp_path, trainer={"progress": True, "log_every": 2}, batches=240)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
     assert [line.split("/")[0] for line in lines] == [f"step {step}" for step in range(4, 241, 4)]
+
+
+def test_without_a_bar_a_terminal_has_lines_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert [type(progress_bar(1, bar)) for bar in (True, False)] == [RichBar, TextBar]
+
+
+@pytest.mark.slow
+def test_losses_appear_without_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, trainer={"progress": False}, batches=4)
+    out = capsys.readouterr().out
+    assert re.findall(r"^step (\d)/4  LM loss \d\.\d{3}", out, re.M) == ["1", "2", "3", "4"]
 
 
 @pytest.mark.slow

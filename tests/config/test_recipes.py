@@ -33,7 +33,10 @@ TASKS = {
     "obqa_sft": "openbookqa",
 }
 CPT = ["redpajama_cpt", "mistral_cpt", "redpajama_cpt_gates_only"]
-OTHERS = ["quickstart", *(f"smollm2_{name}" for name in ("boolq", "corpus", "quarter", "remember", "stream", "worked"))]
+OTHERS = [
+    "quickstart",
+    *(f"smollm2_{name}" for name in ("boolq", "corpus", "own", "quarter", "remember", "stream", "worked")),
+]
 COMPARISONS = {  # cells, and the published score of the full cache that the comment must name
     "compare_instructions": ((1 + 5 * 3) * 2, "exempt"),
     "compare_turns": ((1 + 5 * 3) * 2, "evicted once"),

@@ -242,3 +242,13 @@ def test_a_name_that_is_neither_task_nor_folder(make_config, tokenizer):
     with refuses(DataError, "data.name=./nowhere", "folder"):
         ag.data.build(make_config(kind="sft", name="./nowhere"), tokenizer, 100)
     assert not is_own(DataConfig(kind="sft", name="boolq")) and is_own(DataConfig(kind="sft", name="a/b"))
+
+
+def test_a_folder_of_rows_as_root_needs_no_name(make_config, tokenizer, write, tmp_path, module):
+    """Nor does another name that is no task's; the folder as data.name gives the same rows."""
+    named = module(ROWS, name=str(tmp_path / "mine"))
+    for name in ("facts", "own"):
+        found = module(ROWS, name=name, root=str(tmp_path / "mine"))
+        assert [row.tokens.tolist() for row in found.train_rows] == [row.tokens.tolist() for row in named.train_rows]
+    with refuses(DataError, "piqaa", "piqa"):  # of a folder of tasks the name has to be one
+        ag.data.check(make_config(kind="sft", name="piqaa", root=str(tmp_path)).data)

@@ -274,3 +274,35 @@ def test_rows_too_short_to_repeat_a_passage(make_config, corpus, tokenizer):
     with refuses(DataError, "data.packing=repeated", "63", "64", f"data.max_length of {128 + again}"):
         build(make_config, tokenizer, corpus, packing="repeated", max_length=127 + again)
     assert build(make_config, tokenizer, corpus, packing="repeated", max_length=128 + again).train_rows
+
+
+def test_a_plain_text_is_one_document(make_config, tokenizer, tmp_path, write):
+    """As shards, or as a folder of texts with any names; lines do not part it."""
+    text = DOCUMENTS[2].replace(" ", "\n")
+    rows = {}
+    for name, files in {
+        "shards": ("train-1.txt", "train-2.txt"),
+        "texts": ("a.txt", "b.txt"),
+        "one": ("train.txt",),
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in files:
+            (folder / file).write_text(text)
+        write(folder, "validation", [{"text": text}])
+        module = build(make_config, tokenizer, str(folder), name="facts")  # data.root alone says where they are
+        rows[name] = [row.tokens.tolist() for row in module.train_rows]
+    write(tmp_path / "json", "train", [{"text": text}] * 2)
+    write(tmp_path / "json", "validation", [{"text": text}])
+    json = build(make_config, tokenizer, str(tmp_path / "json"))
+    assert rows["shards"] == rows["texts"] == [row.tokens.tolist() for row in json.train_rows]
+    assert rows["one"] == rows["texts"][: len(rows["one"])] != []
+
+
+def test_why_a_split_has_no_rows(make_config, tokenizer, tmp_path, write):
+    write(tmp_path / "corpus", "train", [{"text": DOCUMENTS[0]}, {"text": DOCUMENTS[5]}])
+    with refuses(DataError, "training split", str(tmp_path), "held out", "data.val_samples=2"):
+        build(make_config, tokenizer, str(tmp_path), val_samples=2, prompt_min=1, prompt_max=8)
+    write(tmp_path / "corpus", "validation", [{"text": DOCUMENTS[2]}])
+    with refuses(DataError, "training split", "2 were left out", "too short", "data.prompt_min=80"):
+        build(make_config, tokenizer, str(tmp_path), prompt_min=80)

@@ -3,6 +3,7 @@
 import json
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.support.refused import refuses
 
 pytest.importorskip("lm_eval", reason="needs lm_eval: .venv/bin/pip install -e '.[lm_eval]'")
 
+import lm_eval
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
@@ -20,6 +22,7 @@ import ag
 from ag.config import LoraConfig
 from ag.errors import BudgetWarning, UserError
 from ag.evaluate.lm_eval import EvictingLM, cli_evaluate
+from ag.evaluate.lm_eval import main as lm_eval_main
 from ag.gates import export
 from ag.model import base as models
 from tests.support.bounds import hold, of_nats
@@ -205,3 +208,65 @@ def test_the_command(folder, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "tiny_choice" in printed
     assert "'policy': 'h2o', 'budget': 0.5" in printed
+
+
+PIQA = [
+    {"goal": "To dry a wet coat,", "sol1": "hang it near the stove.", "sol2": "put it into the river.", "label": 0},
+    {"goal": "To cut a rope,", "sol1": "sing to it.", "sol2": "use a sharp knife.", "label": 1},
+    {"goal": "To open a jar,", "sol1": "turn its lid.", "sol2": "turn the table.", "label": 0},
+]
+
+
+@pytest.fixture(scope="module")
+def piqa(tmp_path_factory):
+    """The harness's own PIQA, with rows of this file in place of the hub's."""
+    folder = tmp_path_factory.mktemp("piqa")
+    (folder / "rows.json").write_text("".join(json.dumps(row) + "\n" for row in PIQA))
+    files = f"{{train: '{folder / 'rows.json'}', validation: '{folder / 'rows.json'}'}}"
+    own = Path(lm_eval.__file__).parent / "tasks" / "piqa" / "piqa.yaml"
+    text = f"include: {own}\ntask: piqa_here\ndataset_path: json\ndataset_kwargs: {{data_files: {files}}}\n"
+    (folder / "piqa_here.yaml").write_text(text)
+    return folder
+
+
+def run_command(piqa, output, monkeypatch, *arguments):
+    """Run ``python -m ag.evaluate.lm_eval`` in this process; returns the metrics of the task, errors left out."""
+    words = ["ag.evaluate.lm_eval", *arguments, "--tasks", "piqa_here", "--include_path", str(piqa)]
+    monkeypatch.setattr(sys, "argv", [*words, "--device", "cpu", "--output_path", str(output)])
+    assert lm_eval_main([]) == 0
+    [file] = output.rglob("results_*.json")
+    found = json.loads(file.read_text())["results"]["piqa_here"]
+    return {name: value for name, value in found.items() if isinstance(value, float) and "stderr" not in name}
+
+
+def test_its_own_task_by_the_command(piqa, folder, tmp_path, tiny_llama, monkeypatch):
+    """The command's model ag answers as hf does with a full cache, and runs under gates."""
+    gates_for(tiny_llama(), scope="prompt").save_pretrained(tmp_path / "gates")
+    model = f"pretrained={folder / 'model'}"
+    found = {
+        name: run_command(piqa, tmp_path / name, monkeypatch, "--model", kind, "--model_args", f"{model}{policy}")
+        for name, kind, policy in (
+            ("hf", "hf", ""),
+            ("full", "ag", ",policy=full"),
+            ("gates", "ag", f",policy=gates:{tmp_path / 'gates'},budget=0.3"),
+        )
+    }
+    assert found["hf"] == found["full"] and set(found["hf"]) == {"acc,none", "acc_norm,none"}
+    assert all(value * len(PIQA) == pytest.approx(round(value * len(PIQA))) for value in found["gates"].values())
+    assert found["gates"].keys() == found["full"].keys()
+
+
+@pytest.mark.slow
+def test_the_shipped_gates_by_the_command(piqa, smollm2, tmp_path, monkeypatch):
+    """With all of the budget they answer as the harness's own hf, and with 30 % of so short contexts no better."""
+    args = "pretrained=smollm2,policy=gates:smollm2,budget="
+    found = {
+        name: run_command(piqa, tmp_path / name, monkeypatch, "--model", *words)
+        for name, words in {
+            "hf": ("hf", "--model_args", f"pretrained={smollm2}"),
+            "whole": ("ag", "--model_args", f"{args}1.0"),
+            "part": ("ag", "--model_args", f"{args}0.3"),
+        }.items()
+    }
+    assert found["hf"] == found["whole"] and set(found["hf"]) == {"acc,none", "acc_norm,none"}
+    assert found["part"]["acc,none"] <= found["whole"]["acc,none"]

@@ -3,10 +3,11 @@ import sys
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import ag
 from ag.gates.gate import KINDS, AttentionGate
+from ag.model.random_base import geometry
 from tests.support.bounded import STORED
 from tests.support.bounds import bounded, conditioned, hold
 from tests.support.refused import refuses
@@ -24,6 +25,27 @@ def test_published_parameter_counts():
     layer = sum(p.numel() for p in gates.layers["0"].parameters())
     assert layer == 3 * 4096 * 512 + 512 * 32 == 6_307_840
     assert sum(p.numel() for p in gates.parameters()) == 32 * layer == 201_850_880
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "size"),
+    [("llama-8b", 4, 128), ("llama-8b", 1, 512), ("llama-1b", 4, 64), ("smollm2-135m", 4, 16), ("tiny", 4, 8)],
+)
+def test_gates_without_a_size_are_sized_by_the_base(name, heads, size):
+    """Two or three hundredths of the base's weights; an explicit size stays."""
+    shape = geometry(name)
+    with torch.device("meta"):
+        gates = ag.AttentionGates(shape, ag.GateConfig(num_heads=heads))
+        base = AutoModelForCausalLM.from_config(shape)
+        wide = ag.AttentionGates(shape, ag.GateConfig(num_heads=heads, head_dim=128))
+    assert gates.config.head_dim == size and gates.layers["0"].config == gates.config
+    inner = heads * size
+    by_hand = shape.num_hidden_layers * inner * (3 * shape.hidden_size + shape.num_key_value_heads)
+    count = sum(p.numel() for p in gates.parameters())
+    assert count == by_hand
+    if name != "tiny":
+        assert 0.02 < count / sum(p.numel() for p in base.parameters()) < 0.032
+    assert wide.config.head_dim == 128
 
 
 def plain_gate(gate, hidden, valid, first=None):

@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 import ag
 from ag import data
 from ag.callbacks import Figures
-from ag.config import Config
+from ag.config import Config, LossConfig
 from ag.config.recipes import load_config, resolve
 from ag.model.base import load_base
+from ag.run import nothing_evicted
 from tests.support.bounds import hold, of_nats
 from tests.support.command import EPS, column, logged, train, weights
 
@@ -248,3 +249,19 @@ def test_metrics_of_the_export_are_those_of_the_last_step(recipe: Path, tmp_path
     [row] = [row for row in logged(run) if "val/loss" in row]
     metrics = json.loads((run / "export" / "gate_config.json").read_text())["metrics"]
     assert (row["step"], row["val/loss"]) == (3, metrics["loss"])
+
+
+@pytest.mark.parametrize(
+    ("evicted", "config", "said"),
+    [
+        (0.0, Config(), True),
+        (0.009, Config(), True),
+        (0.5, Config(), False),
+        (0.0, Config(train="lora"), False),
+        (0.0, Config(loss=LossConfig(share_high=0.7)), False),
+    ],
+)
+def test_gates_that_keep_all_say_what_helps(evicted: float, config: Config, said: bool) -> None:
+    hint = nothing_evicted(config, {"val/evicted": evicted})
+    assert (hint is not None) == said
+    assert hint is None or all(key in hint for key in ("warmup.regress_steps", "gate.bias", "loss.alpha", "budget"))
