@@ -33,7 +33,7 @@ from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
 from ag.kernels.paged_attend import paged_attend
 from ag.kernels.pages import Reach
-from ag.model.geometry import fingerprint
+from ag.model.geometry import entry_sizes, fingerprint
 from ag.model.hooks import AttentionCall, UnsupportedModelError
 from ag.model.projection import output_weight
 from ag.stateful import Attributes, Stateful
@@ -612,8 +612,8 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         geometry, device = fingerprint(decoder.config), held["keys"].device.type
         types = {decoder.dtype} | ({torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set())
         token = (held["keys"], held["values"]) if self.policy.kv_dtype == "float" else held["token"]
-        for name, x in zip(("keys", "values"), token, strict=True):
-            if x.dtype not in types or x.shape[1:] != (geometry["head_dim"],):
+        for name, x, size in zip(("keys", "values"), token, entry_sizes(decoder.config), strict=True):
+            if x.dtype not in types or x.shape[1:] != (size,):
                 raise ValueError(name)
         batch, rest = divmod(len(held["lengths"]), geometry["num_kv_heads"])
         if rest:

