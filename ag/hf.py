@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ag.config import Config
+from ag.config.exports import StrPath
 from ag.data.collate import IGNORED
 from ag.errors import UserError
 from ag.gates import export
 from ag.gates.attach import attach, detach
-from ag.gates.folder import StrPath
 from ag.gates.gate import AttentionGates
 from ag.model import base as models
 from ag.model.hooks import Attachment, instrument
