@@ -112,6 +112,14 @@ inline Lanes load(const Half* x) {
   return reinterpret_cast<Lanes>(reinterpret_cast<LaneBits>(size) | (bits & 0x8000) << 16);
 }
 
+// The same lanes, in a register: compilers would read them from memory again for each product.
+inline Lanes held(Lanes x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
+
 inline void store(float* x, Lanes lanes) { std::memcpy(x, &lanes, sizeof lanes); }
 
 // LANES bytes as integers; compilers take vectors of bytes apart, so that they are told how.

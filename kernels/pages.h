@@ -144,7 +144,7 @@ static void mix_block(const float* weights, const float* values, int64_t count, 
   for (int64_t t = 0; t < count; ++t) {
     if (next) fetch(next + t * step, step);
     for (int b = 0; b < B; ++b) {
-      const Lanes v = load(values + t * width + b * LANES);
+      const Lanes v = held(load(values + t * width + b * LANES));
       for (int n = 0; n < N; ++n) mixed[n][b] += weights[n * QUERY + t * TOKEN] * v;
     }
   }

@@ -144,14 +144,9 @@ class Reread:
             x.unflatten(0, (batch, kv_heads)).gather(2, i[:, None, :, None].expand(-1, kv_heads, -1, x.shape[-1]))
             for x, i in ((held.keys, at), (held.values, slots))
         )
-        largest = column_max(
-            torch.cat([q.new_zeros(*q.shape[:2], width, q.shape[3]), q], 2).to(k.dtype),
-            k,
-            call.scaling,
-            torch.cat([mine & False, now.real], 1),
-            torch.cat([mine, now.real], 1),
-            factors=self._factors(width),
-        )[:, :, :width]
+        factors = None if self._norms is None else 1 / self._norms.clamp_min(1e-12)
+        valid = torch.cat([mine, now.real], 1)
+        largest = column_max(q.to(k.dtype), k, call.scaling, now.real, valid, factors=factors)[:, :, :width]
         if self.scorer.normalize:
             largest = largest * projected_norms(v.float(), output_weight(call.module, q.shape[1]), 2)
         scored = (mine & (slots >= self.scorer.sinks))[:, None].expand(-1, kv_heads, -1)
@@ -169,12 +164,6 @@ class Reread:
         width = max(map(len, rows))
         padded = torch.tensor([[-1] * (width - len(row)) + row for row in rows], device=device)
         return padded.clamp_min(0), padded >= 0
-
-    def _factors(self, width: int) -> Tensor | None:
-        """Return what the weights of each query are multiplied by, ``[B, width + m]``."""
-        if self._norms is None:
-            return None
-        return torch.nn.functional.pad(1 / self._norms.clamp_min(1e-12), (width, 0), value=1.0)
 
     def _evict(self, cache: Holdings, measured: Measured) -> None:
         """Decide and evict, layer by layer."""

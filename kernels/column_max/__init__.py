@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ag.kernels.column_max import cpu
 from ag.kernels.column_max.chunked import chunked_column_max
 from ag.kernels.column_max.reference import reference_column_max
 from ag.kernels.dispatch import no_triton, pick
@@ -29,8 +30,9 @@ def column_max(
     Raises:
         UserError: ``AG_KERNELS`` asks for a version that cannot run (see ag.kernels.dispatch).
     """
-    version = pick("column_max", {"triton": no_triton(q), "chunked": None, "reference": None})
-    compute = chunked_column_max if version == "chunked" else reference_column_max
+    versions = {"triton": no_triton(q), "cpp": cpu.unavailable(q), "chunked": None, "reference": None}
+    version = pick("column_max", versions)
+    compute = {"cpp": cpu.column_max, "chunked": chunked_column_max}.get(version, reference_column_max)
     if version == "triton":
         from ag.kernels.column_max.triton import triton_column_max as compute
     return compute(q, k, scaling, queries, key_valid, window, factors)

@@ -10,11 +10,11 @@
 #include <limits>
 #include <vector>
 
+#include "logits.h"
 #include "pages.h"
 
 namespace {
 
-constexpr int64_t QUERIES = 4 * LANES;  // of a block
 constexpr int64_t TILE = 64;            // slots between two looks at the maxima
 constexpr float LEAST = -std::numeric_limits<float>::max();
 
@@ -30,27 +30,8 @@ struct Block {
   int32_t at[QUERIES], open[QUERIES], closed[QUERIES];  // a token is seen of a rank above one of the latter, up to `at`
   float most[QUERIES], sum[QUERIES];
   int32_t last = -1, first = std::numeric_limits<int32_t>::max();  // of all: the largest `at`, the smallest `open`
+  int32_t all_to = first, all_from = -1;  // and the smallest `at`, the largest `open`: what lies between all see
 };
-
-// s[t][...] = <q, k_t> of R registers of queries, q [dim][QUERIES] and s [T][QUERIES], of N tokens.
-template <int R, int N>
-inline void dot(const float* q, const float* keys, int64_t dim, float* s) {
-  Lanes sums[N][R] = {};
-  for (int64_t d = 0; d < dim; ++d)
-    for (int r = 0; r < R; ++r) {
-      const Lanes x = load(q + d * QUERIES + r * LANES);
-      for (int n = 0; n < N; ++n) sums[n][r] += x * keys[n * dim + d];
-    }
-  for (int n = 0; n < N; ++n)
-    for (int r = 0; r < R; ++r) store(s + n * QUERIES + r * LANES, sums[n][r]);
-}
-
-template <int R>
-void dots(const float* q, const float* keys, int64_t count, int64_t dim, float* s) {
-  int64_t t = 0;
-  for (; t + 4 <= count; t += 4) dot<R, 4>(q, keys + t * dim, dim, s + t * QUERIES);
-  for (; t < count; ++t) dot<R, 1>(q, keys + t * dim, dim, s + t * QUERIES);
-}
 
 // The parts of slots [slot, end) of a row that some query may see.
 void find_parts(const Pages& pages, const Block& block, int64_t row, int64_t slot, int64_t end,
@@ -59,8 +40,12 @@ void find_parts(const Pages& pages, const Block& block, int64_t row, int64_t slo
   for (int64_t begin = slot; slot < end;) {
     const Part p = pages.part(row, slot, end, begin);
     const auto [low, high] = std::minmax_element(pages.ranks + p.start, pages.ranks + p.start + p.count);
-    if (*low <= block.last && *high > block.first) parts.push_back(p);
     slot += p.count;
+    if (*low > block.last || *high <= block.first) continue;
+    if (!parts.empty() && parts.back().start + parts.back().count == p.start &&
+        parts.back().offset + parts.back().count == p.offset)
+      parts.back().count += p.count;  // pages that lie side by side are worked on at once
+    else parts.push_back(p);
   }
 }
 
@@ -68,7 +53,9 @@ void find_parts(const Pages& pages, const Block& block, int64_t row, int64_t slo
 void hide(const Rows& rows, const Block& block, const Part& p, float* s) {
   for (int64_t t = 0; t < p.count; ++t) {
     const int32_t rank = rows.pages.ranks[p.start + t];
-    const int32_t* low = rows.gate && !rows.gate[p.start + t] ? block.closed : block.open;
+    const bool closed = rows.gate && !rows.gate[p.start + t];
+    if (!closed && rank <= block.all_to && rank > block.all_from) continue;
+    const int32_t* low = closed ? block.closed : block.open;
     float* of_token = s + t * QUERIES;
 #pragma omp simd
     for (int64_t q = 0; q < block.lanes; ++q)
@@ -111,7 +98,7 @@ struct Room {
   explicit Room(const Pages& pages)
       : q(pages.keys.width * QUERIES),
         s(TILE * QUERIES),
-        read(pages.page * std::max(pages.keys.width, pages.values.width)),
+        read(TILE * std::max(pages.keys.width, pages.values.width)),
         out(QUERIES * pages.values.width) {}
 };
 
@@ -132,6 +119,8 @@ void attend(const Rows& rows, const float* q, const int32_t* at, int64_t row, in
     block.closed[i] = static_cast<int32_t>(std::max<int64_t>(block.open[i], rank - rows.recent));
     block.most[i] = LEAST;
     block.sum[i] = 0;
+    block.all_to = std::min(block.all_to, block.at[i]);
+    block.all_from = std::max(block.all_from, block.open[i]);
     if (i >= queries) continue;
     block.last = std::max(block.last, block.at[i]);
     block.first = std::min(block.first, block.open[i]);
@@ -145,10 +134,7 @@ void attend(const Rows& rows, const float* q, const int32_t* at, int64_t row, in
       fetch(pages.values.data + p.start * pages.values.bytes, p.count * pages.values.bytes);
       const float* keys = numbers(pages, pages.keys, row, p, far, room.read.data());
       float* of_part = s + p.offset * QUERIES;
-      int64_t lane = 0;
-      for (; lane + 2 * LANES <= block.lanes; lane += 2 * LANES)
-        dots<2>(room.q.data() + lane, keys, p.count, dim, of_part + lane);
-      if (lane < block.lanes) dots<1>(room.q.data() + lane, keys, p.count, dim, of_part + lane);
+      dots(block.lanes, room.q.data(), keys, p.count, dim, of_part);
       hide(rows, block, p, of_part);
     }
     weigh(room.parts, width, block, s, room.out.data());

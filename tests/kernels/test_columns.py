@@ -7,14 +7,18 @@ from collections import defaultdict
 import pytest
 import torch
 
-from ag.kernels.column_max import column_max
+from ag.kernels.column_max import column_max, cpu
+from ag.kernels.column_max.chunked import chunked_column_max
 from ag.kernels.column_max.reference import reference_column_max
 from ag.kernels.column_sums import column_sums
 from ag.kernels.column_sums.reference import reference_column_sums
 from tests.support.bounds import bounded, hold
+from tests.support.compiled import needs
 
 #: By name, the operation and its reference.
 OPERATIONS = {"sums": (column_sums, reference_column_sums), "max": (column_max, reference_column_max)}
+#: By name, the operation and its version in PyTorch, which may be the same.
+VERSIONS = {"sums": (column_sums,), "max": (column_max, chunked_column_max)}
 #: Options of both.
 BOTH = {
     "plain": {},
@@ -86,7 +90,7 @@ def by_reference(name, q, k, options, dtype=torch.float64):
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_both_versions_equal_loops(name, options):
+def test_versions_equal_loops(name, options):
     q, k, options = inputs(23, 4, 2, **options)
     want, error = loops(name, q, k, **options), by_reference(name, q, k, options).error
     for function in OPERATIONS[name]:
@@ -97,16 +101,28 @@ def test_both_versions_equal_loops(name, options):
 @pytest.mark.parametrize(
     ("length", "heads", "kv_heads"), [(1, 2, 1), (127, 2, 2), (129, 6, 2), (300, 3, 3), (257, 4, 1)]
 )
-def test_chunked_equals_reference(length, heads, kv_heads, name, options):
+def test_fast_versions_equal_reference(length, heads, kv_heads, name, options):
     q, k, options = inputs(length, heads, kv_heads, **options)
     got = OPERATIONS[name][0](q, k, **options)
     assert got.shape == (2, heads, length)
     hold(got, by_reference(name, q, k, options))
     for dtype in (torch.float32, torch.bfloat16):
         rounded = q.to(dtype), k.to(dtype)
-        single = OPERATIONS[name][0](*rounded, **options)
-        assert single.dtype == torch.float32
-        hold(single, by_reference(name, *rounded, options, dtype))
+        want = by_reference(name, *rounded, options, dtype)
+        for compute in VERSIONS[name]:
+            single = compute(*rounded, **options)
+            assert single.dtype == torch.float32
+            hold(single, want)
+
+
+@needs(cpu.KERNEL)
+def test_maxima_in_cpp_do_not_depend_on_the_number_of_threads(monkeypatch):
+    q, k, options = inputs(300, 6, 2, dim=20, padding="left", window=140, queries="some", factors=3)
+    found = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append(cpu.column_max(q.float(), k.float(), **options))
+    assert torch.equal(*found) and int((found[0] > 0).sum()) > 2000
 
 
 def test_no_query_counts():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ag.kernels.column_max import cpu as max_cpu
 from ag.kernels.column_max.chunked import chunked_column_max
 from ag.kernels.column_max.reference import reference_column_max
 from ag.kernels.column_sums.chunked import chunked_column_sums
@@ -33,6 +34,12 @@ def test_columns(name):
     check_columns(chunked_column_sums, reference_column_sums, name, 300)
     check_columns(chunked_column_sums, reference_column_sums, name, 300, power=2)
     check_columns(chunked_column_max, reference_column_max, name, 300)
+
+
+@needs(max_cpu.KERNEL)
+@pytest.mark.parametrize("name", HARD)
+def test_maxima_in_cpp(name):
+    check_columns(max_cpu.column_max, reference_column_max, name, 300)
 
 
 @pytest.mark.parametrize("name", HARD)
