@@ -95,6 +95,13 @@ def _objective(config: Run) -> None:
         "rows have none; use data.packing=repeated, or warmup.target=attention",
     )
     _refuse(
+        config.warmup.target == "reread"
+        and (objective == "regress" or regress_steps > 0)
+        and config.data.packing != "packed",
+        f"warmup.target=reread with data.packing={config.data.packing}: the rows themselves are repeated, and have no "
+        "response; use data.kind=text with data.packing=packed, or warmup.target=kvzip",
+    )
+    _refuse(
         train != "lora" and 0 < max_steps - regress_steps < config.loss.anneal_steps,
         f"loss.anneal_steps={config.loss.anneal_steps} is more than the {max_steps - regress_steps} steps of "
         f"trainer.max_steps={max_steps} after warmup.regress_steps={regress_steps}: the mean gate never gets to "

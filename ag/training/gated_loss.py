@@ -15,6 +15,7 @@ from ag.kernels.gated_attention.masks import sink_mask
 from ag.model.hooks import decoder_of, instrument
 from ag.training import losses
 from ag.training.objectives import REGRESS, objective
+from ag.training.rereading import Rereading
 from ag.training.sharded import whole
 
 Batch = dict[str, Tensor]
@@ -139,7 +140,11 @@ class GatedLoss:
         assert self.gates is not None
         warm = self.config.warmup
         prompts, copied = batch.get("prompt_length"), batch.get("copied")
-        observed = Observing(self.gates, batch["attention_mask"], prompts, warm.target, copied)
+        observed: Observing
+        if warm.target == "reread":
+            observed = Rereading(self.model, self.gates, batch["attention_mask"])
+        else:
+            observed = Observing(self.gates, batch["attention_mask"], prompts, warm.target, copied)
         with torch.no_grad():
             self.hidden(batch, observed)
         measure = losses.ranking_loss if warm.loss == "ranking" else losses.regression_loss

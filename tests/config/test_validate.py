@@ -30,6 +30,7 @@ loss.share_high=0.5 train=lora -> loss.share_high=0
 train=gates; loss.share_high=0.5 loss.objective=regress
 loss.share_high=0.5 loss.anneal_steps=3 -> loss.beta
 {PACKED} warmup.regress_steps=5; warmup.target=kvzip_plus -> data.packing=packed data.packing=repeated
+{REPEATED} warmup.regress_steps=5; warmup.target=reread -> data.packing=repeated data.packing=packed
 lora.targets=[] -> train=gates
 export.merge=true train=gates -> export.merge=false
 export.merge=true model.quantization=nf4 -> export.merge=false
@@ -86,6 +87,7 @@ gate.layer_offset=1 gate.first_layer=1
 loss.share_high=0.1
 loss.share_low=0.3 loss.share_high=1 warmup.regress_steps=3
 {REPEATED} gate.prefill=dense warmup.target=kvzip
+{PACKED} warmup.target=reread warmup.regress_steps=5
 {REPEATED} gate.covers=all loss.share_high=0.7
 """
 

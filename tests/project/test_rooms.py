@@ -25,8 +25,8 @@ BELOW = {
     "data": "errors files plugins config model cluster versions",
     "engine": f"{LOW} gates",
     "serve": f"{LOW} gates engine commands continuation",
-    "training": f"{LOW} gates data",
-    "callbacks": f"{LOW} gates data training",
+    "training": f"{LOW} gates data engine",
+    "callbacks": f"{LOW} gates data engine training",
     "evaluate": f"{LOW} gates data training engine commands hardware",
 }
 LOADED = """

@@ -1,0 +1,74 @@
+"""Targets from a reread: the engine lets the model repeat each row in chunks, as ``kvzip`` does before it evicts."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ag.engine.cache import EvictionCache
+from ag.engine.policy import policy
+from ag.engine.reread import Measured
+from ag.engine.scorers.base import Rereader
+from ag.gates.gate import AttentionGates
+from ag.gates.gating import Observing
+from ag.model.hooks import AttentionCall
+
+
+class Rereading(Observing):
+    """A dense forward pass that runs the gates, and records KVzip's scores as the targets of their regression.
+
+    Every chunk is repeated behind the whole row, so that heads are measured at the distances that the row has.
+    ``targets`` holds, by gated layer, the log of the largest weight that a token of the repetition pays each key, in
+    any query head of the group, ``[B, Hkv, T']`` float32. Sinks have none. The chunks are those of
+    :class:`ag.engine.scorers.kvzip.KVzip`, which makes the scores, without instructions.
+
+    Meant to run under ``torch.no_grad()``, like :class:`ag.gates.gating.Observing`.
+
+    Args:
+        model: that the rows are shown to.
+        gates: gates of the model.
+        valid: ``[B, T]``, nonzero on real tokens.
+    """
+
+    def __init__(self, model: nn.Module, gates: AttentionGates, valid: Tensor) -> None:
+        super().__init__(gates, valid, target="reread")
+        #: Holds the rows while they are repeated; nothing of it goes.
+        self._cache = EvictionCache(model, policy("kvzip", 1.0, sinks=gates.config.sink_tokens))
+        self._ranks = (valid.long().cumsum(1) - 1).clamp_min(0)
+
+    def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
+        """Let the cache see the padding."""
+        super().begin(decoder, attention_mask, batch, length)
+        self._cache.begin(decoder, None if self.valid is None else self.valid.long(), batch, length)
+
+    def note(self, tokens: Tensor) -> None:
+        """Take note of what is to be repeated."""
+        self._cache.note(tokens)
+
+    def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
+        """Let the cache go on from these positions."""
+        return self._cache.positions(given, columns)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend as the model does, and hold keys and values for the reread."""
+        self._cache.update(call.k, call.v, call.layer)
+        out: Tensor = self._cache.attend(call)
+        return out
+
+    def finish(self, states: Tensor) -> Tensor:
+        """Let the model repeat the rows, and take the scores."""
+        assert self._cache.reread is not None
+        known: dict[Rereader, Measured] = {}
+        self._cache.reread.known = known
+        self._cache.finish(states)
+        [measured] = known.values()
+        for layer, scores in measured.scores.items():
+            if str(layer) in self.gates.layers:
+                at = self._ranks.to(scores.device)[:, None].expand(-1, scores.shape[1], -1)
+                log = F.pad(scores, (0, at.shape[-1] - scores.shape[-1])).gather(2, at).clamp_min(1e-12).log()
+                self.targets[layer] = log[..., : self._end]
+        return states
+
+    def has_target(self) -> Tensor:
+        """Return ``[B, T']`` bool: the tokens that were repeated."""
+        return self.counted() & (self._ranks[:, : self._end] >= self.gates.config.sink_tokens)

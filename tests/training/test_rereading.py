@@ -1,0 +1,65 @@
+"""Targets from a reread: KVzip's scores of the engine, against the scorer itself and a reread written out."""
+
+import pytest
+import torch
+
+import ag
+from ag.training.rereading import Rereading
+from tests.engine.test_kvzip import in_float64
+from tests.support.batches import padded
+from tests.support.bounds import hold
+
+SINKS = 2
+LENGTHS = (30, 17)
+
+
+def rows():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(12, 128, (length,), generator=generator) for length in LENGTHS]
+
+
+def observed(model, gates, batch):
+    """Show a batch to gates and reread it."""
+    seen = Rereading(model, gates, batch["attention_mask"])
+    with torch.no_grad():
+        model(input_ids=batch["input_ids"], gating=seen, use_cache=False)
+    return seen
+
+
+def made(tiny_llama, **options):
+    torch.manual_seed(4)
+    model = tiny_llama()
+    gates = ag.AttentionGates(
+        model.config, ag.GateConfig(kind="mlp", hidden=8, scope="causal", sink_tokens=SINKS, recent_tokens=3, **options)
+    )
+    ag.attach(model, gates)
+    return model, gates
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_targets_are_the_scores_of_a_reread(tiny_llama, side):
+    model, gates = made(tiny_llama, first_layer=1)
+    seen = observed(model, gates, padded(rows(), side))
+    assert sorted(seen.targets) == [1, 2]
+    for b, row in enumerate(rows()):
+        first = max(LENGTHS) - len(row) if side == "left" else 0
+        wanted, bound = in_float64(model, row.tolist(), sinks=SINKS, chunk=2000)
+        for layer, target in seen.targets.items():
+            mine = target[b, :, first : first + len(row)].exp()[:, SINKS:]
+            hold(mine, wanted[layer][:, SINKS:], bound)
+        mask = seen.has_target()[b]
+        assert mask.nonzero().flatten().tolist() == list(range(first + SINKS, first + len(row)))
+
+
+def test_the_row_is_read_as_ever_and_gates_alone_learn(tiny_llama):
+    """Logits and hidden states are those of a plain pass; a loss reaches every gate and nothing of the model."""
+    model, gates = made(tiny_llama)
+    batch = padded(rows(), "right")
+    seen = Rereading(model, gates, batch["attention_mask"])
+    with torch.no_grad():
+        states = model.model(input_ids=batch["input_ids"], gating=seen, use_cache=False).last_hidden_state
+        plain = model.model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
+    assert torch.equal(states[0], plain[0])
+    sum(x.square().sum() for x in seen.logits.values()).backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in gates.layers["2"].parameters())
+    assert all(p.grad is None for p in model.parameters())
