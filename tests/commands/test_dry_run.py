@@ -9,11 +9,11 @@ from ag.__main__ import COMMANDS
 SAID = {
     "generate": (["policy=mine=h2o", "budget=8", "prompt=x", "compare=true"], "mine\nfull cache\n"),
     "serve": (["policy=h2o", "share=0.3", "memory=1.5GiB", "port=80"], "h2o: 1610612736 bytes, 127.0.0.1:80\n"),
-    "explain": (["policies=[h2o,tova+caote]", "root=nowhere"], "h2o\ntova+caote\n"),
+    "explain": (["policies=[h2o,tova+caote]", "root=."], "h2o\ntova+caote\n"),
     "bench": (["prefill", "context=[64,128]"], "prefill: context 64, batch 1\nprefill: context 128, batch 1\n"),
     "models": (["gemma3-270m", "accept_license=gemma"], "gemma3-270m\n"),
-    "compare": (["policies=[full,h2o]", "budgets=[8]", "root=nowhere"], "ppl: full\nppl: h2o 8\n"),
-    "evaluate": (["policies=[full,h2o]", "budgets=[8]", "root=nowhere"], "responses: full\nresponses: h2o 8\n"),
+    "compare": (["policies=[full,h2o]", "budgets=[8]", "root=."], "ppl: full\nppl: h2o 8\n"),
+    "evaluate": (["policies=[full,h2o]", "budgets=[8]", "root=."], "responses: full\nresponses: h2o 8\n"),
 }
 WRONG = {
     "generate": ["policy=h3o", "prompt=x"],
@@ -22,7 +22,7 @@ WRONG = {
     "bench": ["context=[0]"],
     "models": ["smollm2", "accept_license=gemma"],
     "compare": ["policies=[full,h2o]"],
-    "evaluate": ["policies=[h3o]", "root=nowhere"],
+    "evaluate": ["policies=[h3o]", "root=."],
 }
 
 

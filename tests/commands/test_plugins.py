@@ -137,7 +137,7 @@ def test_a_run_takes_gates_data_and_a_loss_of_a_module(package, tiny_llama, tiny
     own = ["gate.kind=half", "loss.objective=twice", "data.kind=fewer"]
     assert fit.main([*words, *own]) == 0
     assert "step 1/1  twice loss " in capsys.readouterr().out
-    [run] = (tmp_path / "runs" / "none").iterdir()
+    [run] = (tmp_path / "runs" / "fit").iterdir()
     [row] = read_metrics(run / "metrics.csv")
     assert row["val/twice_loss"] == pytest.approx(2 * row["val/lm_loss"], rel=1e-6)
     assert "train/twice_loss" in row and "train/lm_loss" not in row

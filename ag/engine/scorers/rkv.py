@@ -25,7 +25,7 @@ class RKV(Scorer):
     alike a key is to the others on average. For each key the newest of those that are alike (cosine above
     ``threshold``) does not count as alike to it, so that of a repeated thought the latest stays.
 
-    Source: Cai et al. 2025, "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models", section 3; code
+    Source: Cai et al. 2025, "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models", arXiv 2505.24133; code
     Zefan-Cai/R-KV (``R1KV``, ``retain_direction=last``), published with ``steps:128``. Deviations: a key to which none
     is alike leaves the others as they are, where the code takes the first token for its newest one; ``mix`` is the
     paper's 0.1 (the class of the code has 0.07); a decision at the end of a prompt too; float32 throughout.
