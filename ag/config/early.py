@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import re
+import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -40,7 +41,8 @@ def _elsewhere(config: Any) -> bool:
 
 
 def _policy(config: Any, name: str, text: str) -> None:
-    if not (config.plugins or any(entry_points(group=group) for group in PARTS)):  # those add names
+    loaded = "ag.engine.policy" in sys.modules  # by a program that may have added names, as plugins do
+    if not (loaded or config.plugins or any(entry_points(group=group) for group in PARTS)):
         check_names(text)
     found = re.fullmatch(f"(?:{GATES}|{FLAGS}):([^+@]+)", split_label(text)[1])
     if found and not _elsewhere(config):

@@ -20,8 +20,8 @@ COMMANDS = {
     "generate": (ag.generate.main, ["policy=h2o", "prompt=x", "model=none"], "budget={}"),
     "compare": (ag.compare.main, ["policies=[full,h2o]", "model=none"], "budgets=[0.5,{}]"),
     "compare, nothing evicted": (ag.compare.main, ["policies=[full]", "model=none"], "budgets=[{}]"),
-    "evaluate": (ag.evaluate.__main__.main, ["root=none", "policies=[h2o]"], "budgets=[{}]"),
-    "explain": (ag.explain.main, ["root=none", "policies=[h2o]"], "budget={}"),
+    "evaluate": (ag.evaluate.__main__.main, ["root=.", "policies=[h2o]"], "budgets=[{}]"),
+    "explain": (ag.explain.main, ["root=.", "policies=[h2o]"], "budget={}"),
 }
 WRONG = ["100.7", "1.5", "0", "-3", "0.0", "64.0", "abc", ".nan", ".inf", "true", "[1]"]
 

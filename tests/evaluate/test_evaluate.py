@@ -1,7 +1,9 @@
 """`python -m ag.evaluate`: a run on its own validation rows, against ``by_hand`` and plain forward passes."""
 
+import itertools
 import json
 import math
+import re
 import shlex
 import statistics
 
@@ -85,8 +87,14 @@ def by_hand_figures(model, gates, config, tokenizer):
 
 
 def rows(out):
-    """The cells of the printed table."""
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
+    """The cells of the printed table; the columns behind the first end where their heads do."""
+    lines = out.splitlines()
+    head = next(index for index, line in enumerate(lines) if "KV bytes" in line)
+    ends = [found.end() for found in re.finditer("loss|difference|accuracy|evicted|KV bytes", lines[head])]
+    return [
+        [*re.split(r" {2,}", line[: ends[0]].strip()), *(line[a:b].strip() for a, b in itertools.pairwise(ends))]
+        for line in itertools.takewhile(str.strip, lines[head + 2 :])
+    ]
 
 
 @pytest.mark.parametrize("train", ["gates", pytest.param("gates+lora", marks=pytest.mark.slow)])
@@ -243,10 +251,10 @@ def test_a_policy_that_cannot_be_run_is_told_and_tried_again(run, capsys, monkey
     [
         (["policies=[full]"], ("run=RUN", "root=FOLDER")),
         (["run=nowhere"], ("nowhere",)),
-        (["root=x", "policies=[]"], ("policies=[]",)),
-        (["root=x", "policies=[h2]"], ("'h2'", "h2o?")),
-        (["root=x", "policies=[h2o]"], ("'h2o'", "budgets=[...]")),
-        (["root=x", "output=here"], ("output=here", "here.json")),
+        (["root=.", "policies=[]"], ("policies=[]",)),
+        (["root=.", "policies=[h2]"], ("'h2'", "h2o?")),
+        (["root=.", "policies=[h2o]"], ("'h2o'", "budgets=[...]")),
+        (["root=.", "output=here"], ("output=here", "here.json")),
     ],
 )
 def test_mistakes(words, parts, capsys):

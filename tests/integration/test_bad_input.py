@@ -65,7 +65,8 @@ def test_wrong_value_before_a_model_is_loaded(fails: Fails, tmp_path: Path, monk
     ("overrides", "message"),
     [
         (["model.name=./nowhere"], "model.name='./nowhere' is not a folder"),
-        (["data.root=./nowhere"], "data.root=./nowhere holds neither a folder boolq nor files such as train.jsonl"),
+        (["data.root=./nowhere"], "data.root=./nowhere: no such folder"),
+        (["data.root=./docs"], "data.root=./docs holds neither a folder boolq nor files such as train.jsonl"),
         (["gate.first_layer=2"], "gate.first_layer=2: the model has 2 layers, so that no layer gets a gate"),
         (["data.batch_size=25"], "24 training rows do not fill one batch of 25"),
         (["output=/dev/null"], "/dev/null"),
@@ -80,7 +81,7 @@ def test_what_cannot_be_used(overrides: list[str], message: str, fails: Fails, t
 def test_empty_dataset(split: str, data: Path, fails: Fails, tmp_path: Path) -> None:
     (data / "boolq" / f"{split}.jsonl").write_text("")
     name = {"train": "training"}.get(split, split)
-    assert f"the {name} split of boolq has no rows" in fails(f"data.root={data}")
+    assert f"the {name} split of boolq in {data} has no rows" in fails(f"data.root={data}")
     assert nothing_written(tmp_path)
 
 

@@ -167,9 +167,8 @@ def line(name: str, said: list[str]) -> str:
 
 
 def lines_of_page() -> dict[str, str]:
-    found = re.findall(r"^\| `(\w+)` \|.*$", PAGE.read_text(encoding="utf-8"), re.M)
-    lines = [one for one in PAGE.read_text(encoding="utf-8").splitlines() if one.startswith("| `")]
-    return dict(zip(found, lines, strict=True))
+    found = re.findall(r"^(\| `(\w+)` \|.*)$", PAGE.read_text(encoding="utf-8"), re.M)
+    return {name: line for line, name in found if name != "model_type"}
 
 
 @pytest.mark.slow

@@ -312,7 +312,7 @@ def test_rows_say_in_how_many_samples_more_is_protected_than_the_budget_allows(c
     assert table.count(" of 6 |") == 1 and "\nover budget: samples in which more is protected" in table
     assert ">6 of 6<" in (comparison.folder / "report.html").read_text()
     assert "warning" not in out.getvalue()
-    Console(file=out, width=80).print(printed(comparison))
+    Console(file=out, width=80).print(printed(comparison, 80))
     told = out.getvalue()
     assert told.count("*80.0%") == 1 and "* over budget: there are samples in which more is protected" in told
     assert capsys.readouterr().err == ""
@@ -489,7 +489,7 @@ def test_a_budgeted_baseline_is_met_at_the_same_budget(config, quiet, done):
 def test_the_command(config, tiny_folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     told = [
-        *words(config(root="nowhere")),
+        *words(config(root=".")),
         f"roots.ppl={tiny_folder}",
         "budgets=[0.5]",
         "policy_options.h2o.recent=0.25",
