@@ -1,5 +1,7 @@
 """Mistakes in the names of policies and files are said before torch is loaded."""
 
+import sys
+
 import pytest
 
 from ag.commands.compare import CompareConfig
@@ -65,7 +67,8 @@ def test_a_mistake_in_each_part_is_named():
             check_names(text)
 
 
-def test_names_of_plugins_are_left_to_what_loads_them():
+def test_names_of_plugins_are_left_to_what_loads_them(monkeypatch):
+    monkeypatch.delitem(sys.modules, "ag.engine.policy", raising=False)  # as in a command that begins
     config = parse(["policy=mine", "prompt=x", "plugins=[json]"], GenerateConfig, "ag.generate").config
     early.check(config)
     config.plugins = []
