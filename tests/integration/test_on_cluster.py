@@ -47,7 +47,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def reached(place: Path, name: str) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 400  # Ray gives its processes what others leave
     while not (place / name).exists():
         assert time.monotonic() < deadline, f"{name} does not come"
         time.sleep(0.1)
