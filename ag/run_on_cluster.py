@@ -268,10 +268,8 @@ def _waited(work: Callable[[], Any], log: Path | None) -> Any:
         except BaseException as error:
             raised.append(error)
 
-    thread, shown = (
-        threading.Thread(target=do, daemon=True),
-        0 if log is None or not log.exists() else log.stat().st_size,
-    )
+    thread = threading.Thread(target=do, daemon=True)
+    shown = 0 if log is None or not log.exists() else log.stat().st_size
     thread.start()
     going = True
     while going:
