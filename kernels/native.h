@@ -36,6 +36,21 @@ inline float widen(Half x) {
 #endif
 }
 
+// Numbers of float16 that lie at any place.
+template <int COUNT>
+inline void widen_some(const char* x, float* out) {
+#if defined(__F16C__)
+  __m128i halves = _mm_setzero_si128();
+  std::memcpy(&halves, x, 2 * COUNT);
+  const __m128 wide = _mm_cvtph_ps(halves);
+  std::memcpy(out, &wide, 4 * COUNT);
+#else
+  Half halves[COUNT];
+  std::memcpy(halves, x, sizeof halves);
+  for (int i = 0; i < COUNT; ++i) out[i] = widen(halves[i]);
+#endif
+}
+
 inline void narrow(float x, float* out) { *out = x; }
 
 // To the nearest, ties to even; NaN stays NaN.
@@ -57,7 +72,7 @@ inline void narrow(float x, Half* out) {
 
 // e^x for x <= 0, relative error below 1e-6: 2^n times a polynomial on [-log(2)/2, log(2)/2]. Below -87, where numbers
 // become subnormal, it is 0.
-inline float exp_negative(float x) {
+__attribute__((always_inline)) inline float exp_negative(float x) {
   const float n = std::nearbyint((x > -87.0f ? x : -87.0f) * 1.44269504f);  // of NaN too, for the cast below
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   float p = 1.0f / 5040;

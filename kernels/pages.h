@@ -44,6 +44,13 @@ struct Pages {
     return newest - static_cast<int32_t>(places - SINKS);
   }
 
+  // Whether some tokens of a part may lie beside the pages: one comparison a token, which compilers put side by side.
+  bool some_near(const Part& p, int32_t far) const {
+    bool some = false;
+    for (int64_t t = 0; places && t < p.count; ++t) some |= (ranks[p.start + t] > far) | (ranks[p.start + t] < SINKS);
+    return some;
+  }
+
   Part part(int64_t row, int64_t slot, int64_t end, int64_t begin) const {
     const int64_t count = page - slot % page < end - slot ? page - slot % page : end - slot;
     return {table[row * stride + slot / page] * page + slot % page, count, slot - begin};
@@ -119,11 +126,9 @@ inline const float* numbers(const Pages& pages, const Column& c, int64_t row, co
   }
   if (c.bits == 8) decode<8>(c, tokens, p.count, room);
   else decode<4>(c, tokens, p.count, room);
-  if (!pages.places) return room;
+  if (!pages.some_near(p, far)) return room;
   const int32_t* near = pages.near_ranks + row * pages.places;
-  bool some = false;  // one comparison a token, which compilers put side by side
-  for (int64_t t = 0; t < p.count; ++t) some |= (pages.ranks[p.start + t] > far) | (pages.ranks[p.start + t] < SINKS);
-  for (int64_t t = 0; some && t < p.count; ++t) {
+  for (int64_t t = 0; t < p.count; ++t) {
     const int64_t rank = pages.ranks[p.start + t], place = near_place(rank, pages.places);
     const char* held = c.near + (row * pages.places + place) * c.width * c.number_bytes();
     if (near[place] == rank) widen_all(c.type, held, c.width, room + t * c.width);

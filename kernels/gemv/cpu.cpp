@@ -1,7 +1,8 @@
 // out = W x + b for one x: a memory-bound pass over the rows of W, which the threads share.
 //
-// Four rows at once keep enough loads in flight for one core. A row's sum is made by one thread, always in the same
-// order, so that the result does not depend on the number of threads.
+// A thread reads its rows one behind the other, as they lie in memory, and asks for what follows before it is needed.
+// A row's sum is made by one thread, always in the same order, so that the result does not depend on the number of
+// threads.
 
 #include <cstdint>
 #include <vector>
@@ -10,46 +11,33 @@
 
 namespace {
 
-constexpr int64_t ROWS = 4;
 constexpr int64_t PARALLEL = 1 << 15;  // weights from which on threads are worth waking
+constexpr int64_t AHEAD = 4096;        // bytes
+constexpr int SUMS = 4;                // registers that do not wait for each other
 
 template <typename T>
-void four(const float* x, const T* a, int64_t size, float* sums) {
-  const T *b = a + size, *c = b + size, *d = c + size;
-  float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
-#pragma omp simd reduction(+ : s0, s1, s2, s3)
-  for (int64_t i = 0; i < size; ++i) {
-    s0 += x[i] * widen(a[i]);
-    s1 += x[i] * widen(b[i]);
-    s2 += x[i] * widen(c[i]);
-    s3 += x[i] * widen(d[i]);
+float product(const float* x, const T* row, int64_t size) {
+  Lanes sums[SUMS] = {};
+  int64_t i = 0;
+  for (; i + SUMS * LANES <= size; i += SUMS * LANES) {
+    fetch(reinterpret_cast<const char*>(row + i) + AHEAD, SUMS * LANES * sizeof(T));
+    for (int n = 0; n < SUMS; ++n) sums[n] += load(x + i + n * LANES) * load(row + i + n * LANES);
   }
-  sums[0] = s0, sums[1] = s1, sums[2] = s2, sums[3] = s3;
-}
-
-template <typename T>
-float one(const float* x, const T* a, int64_t size) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < size; ++i) sum += x[i] * widen(a[i]);
+  Lanes all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  for (; i + LANES <= size; i += LANES) all += load(x + i) * load(row + i);
+  float sum = total(all);
+  for (; i < size; ++i) sum += x[i] * widen(row[i]);
   return sum;
 }
 
 template <typename T>
-void product(const T* given, const T* weight, const T* bias, int64_t rows, int64_t size, int64_t threads, T* out) {
+void products(const T* given, const T* weight, const T* bias, int64_t rows, int64_t size, int64_t threads, T* out) {
   std::vector<float> wide(size);
   for (int64_t i = 0; i < size; ++i) wide[i] = widen(given[i]);
   const float* x = wide.data();
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * size >= PARALLEL)
-  for (int64_t first = 0; first < rows; first += ROWS) {
-    float sums[ROWS];
-    const int64_t count = rows - first < ROWS ? rows - first : ROWS;
-    if (count == ROWS)
-      four(x, weight + first * size, size, sums);
-    else
-      for (int64_t i = 0; i < count; ++i) sums[i] = one(x, weight + (first + i) * size, size);
-    for (int64_t i = 0; i < count; ++i) narrow(sums[i] + (bias ? widen(bias[first + i]) : 0.0f), out + first + i);
-  }
+  for (int64_t row = 0; row < rows; ++row)
+    narrow(product(x, weight + row * size, size) + (bias ? widen(bias[row]) : 0.0f), out + row);
 }
 
 }  // namespace
@@ -59,8 +47,8 @@ extern "C" void gemv(int64_t type, const void* x, const void* weight, const void
                      int64_t threads, void* out) {
   const auto run = [&](auto kind) {
     using T = decltype(kind);
-    product(static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<const T*>(bias), rows, size, threads,
-            static_cast<T*>(out));
+    products(static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<const T*>(bias), rows, size, threads,
+             static_cast<T*>(out));
   };
   if (type == 0) run(float());
   if (type == 1) run(BFloat16());

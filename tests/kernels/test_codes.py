@@ -110,6 +110,8 @@ CASES = {
     "uneven_batch": {"lengths": [500, 3, 41, 64], "heads": 4, "batch": 2},
     "pages_of_5": {"lengths": [70, 4, 5, 6], "heads": 4, "page": 5},
     "G7-D80-Dv48": {"lengths": [259, 20], "heads": 14, "dim": 80, "width": 48},
+    "D128": {"lengths": [150, 20], "heads": 4, "dim": 128},
+    "pages_of_100": {"lengths": [230, 7], "heads": 6, "page": 100},
     "D5": {"lengths": [33, 20], "heads": 2, "dim": 5},
     "bfloat16": {"lengths": [33, 90], "heads": 6, "dtype": torch.bfloat16},
     "float16": {"lengths": [33, 90], "heads": 6, "dtype": torch.float16},
