@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ag.kernels.gemv import best_version, cpu, gemv
+from ag.kernels.gemv import cpu, gemv
 from ag.kernels.gemv.reference import reference_gemv
 from tests.support.bounds import bounded, hold
 from tests.support.compiled import needs
@@ -73,12 +73,10 @@ def test_bfloat16_is_rounded_to_the_nearest_and_ties_to_even():
     assert torch.equal(cpu.gemv(torch.ones(2, dtype=torch.bfloat16), weight), exact.bfloat16())
 
 
-def test_what_cannot_run_in_c_plus_plus(threads):
+def test_what_cannot_run_in_c_plus_plus():
     x, weight = torch.zeros(8), torch.zeros(4, 8)
     both = "are not both float32 or bfloat16"
     assert cpu.unavailable(x.half(), weight.half()) == f"states of torch.float16 and a weight of torch.float16 {both}"
     assert cpu.unavailable(x.bfloat16(), weight) == f"states of torch.bfloat16 and a weight of torch.float32 {both}"
     assert cpu.unavailable(x, weight.T) == "the weight is not contiguous"
     assert cpu.unavailable(x, weight.to("meta")) == "the tensors are on meta"
-    threads(1)
-    assert best_version() == "reference"
