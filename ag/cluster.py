@@ -49,7 +49,7 @@ class Room:
     memory: int = 0
 
     @classmethod
-    def on(cls, device: str, cpus: float = 1) -> Room:
+    def on(cls, device: str, cpus: float = 1, memory: int = 0) -> Room:
         """Return the room of work on a device, ``cpu`` or ``cuda``.
 
         Raises:
@@ -57,7 +57,7 @@ class Room:
         """
         if ":" in device:
             raise UserError(f"device={device}: expected cpu or cuda with cluster=..., which deals GPUs out.")
-        return cls(cpus=cpus, gpus=0 if device == "cpu" else 1)
+        return cls(cpus=cpus, gpus=0 if device == "cpu" else 1, memory=memory)
 
     def hosts(self, machine: Mapping[str, float]) -> int:
         """Return how many hosts have room in the resources of machines, by their names in Ray."""

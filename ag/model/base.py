@@ -73,6 +73,16 @@ def resolve(name: str, revision: str | None = None) -> str:
     return name
 
 
+def stored_nbytes(name: str, revision: str | None = None) -> int:
+    """Return the bytes of a model's weights in its folder; 0: they are not on this machine, as those of the hub.
+
+    Raises:
+        ModelError: as of :func:`resolve`.
+    """
+    folder = Path(resolve(name, revision))
+    return sum(x.stat().st_size for kind in ("*.safetensors", "*.bin") for x in folder.glob(kind))
+
+
 def hub_name(name: str) -> str:
     """Return the hub's id of the alias, and any other name as it is."""
     return ALIAS_REPOSITORY if name == ALIAS else name

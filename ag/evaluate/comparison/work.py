@@ -29,6 +29,8 @@ from ag.gates import export
 from ag.model import base as models
 from ag.plugins import load
 
+WORKER = 2  # main memory that a process on a cluster is given, in multiples of the model's weights as they are stored
+
 #: What came out of a cell: its summary, its samples' outcomes, and views of a few of them.
 Ended = tuple[Summary, list[Outcome], list[View]]
 
@@ -75,7 +77,8 @@ def _ended(config: CompareConfig, cells: Sequence[Cell], command: str, progress:
         for unit in units:
             yield from worker.run(unit)
         return
-    room = cluster.Room.on(config.device, cpus=torch.get_num_threads())
+    memory = WORKER * models.stored_nbytes(config.model, config.revision)
+    room = cluster.Room.on(config.device, cpus=torch.get_num_threads(), memory=memory)
     with cluster.connected(config.cluster):
         make = partial(_remote, config, command, torch.get_num_threads())
         for unit, ended in cluster.share(units, make, room):

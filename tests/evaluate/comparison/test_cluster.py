@@ -74,8 +74,14 @@ def test_a_cell_that_ends_its_workers_has_a_row(config, quiet, monkeypatch):
     """Such as one that runs out of memory; it is run again where that is asked."""
     lost = cluster.Lost(3, "out of memory")
     monkeypatch.setattr(cluster, "connected", lambda address: quiet.capture())
-    monkeypatch.setattr(cluster, "share", lambda units, make, room: ((unit, lost) for unit in units))
-    found = compare(config(cluster="auto"), quiet)
+    rooms = []
+    monkeypatch.setattr(
+        cluster, "share", lambda units, make, room: rooms.append(room) or ((unit, lost) for unit in units)
+    )
+    told = config(cluster="auto")
+    found = compare(told, quiet)
+    weights = sum(x.stat().st_size for x in Path(told.model).glob("*.safetensors"))
+    assert [room.memory for room in rooms] == [2 * weights] and weights
     assert len(found.failed) == 5
     assert all("3 workers ended" in x.summary.problem and "out of memory" in x.summary.problem for x in found.failed)
     monkeypatch.setattr(cluster, "share", lambda units, make, room: ((unit, make()(unit)) for unit in units))

@@ -21,20 +21,24 @@ for (const table of document.querySelectorAll("table.sortable")) {
   });
 }
 
-// Wide tables say that they go on, until their end is reached.
+// Wide tables say that they go on, until their end is reached. All are measured before anything is changed, and only
+// where they are shown: a page of thousands of results would be laid out again for each.
+function look(boxes) {
+  const more = boxes.map((box) => box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+  boxes.forEach((box, index) => {
+    box.classList.toggle("more", more[index]);
+    box.nextElementSibling.hidden = !more[index];
+  });
+}
+const sizes = new ResizeObserver((entries) => look(entries.map((entry) => entry.target)));
 for (const box of document.querySelectorAll(".scroll")) {
   const hint = document.createElement("p");
   hint.className = "hint";
   hint.textContent = "more columns: scroll sideways →";
+  hint.hidden = true;
   box.after(hint);
-  const look = () => {
-    const more = box.scrollLeft + box.clientWidth < box.scrollWidth - 1;
-    box.classList.toggle("more", more);
-    hint.hidden = !more;
-  };
-  box.addEventListener("scroll", look);
-  addEventListener("resize", look);
-  look();
+  box.addEventListener("scroll", () => look([box]));
+  sizes.observe(box);
 }
 
 // The viewer: texts are set as textContent only, so that no prompt can become part of the page.
