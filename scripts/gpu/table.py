@@ -156,6 +156,18 @@ def served(context: int, seconds: int) -> Line:
     )
 
 
+def thinking(seconds: int) -> Line:
+    """Return a line that writes long answers, of which policies evict every 128 tokens."""
+    shapes = (sized(model, "4096", 8, 6) for model in MODEL_GIB)
+    return Line(
+        name="decode_reasoning",
+        command=bench("decode", "keep=[0.25]", "policy=[rkv,h2o]", "schedule=steps:128"),
+        seconds=seconds,
+        shapes=tuple(Shape(x.gib, x.values | {"more": "rounds=1 warmup=0 steps=512"}) for x in shapes),
+        rehearsal=TINY | {"context": "32"},
+    )
+
+
 def speed() -> list[Line]:
     """Return the lines of time and memory."""
     tiny = "dtype=float32 train=40 prompt=48 decode=48 heads=2 kv_heads=1 dim=16 copy=65536 square=64 rounds=1"
@@ -241,6 +253,14 @@ def speed() -> list[Line]:
             shapes=(sized("random:llama-8b", "32768", 1, 8), sized("random:llama-1b", "32768", 1, 6)),
             rehearsal=TINY | {"context": "160"},
         ),
+        Line(  # keys asked for afterwards: the prompt is read twice
+            name="prefill_kvzip",
+            command=bench("prefill", "policy=[kvzip]", "keep=[0.2]"),
+            seconds=60,
+            shapes=(sized("random:llama-8b", "32768", 1, 8), sized("random:llama-1b", "32768", 1, 6)),
+            rehearsal=TINY | {"context": "160"},
+        ),
+        thinking(80),
         decode("decode_even_batch_8", 8, False, 45),
         served(8192, 50),
         served(32768, 80),
