@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ag.engine.attend import attend_one, attend_one_weights, attend_rows
 from ag.engine.decide import Decision
 from ag.engine.lookback import Lookback
+from ag.engine.merge import REFERENCES, attended, fitted, references
 from ag.engine.observe import Keys, Observation, Queries
 from ag.engine.passes import Pass
 from ag.engine.policy import Policy
@@ -108,6 +109,8 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         self.gate_memory = GateMemory(0 if gates is None else gates.config.window)
         #: What the scorer looks back at.
         self.lookback = Lookback()
+        #: Queries of the prompt that values are fitted to, turned to its end, where the policy merges.
+        self.references = Lookback()
         self.reset()
 
     def reset(self) -> None:
@@ -127,6 +130,9 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         #: Columns that were seen when the policy last evicted something; 0: it never did.
         self.evicted_at = 0
         self._scoring = Stopwatch()
+        #: What the references see of all of the prompt, and what they see at all: outputs ``[R, M, Dv]``, lowest ranks
+        #: ``[R, 1]`` and the factor of the logits; None: nothing is to be fitted.
+        self._wanted: tuple[Tensor, Tensor, float] | None = None
         #: What the scorer recorded, ``[..., N]`` by slot of the store.
         self.memory: Records = {}
         for part in self._parts.values():
@@ -134,7 +140,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
 
     @property
     def _parts(self) -> dict[str, Stateful]:
-        return {"gate": self.gate_memory, "lookback": self.lookback}
+        return {"gate": self.gate_memory, "lookback": self.lookback, "references": self.references}
 
     @property
     def nbytes(self) -> int:
@@ -221,13 +227,13 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         logits = None if logits is None else logits.to(call.q.device)
         step = Step(call, now, decision, layers, fresh, self.rotation.unrotated(call, now), logits)
         if self.policy.evict_before_attend and decision is not None and now.due is not None:
-            stages = self._store, self._observe, self._decide, self._attend, self._retain
+            stages = self._observe, self._decide, self._attend, self._retain
         else:
-            stages = self._store, self._attend, self._observe, self._decide, self._retain
+            stages = self._attend, self._observe, self._decide, self._retain
         idle = now.padded and not bool(now.real.any()) and (self.store is None or not bool(self.store.lengths.any()))
         if idle:  # padding alone, and nothing is held
             step.out = call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
-        for stage in () if idle else (*stages, self._settle):
+        for stage in () if idle else (self._store, self._refer, *stages, self._settle):
             stage(step)
         if now.ends_prompt and not self._decides_again:  # no later decision needs these
             self._forget_scores()
@@ -448,6 +454,54 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         step.seen = step.held = None  # the new buffers can have their memory
         for index, keep in step.masks.items():
             step.layers[index].retain(keep, step.now)
+
+    # ---- what goes leaves a trace, see ag.engine.merge
+
+    def _refer(self, step: Step) -> None:
+        """Take note of queries of the prompt, and at its end of what they see of all of it."""
+        now, call = step.now, step.unrotated
+        if self.policy.merge == "none" or step.decision is None or not now.reading:
+            return
+        assert self.store is not None
+        lengths = now.prompt_lengths.to(now.ranks.device)
+        q = self.rotation.turn(call.q, (lengths[:, None] - now.ranks).clamp_min(0)[:, None], 1)
+        chosen = now.real & references(now.ranks, lengths)
+        queries = self.references.before(Queries(q=q, ranks=now.ranks, valid=chosen))
+        self.references.remember(queries, REFERENCES)
+        if now.ends_prompt:
+            held, window = self._held(step), call.window
+            lowest = (lengths - (window - 1) if window else torch.zeros_like(lengths)).repeat_interleave(
+                call.k.shape[1]
+            )
+            seen = self._referred(held, lowest[:, None])
+            outputs = attended(self._reference_rows(), held.keys, held.values, seen, call.scaling)
+            self._wanted = outputs, lowest[:, None], call.scaling
+
+    def merge(self) -> None:
+        """Fit the values of what is held of a prompt, where something went, to what there was."""
+        if self._wanted is None:
+            return
+        (outputs, lowest, scaling), self._wanted = self._wanted, None
+        assert self.store is not None and self.references.queries is not None
+        if self.evicted_at:
+            rows = self.store.padded()
+            valid = self.references.queries[2].repeat_interleave(self.store.kv_heads, 0)
+            valid = valid.repeat(1, outputs.shape[1] // valid.shape[1])
+            keys, values = rows.keys, rows.values
+            seen = self._referred(rows, lowest)
+            self.store.put_values(fitted(self._reference_rows(), outputs, valid, keys, values, seen, scaling))
+        self.references.reset()
+
+    def _reference_rows(self) -> Tensor:
+        """Return the references of the heads that share a KV head together, ``[R, M, D]``."""
+        assert self.store is not None and self.references.queries is not None
+        q = self.references.queries[0]
+        return q.reshape(self.store.batch * self.store.kv_heads, -1, q.shape[-1])
+
+    def _referred(self, rows: Rows, lowest: Tensor) -> Tensor:
+        """Return which slots queries behind the prompt see, ``[R, N]``."""
+        seen = rows.ranks >= lowest
+        return seen if rows.valid is None else seen & rows.valid
 
     # ---- what the stages need
 

@@ -24,7 +24,7 @@ from ag.gates.gate import AttentionGates
 from ag.kernels.codes import KVDtype
 
 #: Options of every policy; all but the first two need a budget.
-ENGINE = ("positions", "kv_dtype", "evict_before_attend", "strict", "budget_of")
+ENGINE = ("positions", "kv_dtype", "evict_before_attend", "strict", "budget_of", "merge")
 
 Option = str | int | float | bool | None
 Part = TypeVar("Part", bound=Scorer | Allocator)
@@ -46,6 +46,7 @@ class Policy:
             when they come.
         strict: whether a budget below what is protected is an error; else what is protected stays, and is more.
         budget_of: what a share is taken of: the prompt, or all tokens seen so far, so that the budget grows.
+        merge: whether values of what stays of a prompt are fitted to what went; see :mod:`ag.engine.merge`.
         scorer: says what a token is worth; None for ``full``.
         allocator: shares the budget among layers and heads.
         gates: gates read from a folder; None for ``gates`` alone (those attached to the model) and other scorers.
@@ -60,6 +61,7 @@ class Policy:
     evict_before_attend: bool = field(default=False, compare=False)
     strict: bool = field(default=False, compare=False)
     budget_of: Literal["prompt", "seen"] = field(default="prompt", compare=False)
+    merge: Literal["none", "fit"] = field(default="none", compare=False)
     scorer: Scorer | None = field(default=None, compare=False)
     allocator: Allocator = field(default_factory=Uniform, compare=False)
     gates: AttentionGates | None = field(default=None, compare=False)
@@ -167,7 +169,8 @@ def policy(
             stand for; ``evict_before_attend=True`` lets queries attend to what is kept, and to themselves, instead of
             to all that is held when they come (CAOTE, Eq. 7); ``strict=True`` makes a budget below what is protected an
             error, instead of keeping what is protected with a :class:`ag.errors.BudgetWarning`;
-            ``budget_of="seen"`` makes a share one of all tokens seen so far, instead of the prompt's.
+            ``budget_of="seen"`` makes a share one of all tokens seen so far, instead of the prompt's; ``merge="fit"``
+            fits the values of what stays of a prompt so that attention gives what all of it gave.
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
@@ -185,6 +188,7 @@ def policy(
     _check_schedule(schedule)
     engine = _engine_options(spec, budget, rest)
     _check_growth(spec, budget, schedule, engine)
+    _check_merge(spec, schedule, engine)
     gates = AttentionGates.from_pretrained(spec.path) if spec.path else None
     scorer = _scorer(parts, rest) if spec.evicts else None
     allocator = _allocator(parts, scorer, budget, rest)
@@ -253,6 +257,19 @@ def _check_growth(spec: PolicySpec, budget: int | float | None, schedule: str, e
             f"Policy '{spec}': budget_of='seen' has no meaning with schedule='prefill', which evicts once; give every, "
             "steps:n or blocks:m."
         )
+
+
+def _check_merge(spec: PolicySpec, schedule: str, engine: dict[str, Any]) -> None:
+    """Refuse what shows no layer the whole prompt at once, or turns queries itself."""
+    if engine.get("merge", "none") == "none":
+        return
+    if "blocks" in schedule:
+        raise UserError(
+            f"Policy '{spec}': merge='fit' compares with all of a prompt, of which schedule={schedule!r} never holds "
+            "more than a block; use prefill, every or steps:n."
+        )
+    if engine.get("positions") == "slot":
+        raise UserError(f"Policy '{spec}': merge='fit' needs positions='original'.")
 
 
 def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:

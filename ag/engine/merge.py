@@ -1,0 +1,88 @@
+"""What is evicted of a prompt leaves a trace: values of what stays are fitted, so that attention gives what all gave.
+
+Attention Matching (Zweiger et al. 2026, arXiv 2602.16284) replaces a context by fewer keys and values: reference
+queries say what attention to all of it gives, and the new values are those that come nearest to it, by least squares.
+Here the policy says which keys stay, and these stay as they are. The reference queries are the prompt's own, turned to
+the place behind its end, where the queries are that will come; the paper lets the model repeat the text. It also fits a
+bias of each key, which would have to be stored and read by every kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+REFERENCES = 256  # queries of a prompt
+RIDGE = 0.03  # pull of each value towards what it was, in multiples of the mean square of a key's weights
+AT_ONCE = 2**26  # weights that are made at once
+
+
+def references(ranks: Tensor, lengths: Tensor) -> Tensor:
+    """Tell which tokens of prompts have reference queries: evenly spaced, the last one among them.
+
+    Args:
+        ranks: ``[B, T]``, the place of each token among its sequence's own.
+        lengths: ``[B]``, own tokens of each prompt.
+
+    Returns:
+        ``[B, T]`` bool, at most :data:`REFERENCES` of a sequence.
+    """
+    spacing = ((lengths + REFERENCES - 1) // REFERENCES).clamp_min(1)
+    return (lengths[:, None] - 1 - ranks) % spacing[:, None] == 0
+
+
+def attended(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scaling: float) -> Tensor:
+    """Return what queries ``[R, M, D]`` see of keys ``[R, N, D]`` and values ``[R, N, Dv]``: ``[R, M, Dv]``.
+
+    ``seen`` ``[R, N]``: which slots they see. Outputs are of float32, or of a type with more bits.
+    """
+    parts = [_weights(q[x], keys[x], seen[x], scaling) @ _wide(values[x]) for x in _parts(q, keys)]
+    return torch.cat(parts)
+
+
+def fitted(
+    q: Tensor, wanted: Tensor, valid: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scaling: float
+) -> Tensor:
+    """Return values ``[R, N, Dv]`` with which attention to keys that stayed gives what attention to all of them gave.
+
+    They solve ``min_W |A W - O|^2 + ridge |W - V|^2``: weights A of the queries, outputs O that are wanted.
+
+    Args:
+        q: reference queries ``[R, M, D]``.
+        wanted: their outputs ``[R, M, Dv]``.
+        valid: ``[R, M]`` bool, which of them count.
+        keys: of what stayed, ``[R, N, D]``.
+        values: ``[R, N, Dv]``.
+        seen: ``[R, N]`` bool, which slots hold something that the queries see; others keep their values.
+        scaling: of the logits.
+    """
+    out = values.clone()
+    for rows in _parts(q, keys):
+        weights = _weights(q[rows], keys[rows], seen[rows], scaling) * valid[rows, :, None]
+        missing = (wanted[rows] - weights @ _wide(values[rows])) * valid[rows, :, None]
+        ridge = RIDGE * weights.square().sum((1, 2)) / seen[rows].sum(1).clamp_min(1)
+        few = weights.shape[1] < weights.shape[2]  # the smaller of two systems with the same solution
+        gram = weights @ weights.mT if few else weights.mT @ weights
+        gram.diagonal(dim1=1, dim2=2).add_(ridge[:, None].clamp_min(torch.finfo(ridge.dtype).tiny))
+        factor = torch.linalg.cholesky(gram)
+        right = missing if few else weights.mT @ missing
+        step = torch.cholesky_solve(right, factor)
+        out[rows] += (weights.mT @ step if few else step).masked_fill(~seen[rows, :, None], 0.0).to(out.dtype)
+    return out
+
+
+def _weights(q: Tensor, keys: Tensor, seen: Tensor, scaling: float) -> Tensor:
+    """Return the attention weights ``[R, M, N]``, 0 where a row sees nothing."""
+    logits = _wide(q) @ _wide(keys).mT * scaling
+    return logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return numbers in float32, or as they are where they have more bits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _parts(q: Tensor, keys: Tensor) -> list[slice]:
+    """Return rows that are worked on at once."""
+    some = max(1, AT_ONCE // max(q.shape[1] * keys.shape[1], 1))
+    return [slice(first, first + some) for first in range(0, len(q), some)]
