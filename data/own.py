@@ -13,7 +13,6 @@ The prompt, on which gates act, ends where the loss begins.
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from ag.data.module import Counts, DataModule
 from ag.data.sources import DataError, Record, check_fields, dataset_of, held_out
 from ag.data.templates import Example
 from ag.data.text import Text
+from ag.model.chat import variables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -162,10 +162,9 @@ def _chats(
 
 def _options(row: Record, place: str) -> dict[str, Any]:
     """Return what a row says to its template beside the messages: ``tools``, as a list or as JSON, and others."""
-    tools, more = row.get("tools"), row.get("chat_template_kwargs") or {}
     try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        return {"tools": tools or None, **more}
+        found: dict[str, Any] = chats.without_filled(variables(row))
+        return found
     except (ValueError, TypeError) as error:
         raise DataError(
             f"{place}: tools and chat_template_kwargs are a list (or its JSON) and an object: {error}"

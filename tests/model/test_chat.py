@@ -1,9 +1,12 @@
 """Where the parts of a chat lie: the tokens of one character show which they are."""
 
+import json
+
 import pytest
 
 from ag.errors import UserError
 from ag.model import chat
+from tests.support.reasoning import CHAT, TEMPLATE, TOOLS
 from tests.support.refused import refuses
 
 MESSAGES = [
@@ -29,8 +32,67 @@ def test_each_part_is_found_where_it_lies(tiny_tokenizer):
 def test_what_cannot_be_told(tiny_tokenizer, monkeypatch):
     with refuses(UserError, "protect=tools", "template", "system", "0-40"):
         said(tiny_tokenizer, "tools")
-    with refuses(UserError, "protect=system", "assistant", "changes"):
-        chat.spans(tiny_tokenizer, TEXT, [{"role": "assistant", "content": "No"}], ["system"])
+    for role, part in (("system", "system"), ("assistant", "template")):
+        with refuses(UserError, f"protect={part}", role, "changes"):
+            chat.spans(tiny_tokenizer, TEXT, [{"role": role, "content": "No"}], [part])
     monkeypatch.setattr(type(tiny_tokenizer), "is_fast", False)
     with pytest.raises(UserError, match="does not say where"):
         said(tiny_tokenizer, "system")
+
+
+def test_thoughts_calls_and_tools_lie_in_the_template(tiny_tokenizer, monkeypatch):
+    """What templates leave out of earlier turns is not looked for; a message may have nothing but a call."""
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", TEMPLATE)
+    text = chat.Chat(CHAT, {"tools": TOOLS}).text(tiny_tokenizer)
+    ids = tiny_tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def found(messages, part):
+        places = chat.spans(tiny_tokenizer, text, messages, [part])
+        return [tiny_tokenizer.decode(ids[first:behind]) for first, behind in places]
+
+    assert found(CHAT, "system") == ["Be brief."]
+    template = [
+        "tool: rain\nsystem: ",
+        "\nuser: ",
+        '\nbot:\n<call>rain {"town": "Oslo"}</call></s>\ntool: ',
+        "\nbot:\n",
+        "</s>\nuser: ",
+    ]
+    assert found(CHAT, "template") == [*template, "\nbot:\n<think>", "</think>", "</s>\nbot:\n"]
+    inside = {"role": "assistant", "content": "<think>Too cold.</think>\nNo."}  # which the template has changed
+    assert found([*CHAT[:-1], inside], "template") == [*template, "\nbot:\n<think>Too warm.</think>", "</s>\nbot:\n"]
+
+
+@pytest.mark.parametrize(
+    ("told", "parts"),
+    [
+        ("{", "JSON messages role"),
+        ("3", "messages role"),
+        ("[]", "messages role"),
+        ('[{"content": "x"}]', "messages role"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": "{"}', "tools"),
+    ],
+)
+def test_files_that_hold_no_chat(tmp_path, told, parts):
+    path = tmp_path / "chat.json"
+    path.write_text(told)
+    with refuses(UserError, str(path), *parts.split()):
+        chat.Chat.read(path)
+
+
+def test_variables_of_a_template(tiny_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", TEMPLATE)
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps({"messages": CHAT[:2], "chat_template_kwargs": {"enable_thinking": False}}))
+    asked = chat.Chat.read(path)
+    assert asked.text(tiny_tokenizer).endswith("bot:\n<think></think>")
+    path.write_text(json.dumps(CHAT[:2]))
+    assert chat.Chat.read(path).text(tiny_tokenizer).endswith("Does it rain?\nbot:\n")
+    for name in ("chat_template", "tokenize", "add_generation_prompt"):
+        with refuses(UserError, name, "enable_thinking"):
+            chat.Chat(CHAT, {name: True}).text(tiny_tokenizer)
+    with refuses(UserError, "refuses"):
+        chat.Chat([{"role": "user", "content": 3}]).text(tiny_tokenizer)
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", None)
+    with refuses(UserError, "chat template", "instruct"):
+        chat.Chat(CHAT).text(tiny_tokenizer)
