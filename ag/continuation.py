@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from rich import box
@@ -30,7 +30,7 @@ from ag.engine.step import decode
 from ag.errors import BudgetWarning, UserError
 from ag.gates import export
 from ag.model import base as models
-from ag.model import chat
+from ag.model.chat import Chat, Part, spans
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -102,16 +102,13 @@ def table(generations: dict[str, Generation]) -> Table:
 
 def generate(config: GenerateConfig) -> dict[str, Generation]:
     """Continue the prompt under the policy, with a full cache, or with both, in that order."""
-    text, policies, protected = _read_prompt(config), _policies(config), _spans(config)
+    asked, policies, protected = _read_prompt(config), _policies(config), _spans(config)
     model, tokenizer = load(config, next(iter(policies.values())).spec.path or config.gates)
-    if config.chat and tokenizer.chat_template is None:
-        raise UserError("chat=true: the model's tokenizer has no chat template; set chat=false.")
-    if config.chat:
-        messages = [{"role": "user", "content": text}]
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        if "template" in config.protect:
-            protected += chat.spans(tokenizer, text, messages, ["template"])
-    ids = tokenizer(text, add_special_tokens=not config.chat, return_tensors="pt", verbose=False)["input_ids"]
+    text = asked.text(tokenizer) if isinstance(asked, Chat) else asked
+    if isinstance(asked, Chat) and (parts := [word for word in config.protect if word in get_args(Part)]):
+        protected += spans(tokenizer, text, asked.messages, parts)
+    special = not isinstance(asked, Chat)  # a template writes its own
+    ids = tokenizer(text, add_special_tokens=special, return_tensors="pt", verbose=False)["input_ids"]
     context, length = model.config.get_text_config().max_position_embeddings, ids.shape[1]
     if not 0 < length <= context - config.max_new_tokens:
         raise UserError(
@@ -123,15 +120,28 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
     }
 
 
-def _read_prompt(config: GenerateConfig) -> str:
-    if (config.prompt is None) == (config.file is None):
-        raise UserError("Expected one text to continue: give either prompt=TEXT or file=PATH.")
-    if config.prompt is not None:
-        return config.prompt
+def _read_prompt(config: GenerateConfig) -> str | Chat:
+    """Return the text to continue, or the chat to answer."""
+    if sum(one is not None for one in (config.prompt, config.file, config.messages)) != 1:
+        raise UserError(
+            "Expected one text to continue: give either prompt=TEXT or file=PATH, or a chat with messages=FILE.json."
+        )
+    if config.messages is not None:
+        asked = Chat.read(config.messages)
+        return replace(asked, variables={**asked.variables, **config.template})
+    text = config.prompt if config.prompt is not None else _read_file(str(config.file))
+    if config.chat:
+        return Chat([{"role": "user", "content": text}], config.template)
+    if config.template:
+        raise UserError(f"template.{next(iter(config.template))}: expected chat=true, or messages=FILE.json.")
+    return text
+
+
+def _read_file(path: str) -> str:
     try:
-        return Path(str(config.file)).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"file={config.file}: {error}; expected a text file in UTF-8.") from error
+        raise UserError(f"file={path}: {error}; expected a text file in UTF-8.") from error
 
 
 def read_policy(config: SharedPolicy) -> Policy:
@@ -151,8 +161,8 @@ def _spans(config: GenerateConfig) -> list[tuple[int, int]]:
         ends = re.fullmatch(r"(\d+)-(\d+)", word)
         if ends:
             found.append((int(ends[1]), int(ends[2])))
-        elif word != "template" or not config.chat:
-            raise UserError(f"protect={word}: expected spans such as 0-40, or template with chat=true.")
+        elif word not in get_args(Part) or not (config.chat or config.messages):
+            raise UserError(f"protect={word}: expected spans such as 0-40, or template or system of a chat.")
     return found
 
 

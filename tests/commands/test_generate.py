@@ -1,6 +1,7 @@
 """The command ``ag.generate``: its texts and numbers against forward passes under masks and against transformers."""
 
 import io
+import json
 import re
 import time
 
@@ -20,6 +21,7 @@ from ag.generate import GenerateConfig, main
 from ag.model import base as models
 from ag.model.wheels import SMOLLM2
 from tests.support.gates_for import gates_for
+from tests.support.reasoning import CHAT, TEMPLATE, TOOLS
 from tests.support.refused import names, refuses
 
 PROMPT = "Rosa the potter has a ticket to Rome. It rained on the pier. Where does Rosa go?"
@@ -168,6 +170,28 @@ def test_chat_template(folder, tiny_llama, tiny_tokenizer, tmp_path):
     assert gone[0] > gone[1] == gone[2] > gone[3] == 0
 
 
+def test_a_chat_with_tools_and_thoughts(folder, tiny_llama, tiny_tokenizer, tmp_path):
+    """From a file as rows of training data are: the text that the template makes of it is what is continued."""
+    tiny_llama().save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    file = tmp_path / "chat.json"
+    file.write_text(json.dumps({"messages": CHAT[:4], "tools": json.dumps(TOOLS)}))
+    text = (
+        "tool: rain\nsystem: Be brief.\nuser: Does it rain?\n"
+        'bot:\n<think>I have to look.</think><call>rain {"town": "Oslo"}</call></s>\ntool: 3 mm\nbot:\n'
+    )
+    told = {"prompt": None, "messages": str(file), "model": str(tmp_path)}
+    for variables, more in (({}, ""), ({"enable_thinking": False}, "<think></think>")):
+        found = generate(config(folder, **told, template=variables))["gates"]
+        by_hand = generate(config(folder, prompt=text + more))["gates"]
+        assert (found.text, found.prompt_tokens) == (by_hand.text, by_hand.prompt_tokens)
+    protected = generate(config(folder, **told, protect=["system"]))["gates"]
+    first = text.index("Be brief.")
+    by_hand = generate(config(folder, prompt=text, protect=[f"{first}-{first + 9}"]))["gates"]
+    assert protected.evicted == by_hand.evicted < generate(config(folder, **told))["gates"].evicted
+
+
 @pytest.mark.parametrize(
     ("recorded", "asked"), [("abc123", "abc123"), (SMOLLM2.requirement, None)], ids=["commit", "wheel"]
 )
@@ -195,7 +219,11 @@ def test_base_model_has_the_revision_of_the_export(folder, tmp_path, monkeypatch
         (["file=FOLDER/export/gates.safetensors"], ("file=FOLDER/export/gates.safetensors", "UTF-8")),
         (["prompt=''"], ("0 tokens", "448", "max_new_tokens=64")),
         (["prompt=abc", "max_new_tokens=510"], ("3 tokens", "1 to 2", "max_new_tokens=510")),
-        (["prompt=abc", "chat=true"], ("chat=true", "chat=false")),
+        (["prompt=abc", "chat=true"], ("chat template", "instruct")),
+        (["prompt=abc", "messages=FOLDER/base/config.json"], ("prompt=TEXT", "messages=FILE.json")),
+        (["messages=FOLDER/none.json"], ("messages=FOLDER/none.json",)),
+        (["messages=FOLDER/base/config.json"], ("FOLDER/base/config.json", "role and content")),
+        (["prompt=abc", "template.enable_thinking=false"], ("template.enable_thinking", "chat=true")),
         (["prompt=abc", "gates=FOLDER/nameless"], ("model=NAME", "gates=EXPORT")),
         (["prompt=abc", "gates=null"], ("model=NAME", "gates=EXPORT")),
         (["prompt=abc", "gates=FOLDER/base"], ("FOLDER/base/gate_config.json",)),
