@@ -183,6 +183,28 @@ class EvictionCache(Forward, Cache):
         for layer in self.evicting_layers:
             layer.columns_seen = self.text.seen
 
+    def rewind(self, input_ids: Tensor) -> int:
+        """Go back to where a text parts from the one that was read, so that ``model.generate`` takes it from there.
+
+        A chat template may write a turn otherwise once others follow, such as without its thoughts.
+
+        Args:
+            input_ids: ``[B, T]``, the whole text that ``model.generate`` gets next.
+
+        Returns:
+            How many of its columns are held. 0: none is in common, or what was evicted or recorded behind it cannot
+            come back (:meth:`crop`); then the cache is as after :meth:`reset`, and reads the text anew.
+        """
+        common = self.text.common(input_ids)
+        if common:
+            try:
+                self.crop(self.text.seen - common)
+                return common
+            except UserError:
+                pass
+        self.reset()
+        return 0
+
     def activate_past_recording(self) -> None:
         """Prepare for drafts that :meth:`crop` takes back.
 

@@ -120,6 +120,14 @@ class Text(Attributes):
                 f"{int(differs.long().argmax())} on: {again}."
             )
 
+    def common(self, tokens: Tensor) -> int:
+        """Return how many columns, less than all, a text ``[B, T]`` begins with as the one that went by did."""
+        most = min(self.seen, tokens.shape[1] - 1)
+        if self._ids is None or len(self._ids) != len(tokens) or most < 1:
+            return 0
+        differs = (self._ids[:, :most].to(tokens.device) != tokens[:, :most]).any(0)
+        return int(differs.long().argmax()) if bool(differs.any()) else most
+
     def protect(self, spans: Sequence[Any]) -> None:
         """Let tokens stay; see :meth:`ag.engine.forward.Forward.protect`."""
         each = spans if any(isinstance(x, list) for x in spans) else [spans]

@@ -151,7 +151,7 @@ PYTHON = {
     "gates.md": {"PATH": "EXPORT"},
     "tasks.md": {"[1024, 4096]": "[300]", "8192": "900", "[0, 0.5, 1]": "[1]"},
 }
-ELSEWHERE = ("deepcopy", "What do you like?")  # test_examples, tests/engine/test_every_token
+ELSEWHERE = ("deepcopy", "What do you like?", "rewind")  # test_examples, tests/engine: test_every_token, test_rewind
 
 
 @pytest.mark.parametrize("page", PYTHON)

@@ -1,0 +1,115 @@
+"""A chat whose template writes earlier turns otherwise: going back to where the texts part, or reading anew."""
+
+import re
+
+import pytest
+import torch
+
+import ag
+from tests.support import ROOT
+from tests.support.http_server import VOCABULARY, byte_tokenizer
+from tests.support.reasoning import TEMPLATE
+
+QUESTIONS = ("Does it rain in the town by the river today?", "And snow?", "Is it windy?")
+NEW = 6
+
+
+@pytest.fixture
+def chat(tiny_llama):
+    """A model, and the ids of each turn, whose thoughts are dropped once the next question comes."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+
+    def turns(**variables):
+        messages, texts = [], []
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": question})
+            told = {"add_generation_prompt": True, "return_tensors": "pt", **variables}
+            texts.append(tokenizer.apply_chat_template(messages, **told)["input_ids"])
+            messages.append({"role": "assistant", "reasoning_content": "Let me see.", "content": "No."})
+        return texts
+
+    return tiny_llama(vocab_size=VOCABULARY).eval(), turns
+
+
+def generate(model, ids, cache):
+    return model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+
+
+def alike(one, other):
+    """How many tokens two texts begin with alike."""
+    least = min(one.shape[1], other.shape[1])
+    same = one[0, :least] == other[0, :least]
+    return least if bool(same.all()) else int((~same).long().argmax())
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [("full", {}), ("h2o", {"budget": 0.5}), ("snapkv@pyramid", {"budget": 0.5, "window": 8})],
+    ids=["full", "h2o", "snapkv"],
+)
+def test_turns_go_on_from_where_the_texts_part(chat, policy, told):
+    """Each answer is that of a cache that read the first prompt and then the rest of the new text."""
+    model, turns = chat
+    cache, whole = ag.EvictionCache(model, policy, **told), None
+    texts = turns()
+    for ids in texts:
+        held = cache.rewind(ids)
+        # the last token of an answer was never read
+        expected = 0 if whole is None else min(alike(whole[:, :-1], ids), ids.shape[1] - 1)
+        assert held == expected and cache.seen_tokens == held
+        assert whole is None or held >= texts[0].shape[1]
+        oracle = ag.EvictionCache(model, policy, **told)
+        with torch.no_grad():
+            model(texts[0], past_key_values=oracle)
+        if whole is None:
+            oracle = ag.EvictionCache(model, policy, **told)
+        whole = generate(model, ids, cache)
+        assert torch.equal(whole, generate(model, ids, oracle))
+        assert cache.kept_positions(0)[0][0].tolist() == oracle.kept_positions(0)[0][0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("variables", "policy", "told", "held"),
+    [
+        ({}, "h2o", {"budget": 20, "schedule": "every"}, 0),  # what went while it wrote does not come back
+        ({"enable_thinking": False}, "h2o", {"budget": 0.5}, 0),  # the texts part within the prompt
+        ({"enable_thinking": False}, "full", {}, len("<think></think>")),
+    ],
+    ids=["every", "in the prompt", "in the prompt, full"],
+)
+def test_a_text_that_cannot_go_on_is_read_anew(chat, variables, policy, told, held):
+    model, turns = chat
+    cache = ag.EvictionCache(model, policy, **told)
+    first, second, _ = turns(**variables)
+    generate(model, first, cache)
+    assert cache.rewind(second) == (first.shape[1] - held if held else 0)
+    assert torch.equal(generate(model, second, cache), generate(model, second, ag.EvictionCache(model, policy, **told)))
+
+
+def test_nothing_in_common(chat):
+    model, turns = chat
+    cache, ids = ag.EvictionCache(model, "full"), turns()[1]
+    assert cache.rewind(ids) == 0  # nothing was read
+    generate(model, ids, cache)
+    assert cache.rewind(ids.repeat(2, 1)) == 0 and cache.seen_tokens == 0
+    generate(model, ids, cache)
+    assert cache.rewind(ids + 1) == 0 and cache.seen_tokens == 0
+    generate(model, ids, cache)
+    assert cache.rewind(ids) == ids.shape[1] - 1  # one token is left to read
+    assert cache.rewind(ids[:, :5]) == 4 and cache.seen_tokens == 4
+
+
+def test_the_example_of_the_page(chat):
+    """Every question is answered as by a cache of its own."""
+    model, _ = chat
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "engine.md").read_text(), re.DOTALL)
+    [code] = [block for block in blocks if "rewind" in block]
+    names = {"model": model, "tokenizer": tokenizer, "cache": ag.EvictionCache(model, "full")}
+    exec(compile(code, "engine.md", "exec"), names)
+    assert [message["role"] for message in names["chat"]] == ["user", "assistant"] * 2 + ["user"]
+    inputs = names["inputs"]
+    alone = model.generate(**inputs, past_key_values=ag.EvictionCache(model, "full"), max_new_tokens=40)
+    assert torch.equal(names["output"], alone)
