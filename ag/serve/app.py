@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 from fastapi import FastAPI
 from fastapi import Request as Http
 from fastapi.responses import Response, StreamingResponse
-from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ag.engine.policy import Policy
-from ag.model.chat import Part, spans
+from ag.errors import UserError
+from ag.model.chat import Chat, Part, spans
 from ag.serve.batcher import Batcher
 from ag.serve.detokenizer import Detokenizer
 from ag.serve.endpoints import Endpoints, refusal
@@ -203,13 +203,17 @@ class Service(Endpoints):
     def _conversation(self, asked: ChatAsked) -> tuple[list[int], Spans]:
         if self.tokenizer.chat_template is None:
             raise ApiError(400, "the model has no chat template: use /v1/completions.", "messages")
-        messages = [message.for_template() for message in asked.messages]
+        chat = Chat([message.for_template() for message in asked.messages], asked.variables)
         try:
-            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except TemplateError as error:
-            raise ApiError(400, f"the chat template of the model refuses this: {error}.", "messages") from None
+            text = chat.text(self.tokenizer)
+            if "tools" in asked.variables and text == replace(chat, variables=asked.chat_template_kwargs).text(
+                self.tokenizer
+            ):
+                raise ApiError(400, "the chat template of the model tells it of no tools: leave them out.", "tools")
+        except UserError as error:
+            raise ApiError(400, str(error), "messages") from None
         parts = self.limits.protect if asked.protect is None else asked.protect
-        protect = spans(self.tokenizer, text, messages, parts) if parts else ()
+        protect = spans(self.tokenizer, text, chat.messages, parts) if parts else ()
         tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # the template has its own
         return self._checked(tokens), tuple(protect)
 

@@ -19,11 +19,11 @@ from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogpr
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
 from openai.types.completion_create_params import CompletionCreateParamsBase
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError, from_json
 
 from ag.errors import nearest
-from ag.model.chat import Part
+from ag.model.chat import Part, for_template
 from ag.serve.request import Token
 from ag.serve.worker import Piece
 
@@ -44,8 +44,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
 }
 #: Parameters that say something of the client and change no answer.
 IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "user"}
@@ -85,20 +83,60 @@ class TextPart(BaseModel):
     text: str
 
 
+class Function(BaseModel):
+    """What the assistant calls."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(BaseModel):
+    """A call of a tool by the assistant."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: Function
+    index: int | None = None  # of a stream
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as chat templates take it."""
+        named = {} if self.id is None else {"id": self.id}
+        return {"type": self.type, "function": self.function.model_dump()} | named
+
+
 class Message(BaseModel):
     """A message of a conversation."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     name: str | None = None
+    reasoning_content: str | None = None  # the assistant's thoughts, as servers of reasoning models call them
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    content: str | list[TextPart] | None = Field(None, validate_default=True)
 
-    def for_template(self) -> dict[str, str]:
+    @field_validator("content")
+    @classmethod
+    def _is_there(cls, content: Any, others: ValidationInfo) -> Any:
+        if content is None and not (others.data.get("role") == "assistant" and others.data.get("tool_calls")):
+            raise PydanticCustomError("missing", "Field required")
+        return content
+
+    def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        name = {} if self.name is None else {"name": self.name}
-        return {"role": "system" if self.role == "developer" else self.role, "content": content} | name
+        told = self.model_dump(exclude={"tool_calls"})
+        if isinstance(self.content, list):
+            told["content"] = "".join(part.text for part in self.content)
+        if self.role == "developer":
+            told["role"] = "system"
+        if self.tool_calls:
+            told["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return for_template(told)
 
 
 class StreamOptions(BaseModel):
@@ -173,7 +211,16 @@ class ChatAsked(Asked):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+    tools: list[dict[str, Any]] = Field(default_factory=list)  # which the chat template tells the model of
+    tool_choice: Literal["none", "auto"] = "auto"
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # variables of it, such as enable_thinking
     protect: list[Part] | None = None  # parts of the chat that are never evicted; None: those of the server
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the chat template is told beside the messages."""
+        shown = self.tools if self.tool_choice == "auto" else []
+        return self.chat_template_kwargs | ({"tools": shown} if shown else {})
 
     @property
     def longest(self) -> int | None:

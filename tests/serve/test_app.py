@@ -185,8 +185,9 @@ def test_what_is_never_evicted(batcher, monkeypatch):
 
 
 def test_parameters_are_those_of_openai():
-    """And four more; a parameter that is refused unless it asks for nothing is known to OpenAI's API."""
+    """And a few more; a parameter that is refused unless it asks for nothing is known to OpenAI's API."""
     own = {"top_k", "min_p", "repetition_penalty", "protect"}
-    assert set(ChatAsked.model_fields) - ChatAsked.known == own | {"stream"}  # declared by its subclasses
+    of_chats = own | {"chat_template_kwargs"}
+    assert set(ChatAsked.model_fields) - ChatAsked.known == of_chats | {"stream"}  # declared by its subclasses
     assert set(CompletionAsked.model_fields) - CompletionAsked.known == own | {"stream"}
     assert set(NEUTRAL) <= ChatAsked.known | CompletionAsked.known

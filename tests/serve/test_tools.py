@@ -1,0 +1,141 @@
+"""Chats with tools and thoughts: what the template is told, what is refused, and beginnings that it writes anew."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
+pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
+
+import ag  # noqa: E402
+from ag.serve import Batcher, app  # noqa: E402
+from ag.serve.detokenizer import Detokenizer  # noqa: E402
+from tests.support.gates_for import gates_for  # noqa: E402
+from tests.support.http_server import VOCABULARY, byte_tokenizer  # noqa: E402
+from tests.support.reasoning import CHAT, TEMPLATE, TOOLS, call  # noqa: E402
+from tests.support.served import alone  # noqa: E402
+
+POLICIES = {
+    "full": ("full", {}),
+    "snapkv": ("snapkv", {"budget": 40, "window": 8}),
+    "flags": ("flags", {}),
+}
+
+
+@pytest.fixture
+def asked(tiny_llama):
+    """`asked(bodies, policy, template)`: the answers one after the other, the requests, and the batcher."""
+
+    def ask(bodies, policy="full", template=TEMPLATE, **options):
+        model = tiny_llama(vocab_size=VOCABULARY, eos_token_id=2, pad_token_id=0)
+        if policy == "flags":
+            ag.attach(model, gates_for(model, covers="all", scope="causal", recent_tokens=4))
+        batcher, requests = Batcher(model, byte_tokenizer(), ag.policy(policy, **options), ag.Pool(model, 2**22)), []
+        batcher.tokenizer.chat_template = template
+        submit = batcher.submit
+        batcher.submit = lambda request, hear: requests.append(request) or submit(request, hear)
+
+        async def work():
+            made = app.Service(batcher, "tiny", app.Limits()).app()
+            async with made.router.lifespan_context(made):
+                transport = httpx.ASGITransport(made)
+                async with httpx.AsyncClient(transport=transport, base_url="http://ag") as client:
+                    told = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+                    return [await client.post("/v1/chat/completions", json=told | body) for body in bodies]
+
+        return asyncio.run(work()), requests, batcher
+
+    return ask
+
+
+def said(request):
+    return byte_tokenizer().decode(request.tokens)
+
+
+def as_openai(messages):
+    """Messages as OpenAI's clients send them: arguments are JSON, and what is not said is null."""
+    return [
+        {"content": None, "refusal": None, "annotations": []}
+        | message
+        | (
+            {"tool_calls": call(json.dumps(message["tool_calls"][0]["function"]["arguments"]))}
+            if "tool_calls" in message
+            else {}
+        )
+        for message in messages
+    ]
+
+
+def test_the_template_is_told_of_tools_calls_and_thoughts(asked):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    body = {"messages": as_openai(CHAT[:4]), "tools": TOOLS}
+    changes = [{}, {"tool_choice": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}]
+    answers, requests, _ = asked([body | change for change in changes])
+    assert [answer.status_code for answer in answers] == [200] * 3
+    variables = [{"tools": TOOLS}, {}, {"tools": TOOLS, "enable_thinking": False}]
+    expected = [
+        tokenizer.apply_chat_template(CHAT[:4], tokenize=False, add_generation_prompt=True, **told)
+        for told in variables
+    ]
+    assert [said(request) for request in requests] == expected
+    assert [text.count("tool: rain") for text in expected] == [1, 0, 1] and expected[2].endswith("<think></think>")
+    assert all('<think>I have to look.</think><call>rain {"town": "Oslo"}</call>' in text for text in expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"messages": [{"role": "tool"}]}, "messages[0].content", "required"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content", "required"),
+        ({"messages": [{"role": "user", "tool_calls": call("{}")}]}, "messages[0].content", "required"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+            "messages[0].tool_calls[0].function.name",
+            "required",
+        ),
+        ({"tools": [3]}, "tools[0]", "dictionary"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "'auto'"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "messages", "chat_template"),
+        ({"messages": [CHAT[1]] * 2 + [{"role": "tool", "content": "x"}]}, "messages", "no such call"),
+    ],
+)
+def test_what_is_refused(asked, change, param, message):
+    template = TEMPLATE + "{% if messages[-1].role == 'tool' %}{{ raise_exception('no such call') }}{% endif %}"
+    [answer], requests, _ = asked([{"messages": CHAT[:2]} | change], template=template)
+    told = answer.json()["error"]
+    assert (answer.status_code, told["param"]) == (400, param) and message in told["message"] and requests == []
+
+
+def test_tools_that_the_template_does_not_know_are_refused(asked):
+    template = TEMPLATE.replace("tools or []", "[]")
+    answers, _, _ = asked(
+        [{"messages": CHAT[:2], "tools": TOOLS}, {"messages": CHAT[:2], "tools": []}], "full", template
+    )
+    assert [answer.status_code for answer in answers] == [400, 200]
+    assert answers[0].json()["error"]["param"] == "tools"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_turns_whose_thoughts_are_dropped_share_what_is_the_same(asked, name):
+    """Each answer is that of its request alone; what is reused ends where the template writes the text anew."""
+    policy, options = POLICIES[name]
+    system = {"role": "system", "content": "Be brief, and kind to all who ask about the weather by the river. " * 2}
+    chat = [system, *CHAT[1:]]
+    # a call, its result, the answer's question, the next question, which drops the thoughts, and the one after it
+    ends = [2, 4, 6]
+    bodies = [{"messages": chat[:end], "tools": TOOLS} for end in ends]
+    bodies.append({"messages": [*chat, {"role": "user", "content": "Is it windy?"}], "tools": TOOLS})
+    answers, requests, batcher = asked(bodies * 2, policy, **options)
+    texts = [said(request) for request in requests]
+    assert "<think>I have to look." in texts[1] and "<think>I have to look." not in texts[2]
+    for answer, request in zip(answers, requests, strict=True):
+        reader = Detokenizer(byte_tokenizer())  # which gives out whole characters
+        expected = "".join(reader.add(token) for token in alone(batcher.model, batcher.policy, request)) + reader.rest()
+        assert answer.json()["choices"][0]["message"]["content"] == expected
+        assert answer.json()["usage"]["prompt_tokens"] == len(request.tokens)
+    shared = len("tool: rain\nsystem: ") + len(system["content"])
+    assert shared > 64 and batcher.counts.reused >= 6 * (shared // 16 * 16)
+    assert batcher.counts.prompts + batcher.counts.reused == sum(len(request.tokens) for request in requests)
