@@ -134,7 +134,7 @@ def test_every_page_is_in_the_navigation_once():
 
 
 def test_links_hold_on_the_site():
-    read = {page: (ROOT / docs_site.OUTSIDE.get(page, f"docs/{page}")).read_text() for page in site()}
+    read = {page: docs_site.text_of(ROOT / docs_site.OUTSIDE.get(page, f"docs/{page}")) for page in site()}
     for page, text in read.items():
         turned = docs_site.turned(text, page, "https://example.org/ag/")
         for _, _, target, _ in docs_site.LINK.findall("".join(docs_site.FENCE.split(turned)[::2])):
