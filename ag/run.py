@@ -33,7 +33,7 @@ from ag.model.hooks import decoder_of
 from ag.model.quiet import quiet
 from ag.model.support import check_attention
 from ag.run_on_cluster import run_on_cluster
-from ag.training.loggers import build_loggers, read_metrics
+from ag.training.loggers import build_loggers, log_export, read_metrics
 from ag.training.module import GatedLM
 from ag.training.objectives import objective
 from ag.training.sharded import ShardedStrategy, gather
@@ -136,6 +136,7 @@ def fit(
         metrics = load_best(module, run_dir)
     if trainer.is_global_zero:
         write_export(run_dir / "export", module, base, tokenizer, metrics)
+        log_export(trainer.loggers, run_dir / "export", config.recipe, metrics)
         if batches.counts.truncated:
             print(f"{batches.counts.truncated} prompts lost {batches.counts.truncated_tokens} tokens on their left.")
         if batches.counts.skipped:

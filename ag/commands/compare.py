@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ag.cluster import CLUSTER
 from ag.commands.shared import KVDtype, SharedModel
 from ag.config.command_line import keyed
 from ag.config.policies import split_label
-from ag.config.sections import BUDGET, ModelConfig, key, mapping
+from ag.config.sections import BUDGET, ModelConfig, WandbConfig, key, mapping
 from ag.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class CompareConfig(SharedModel):
     seed: int = key(0, "seed of generated samples", low=0, high=2**32 - 1)
     output: str | None = key(None, "folder of the results, resumed when it has some; null: runs/RECIPE")
     cluster: str | None = key(None, CLUSTER)
+    logger: list[Literal["wandb"]] = key([], "where the report goes beside output")
+    wandb: WandbConfig = field(default_factory=WandbConfig)
     retry: bool = key(False, "run the cells again that ended without a result")
     view_samples: int = key(2, "samples of each task whose kept tokens the report shows", low=0)
     view_tokens: int = key(1024, "tokens of each of them", low=1)

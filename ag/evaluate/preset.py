@@ -22,7 +22,7 @@ from ag.config.recipes import load_config
 from ag.engine.spec import PolicySpec, named
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import list_cells
-from ag.evaluate.comparison.compare import compare
+from ag.evaluate.comparison.compare import compare, log
 from ag.evaluate.comparison.result import Result
 from ag.evaluate.comparison.tables import OVER, OVER_NOTE
 
@@ -35,6 +35,7 @@ class Preset:
 
     config: CompareConfig
     names: dict[str, str]  # what each of its policies is called here
+    trained: Config | None  # the run whose gates these are
 
     def name(self, result: Result) -> str:
         """What a result is called: ``full cache``, ``flags``, ``gates 0.5``, ``h2o 0.5``."""
@@ -55,6 +56,8 @@ def run(asked: Invocation[EvaluateConfig]) -> int:
     if results:
         console.print(table(results, comparison.counted(TASK)))
         console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
+    if preset.trained is not None and "wandb" in preset.trained.logger:
+        log(comparison, Path(str(asked.config.run)), preset.trained.recipe, preset.trained.wandb)
     for result in comparison.failed:
         print(f"ag.evaluate: error: {preset.name(result)}: {result.summary.problem}", file=sys.stderr)
     return 2 if comparison.failed else 0
@@ -99,6 +102,7 @@ def translate(config: EvaluateConfig) -> Preset:
             retry=True,
         ),
         dict(zip(named(list(listed)), listed.values(), strict=True)),
+        recipe,
     )
 
 

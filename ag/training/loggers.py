@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import os
-import secrets
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from ag.config import Config
+from ag.training.artifacts import log_folder, run_id
 
 
 class MetricsFile(Logger):
@@ -110,7 +111,7 @@ def _number(cell: str) -> float:
 def build_loggers(config: Config, run_dir: Path) -> list[Logger]:
     """Make the loggers of a run: metrics.csv, and those that `logger` asks for; all write to the run folder.
 
-    The id of the W&B run is kept in `wandb_id.txt`, so that a resumed run continues it.
+    The id of the W&B run is kept in the run folder, so that a resumed run continues it.
     """
     run_dir = Path(run_dir)
     loggers: list[Logger] = [MetricsFile(run_dir)]
@@ -123,16 +124,18 @@ def build_loggers(config: Config, run_dir: Path) -> list[Logger]:
                 name=run_dir.name,
                 save_dir=run_dir,
                 offline=config.wandb.offline,
-                id=_wandb_id(run_dir),
+                id=_run_id(run_dir),
+                config=asdict(config),
             )
         )
     return loggers
 
 
-@rank_zero_only
-def _wandb_id(run_dir: Path) -> str:
-    path = run_dir / "wandb_id.txt"
-    if not path.exists():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        path.write_text(secrets.token_hex(4))
-    return path.read_text()
+def log_export(loggers: Iterable[Logger], folder: Path, recipe: str, metrics: Mapping[str, float]) -> None:
+    """Log an export as an artifact where W&B is one of the loggers; other runs of the recipe have other versions."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            log_folder(logger.experiment, folder, f"{recipe}-export", "export", metrics)
+
+
+_run_id = rank_zero_only(run_id)

@@ -11,6 +11,7 @@ from rich.console import Console
 from ag.commands.compare import CompareConfig
 from ag.config.command_line import Invocation
 from ag.config.recipes import dump
+from ag.config.sections import WandbConfig
 from ag.errors import BudgetWarning
 from ag.evaluate.comparison import leaderboard
 from ag.evaluate.comparison.cells import list_cells
@@ -21,6 +22,7 @@ from ag.evaluate.comparison.page import render
 from ag.evaluate.comparison.shares import APART
 from ag.evaluate.comparison.tables import markdown, printed
 from ag.evaluate.comparison.work import fill
+from ag.training.artifacts import log_report
 
 
 def run(asked: Invocation[CompareConfig]) -> int:
@@ -37,6 +39,8 @@ def run(asked: Invocation[CompareConfig]) -> int:
     if apart := comparison.apart():
         console.print(f"{APART} {'; '.join(apart)}", soft_wrap=True)
     console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
+    if "wandb" in asked.config.logger:
+        log(comparison, comparison.folder, asked.config.recipe, asked.config.wandb)
     for result in comparison.failed:
         print(f"ag.compare: error: {result.summary.task}: {result.name}: {result.summary.problem}", file=sys.stderr)
     return 2 if comparison.failed else 0
@@ -76,3 +80,12 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
     if comparison.hidden:
         console.print(f"{len(comparison.hidden)} rows of earlier commands are in the folder and not shown.")
     return comparison
+
+
+COLUMNS = ("label", "budget", "task", "metric", "kept", "mean", "error", "n", "kv_bytes")
+
+
+def log(comparison: Comparison, run_folder: Path, name: str, settings: WandbConfig) -> None:
+    """Log a comparison to W&B, as the run of a folder: its own, or that of a run of ``ag.fit``."""
+    rows = [[getattr(result.summary, column) for column in COLUMNS] for result in comparison.results]
+    log_report(comparison.folder, run_folder, f"{name}-report", settings, COLUMNS, rows)
