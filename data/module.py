@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ag.data.collate import Collator, Row
 from ag.data.sampler import FILLER, Shard, Stream, TrainOrder, ValidationOrder
-from ag.data.sources import DataError
+from ag.data.sources import DataError, called
 
 if TYPE_CHECKING:
     from ag.config import DataConfig
@@ -42,7 +42,7 @@ class RowGroups(Dataset[list[Row]]):
 
 def _empty(split: str, data: DataConfig, skipped: int) -> str:
     """Say that a split has no rows, and why: none was left, or none fitted."""
-    said = f"the {split} split of {data.name}{f' in {data.root}' if data.root else ''} has no rows"
+    said = f"the {split} split of {called(data)} has no rows"
     if skipped:
         return (
             f"{said}: {skipped} were left out, too short for a prompt and what follows it, or too long; use a lower "

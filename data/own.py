@@ -24,7 +24,7 @@ from ag.data import chats
 from ag.data.collate import Collator, Row, end_tokens, padding_token, start_tokens
 from ag.data.encode import Encoder
 from ag.data.module import Counts, DataModule
-from ag.data.sources import DataError, Record, check_fields, dataset_of, held_out
+from ag.data.sources import DataError, Record, called, check_fields, dataset_of, held_out
 from ag.data.templates import Example
 from ag.data.text import Text
 from ag.model.chat import variables
@@ -77,8 +77,8 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     if form.columns == [data.text_field]:
         module = Text().build(config, tokenizer, context)
         module.about = (
-            f"{data.name}: {data.text_field}, documents that are cut into a prompt and its continuation, which carries "
-            "the loss (data.kind=text data.packing=packed: loss on all tokens)"
+            f"{called(data)}: {data.text_field}, documents that are cut into a prompt and its continuation, which "
+            "carries the loss (data.kind=text data.packing=packed: loss on all tokens)"
         )
         return module
     first = held_out(source, data)
@@ -95,7 +95,7 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
     counts.val_skipped = counts.skipped - before
     collator = Collator(padding_token(tokenizer))
     module = DataModule(train, [(row,) for row in validation], collator, data, config.seed, counts)
-    module.about = f"{data.name}: {form.describe(tokenizer)}"
+    module.about = f"{called(data)}: {form.describe(tokenizer)}"
     return module
 
 

@@ -165,6 +165,13 @@ def local_folder(root: str, name: str) -> Path:
     raise DataError(f"data.root={root} holds neither a folder {name} nor files such as train.jsonl[.gz]")
 
 
+def called(data: DataConfig) -> str:
+    """Return what messages call a dataset: its name, or the folder ``data.root`` where that holds the rows itself."""
+    if data.root is None:
+        return data.name
+    return data.root if holds_rows(Path(data.root)) else f"{data.name} in {data.root}"
+
+
 def holds_rows(folder: Path) -> bool:
     """Whether files of rows lie in a folder itself."""
     return any(file.name.endswith(ENDINGS) for file in folder.glob("*"))

@@ -118,16 +118,16 @@ def build_loggers(config: Config, run_dir: Path) -> list[Logger]:
     if "tensorboard" in config.logger:
         loggers.append(TensorBoardLogger(run_dir, name="tensorboard", version="", default_hp_metric=False))
     if "wandb" in config.logger:
-        loggers.append(
-            WandbLogger(
-                project=config.wandb.project,
-                name=run_dir.name,
-                save_dir=run_dir,
-                offline=config.wandb.offline,
-                id=_run_id(run_dir),
-                config=asdict(config),
-            )
+        logger = WandbLogger(
+            project=config.wandb.project,
+            name=run_dir.name,
+            save_dir=run_dir,
+            offline=config.wandb.offline,
+            id=_run_id(run_dir),
+            config=asdict(config),
         )
+        logger._wandb_init.pop("anonymous", None)  # Lightning 2.6 hands on what W&B warns of
+        loggers.append(logger)
     return loggers
 
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import ag.data
-from ag.data.sources import DataError
+from ag.data.sources import DataError, called
 from ag.data.text import AGAIN
 from tests.support.refused import refuses
 
@@ -162,7 +162,7 @@ def test_bad_settings(make_config, corpus, tokenizer, data, parts):
 def test_all_documents_too_short(make_config, tmp_path, write, tokenizer):
     for split in ("train", "validation"):
         write(tmp_path, split, [{"text": "the fox"}] * 4)
-    with refuses(DataError, "training", "corpus"):
+    with refuses(DataError, "training", str(tmp_path)):
         build(make_config, tokenizer, str(tmp_path))
 
 
@@ -306,3 +306,11 @@ def test_why_a_split_has_no_rows(make_config, tokenizer, tmp_path, write):
     write(tmp_path / "corpus", "validation", [{"text": DOCUMENTS[2]}])
     with refuses(DataError, "training split", "2 were left out", "too short", "data.prompt_min=80"):
         build(make_config, tokenizer, str(tmp_path), prompt_min=80)
+
+
+def test_what_messages_call_the_data(make_config, tmp_path, write):
+    """The folder where it holds the rows: nobody gave the default name."""
+    write(tmp_path / "corpus", "train", [{"text": DOCUMENTS[0]}])
+    told = [{"name": "a/b"}, {"root": str(tmp_path), "name": "corpus"}, {"root": str(tmp_path / "corpus")}]
+    expected = ["a/b", f"corpus in {tmp_path}", str(tmp_path / "corpus")]
+    assert [called(make_config(**one).data) for one in told] == expected
