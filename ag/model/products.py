@@ -1,9 +1,9 @@
 """Layers that compute one token's states in another way while it passes an interceptor.
 
-PyTorch (MKL) multiplies one token's states with a weight on one core, slower than memory allows, and most of a decoding
-step on a CPU is that: there the linear layers compute by :func:`ag.kernels.gemv.gemv`, on all threads. Transformers' RMS norms are six
-operations of PyTorch's, and one where it has the formula itself; of a few numbers each costs its launch alone. Before
-and after such a pass the layers are untouched.
+PyTorch (MKL) multiplies one token's states with a weight on one core, slower than memory allows, and most of a
+decoding step on a CPU is that: there the linear layers compute by :func:`ag.kernels.gemv.gemv`, on all threads.
+Transformers' RMS norms are six operations of PyTorch's, and one where it has the formula itself; of a few numbers each
+costs its launch alone. Before and after such a pass the layers are untouched.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def thinking(seconds: int) -> Line:
         name="decode_reasoning",
         command=bench("decode", "keep=[0.25]", "policy=[rkv,h2o]", "schedule=steps:128"),
         seconds=seconds,
-        shapes=tuple(Shape(x.gib, x.values | {"more": "rounds=1 warmup=0 steps=512"}) for x in shapes),
+        shapes=tuple(Shape(x.gib, {**x.values, "more": "rounds=1 warmup=0 steps=512"}) for x in shapes),
         rehearsal=TINY | {"context": "32"},
     )
 
