@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,8 @@ def resolve(name: str, revision: str | None = None) -> str:
             f"model.name={name!r} is not a folder with a config.json: give one that save_pretrained wrote, a "
             f"hub id, {ALIAS!r} or {GEMMA3.name!r}"
         )
+    if near := get_close_matches(name, [ALIAS, GEMMA3.name], cutoff=0.8):  # the hub's names have an owner, or are old
+        raise ModelError(f"model.name={name!r}: did you mean {near[0]!r}? A model of the hub is OWNER/NAME.")
     return name
 
 
