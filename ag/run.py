@@ -91,7 +91,11 @@ def fit(
     """
     check_trainer(config)
     data.check(config.data)  # that somebody has registered the parts that the keys name
-    gate_kind(config.gate.kind)
+    if gate_kind(config.gate.kind).decays and config.train != "lora":
+        raise UserError(
+            f"gate.kind={config.gate.kind}: its scores fall with a token's age, and have no flags to train under: "
+            "expected a kind with flags, such as gate.kind=mlp."
+        )
     objective(config.loss.objective)
     L.seed_everything(config.seed, workers=True, verbose=False)
     base, tokenizer = models.load_base(config.model)

@@ -31,10 +31,13 @@ class GateConfig:
     kind: str = key(
         "attention",
         "attention block; or a map of each token by itself: linear, affine (with biases), mlp of two layers, "
-        "fast_kvzip (its share of attention beside learned keys); or one of plugins",
-        words="attention | linear | affine | mlp | fast_kvzip | a kind of your own",
+        "fast_kvzip (its share of attention beside learned keys), retention (how fast it is forgotten: for "
+        "inference); or one of plugins",
+        words="attention | linear | affine | mlp | fast_kvzip | retention | a kind of your own",
     )
-    hidden: int = key(64, "kind=mlp: units of the hidden layer; fast_kvzip: learned keys of a KV head", low=1)
+    hidden: int = key(
+        64, "kind=mlp and retention: units of the hidden layer; fast_kvzip: learned keys of a KV head", low=1
+    )
     window: int = key(0, "kind=attention: newest tokens that a token's gate looks at, its own included; 0: all", low=0)
     covers: Literal["prompt", "all"] = key(
         "prompt", "which tokens may be evicted: those of the first prompt, or later turns and generated ones too"
@@ -83,7 +86,7 @@ class GateConfig:
                 f"gate.window={self.window} with gate.scope=prompt: such a gate sees the whole prompt; use "
                 "gate.scope=causal, or gate.window=0."
             )
-        if self.window and self.kind in ("linear", "affine", "mlp", "fast_kvzip"):
+        if self.window and self.kind in ("linear", "affine", "mlp", "fast_kvzip", "retention"):
             raise ValueError(
                 f"gate.window={self.window} with gate.kind={self.kind}: such a gate looks at one token by itself; use "
                 "gate.window=0, or gate.kind=attention."

@@ -307,8 +307,8 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         self.lookback.reset()
 
     def _said(self, step: Step) -> Tensor | None:
-        """Return what is stored of a gate beside the new tokens, ``[B, Hkv, T]``: their probability; None: nothing."""
-        return None if self.gates is None or step.logits is None else self.gates.probability(step.logits)
+        """Return what is stored of a gate beside the new tokens, ``[B, Hkv, T]``; None: nothing."""
+        return None if self.gates is None or step.logits is None else self.gates.stored(step.logits)
 
     def _store(self, step: Step) -> None:
         """Store the new tokens, in place of what none of their queries sees."""
@@ -572,6 +572,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             layer=call.layer,
             sliding_window=call.window,
             gate=None if gate is None else gate.masked_fill(~filled, 0.0),
+            decays=self.gates is not None and self.gates.decays,
             own_prompt=now.prompt_lengths,
             stays=now.stays(ranks),
             decoding=not now.reading,

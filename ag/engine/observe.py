@@ -140,6 +140,7 @@ class Observation:
         layer: index of the layer.
         sliding_window: of the model's layer, or None.
         gate: probabilities ``[B, Hkv, N]`` of the layer's gate, or None.
+        decays: whether these are logs, of what is left of a token's worth after each one that comes.
         own_prompt: ``[B]`` long, own tokens of each prompt as far as they are known; None: all tokens seen.
         stays: ``[B, Hkv, N]`` bool, tokens that the caller protects; None: none.
         decoding: whether the prompt is over.
@@ -162,6 +163,7 @@ class Observation:
     layer: int = 0
     sliding_window: int | None = None
     gate: Tensor | None = None
+    decays: bool = False
     own_prompt: Tensor | None = None
     stays: Tensor | None = None
     decoding: bool = False

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from ag.config.exports import StrPath, absence, here, on_hub, sibling
 from ag.files import fsync
-from ag.gates.foreign import MODEL_CONFIG, MODEL_WEIGHTS, is_kvzap, recognise
+from ag.gates.foreign import MODEL_CONFIG, recognise, weights_of
 from ag.gates.manifest import ADAPTER, BEFORE_1_2, CARD, CONFIG, FIGURE, WEIGHTS, ExportError, validate
 from ag.model.geometry import fingerprint
 
@@ -48,8 +48,8 @@ def download(repository: str, revision: str | None) -> Path:
     wanted = [WEIGHTS, CONFIG, CARD, FIGURE, MODEL_CONFIG, f"{ADAPTER}/*"]
     try:
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
-        if is_kvzap(folder):  # of other repositories the weights may be those of a language model
-            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=[*wanted, MODEL_WEIGHTS]))
+        if (weights := weights_of(folder)) is not None:  # of other repositories they may be those of a language model
+            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=[*wanted, weights]))
         return folder
     except REFUSALS as error:
         at = "" if revision is None else f" at {revision}"

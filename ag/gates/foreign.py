@@ -1,4 +1,4 @@
-"""Gates of other projects, which are read as their authors published them: KVzap and Fast KVzip.
+"""Gates of other projects, which are read as their authors published them: KVzap, Fast KVzip and TRIM-KV.
 
 A folder is told by what lies in it. What its files leave open (thresholds, sinks, windows) is what the authors' code
 does by default, said beside each.
@@ -29,6 +29,13 @@ MODEL_CONFIG, MODEL_WEIGHTS = "config.json", "model.safetensors"  # of PreTraine
 KVZAP_WINDOW, KVZAP_THRESHOLD = 128, -4.0
 FAST_KVZIP = re.compile(r"q(?P<group>\d+)_dim(?P<dim>\d+)_sink(?P<sinks>\d+)\.pt")
 FAST_KVZIP_WINDOW, FAST_KVZIP_SINKS = 4096, 4
+TRIMKV_WEIGHTS = "trimkv_weights.pth"
+TRIMKV = re.compile(r"model\.layers\.(\d+)\.self_attn\.retention_gate\.([\w.]+)")
+TRIMKV_PARTS = {  # their names, and those of a gate here
+    **{"linear1.weight": "inner.weight", "linear1.bias": "inner.bias"},
+    **{"linear2.weight": "outer.weight", "bias": "outer.bias"},
+}
+TRIMKV_STRATEGIES = ("alpha", "layer_wise_alpha")
 
 
 @dataclass(frozen=True)
@@ -39,14 +46,21 @@ class Foreign:
     fingerprint: dict[str, Any]  # as much as the checkpoint knows
     config: GateConfig
     read: Callable[[bytes], dict[str, Tensor]]
+    base: str = ""  # name of the model, where the checkpoint says it
 
     def info(self) -> dict[str, Any]:
-        """Return what is known, as ``gate_config.json`` of an export says it."""
+        """Return what is known, as ``gate_config.json`` of an export says it.
+
+        Raises:
+            ExportError: the weights are not there.
+        """
+        if not self.file.is_file():
+            raise ExportError(f"{self.file}: no such file: expected it beside {MODEL_CONFIG}; copy the whole folder.")
         state = self.file.stat()
         digest = _digest(self.file, state.st_size, state.st_mtime_ns)
         return {
             "schema_version": SCHEMA_VERSION,
-            "base_model": {"name": "", "revision": None, "fingerprint": self.fingerprint},
+            "base_model": {"name": self.base, "revision": None, "fingerprint": self.fingerprint},
             "gate": asdict(self.config),
             "keep_rate": None,
             "metrics": {},
@@ -84,23 +98,32 @@ def recognise(folder: Path) -> Foreign | None:
     """
     if not folder.is_dir() or (folder / CONFIG).is_file():
         return None
-    if (config := _kvzap_config(folder)) is not None:
-        return _kvzap(folder, config)
+    config = _model_config(folder)
+    read = {MODEL_WEIGHTS: _kvzap, TRIMKV_WEIGHTS: _trimkv}.get(_weights_of(config))
+    if read is not None:
+        return read(folder, config)
     files = [file for file in sorted(folder.glob("q*_dim*_sink*.pt")) if FAST_KVZIP.fullmatch(file.name)]
     return _fast_kvzip(files[0]) if files else None
 
 
-def is_kvzap(folder: Path) -> bool:
-    """Whether the configuration in a folder is that of KVzap, wherever its weights are."""
-    return _kvzap_config(folder) is not None
+def weights_of(folder: Path) -> str | None:
+    """Return the file of gates that goes with the configuration in a folder, wherever it is; None: of no gates."""
+    return _weights_of(_model_config(folder)) or None
 
 
-def _kvzap_config(folder: Path) -> dict[str, Any] | None:
+def _model_config(folder: Path) -> dict[str, Any]:
+    """Return ``config.json``; nothing where it cannot be read."""
     try:
         config = json.loads((folder / MODEL_CONFIG).read_bytes())
     except (OSError, ValueError, RecursionError):
-        return None
-    return config if isinstance(config, dict) and config.get("model_type") == "kvzap" else None
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _weights_of(config: Mapping[str, Any]) -> str:
+    if config.get("model_type") == "kvzap":
+        return MODEL_WEIGHTS
+    return TRIMKV_WEIGHTS if "retention_gate" in config else ""
 
 
 def _kvzap(folder: Path, config: dict[str, Any]) -> Foreign:
@@ -179,15 +202,66 @@ def _fast_kvzip(file: Path) -> Foreign:
 
 
 def _fast_kvzip_states(file: Path, raw: bytes) -> list[dict[str, Tensor]]:
+    found = _unpickled(file, raw, "Fast KVzip's gates")
+    states = found.get("module") if isinstance(found, Mapping) else None
+    plain = isinstance(states, list) and all(isinstance(state, Mapping) for state in states)
+    if not plain or not states or not all(isinstance(x, Tensor) for state in states for x in state.values()):
+        raise ExportError(f"{file}: 'module' is no list of state dicts: expected Fast KVzip's gates, one a layer.")
+    return [dict(state) for state in states]
+
+
+def _trimkv(folder: Path, config: dict[str, Any]) -> Foreign:
+    """Read what TRIM-KV published (ngocbh/trimkv): the configuration of its model, and the weights of its gates alone.
+
+    A gate's sigmoid is the share of a token's worth that is left after each token that comes. The authors' code reads a
+    prompt densely; whenever ``memory_size + buffer_size`` tokens are held, the ``memory_size`` with the highest scores
+    stay. These two are settings of a run, not of the weights: they are the budget and ``schedule=buffer:n`` here.
+    """
+    file, weights = folder / MODEL_CONFIG, folder / TRIMKV_WEIGHTS
+    for name, known, does in (
+        ("retention_gate", ("rg",), "such a gate reads keys and values, and gates here read hidden states"),
+        ("hidden_act", ("silu",), "gates of that activation are not known here"),
+        ("compress_strategy", TRIMKV_STRATEGIES, "scores with the norms of keys, and thresholds, are not known here"),
+    ):
+        value = config.get(name, known[0])
+        if value not in known:
+            raise ExportError(f"{file}: {name}={value!r:.80}: {does}: expected {' or '.join(known)}; use another one.")
+    sizes = {
+        name: config.get(name)
+        for name in ("num_hidden_layers", "num_key_value_heads", "hidden_size", "retention_gate_intermediate_size")
+    }
+    _check_sizes(file, sizes)
+    layers, heads, width, hidden = (int(size or 0) for size in sizes.values())
+
+    def read(raw: bytes) -> dict[str, Tensor]:
+        stored = _unpickled(weights, raw, "TRIM-KV's gates")
+        if not isinstance(stored, Mapping) or not all(isinstance(x, Tensor) for x in stored.values()):
+            raise ExportError(f"{weights}: no state dict: expected TRIM-KV's gates.")
+        found = {}
+        for name, tensor in stored.items():
+            match = TRIMKV.fullmatch(str(name))
+            if match is None or match[2] not in TRIMKV_PARTS:
+                raise ExportError(
+                    f"{weights}: {name!s:.80} is no weight of a retention gate, and the base model stays as it is: "
+                    "expected TRIM-KV's gates alone; use another checkpoint."
+                )
+            found[f"layers.{match[1]}.{TRIMKV_PARTS[match[2]]}"] = tensor
+        return found
+
+    gate = GateConfig(kind="retention", hidden=hidden, bias=0.0, covers="all", prefill="dense")
+    geometry = _geometry(layers, heads, width)
+    if isinstance(config.get("model_type"), str):
+        geometry["model_type"] = config["model_type"]
+    base = config.get("base_model")
+    return Foreign(weights, geometry, gate, read, base if isinstance(base, str) else "")
+
+
+def _unpickled(file: Path, raw: bytes, expected: str) -> Any:
     """Unpickle tensors, and nothing else."""
     try:
-        found = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)["module"]
+        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except Exception as error:  # a pickle may hold anything
-        raise ExportError(f"{file}: cannot be read as tensors ({error}): expected Fast KVzip's gates.") from error
-    plain = isinstance(found, list) and all(isinstance(state, Mapping) for state in found)
-    if not plain or not found or not all(isinstance(x, Tensor) for state in found for x in state.values()):
-        raise ExportError(f"{file}: 'module' is no list of state dicts: expected Fast KVzip's gates, one a layer.")
-    return [dict(state) for state in found]
+        raise ExportError(f"{file}: cannot be read as tensors ({error}): expected {expected}.") from error
 
 
 def _geometry(layers: int, heads: int, width: int) -> dict[str, Any]:
@@ -197,7 +271,7 @@ def _geometry(layers: int, heads: int, width: int) -> dict[str, Any]:
 def _check_sizes(file: Path, sizes: Mapping[str, Any]) -> None:
     """Refuse sizes that are no numbers, or whose memory nothing would bound."""
     for name, size in sizes.items():
-        most = MOST_LAYERS if name in ("n_modules", "layers") else MOST
+        most = MOST_LAYERS if name in ("n_modules", "layers", "num_hidden_layers") else MOST
         if type(size) is not int or not 1 <= size <= most:
             raise ExportError(f"{file}: {name}={size!r:.80}: expected a whole number from 1 to {most}; copy it again.")
 

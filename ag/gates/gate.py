@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,10 @@ class AttentionGate(nn.Module):
         kv_heads: KV heads Hkv of the layer.
         config: hyper-parameters.
     """
+
+    #: Whether a token's score falls with its age: the sigmoid of its logit is what is left of its worth after each
+    #: token that comes. Such gates rank tokens under a budget, and have no flags.
+    decays: ClassVar[bool] = False
 
     def __init__(self, hidden_size: int, heads: int, kv_heads: int, config: GateConfig) -> None:
         super().__init__()
@@ -228,6 +232,21 @@ class FastKVzipGate(TokenGate):
         return kept - gone
 
 
+class RetentionGate(MLPGate):
+    """Two layers on each token by itself, which say how much of its worth is left after each token that comes.
+
+    Source: Bui et al. 2025, "Cache What Lasts: Token Retention for Memory-Bounded KV Cache in LLMs" (TRIM-KV), arXiv
+    2512.03324.
+    """
+
+    decays = True
+
+    def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
+        """Return the logits ``[B, T, heads]``."""
+        result: Tensor = self.outer(F.silu(self.inner(hidden)))
+        return result
+
+
 #: The classes of gates by the name that ``GateConfig.kind`` gives them.
 KINDS: dict[str, type[AttentionGate]] = {
     "attention": AttentionGate,
@@ -235,6 +254,7 @@ KINDS: dict[str, type[AttentionGate]] = {
     "affine": AffineGate,
     "mlp": MLPGate,
     "fast_kvzip": FastKVzipGate,
+    "retention": RetentionGate,
 }
 
 
@@ -269,6 +289,8 @@ class AttentionGates(nn.Module):
         #: What the last validation measured, or the export records: the boundary of each share. None: not measured.
         self.calibration: Calibration | None = None
         kind = gate_kind(config.kind)
+        #: Whether scores fall with the age of a token; see :class:`AttentionGate`.
+        self.decays = kind.decays
         heads = geometry["num_kv_heads" if config.granularity == "kv_head" else "num_heads"]
         self.layers = nn.ModuleDict(
             {
@@ -292,8 +314,25 @@ class AttentionGates(nn.Module):
         """``sigmoid(logits + bias)``, the soft gate."""
         return torch.sigmoid(logits + self.config.bias)
 
+    def stored(self, logits: Tensor) -> Tensor:
+        """What a cache stores of each token to rank it by: the soft gate, or its log where scores decay."""
+        return F.logsigmoid(logits + self.config.bias) if self.decays else self.probability(logits)
+
+    def check_flags(self) -> None:
+        """Raise ``UserError`` when these gates have no flags."""
+        if self.decays:
+            raise UserError(
+                f"gate.kind={self.config.kind}: a token's score falls with its age, and no flag says when it goes: "
+                "expected a budget, such as ag.policy('gates:PATH', budget=512); to train gates use another kind."
+            )
+
     def flags(self, logits: Tensor) -> Tensor:
-        """Hard flags: True where a token is kept (Eq. 4, strict inequality)."""
+        """Hard flags: True where a token is kept (Eq. 4, strict inequality).
+
+        Raises:
+            UserError: these gates have none.
+        """
+        self.check_flags()
         odds = self.config.threshold / (1 - self.config.threshold)
         return logits > math.log(odds) - self.config.bias  # probability > threshold, in one operation
 
@@ -303,7 +342,11 @@ class AttentionGates(nn.Module):
         The straight-through estimator (Yin et al. 2019) has the value of the flags and the slope of the sigmoid. The
         soft estimator adds logistic noise in training, which makes the sigmoid a relaxed Bernoulli sample; outside
         training it is the flags.
+
+        Raises:
+            UserError: these gates have none.
         """
+        self.check_flags()
         if self.config.estimator == "soft" and self.training:
             uniform = torch.rand_like(logits).clamp_(1e-6, 1 - 1e-6)
             return self.probability(logits + torch.logit(uniform))

@@ -158,9 +158,10 @@ class LayerBudgets(Attributes):
     def settle(self, layer: int, ballot: Ballot, budget: Tensor, mean: Tensor | None = None) -> None:
         """Fix a layer budget for decoding; a prompt that fitted leaves every layer the mean, which is the capacity.
 
-        In blocks, a prompt that ended before the others of its batch is due no more, and settled.
+        So does one that stays whole until a buffer is full. In blocks, a prompt that ended before the others of its
+        batch is due no more, and settled.
         """
-        fitted = ballot.prompt <= ballot.capacity
+        fitted = (ballot.prompt <= ballot.capacity) | ~ballot.due
         budget = budget.where(~fitted, ballot.capacity if mean is None else mean)
         self.settled[layer] = budget.where(ballot.due, self.settled.get(layer, budget))
 

@@ -23,6 +23,10 @@ class Gates(Scorer):
 
     In a layer without a gate all scores are equal, so that the first tokens stay.
 
+    Gates whose scores decay (``gate.kind=retention``) say how much of a token's worth is left after each token that
+    comes, ``b``. A score is ``(age + 2) log b``, the age of the newest token being 0, as in the code of TRIM-KV (Bui et
+    al. 2025, ngocbh/trimkv).
+
     Attributes:
         sinks: first tokens that stay; None: as many as every query saw in training, ``gate.sink_tokens``.
         recent: newest tokens that stay; None: ``trained_recent``, but at most ``recent_share`` of the budget, and
@@ -57,8 +61,12 @@ class Gates(Scorer):
         return replace(self, trained_sinks=sinks, trained_recent=recent)
 
     def score(self, seen: Observation) -> Tensor:
-        """Return the probability, 1 without a gate."""
-        return seen.gate if seen.gate is not None else seen.key_ranks.new_ones(seen.key_ranks.shape).float()
+        """Return the probability, or what is left of a token; 1 without a gate."""
+        if seen.gate is None:
+            return seen.key_ranks.new_ones(seen.key_ranks.shape).float()
+        if not seen.decays:
+            return seen.gate
+        return seen.gate.clamp_max(0.0) * (seen.age + 2)  # 1 is stored where a gate was not asked
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return the sinks and the newest tokens."""
