@@ -578,7 +578,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             decoding=not now.reading,
             precise=self.policy.scorer is not None and self.policy.scorer.needs.precise,
             recorded=MappingProxyType(self.memory),
-            rotation=self.rotation.turn,
+            rotation=partial(self.rotation.turn, layer=call.layer),
             projection=lambda: output_weight(call.module, call.q.shape[1]),
             memo=call.memo,
             memo_of_pass=now.memo,

@@ -30,9 +30,9 @@ class Original:
         """
         return None
 
-    def turn(self, x: Tensor, places: Tensor, span: int) -> Tensor:
-        """Rotate ``[B, H, n, D]`` further by places ``[B, 1, n or 1]``, averaged over so many from there on."""
-        return rotate(self.decoder, x, places, span)
+    def turn(self, x: Tensor, places: Tensor, span: int, layer: int) -> Tensor:
+        """Rotate ``[B, H, n, D]`` of a layer by places ``[B, 1, n or 1]``, averaged over so many from there on."""
+        return rotate(self.decoder, x, places, span, layer)
 
     def unrotated(self, call: AttentionCall, now: Pass) -> AttentionCall:
         """Return a call with keys as they are stored, and queries that :meth:`queries` takes."""

@@ -318,7 +318,19 @@ def _wide(index: Tensor, like: Tensor) -> Tensor:
     return index[:, :, None].expand(-1, -1, like.shape[-1])
 
 
-def rotate(decoder: Any, x: Tensor, positions: Tensor, span: int = 1) -> Tensor:
+def rope_of(decoder: Any, layer: int) -> tuple[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], float]:
+    """Return what makes cosines and sines ``[B, T, D]`` like x for positions ``[B, T]`` in a layer, and their scaling.
+
+    Some models have a RoPE for each type of layers (Gemma 3).
+    """
+    rotary = decoder.rotary_emb
+    if not isinstance(rotary.rope_type, dict):
+        return rotary, rotary.attention_scaling
+    kind = decoder.config.layer_types[layer]
+    return partial(rotary, layer_type=kind), getattr(rotary, f"{kind}_attention_scaling")
+
+
+def rotate(decoder: Any, x: Tensor, positions: Tensor, span: int = 1, layer: int = 0) -> Tensor:
     """Rotate queries or keys further by whole positions, as the model's RoPE does; negative ones turn back.
 
     Args:
@@ -326,11 +338,13 @@ def rotate(decoder: Any, x: Tensor, positions: Tensor, span: int = 1) -> Tensor:
         x: ``[B, H, n, D]``, already scaled as the model's RoPE scales (yarn).
         positions: ``[B or 1, H or 1, n or 1]`` long.
         span: rotate by the mean of so many positions, from each of these on.
+        layer: index of the layer, where layers have several RoPEs.
     """
     apply = sys.modules[type(decoder).__module__].apply_rotary_pos_emb
     positions = positions.expand(len(x), -1, -1)
     steps = (positions[..., None] + torch.arange(span, device=positions.device)).flatten(1)
-    cos, sin = (part / decoder.rotary_emb.attention_scaling for part in decoder.rotary_emb(x.float(), steps))
+    rope, scaling = rope_of(decoder, layer)
+    cos, sin = (part / scaling for part in rope(x.float(), steps))
     cos, sin = (  # a rotation is linear in both
         part.unflatten(1, (*positions.shape[1:], span)).mean(3).expand(-1, x.shape[1], -1, -1).flatten(0, 1)
         for part in (cos, sin)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ag.errors import UserError
-from ag.model.hooks import AttentionCall, Interceptor, UnsupportedModelError, decoder_of, device_of, rotate
+from ag.model.hooks import AttentionCall, Interceptor, UnsupportedModelError, decoder_of, device_of, rope_of, rotate
 
 SERVED = ("full_attention", "sliding_attention")  # layer types whose cache holds a key and a value of each token
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # of transformers, by which a model finds its attention function
@@ -58,7 +58,7 @@ def _calls_interface(kind: Any) -> bool:
 
 
 def check_rotations(decoder: Any, what: str, instead: str) -> None:
-    """Raise unless queries and keys can be rotated to other places: whole ones, by fixed frequencies, in every layer.
+    """Raise unless queries and keys of every layer can be rotated to other places: whole ones, by fixed frequencies.
 
     ``what`` needs it, and ``instead`` says what to do; the decoder is instrumented.
 
@@ -73,8 +73,14 @@ def check_rotations(decoder: Any, what: str, instead: str) -> None:
 
 
 def check_slots(decoder: Any) -> None:
-    """Raise ``UserError`` unless keys can be rotated by slots: see :func:`check_rotations`, and no sliding windows."""
+    """Raise ``UserError`` unless keys can be rotated by slots: by one RoPE, see :func:`check_rotations`, no windows."""
     check_rotations(decoder, "positions=slot", "Use positions=original.")
+    kinds = decoder.rotary_emb.rope_type
+    if isinstance(kinds, dict):
+        raise UnsupportedModelError(
+            f"positions=slot: {type(decoder).__name__} rotates keys by several RoPEs ({', '.join(kinds)}); expected "
+            "one for all layers. Use positions=original."
+        )
     window = getattr(decoder.config, "sliding_window", None)
     if window and "sliding_attention" in (getattr(decoder.config, "layer_types", None) or ["sliding_attention"]):
         raise UserError(
@@ -89,17 +95,19 @@ def _unturned(decoder: Any) -> str:
     Layers are tried: some models rotate in some of their layers only, or a part of each key, which no name tells.
     """
     rotary: Any = getattr(decoder, "rotary_emb", None)
-    kind = getattr(rotary, "rope_type", None)
-    if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
-        several = f"several RoPEs ({', '.join(kind)})" if isinstance(kind, dict) else f"{kind or 'no'} RoPE"
-        return f"rotates keys by {several}; expected one with fixed frequencies (default, linear, llama3, yarn)"
-    turned = 2 * len(rotary.inv_freq)
+    kinds = getattr(rotary, "rope_type", None)
     for index, layer in enumerate(decoder.layers):
-        q = _probed(decoder, layer)
+        name = decoder.config.layer_types[index] if isinstance(kinds, dict) else ""
+        kind = kinds.get(name) if isinstance(kinds, dict) else kinds
+        if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
+            found = f"{kind or 'no'} RoPE"
+            return f"rotates keys by {found}; expected fixed frequencies (default, linear, llama3, yarn)"
+        q = _probed(decoder, index, layer)
+        turned = 2 * len(getattr(rotary, f"{name}_inv_freq" if name else "inv_freq"))
         if q.shape[-1] != turned:
             return f"rotates {turned} of a key's {q.shape[-1]} dimensions; expected all"
         near, far = q[:, :, :1].float(), q[:, :, 1:].float()
-        moved = rotate(decoder, near, torch.full((1, 1, 1), FAR, device=q.device))
+        moved = rotate(decoder, near, torch.full((1, 1, 1), FAR, device=q.device), layer=index)
         if torch.linalg.vector_norm(moved - far) > TOLERANCE * torch.linalg.vector_norm(far):
             return (
                 f"does not rotate the keys of layer {index} as those of others; expected the same RoPE in every layer"
@@ -108,7 +116,7 @@ def _unturned(decoder: Any) -> str:
 
 
 @torch.no_grad()
-def _probed(decoder: Any, layer: Any) -> Tensor:
+def _probed(decoder: Any, index: int, layer: Any) -> Tensor:
     """Return the queries ``[1, H, 2, D]`` that a layer makes of the same hidden state at the places 0 and ``FAR``."""
     weight, device = decoder.get_input_embeddings().weight, device_of(layer)
     drawn = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0))
@@ -117,7 +125,7 @@ def _probed(decoder: Any, layer: Any) -> Tensor:
     probe = _Probe()
     layer.self_attn(
         hidden_states=hidden,
-        position_embeddings=decoder.rotary_emb(hidden, places),
+        position_embeddings=rope_of(decoder, index)[0](hidden, places),
         position_ids=places,
         attention_mask=None,
         gating=probe,

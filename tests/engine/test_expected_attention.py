@@ -1,18 +1,22 @@
 """Expected attention against its definition in plain loops, and the identities of its closed form."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import ag
 from ag.engine.scorers.expected_attention import ExpectedAttention
 from ag.errors import UserError
+from ag.evaluate.inside import Reading
 from ag.model.hooks import rotate
 from tests.support.attention_by_hand import Scene, agree, rotation
 from tests.support.bounded import FUNCTION
 from tests.support.bounds import hold
 from tests.support.refused import refuses
+from tests.support.shapes import shaped
 
 EPS = torch.finfo(torch.float32).eps
 SCENES = {
@@ -31,18 +35,17 @@ OPTIONS = {
     "mixture": {"mixture": True, "sinks": 1},
     "one place": {"future": 1, "sinks": 0},
 }
-DIM = 8
 
 
-def by_hand(scene, b, g, sinks, future, covariance=True, mixture=False, values=True, eps=0.0):
+def by_hand(scene, b, g, sinks, future, covariance=True, mixture=False, values=True, eps=0.0, base=50.0):
     """The score of what a KV head holds, and the weights of its query heads, one token at a time in float64."""
-    length = scene.lengths[b]
-    turns = [rotation(length + t, DIM) for t in range(future)]
+    length, dim = scene.lengths[b], scene.q.shape[-1]
+    turns = [rotation(length + t, dim, base) for t in range(future)]
     mean_turn = sum(turns) / future
     weights = []
     for h in scene.query_heads(g):
         plain = [
-            rotation(rank, DIM).T @ scene.q[b, h, column] for column, rank in scene.columns[b] if rank >= sinks
+            rotation(rank, dim, base).T @ scene.q[b, h, column] for column, rank in scene.columns[b] if rank >= sinks
         ]  # before RoPE
         mu = sum(plain) / len(plain)
         sigma = sum(torch.outer(x - mu, x - mu) for x in plain) / len(plain)
@@ -94,6 +97,47 @@ def test_the_mean_rotation_of_a_model(tiny_llama):
     hold(got, want, 2 * bound.repeat(1, 1, 1, 2))
     hold(rotate(decoder, x, places).norm(dim=-1), x.norm(dim=-1), turned[..., 0] * x.double().abs().sum(-1))
     hold(rotate(decoder, rotate(decoder, x, places), -places), x, 2 * bound.repeat(1, 1, 1, 2))
+
+
+def test_the_rotation_of_each_layer_where_there_are_several():
+    """Gemma 3 rotates keys of its local layers by other frequencies than those of its global ones."""
+    decoder = shaped("gemma3").get_decoder()
+    x, places = torch.randn(1, 2, 5, 16), torch.tensor([[[0, 3, 9, 40, 200]]])
+    found = [rotate(decoder, x, places, layer=layer) for layer in range(3)]
+    for got, kind in zip(found, decoder.config.layer_types, strict=True):
+        cos, sin = decoder.rotary_emb(x, places[0], kind)
+        torch.testing.assert_close(got, apply_rotary_pos_emb(x, x, cos, sin)[0])
+    assert (found[0] - found[1]).abs().max() > 0.1 and torch.equal(found[1], found[2])
+
+
+def test_what_stays_of_the_global_layers_of_gemma_3():
+    """Scores turn back by the frequencies of the layer; local layers keep all."""
+    model, row = shaped("gemma3"), torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(1))
+    options = {"sinks": 2, "future": 6}
+    reading = Reading(model, row.tolist())
+    cache = ag.EvictionCache(model, "expected_attention@uniform", 20, **options)
+    with torch.no_grad():
+        model(row[None], past_key_values=cache)
+    assert [len(kept) for kept in cache.kept_positions(0)[0]] == [40, 40]
+    base = model.config.rope_parameters["full_attention"]["rope_theta"]
+    for layer in (1, 2):
+        call = reading.calls[layer]
+        scene = SimpleNamespace(
+            lengths=(40,),
+            q=call.q.double(),
+            k=call.k.double(),
+            scaling=call.scaling,
+            held=[[range(40)] * 2],
+            columns=[[(token, token) for token in range(40)]],
+            query_heads=lambda g: range(2 * g, 2 * g + 2),
+            values=lambda b, g, v=call.v: v[b, g].double(),
+        )
+        for g in range(2):
+            score = torch.tensor(by_hand(scene, 0, g, base=base, **options), dtype=torch.float64)
+            score[:2] = float("inf")
+            order = score.sort(descending=True)
+            assert order.values[19] - order.values[20] > 1e-5 * order.values[19]  # rounding decides nothing
+            assert cache.kept_positions(layer)[0][g].tolist() == sorted(order.indices[:20].tolist())
 
 
 def test_places_that_begin_later_change_nothing(tiny_llama):

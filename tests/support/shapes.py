@@ -24,7 +24,7 @@ LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-#: By name, how the classes of transformers begin, and the keys of the configuration.
+#: By name, how the configuration of transformers begins, and the keys of the configuration.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", EXPERTS | {"head_dim": 16, "sliding_window": None}),
     "deepseek_v3": ("DeepseekV3", LATENT),
@@ -32,6 +32,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 3}),  # no rotation in the last layer
     "gpt_oss": ("GptOss", EXPERTS | {"head_dim": 16, "layer_types": ["full_attention"] * 3}),
     "gemma2": ("Gemma2", {"head_dim": 16}),
+    "gemma3": ("Gemma3Text", {"head_dim": 16, "layer_types": ["sliding_attention", *["full_attention"] * 2]}),
     "diffllama": ("DiffLlama", {"head_dim": 16}),
 }
 
@@ -39,7 +40,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 def shaped(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
     """Return a random float32 model of 3 layers and 4 query heads, in evaluation mode."""
     family, own = SHAPES[name]
-    config, model = (getattr(transformers, f"{family}{kind}") for kind in ("Config", "ForCausalLM"))
+    config = getattr(transformers, f"{family}Config")(**GEOMETRY | own | changes)
     torch.manual_seed(seed)
-    made: transformers.PreTrainedModel = model(config(**GEOMETRY | own | changes)).eval()
+    made: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config).eval()
     return made
