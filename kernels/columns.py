@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ag.kernels.gated_attention.masks import pair_masks, sink_mask
+from ag.kernels.softmax import PLAIN, Softmax, weigh
 
 BLOCK = 128  # queries handled at once
 
@@ -33,7 +34,14 @@ class Block(NamedTuple):
 
 
 def blocks(
-    q: Tensor, k: Tensor, scaling: float, queries: Tensor, key_valid: Tensor | None, window: int | None, skip: int = 0
+    q: Tensor,
+    k: Tensor,
+    scaling: float,
+    queries: Tensor,
+    key_valid: Tensor | None,
+    window: int | None,
+    skip: int = 0,
+    softmax: Softmax = PLAIN,
 ) -> Iterator[Block]:
     """Yield the weights of all queries from the first that counts on; the arguments are those of column sums."""
     batch, _, count, dim = q.shape
@@ -42,6 +50,7 @@ def blocks(
     index = torch.arange(length, device=q.device)
     no_sinks = sink_mask(None, 0, batch, length, q.device)
     counting = queries.any(0).nonzero()
+    sinks = None if softmax.sinks is None else softmax.sinks.view(1, kv_heads, -1, 1, 1)
     for start in range(int(counting[0]) if len(counting) else count, count, BLOCK):
         stop = min(start + BLOCK, count)
         seen = ahead + stop
@@ -53,12 +62,19 @@ def blocks(
             s = ((tile * scaling) @ k[:, :, :seen].mT).to(acc)
         else:
             s = (tile @ k[:, :, :seen].mT).to(acc) * scaling
-        s = s.view(batch, kv_heads, -1, stop - start, seen).masked_fill_(~visible[:, :, None], float("-inf"))
-        yield Block(slice(start, stop), s.softmax(-1).nan_to_num_(0.0), visible, near)
+        s = softmax.capped(s).view(batch, kv_heads, -1, stop - start, seen)
+        s = s.masked_fill_(~visible[:, :, None], float("-inf"))
+        yield Block(slice(start, stop), weigh(s, sinks).nan_to_num_(0.0), visible, near)
 
 
 def whole(
-    q: Tensor, k: Tensor, scaling: float, key_valid: Tensor | None, window: int | None, skip: int = 0
+    q: Tensor,
+    k: Tensor,
+    scaling: float,
+    key_valid: Tensor | None,
+    window: int | None,
+    skip: int = 0,
+    softmax: Softmax = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return all weights ``[B, H, M, T]``, which pairs are visible, and which are less than ``skip`` apart."""
     batch, heads, count, _ = q.shape
@@ -67,5 +83,6 @@ def whole(
     index = torch.arange(length, device=q.device)
     no_sinks = sink_mask(None, 0, batch, length, q.device)
     visible, near = pair_masks(index[length - count :], index, key_valid, no_sinks, skip, window, None)
-    s = (q @ k.repeat_interleave(heads // k.shape[1], 1).mT) * scaling
-    return s.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0), visible, near
+    s = softmax.capped((q @ k.repeat_interleave(heads // k.shape[1], 1).mT) * scaling)
+    weights = weigh(s.masked_fill(~visible, float("-inf")), softmax.by_head(4))
+    return weights.nan_to_num(0.0), visible, near

@@ -168,6 +168,30 @@ def weights(start, n, gate, padding, dense, recent, window, T, ROWS: tl.constexp
 
 
 @triton.jit
+def bend(s, cap):
+    """Cap logits, both in base 2: cap tanh(s / cap). Near 0, where 1 - e^(-2|x|) would cancel, by a polynomial."""
+    if cap is not None:
+        x = s / cap
+        square = x * x
+        p = 62 / 2835 + square * (-1382 / 155925 + square * (21844 / 6081075))
+        near = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * p))))
+        e = tl.exp2(tl.abs(x) * -2.8853900817779268)  # 2 / ln 2
+        far = (1.0 - e) / (1.0 + e)
+        s = cap * tl.where(square < 0.25, near, tl.where(x < 0, -far, far))
+    return s
+
+
+@triton.jit
+def begun(sinks, head, ROWS: tl.constexpr):
+    """Return the sum and the largest logit that the softmax of a head's rows begins with: of a sink, or of nothing."""
+    total, largest = tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
+    if sinks is not None:
+        total += 1.0
+        largest = tl.zeros([ROWS], tl.float32) + tl.load(sinks + head)
+    return total, largest
+
+
+@triton.jit
 def mix(s, values, total, largest, mixed):
     """Take the logits and values of one tile into the running softmax of its rows."""
     larger = tl.maximum(largest, tl.max(s, 1))

@@ -105,6 +105,11 @@ def padding_bias(key_valid: torch.Tensor | None) -> torch.Tensor | None:
     return bias.masked_fill_(~key_valid, float("-inf"))
 
 
+def logits2(sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """Return sink logits ``[H]`` in base 2, as kernels take them: float32; None: there are none."""
+    return None if sinks is None else (sinks.float() * LOG2E).contiguous()
+
+
 def key_block(q: torch.Tensor) -> int:
     """Return how many keys a tile holds for the type and head size of ``q``."""
     if interpreting() or q.element_size() == 4:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from ag.engine.pool import PAGE
 from ag.engine.store import PagedStore, Rows
 from ag.kernels.paged_decode import paged_decode, paged_decode_weights
+from ag.kernels.softmax import Softmax, weigh
 from ag.model.hooks import AttentionCall
 
 QUERY_BLOCK = 256  # queries that meet the stored keys at once
@@ -18,14 +19,14 @@ FEW = 16  # new queries of a sequence
 
 def attend_one(call: AttentionCall, store: PagedStore) -> Tensor:
     """Attend from one query per sequence to all stored tokens, its own too, where they lie, ``[B, H, 1, D]``."""
-    return paged_decode(call.q, store.rows, call.scaling)
+    return paged_decode(call.q, store.rows, call.scaling, call.softmax)
 
 
 def attend_one_weights(call: AttentionCall, store: PagedStore) -> tuple[Tensor, Tensor]:
     """Do what :func:`attend_one` does, and give the weights ``[B, H, N]`` float32 too, N slots of the store wide."""
     rows, width = store.rows, store.width
     table = rows.table[:, : -(-width // PAGE)]
-    out, weights = paged_decode_weights(call.q, rows._replace(table=table), call.scaling)
+    out, weights = paged_decode_weights(call.q, rows._replace(table=table), call.scaling, call.softmax)
     return out, weights[..., :width]
 
 
@@ -54,7 +55,10 @@ def attend_rows(
         else:
             at = block.repeat_interleave(rows // batch, 0)[:, :, None]
             bias = _bias(_hidden(held, at, call.window, recent, keep), q)
-        outs.append(_attend_block(q, held, bias, call.scaling, together=length <= FEW))
+        if call.softmax.plain:
+            outs.append(_attend_block(q, held, bias, call.scaling, together=length <= FEW))
+        else:
+            outs.append(_attend_softmax(q, held, bias, call.scaling, call.softmax))
         del bias  # the next one can have its memory
     return torch.cat(outs, 2)
 
@@ -97,3 +101,14 @@ def _attend_block(q: Tensor, held: Rows, bias: Tensor | None, scaling: float, *,
         k, v = (x.expand(-1, group, -1, -1) for x in (k, v))
         bias = None if bias is None else bias[:, None]
     return F.scaled_dot_product_attention(q, k, v, bias, scale=scaling).reshape(batch, heads, length, -1)
+
+
+def _attend_softmax(q: Tensor, held: Rows, bias: Tensor | None, scaling: float, softmax: Softmax) -> Tensor:
+    """Do what :func:`_attend_block` does where logits are capped or have sinks, which PyTorch's attention has not."""
+    rows, acc = len(held.ranks), torch.promote_types(q.dtype, torch.float32)
+    queries = q.reshape(rows, -1, *q.shape[2:]).to(acc)
+    s = softmax.capped(queries @ held.keys[:, None].to(acc).mT * scaling)
+    s = s if bias is None else s + bias[:, None]
+    sinks = softmax.by_row(*s.shape[:2])
+    weights = weigh(s, None if sinks is None else sinks[:, :, None, None])
+    return (weights @ held.values[:, None].to(acc)).to(q.dtype).reshape(*q.shape[:3], -1)

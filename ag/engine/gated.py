@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -61,7 +63,8 @@ class GatedLayer(EvictionLayer):
 
     def _sparse(self, step: Step) -> Tensor:
         """Attend among the tokens of a prompt, as they come with their flags."""
-        call, config, flags, attend = step.call, self.gates.config, step.flags, gated_prefill
+        call, config, flags = step.call, self.gates.config, step.flags
+        attend: Callable[..., Tensor] = gated_prefill
         assert flags is not None
         if any(x.requires_grad for x in (call.q, call.k, call.v)):
             flags, attend = flags.float(), gated_attention
@@ -72,4 +75,5 @@ class GatedLayer(EvictionLayer):
             recent=config.recent_tokens,
             sinks=config.sink_tokens,
             window=call.window,
+            softmax=call.softmax,
         )

@@ -530,7 +530,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         if keep is None and self.rotation.in_place and not self.store.unwritten and not self._differentiated(step):
             ranks = step.now.ranks.masked_fill(~step.now.real, -1) if step.now.padded else step.now.ranks
             call, rows = step.unrotated, self.store.rows
-            return paged_attend(call.q, rows, ranks, call.scaling, call.window, recent or None)
+            return paged_attend(call.q, rows, ranks, call.scaling, call.window, recent or None, call.softmax)
         held = self._held(step)
         placed = replace(step.unrotated, q=self.rotation.queries(step.unrotated.q, held, step.now.ranks))
         return attend_rows(placed, held, step.now.ranks, recent=recent, keep=keep)
@@ -569,6 +569,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             ),
             queries=queries if q is queries.q else replace(queries, q=q),
             scaling=call.scaling,
+            softmax=call.softmax,
             layer=call.layer,
             sliding_window=call.window,
             gate=None if gate is None else gate.masked_fill(~filled, 0.0),

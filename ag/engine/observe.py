@@ -19,6 +19,7 @@ from ag.engine.rows import AttentionRows, Statistic, attention
 from ag.kernels.column_sums import best_version, column_sums
 from ag.kernels.dispatch import no_triton
 from ag.kernels.row_statistics import Values
+from ag.kernels.softmax import PLAIN, Softmax
 
 Made = TypeVar("Made")
 
@@ -137,6 +138,7 @@ class Observation:
         keys: what is held.
         queries: what meets it.
         scaling: factor of the logits.
+        softmax: caps and sink logits of the model.
         layer: index of the layer.
         sliding_window: of the model's layer, or None.
         gate: probabilities ``[B, Hkv, N]`` of the layer's gate, or None.
@@ -160,6 +162,7 @@ class Observation:
     keys: Keys
     queries: Queries
     scaling: float
+    softmax: Softmax = PLAIN
     layer: int = 0
     sliding_window: int | None = None
     gate: Tensor | None = None
@@ -356,7 +359,7 @@ class Observation:
         known = self.queries.weights
         if statistic is attention and known is not None:
             return known
-        if statistic is attention and no_triton(self.q) is None and best_version(self.q) == "triton":
+        if statistic is attention and no_triton(self.q) is None and best_version(self.q, self.softmax) == "triton":
             lined_up = self._lined_up()
             if lined_up is not None:
                 q, queries, valid = lined_up
@@ -433,6 +436,7 @@ class Observation:
         q = _by_head(self.q, group, columns, heads).to(keys.dtype) * self.scaling
         batch, kv_heads, group, width, dim = q.shape
         s = (q.reshape(batch, kv_heads, -1, dim) @ keys.mT).float().view(batch, kv_heads, group, width, -1)
+        s = self.softmax.capped(s)
         ranks, counted = (
             x[:, columns] if isinstance(columns, slice) else x.gather(1, columns)
             for x in (self.query_ranks, self.query_valid)
@@ -453,7 +457,9 @@ class Observation:
                 return None
             return (_by_head(known, group, columns, heads) - held.values.centre[:, heads, None]).flatten(1, 2)
 
-        return AttentionRows(s.flatten(1, 2), values, counted, open_until - start, outputs)
+        first = heads.start or 0
+        softmax = self.softmax.of_heads(slice(first * group, (first + kv_heads) * group))
+        return AttentionRows(s.flatten(1, 2), values, counted, open_until - start, outputs, softmax.sinks)
 
 
 def _by_head(x: Tensor, group: int, columns: Tensor | slice, heads: slice) -> Tensor:

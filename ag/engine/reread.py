@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,7 +147,8 @@ class Reread:
         )
         factors = None if self._norms is None else 1 / self._norms.clamp_min(1e-12)
         valid = torch.cat([mine, now.real], 1)
-        largest = column_max(q.to(k.dtype), k, call.scaling, now.real, valid, factors=factors)[:, :, :width]
+        options: dict[str, Any] = {"factors": factors, "softmax": call.softmax}
+        largest = column_max(q.to(k.dtype), k, call.scaling, now.real, valid, **options)[:, :, :width]
         if self.scorer.normalize:
             largest = largest * projected_norms(v.float(), output_weight(call.module, q.shape[1]), 2)
         scored = (mine & (slots >= self.scorer.sinks))[:, None].expand(-1, kv_heads, -1)

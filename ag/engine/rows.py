@@ -21,6 +21,8 @@ class AttentionRows:
         counted: ``[B, w]`` bool, the queries that exist.
         open_until: keys before this one are seen by every query.
         outputs: gives them, less the values' centre, ``[B, H, w, D]`` in the type of the logits, or None.
+        sinks: ``[H]``, the sink logit of each head: to all that is computed here it is that of one more key, the last,
+            whose value is 0. None: there are none.
     """
 
     def __init__(
@@ -30,25 +32,45 @@ class AttentionRows:
         counted: Tensor,
         open_until: int = 0,
         outputs: Callable[[], Tensor | None] = lambda: None,
+        sinks: Tensor | None = None,
     ) -> None:
         self._make_values, self.counted = values, counted
-        self._logits, self._open_until, self._outputs = logits, open_until, outputs
+        self._open_until, self._outputs = open_until, outputs
+        self._keys, self._beside = logits.shape[-1], sinks is not None
+        if sinks is not None:
+            column = sinks.to(logits.dtype)[None, :, None, None].expand(*logits.shape[:3], 1)
+            logits = torch.cat([logits, column], -1)
+        self._logits = logits  # [B, H, w, N], or N + 1 with a sink
         self._averaged = False  # whether the weights are means, and not those of the logits
 
     @cached_property
     def values(self) -> Values:
-        """Values of the keys, centred."""
-        return self._make_values()
+        """Values of the keys, centred; with a sink the last one is its own."""
+        values = self._make_values()
+        return values.with_nothing() if self._beside else values
 
-    @cached_property
+    @property
     def a(self) -> Tensor:
         """Weights ``[B, H, w, N]``, a softmax over what the query sees; 0 on the rest."""
-        a = self._logits.softmax(-1)
-        return a if self._open_until else a.masked_fill(~self.visible, 0.0)  # some row may see nothing
+        return self._a[..., : self._keys]
 
-    @cached_property
+    @property
     def s(self) -> Tensor:
         """Scaled logits ``[B, H, w, N]``; 0 where the query does not see the key."""
+        return self._s[..., : self._keys]
+
+    @property
+    def visible(self) -> Tensor:
+        """``[B, H, w, N]`` bool, whether the query sees the key."""
+        return self._visible[..., : self._keys]
+
+    @cached_property
+    def _a(self) -> Tensor:
+        a = self._logits.softmax(-1)
+        return a if self._open_until else a.masked_fill(~self._visible, 0.0)  # some row may see nothing
+
+    @cached_property
+    def _s(self) -> Tensor:
         s = self._logits.clone()
         s[..., self._open_until :].masked_fill_(self._hidden, 0.0)
         return s
@@ -59,8 +81,7 @@ class AttentionRows:
         return self._logits[..., self._open_until :] == float("-inf")
 
     @cached_property
-    def visible(self) -> Tensor:
-        """``[B, H, w, N]`` bool, whether the query sees the key."""
+    def _visible(self) -> Tensor:
         visible = torch.ones_like(self._logits, dtype=torch.bool)
         visible[..., self._open_until :] = ~self._hidden
         return visible
@@ -69,12 +90,12 @@ class AttentionRows:
     def o(self) -> Tensor:
         """Outputs ``[B, H, w, D]``."""
         v = self.values.v
-        batch, heads, rows, keys = self.a.shape
-        return (self.a.reshape(batch, v.shape[1], -1, keys) @ v).view(batch, heads, rows, -1)
+        batch, heads, rows, keys = self._a.shape
+        return (self._a.reshape(batch, v.shape[1], -1, keys) @ v).view(batch, heads, rows, -1)
 
     def statistic(self, kind: Kind) -> Tensor:
         """Return a statistic of every pair, ``[B, H, w, N]``; see :mod:`ag.kernels.row_statistics`."""
-        return pair_statistics(kind, self.a, self.s, self.values)
+        return pair_statistics(kind, self._a, self._s, self.values)[..., : self._keys]
 
     def total(self, statistic: Callable[[AttentionRows], Tensor]) -> Tensor:
         """Sum a statistic ``[B, H, w, N]`` over the queries, ``[B, H, N]``; those in ``FUSED`` in one pass."""
@@ -82,8 +103,8 @@ class AttentionRows:
         if kind is None or best_version(self._logits) == "reference":
             return self._sum(statistic(self))
         if kind == "attention":
-            return row_statistics(kind, self._logits, self.counted)
-        return row_statistics(kind, self._logits, self.counted, self.values, self._outputs())
+            return row_statistics(kind, self._logits, self.counted)[..., : self._keys]
+        return row_statistics(kind, self._logits, self.counted, self.values, self._outputs())[..., : self._keys]
 
     def _sum(self, values: Tensor) -> Tensor:
         return (self.counted[:, None, None].to(values.dtype) @ values)[:, :, 0]
@@ -99,9 +120,9 @@ class AttentionRows:
     def mean_heads(self) -> AttentionRows:
         """Return rows whose weights and logits are the means over the query heads of each KV head."""
         group = self._logits.shape[1] // self.values.v.shape[1]
-        a, s = (x.unflatten(1, (-1, group)).mean(2) for x in (self.a, self.s))
-        rows = AttentionRows(s, self._make_values, self.counted)
-        vars(rows).update(a=a, s=s, _averaged=True)  # as if computed
+        a, s = (x.unflatten(1, (-1, group)).mean(2) for x in (self._a, self._s))
+        rows = AttentionRows(s, lambda: self.values, self.counted)
+        vars(rows).update(_a=a, _s=s, _averaged=True, _keys=self._keys)  # as if computed
         return rows
 
 

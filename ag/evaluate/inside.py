@@ -64,6 +64,7 @@ class Reading(Interceptor):
             keys=Keys(stored=lambda: (k.gather(2, index), v.gather(2, index)), ranks=slots, valid=valid),
             queries=Queries(q=call.q[:, :, first:last], ranks=ranks, valid=torch.ones_like(ranks, dtype=torch.bool)),
             scaling=call.scaling,
+            softmax=call.softmax,
             layer=layer,
             sliding_window=call.window,
         )

@@ -42,7 +42,8 @@ class Dense(Interceptor):
         valid, first = (_to(x, call.q.device) for x in (self.valid, self.first))
         if first is None:
             return call.dense(valid, self.left_padded)
-        return gated_attention(call.q, call.k, call.v, None, valid, call.scaling, window=call.window, first=first)
+        options: dict[str, Any] = {"window": call.window, "first": first, "softmax": call.softmax}
+        return gated_attention(call.q, call.k, call.v, None, valid, call.scaling, **options)
 
 
 class Gating(Dense):
@@ -131,6 +132,7 @@ class Gating(Dense):
             "recent": config.recent_tokens,
             "sinks": config.sink_tokens,
             "window": call.window,
+            "softmax": call.softmax,
         }
         learning = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
         if self.hard and self._dense_until is None and self.first is None and not learning:
@@ -254,6 +256,7 @@ class Observing(Gating):
     def _measure(self, call: AttentionCall) -> Tensor:
         """Return the target of each key ``[B, Hkv, T]``."""
         shared: dict[str, Any] = {"queries": self._queries, "key_valid": self.valid, "window": call.window}
+        shared["softmax"] = call.softmax
         shape = (*call.k.shape[:2], -1, call.k.shape[2])
         if self.target == "kvzip_plus":
             largest = column_max(call.q, call.k, call.scaling, **shared, factors=self._factors)

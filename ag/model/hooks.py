@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ag.errors import UserError
 from ag.kernels.gated_attention import gated_attention
+from ag.kernels.softmax import PLAIN, Softmax
 from ag.model.products import ThreadedLayers
 
 IMPLEMENTATION = "ag"
@@ -52,6 +53,7 @@ class AttentionCall:
     v: Tensor
     scaling: float
     window: int | None
+    softmax: Softmax = PLAIN
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def dense(self, valid: Tensor | None, left_padded: bool) -> Tensor:
@@ -62,8 +64,9 @@ class AttentionCall:
             left_padded: whether some row starts with padding (padding on the right is never seen).
         """
         windowed = self.window is not None and self.q.shape[2] > self.window
-        if left_padded or windowed:
-            return gated_attention(self.q, self.k, self.v, None, valid, scaling=self.scaling, window=self.window)
+        if left_padded or windowed or not self.softmax.plain:
+            options: dict[str, Any] = {"scaling": self.scaling, "window": self.window, "softmax": self.softmax}
+            return gated_attention(self.q, self.k, self.v, None, valid, **options)
         with _own_config(self.module) as name:
             own = ALL_ATTENTION_FUNCTIONS["sdpa" if name == "eager" else name]  # eager needs an n^2 mask to be causal
             out: Tensor = own(self.module, self.q, self.k, self.v, None, dropout=0.0, scaling=self.scaling)[0]
@@ -381,9 +384,6 @@ def _attention(
             own: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
             result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **kwargs)
         return result
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise UnsupportedModelError(f"{type(module).__name__} attends with {name}, which is not supported.")
     scaling = kwargs.get("scaling")
     call = AttentionCall(
         module,
@@ -393,6 +393,7 @@ def _attention(
         value,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         kwargs.get("sliding_window"),
+        Softmax(kwargs.get("softcap"), kwargs.get("s_aux")),
     )
     out = ag_interceptor.attend(call)
     rate = kwargs.get("dropout", 0.0)

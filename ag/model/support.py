@@ -32,10 +32,6 @@ def check_attention(model: nn.Module) -> None:
             does = "computes its attention without the attention interface of transformers"
         elif kinds[index] not in SERVED:
             does = f"is of the type {kinds[index]}: expected {' or '.join(SERVED)}"
-        elif getattr(module, "sinks", None) is not None:
-            does = "attends with sinks of its own (s_aux): expected a softmax over the keys alone"
-        elif getattr(module, "attn_logit_softcapping", None) is not None:
-            does = "caps its attention logits (softcap): expected plain ones"
         else:
             continue
         raise UnsupportedModelError(

@@ -7,6 +7,7 @@ from torch import Tensor
 from ag.kernels.column_sums.chunked import chunked_column_sums
 from ag.kernels.column_sums.reference import reference_column_sums
 from ag.kernels.dispatch import no_triton, pick
+from ag.kernels.softmax import PLAIN, Softmax
 
 
 def column_sums(
@@ -19,6 +20,7 @@ def column_sums(
     power: int = 1,
     skip: int = 0,
     mean: bool = False,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Sum ``A_jt ** power`` over queries j, where ``A = softmax(scaling * q k^T)`` is causal.
 
@@ -32,6 +34,7 @@ def column_sums(
         power: exponent of the weights.
         skip: pairs with ``j - t < skip`` do not count (the weights are normalised over them all the same).
         mean: divide by the number of queries that counted for the key.
+        softmax: caps and sink logits of the model, which Triton's version does not know.
 
     Returns:
         ``[B, H, T]`` float32 (float64 for float64 arguments), 0 for keys that no query counted for.
@@ -39,13 +42,16 @@ def column_sums(
     Raises:
         UserError: ``AG_KERNELS`` asks for a version that cannot run (see ag.kernels.dispatch).
     """
-    version = best_version(q)
+    version = best_version(q, softmax)
     compute = chunked_column_sums if version == "chunked" else reference_column_sums
     if version == "triton":
-        from ag.kernels.column_sums.triton import triton_column_sums as compute
-    return compute(q, k, scaling, queries, key_valid, window, power, skip, mean)
+        from ag.kernels.column_sums.triton import triton_column_sums
+
+        sums: Tensor = triton_column_sums(q, k, scaling, queries, key_valid, window, power, skip, mean)
+        return sums
+    return compute(q, k, scaling, queries, key_valid, window, power, skip, mean, softmax)
 
 
-def best_version(q: Tensor) -> str:
+def best_version(q: Tensor, softmax: Softmax = PLAIN) -> str:
     """Return the version that :func:`column_sums` runs on such queries: ``triton``, ``chunked`` or ``reference``."""
-    return pick("column_sums", {"triton": no_triton(q), "chunked": None, "reference": None})
+    return pick("column_sums", {"triton": softmax.special or no_triton(q), "chunked": None, "reference": None})

@@ -9,6 +9,7 @@ from ag.kernels.dispatch import no_triton, pick
 from ag.kernels.gated_attention.arguments import autocast, check
 from ag.kernels.gated_attention.chunked import chunked_gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
+from ag.kernels.softmax import PLAIN, Softmax
 
 
 def gated_attention(
@@ -23,6 +24,7 @@ def gated_attention(
     window: int | None = None,
     dense_until: Tensor | None = None,
     first: Tensor | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Causal attention in which key t weighs ``m_jt exp(s_jt)`` for query j (renormalised).
 
@@ -47,6 +49,7 @@ def gated_attention(
         dense_until: ``[B]`` long; queries with a smaller index ignore ``keep``. None: flags act on every query.
         first: ``[B, T]`` long; the first column that each query may see: where its document begins in a packed row. It
             never falls along a row. None: a row is one document.
+        softmax: caps, which Triton's version does not know, and sink logits of the model.
 
     Returns:
         ``[B, H, T, D]`` in the type of ``q``; zeros for queries that see nothing (padding).
@@ -63,9 +66,9 @@ def gated_attention(
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     device = q.device.type
     q, k, v = autocast(q, k, v)
-    version = pick("gated_attention", {"triton": no_triton(q, v), "chunked": None, "reference": None})
+    version = pick("gated_attention", {"triton": softmax.bent or no_triton(q, v), "chunked": None, "reference": None})
     attend = chunked_gated_attention if version == "chunked" else reference_gated_attention
     if version == "triton":
         from ag.kernels.gated_attention.triton import triton_gated_attention as attend
     with torch.autocast(device, enabled=False):
-        return attend(q, k, v, keep, key_valid, scaling, recent, sinks, window, dense_until, first)
+        return attend(q, k, v, keep, key_valid, scaling, recent, sinks, window, dense_until, first, softmax)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ag.kernels.gated_attention.masks import pair_masks, sink_mask
+from ag.kernels.softmax import PLAIN, Softmax
 
 BLOCK = 64  # queries of a tile, where it does not grow too large
 TILE = {"cpu": 2**20, "cuda": 2**26}  # pairs of a tile that fits the caches, or that keeps a GPU busy
@@ -49,13 +50,14 @@ class _Problem:
         window: int | None,
         dense_until: Tensor | None,
         first: Tensor | None,
+        cap: float | None = None,
     ) -> None:
         self.batch, self.kv_heads, self.length, _ = k.shape
         self.group = q.shape[1] // self.kv_heads
         self.pairs = self.batch * self.kv_heads
         self.q, self.k, self.v = self.by_pair(q), k.flatten(0, 1), v.flatten(0, 1)
         self.key_valid, self.scaling, self.recent, self.window = key_valid, scaling, recent, window
-        self.dense_until, self.first = dense_until, first
+        self.dense_until, self.first, self.cap = dense_until, first, cap
         self.acc = torch.promote_types(q.dtype, torch.float32)
         self.sink = sink_mask(key_valid, sinks, self.batch, self.length, q.device, first)
         self.keep = None if keep is None else keep.to(self.acc).flatten(0, 1)
@@ -101,12 +103,19 @@ class _Problem:
         """Return ``s``, ``[p, G * rows, columns]``."""
         q, k = self.rows(self.q, tile), self.k[tile.part, tile.columns]
         if q.dtype in (self.acc, torch.float16):  # products that are not scaled may overflow float16
-            return ((q * self.scaling) @ k.mT).to(self.acc)
-        return (q @ k.mT).to(self.acc).mul_(self.scaling)
+            s = ((q * self.scaling) @ k.mT).to(self.acc)
+        else:
+            s = (q @ k.mT).to(self.acc).mul_(self.scaling)
+        return s if self.cap is None else s.div_(self.cap).tanh_().mul_(self.cap)
 
     def rows(self, x: Tensor, tile: _Tile) -> Tensor:
         """Return the rows of a tile of ``[P, G, T, D]``, ``[p, G * rows, D]``."""
         return x[tile.part, :, tile.rows].flatten(1, 2)
+
+    def sinks(self, sinks: Tensor, tile: _Tile) -> Tensor:
+        """Return sink logits ``[H]`` as the rows of a tile meet them, ``[p, G * rows, 1]``."""
+        of_pairs = sinks.to(self.acc).view(self.kv_heads, self.group).repeat(self.batch, 1)[tile.part]
+        return of_pairs.repeat_interleave(tile.rows.stop - tile.rows.start, 1)[:, :, None]
 
     def unfolded(self, x: Tensor) -> Tensor:
         """View ``[p, G * rows, N]`` as ``[p, G, rows, N]``."""
@@ -157,7 +166,9 @@ def _centred(v: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 
 class _ChunkedGatedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, *options: Any) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, beside: Tensor | None, *options: Any
+    ) -> Tensor:
         problem = _Problem(q, k, v, keep, *options)
         out = q.new_empty(*problem.q.shape[:3], v.shape[-1])
         lse = torch.empty(problem.q.shape[:3], dtype=problem.acc, device=q.device)
@@ -172,25 +183,33 @@ class _ChunkedGatedAttention(torch.autograd.Function):
                 near += torch.where(free, flags, 1.0).log()
             near.masked_fill_(hidden, float("-inf"))
             top = s.amax(-1, keepdim=True)
+            sinks = None if beside is None else problem.sinks(beside, tile)
+            if sinks is not None:
+                top = torch.maximum(top, sinks)
             top.masked_fill_(top == float("-inf"), 0.0)
             s.sub_(top).exp_()
             total = s.sum(-1, keepdim=True)
+            if sinks is not None:
+                total += (sinks - top).exp()
             mixed = (s.to(v.dtype) @ problem.v[tile.part, tile.columns]).to(problem.acc)
             out[tile.part, :, tile.rows] = problem.unfolded(mixed / total.masked_fill(total == 0, 1.0)).to(out.dtype)
             # a query that sees nothing gets zeros, and with an infinite sum gives none in the backward
             top += total.log().masked_fill_(total == 0, float("inf"))
             lse[tile.part, :, tile.rows] = problem.unfolded(top)[..., 0]
         out, lse = out.view(*q.shape[:3], -1), lse.view(q.shape[:3])
-        ctx.save_for_backward(q, k, v, keep, out, lse, *(x for x in options if isinstance(x, Tensor)))
+        ctx.save_for_backward(q, k, v, keep, beside, out, lse, *(x for x in options if isinstance(x, Tensor)))
         ctx.options = tuple(None if isinstance(x, Tensor) else x for x in options)
         ctx.tensors = tuple(isinstance(x, Tensor) for x in options)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, keep, out, lse, *rest = ctx.saved_tensors
+        q, k, v, keep, beside, out, lse, *rest = ctx.saved_tensors
         saved = iter(rest)
         options = [next(saved) if tensor else x for tensor, x in zip(ctx.tensors, ctx.options, strict=True)]
+        d_sinks = None
+        if beside is not None and ctx.needs_input_grad[4]:
+            d_sinks = sink_gradient(beside, lse, out, grads[0])
         v, out = _centred(v, out)
         problem = _Problem(q, k, v, keep, *options)
         d_out = problem.by_pair(grads[0])
@@ -205,7 +224,9 @@ class _ChunkedGatedAttention(torch.autograd.Function):
             q_rows, d_rows = problem.rows(problem.q, tile), problem.rows(d_out, tile)
             slope = (d_rows @ problem.v[tile.part, tile.columns].mT).to(problem.acc)
             slope.sub_(problem.rows(delta, tile))
-            ratio = problem.logits(tile).sub_(problem.rows(total, tile))
+            ratio = problem.logits(tile)
+            bent = None if problem.cap is None else 1 - (ratio / problem.cap).square_()
+            ratio.sub_(problem.rows(total, tile))
             weight = problem.column_weight(tile)
             if weight is not None:
                 # where m is 0 its gradient is held at the one for e^(s - lse) = 1
@@ -228,7 +249,7 @@ class _ChunkedGatedAttention(torch.autograd.Function):
                     x[..., : tile.near] *= weight
                 if free is not None and flags is not None:
                     problem.unfolded(x)[..., tile.near :] *= torch.where(free, flags, 1.0)
-            ds = slope.to(q.dtype)
+            ds = (slope if bent is None else slope.mul_(bent)).to(q.dtype)
             dv[tile.part, :, tile.columns] += d_rows.mT @ ratio.to(v.dtype)
             dk[tile.part, :, tile.columns] += q_rows.mT @ ds
             dq[tile.part, :, tile.rows] = problem.unfolded(ds @ problem.k[tile.part, tile.columns])
@@ -236,7 +257,22 @@ class _ChunkedGatedAttention(torch.autograd.Function):
         if d_keep is not None and keep is not None and problem.free is not None:
             d_flags = (d_keep * problem.free).view(keep.shape).to(keep.dtype)
         dq, dk, dv = dq.mul_(problem.scaling).view(q.shape), dk.mul_(problem.scaling).mT, dv.mT
-        return dq, dk.reshape(k.shape).to(k.dtype), dv.reshape(v.shape).to(v.dtype), d_flags, *(None for _ in options)
+        dk, dv = dk.reshape(k.shape).to(k.dtype), dv.reshape(v.shape).to(v.dtype)
+        return dq, dk, dv, d_flags, d_sinks, *(None for _ in options)
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, out: Tensor, d_out: Tensor) -> Tensor:
+    """Return the gradient ``[H]`` of sink logits: minus the sum of ``e^(sink - lse) <dO, o>`` over queries.
+
+    Args:
+        sinks: ``[H]``.
+        lse: log of each query's sum, ``[B, H, T]``; infinite where it sees nothing.
+        out: outputs ``[B, H, T, D]``.
+        d_out: their gradients.
+    """
+    delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    paid = (sinks.to(lse.dtype)[:, None] - lse).exp() * delta
+    return -paid.sum((0, 2)).to(sinks.dtype)
 
 
 def chunked_gated_attention(
@@ -251,12 +287,13 @@ def chunked_gated_attention(
     window: int | None = None,
     dense_until: Tensor | None = None,
     first: Tensor | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_attention.gated_attention` with ``O(B H T)`` memory beside its arguments.
 
     The softmax runs in float32 (float64 for float64 arguments) whatever the type of q; only the row sums are saved, so
     that the backward computes each tile again.
     """
-    options = (key_valid, scaling, recent, sinks, window, dense_until, first)
-    out: Tensor = _ChunkedGatedAttention.apply(q, k, v, keep, *options)  # type: ignore[no-untyped-call]
+    options = (key_valid, scaling, recent, sinks, window, dense_until, first, softmax.cap)
+    out: Tensor = _ChunkedGatedAttention.apply(q, k, v, keep, softmax.sinks, *options)  # type: ignore[no-untyped-call]
     return out

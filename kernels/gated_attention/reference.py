@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ag.kernels.gated_attention.masks import pair_masks, sink_mask
+from ag.kernels.softmax import PLAIN, Softmax
 
 
 def reference_gated_attention(
@@ -20,6 +21,7 @@ def reference_gated_attention(
     window: int | None = None,
     dense_until: Tensor | None = None,
     first: Tensor | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_attention.gated_attention` by autograd over whole matrices.
 
@@ -32,13 +34,15 @@ def reference_gated_attention(
     sink = sink_mask(key_valid, sinks, batch, length, q.device, first)
     visible, protected = pair_masks(index, index, key_valid, sink, recent, window, dense_until, first)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    s = (q @ k.mT) * scaling
+    s = softmax.capped((q @ k.mT) * scaling)
     m = torch.ones_like(s)
     if keep is not None:
         m = torch.where(protected, m, keep.detach().to(s.dtype).repeat_interleave(group, 1)[:, :, None, :])
     logits = (s + m.log()).masked_fill(~visible, float("-inf"))
     alive = (logits > float("-inf")).any(-1, keepdim=True)
     lse = logits.masked_fill(~alive, 0.0).logsumexp(-1, keepdim=True)
+    if (beside := softmax.by_head(4)) is not None:
+        lse = torch.stack([lse, beside.to(lse.dtype).expand_as(lse)]).logsumexp(0)
     out = torch.exp(logits.masked_fill(~alive, float("-inf")) - lse) @ v
     if keep is None or not keep.requires_grad:
         return out

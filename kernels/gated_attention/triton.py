@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from ag.kernels.gated_attention.chunked import sink_gradient
 from ag.kernels.gated_attention.masks import sink_mask
-from ag.kernels.tiles import FLOAT32, at, load_rows, mix, ranges, store_rows, turn, weights
-from ag.kernels.tuned import LOG2E, Tuned, key_block, padded, padding_bias, readable, size_class
+from ag.kernels.softmax import PLAIN, Softmax
+from ag.kernels.tiles import FLOAT32, at, begun, load_rows, mix, ranges, store_rows, turn, weights
+from ag.kernels.tuned import LOG2E, Tuned, key_block, logits2, padded, padding_bias, readable, size_class
 
 
 @triton.jit
@@ -32,7 +34,7 @@ def attend(q, k, v, k_stride, v_stride, total, largest, mixed, scale, start, n, 
 @triton.jit(do_not_specialize=["T", "size", "recent"])
 def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, gate, padding, dense_until, floors,
              listing, before, scale, recent, window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
-             EP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+             EP: tl.constexpr, KEYS: tl.constexpr, sinks, ROWS: tl.constexpr):  # fmt: skip
     """One block of queries of one head; the blocks with most keys go first."""
     block, pair = turn(T, ROWS)
     start = (tl.cdiv(T, ROWS) - 1 - block) * ROWS
@@ -55,7 +57,7 @@ def _forward(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, ga
         listing += row * blocks
         before += row * (blocks + 1)
     queries = load_rows(at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
-    total, largest = tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
+    total, largest = begun(sinks, h, ROWS)
     mixed = tl.zeros([ROWS, EP], tl.float32)
     far, far_stop, near, stop, listed = ranges(start, before, dense, recent, window, T, ROWS, KEYS, floors)
     for i in range(far, far_stop):
@@ -284,6 +286,7 @@ class _TritonGatedAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         keep: Tensor | None,
+        beside: Tensor | None,
         key_valid: Tensor | None,
         scaling: float,
         recent: int,
@@ -307,18 +310,20 @@ class _TritonGatedAttention(torch.autograd.Function):
         FORWARD(
             lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,),
             *(q, k, v, out, lse, *_strides(q, k, v, out)),
-            *(gate, padding, dense, floors, listing, before, *numbers, *sizes),
+            *(gate, padding, dense, floors, listing, before, *numbers, *sizes, logits2(beside)),
         )
-        ctx.save_for_backward(q, k, v, out, lse, *tables, dense, floors, keep, key_valid)
+        ctx.save_for_backward(q, k, v, out, lse, *tables, dense, floors, keep, key_valid, beside)
         ctx.constants = numbers, sizes, sinks
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, gate, padding, listing, before, dense, floors, keep, key_valid = ctx.saved_tensors
+        q, k, v, out, lse, gate, padding, listing, before, dense, floors, keep, key_valid, beside = ctx.saved_tensors
         numbers, sizes, sinks = ctx.constants
         batch, heads, length, _ = q.shape
-        d_out = readable(grads[0])
+        d_out, d_sinks = readable(grads[0]), None
+        if beside is not None and ctx.needs_input_grad[4]:
+            d_sinks = sink_gradient(beside, lse / LOG2E, out, d_out)
         delta, dq, dk, dv = torch.empty_like(lse), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         ends = None
         if floors is not None:  # by block of keys, one past the last query that sees it
@@ -341,7 +346,7 @@ class _TritonGatedAttention(torch.autograd.Function):
             first = None if floors is None else floors.long()
             d_keep.masked_fill_(sink_mask(key_valid, sinks, batch, length, q.device, first)[:, None], 0.0)
             d_keep = d_keep.to(keep.dtype)
-        return dq, dk, dv, d_keep, *(None for _ in range(7))
+        return dq, dk, dv, d_keep, d_sinks, *(None for _ in range(7))
 
 
 @torch.compiler.disable
@@ -357,6 +362,7 @@ def triton_gated_attention(
     window: int | None = None,
     dense_until: Tensor | None = None,
     first: Tensor | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_attention.gated_attention` with ``O(B H T)`` memory beside its arguments.
 
@@ -364,5 +370,5 @@ def triton_gated_attention(
     float32 arguments are as exact as float32 is, not TF32 (:data:`ag.kernels.tiles.FLOAT32`).
     """
     options = (key_valid, scaling, recent, sinks, window, dense_until, first)
-    out: Tensor = _TritonGatedAttention.apply(q, k, v, keep, *options)
+    out: Tensor = _TritonGatedAttention.apply(q, k, v, keep, softmax.sinks, *options)
     return out

@@ -10,6 +10,7 @@ from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention.arguments import autocast, check
 from ag.kernels.gated_prefill.chunked import chunked_gated_prefill
 from ag.kernels.gated_prefill.reference import reference_gated_prefill
+from ag.kernels.softmax import PLAIN, Softmax
 
 
 def gated_prefill(
@@ -22,6 +23,7 @@ def gated_prefill(
     recent: int = 1,
     sinks: int = 0,
     window: int | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Causal attention over the kept keys, the first ``sinks`` and each query's ``recent`` newest ones.
 
@@ -43,11 +45,11 @@ def gated_prefill(
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     device = q.device.type
     q, k, v = autocast(q, k, v)
-    version = pick("gated_prefill", {"triton": no_triton(q, v), "chunked": None, "reference": None})
+    version = pick("gated_prefill", {"triton": softmax.bent or no_triton(q, v), "chunked": None, "reference": None})
     attend = chunked_gated_prefill if version == "chunked" else reference_gated_prefill
     if version == "triton":
         from ag.kernels.gated_prefill.triton import triton_gated_prefill as attend
     with torch.no_grad(), torch.autocast(device, enabled=False):
         if version == "chunked" and device != "cpu":
-            return gated_attention(q, k, v, keep.float(), key_valid, scaling, recent, sinks, window)
-        return attend(q, k, v, keep, key_valid, scaling, recent, sinks, window)
+            return gated_attention(q, k, v, keep.float(), key_valid, scaling, recent, sinks, window, softmax=softmax)
+        return attend(q, k, v, keep, key_valid, scaling, recent, sinks, window, softmax)

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from ag.kernels.gated_attention.masks import sink_mask
 from ag.kernels.gated_prefill.reference import visible_pairs
+from ag.kernels.softmax import PLAIN, Softmax, weigh
 
 SHORT = 256  # tokens of a prompt that PyTorch's attention takes under one mask in less time than blocks
 BLOCK = 128  # queries handled at once
@@ -24,6 +25,7 @@ def chunked_gated_prefill(
     recent: int = 1,
     sinks: int = 0,
     window: int | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_prefill.gated_prefill`; the work is that of the kept pairs and the diagonal.
 
@@ -32,7 +34,7 @@ def chunked_gated_prefill(
     prompt is one block under a mask.
     """
     batch, heads, length, _ = q.shape
-    if length <= SHORT:
+    if length <= SHORT and softmax.plain:
         return _masked(q, k, v, keep, key_valid, scaling, recent, sinks, window)
     kv_heads, group = k.shape[1], heads // k.shape[1]
     out = torch.zeros_like(q[..., :1].expand(*q.shape[:3], v.shape[-1]), memory_format=torch.contiguous_format)
@@ -43,7 +45,8 @@ def chunked_gated_prefill(
     for b in range(batch):
         for h in range(kv_heads):
             part = slice(h * group, (h + 1) * group)
-            out[b, part] = _one(q[b, part], k[b, h], v[b, h], stays[b, h], goes[b, h], scaling, recent, window)
+            mine = q[b, part], k[b, h], v[b, h], stays[b, h], goes[b, h]
+            out[b, part] = _one(*mine, scaling, recent, window, softmax.of_heads(part))
     return out
 
 
@@ -71,7 +74,15 @@ def _masked(
 
 
 def _one(
-    q: Tensor, k: Tensor, v: Tensor, stays: Tensor, goes: Tensor, scaling: float, recent: int, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stays: Tensor,
+    goes: Tensor,
+    scaling: float,
+    recent: int,
+    window: int | None,
+    softmax: Softmax,
 ) -> Tensor:
     """Attend from the query heads ``[G, T, D]`` of one KV head; ``goes`` are the evicted keys, seen while recent."""
     group, length, dim = q.shape
@@ -102,9 +113,10 @@ def _one(
             s = ((rows * scaling) @ keys.mT).to(acc)
         else:
             s = (rows @ keys.mT).to(acc).mul_(scaling)
+        s = softmax.capped(s)
         by_head = s.view(group, stop - start, -1)
         by_head[..., open_until - first :].masked_fill_(hidden, float("-inf"))
-        weights = s.softmax(-1)
+        weights = weigh(by_head, None if softmax.sinks is None else softmax.sinks[:, None, None]).view_as(s)
         if open_until == first:  # a padding query may see nothing
             weights.view_as(by_head).masked_fill_(hidden, 0.0)
         out[:, start:stop] = (weights.to(v.dtype) @ values).view(group, stop - start, -1)

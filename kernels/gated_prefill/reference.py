@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ag.kernels.gated_attention.masks import pair_masks, sink_mask
+from ag.kernels.softmax import PLAIN, Softmax, weigh
 
 
 def reference_gated_prefill(
@@ -18,12 +19,13 @@ def reference_gated_prefill(
     recent: int = 1,
     sinks: int = 0,
     window: int | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_prefill.gated_prefill` with a mask over whole matrices."""
     group = q.shape[1] // k.shape[1]
     visible = visible_pairs(keep, key_valid, recent, sinks, window).repeat_interleave(group, 1)
-    s = (q @ k.repeat_interleave(group, 1).mT) * scaling
-    weights = s.masked_fill(~visible, float("-inf")).softmax(-1).masked_fill(~visible, 0.0)
+    s = softmax.capped((q @ k.repeat_interleave(group, 1).mT) * scaling)
+    weights = weigh(s.masked_fill(~visible, float("-inf")), softmax.by_head(4)).masked_fill(~visible, 0.0)
     return weights @ v.repeat_interleave(group, 1)
 
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from ag.kernels.gated_attention.masks import sink_mask
 from ag.kernels.gated_attention.triton import attend
-from ag.kernels.tiles import FLOAT32, at, load_rows, mix, store_rows, turn
-from ag.kernels.tuned import LOG2E, Tuned, key_block, padded, padding_bias, readable, size_class
+from ag.kernels.softmax import PLAIN, Softmax
+from ag.kernels.tiles import FLOAT32, at, begun, load_rows, mix, store_rows, turn
+from ag.kernels.tuned import LOG2E, Tuned, key_block, logits2, padded, padding_bias, readable, size_class
 
 
 @triton.jit
@@ -26,7 +27,7 @@ def _load_listed(base, stride, columns, inside, D: tl.constexpr, DP: tl.constexp
 @triton.jit(do_not_specialize=["T", "size", "recent"])
 def _prefill(q, k, v, out, q_strides, k_strides, v_strides, out_strides, gate, padding, kept, before, scale, recent,
              window, T, size, H, G, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-             KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+             KEYS: tl.constexpr, sinks, ROWS: tl.constexpr):  # fmt: skip
     """One block of queries of one head: first the kept keys below the protected ones, then all that are left."""
     block, pair = turn(T, ROWS)
     start = (tl.cdiv(T, ROWS) - 1 - block) * ROWS
@@ -45,7 +46,7 @@ def _prefill(q, k, v, out, q_strides, k_strides, v_strides, out_strides, gate, p
     first, last = tl.load(before + oldest), tl.load(before + near * KEYS)
     rows = start + tl.arange(0, ROWS)
     queries = load_rows(at(q, q_strides, b, h), q_strides[2], start, T, ROWS, D, DP)
-    total, largest = tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
+    total, largest = begun(sinks, h, ROWS)
     mixed = tl.zeros([ROWS, EP], tl.float32)
     for i in range(first, last, KEYS):
         inside = i + tl.arange(0, KEYS) < last
@@ -78,6 +79,7 @@ def triton_gated_prefill(
     recent: int = 1,
     sinks: int = 0,
     window: int | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Compute :func:`ag.kernels.gated_prefill.gated_prefill`; the work is that of the kept pairs and the diagonal.
 
@@ -100,6 +102,6 @@ def triton_gated_prefill(
         lambda meta: (triton.cdiv(length, meta["ROWS"]) * batch * heads,),
         *(q, k, v, out, *(x.stride()[:3] for x in (q, k, v, out)), gate, padding_bias(key_valid), kept, before),
         *(scaling * LOG2E, recent, window, length, size_class(length), heads, heads // k.shape[1]),
-        *(dim, padded(dim), v.shape[-1], padded(v.shape[-1]), block),
+        *(dim, padded(dim), v.shape[-1], padded(v.shape[-1]), block, logits2(softmax.sinks)),
     )
     return out

@@ -12,6 +12,7 @@
 
 #include "logits.h"
 #include "pages.h"
+#include "softmax.h"
 
 namespace {
 
@@ -22,6 +23,7 @@ struct Rows {
   const Pages& pages;
   const bool* gate;  // null: gates do not matter
   int64_t group, count, window, recent;  // count: queries of a head; window, recent 0: none
+  const float *cap, *sinks;              // of logits; [rows, group]; null: none
 };
 
 // What a block of queries sees and has seen; each array has a number for each query, `lanes` of them in use.
@@ -117,8 +119,9 @@ void attend(const Rows& rows, const float* q, const int32_t* at, int64_t row, in
     block.at[i] = static_cast<int32_t>(rank);
     block.open[i] = static_cast<int32_t>(rows.window ? std::max(rank - rows.window, lowest) : lowest);
     block.closed[i] = static_cast<int32_t>(std::max<int64_t>(block.open[i], rank - rows.recent));
-    block.most[i] = LEAST;
-    block.sum[i] = 0;
+    const bool beside = rows.sinks && i < queries;
+    block.most[i] = beside ? rows.sinks[row * rows.group + (first + i) / rows.count] : LEAST;
+    block.sum[i] = beside ? 1 : 0;
     block.all_to = std::min(block.all_to, block.at[i]);
     block.all_from = std::max(block.all_from, block.open[i]);
     if (i >= queries) continue;
@@ -135,6 +138,7 @@ void attend(const Rows& rows, const float* q, const int32_t* at, int64_t row, in
       const float* keys = numbers(pages, pages.keys, row, p, far, room.read.data());
       float* of_part = s + p.offset * QUERIES;
       dots(block.lanes, room.q.data(), keys, p.count, dim, of_part);
+      for (int64_t t = 0; t < p.count && rows.cap; ++t) bend(of_part + t * QUERIES, block.lanes, *rows.cap);
       hide(rows, block, p, of_part);
     }
     weigh(room.parts, width, block, s, room.out.data());
@@ -153,10 +157,12 @@ void attend(const Rows& rows, const float* q, const int32_t* at, int64_t row, in
 }  // namespace
 
 // q [pages.rows, G, count, D] float32, scaled already; gate [P, page] or null; at [rows / heads, count]: ranks of the
-// queries; window and recent 0 for none; out [rows, G, count, Dv] float32. All contiguous.
+// queries; window and recent 0 for none; cap [1] and sinks [rows, G], or null; out [rows, G, count, Dv] float32. All
+// contiguous.
 extern "C" void paged_attend(const Pages* pages, const float* q, const bool* gate, const int32_t* at, int64_t heads,
-                             int64_t group, int64_t count, int64_t window, int64_t recent, int64_t threads, float* out) {
-  const Rows rows = {*pages, gate, group, count, window, recent};
+                             int64_t group, int64_t count, int64_t window, int64_t recent, int64_t threads,
+                             const float* cap, const float* sinks, float* out) {
+  const Rows rows = {*pages, gate, group, count, window, recent, cap, sinks};
   const int64_t blocks = (group * count + QUERIES - 1) / QUERIES, number = pages->rows;
 #pragma omp parallel num_threads(threads) if (threads > 1 && number * blocks > 1)
   {

@@ -6,12 +6,19 @@ import torch
 from torch import Tensor
 
 from ag.kernels.pages import Pages, gathered, read
+from ag.kernels.softmax import PLAIN, Softmax, weigh
 
 BLOCK = 256  # queries that meet the rows at once
 
 
 def reference_paged_attend(
-    q: Tensor, pages: Pages, ranks: Tensor, scaling: float, window: int | None = None, recent: int | None = None
+    q: Tensor,
+    pages: Pages,
+    ranks: Tensor,
+    scaling: float,
+    window: int | None = None,
+    recent: int | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Compute :func:`ag.kernels.paged_attend.paged_attend` as ``softmax(scaling q K^T + mask) V`` of each row."""
     acc, rows, gate = torch.promote_types(q.dtype, torch.float32), len(pages.table), pages.gate
@@ -19,6 +26,8 @@ def reference_paged_attend(
     # what lies in free slots may be no number
     k, v = (x.to(acc).masked_fill(~there[:, :, None], 0)[:, None] for x in read(pages, index))
     held = pages.ranks.flatten()[index][:, None, None]
+    sinks = softmax.by_row(rows, q.shape[0] * q.shape[1] // rows)
+    beside = None if sinks is None else sinks[:, :, None, None]
     outs = []
     for some, of_sequence in zip(q.split(BLOCK, 2), ranks.split(BLOCK, 1), strict=True):
         at = of_sequence.repeat_interleave(rows // len(ranks), 0)[:, None, :, None]
@@ -27,7 +36,7 @@ def reference_paged_attend(
             hidden = hidden | (held <= at - window)
         if recent is not None and gate is not None:
             hidden = hidden | ((held <= at - recent) & ~gate.flatten()[index][:, None, None])
-        s = some.reshape(rows, -1, *some.shape[2:]).to(acc) @ k.mT * scaling
-        a = s.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0)
+        s = softmax.capped(some.reshape(rows, -1, *some.shape[2:]).to(acc) @ k.mT * scaling)
+        a = weigh(s.masked_fill(hidden, float("-inf")), beside).masked_fill(hidden, 0)
         outs.append((a @ v).to(q.dtype).view(*some.shape[:3], -1))
     return torch.cat(outs, 2)

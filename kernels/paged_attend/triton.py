@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ag.kernels.dispatch import interpreting
-from ag.kernels.paged_decode.triton import CHUNKS, code_arguments, combine
+from ag.kernels.paged_decode.triton import CHUNKS, cap2, code_arguments, combine
 from ag.kernels.pages import Pages
-from ag.kernels.tiles import FLOAT32, load_rows, load_tokens, mix, near, places
-from ag.kernels.tuned import LOG2E, Tuned, padded, size_class
+from ag.kernels.softmax import PLAIN, Softmax
+from ag.kernels.tiles import FLOAT32, bend, load_rows, load_tokens, mix, near, places
+from ag.kernels.tuned import LOG2E, Tuned, logits2, padded, size_class
 
 
 @triton.jit(do_not_specialize=["stride", "chunk", "chunks", "blocks", "size", "window", "recent", "T", "GT"])
@@ -19,7 +20,7 @@ def _attend(q, keys, values, gate, table, lengths, at, partial, lse, scale, stri
             window, recent, T, GT, heads, QUERIES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
             EP: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr,
             VALUE_GROUP: tl.constexpr, held, near_keys, near_values, near_ranks, NEAR: tl.constexpr,
-            ROWS: tl.constexpr):  # fmt: skip
+            cap, ROWS: tl.constexpr):  # fmt: skip
     """Attend from a block of the GT queries of a row to one chunk of it; nothing is left of chunks behind its end."""
     item = tl.program_id(0)
     piece, block = item % chunks, item // chunks % blocks
@@ -44,6 +45,7 @@ def _attend(q, keys, values, gate, table, lengths, at, partial, lse, scale, stri
             place, close = near(near_ranks, tl.load(held + where, mask=there, other=0), row, there, NEAR)
         k = load_tokens(keys, where, there, near_keys, place, close, q.dtype.element_ty, D, DP, BITS, KEY_GROUP)
         s = tl.dot(queries, tl.trans(k), input_precision=FLOAT32) * scale
+        s = bend(s, cap)
         rank = tl.load(held + where, mask=there, other=0)[None, :]
         seen = there[None, :] & (rank <= own)
         if window is not None:
@@ -68,7 +70,13 @@ ATTEND = Tuned(_attend, ["QUERIES", "D", "E", "BITS", "size"])
 
 @torch.compiler.disable
 def triton_paged_attend(
-    q: Tensor, pages: Pages, ranks: Tensor, scaling: float, window: int | None = None, recent: int | None = None
+    q: Tensor,
+    pages: Pages,
+    ranks: Tensor,
+    scaling: float,
+    window: int | None = None,
+    recent: int | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Do what :func:`ag.kernels.paged_attend.paged_attend` does on the card, which is never waited for."""
     (batch, heads, count, dim), (rows, most) = q.shape, pages.table.shape
@@ -90,10 +98,11 @@ def triton_paged_attend(
             *(q.contiguous(), pages.keys.contiguous(), pages.values.contiguous(), gates, pages.table, lengths),
             *(ranks.int().contiguous(), partial, lse, scaling * LOG2E, pages.table.stride(0), chunk, chunks, blocks),
             *(size_class(slots), window, recent, count, queries, rows // batch, block),
-            *(dim, padded(dim), width, padded(width), page, *code_arguments(pages)),
+            *(dim, padded(dim), width, padded(width), page, *code_arguments(pages), cap2(softmax)),
         )
     with torch.cuda.device_of(q):
         combine[(rows * queries,)](
-            *(partial, lse, lengths, out, None, chunk, max(chunks, 1), 0, 1, queries, width, padded(width), 32, 16)
+            *(partial, lse, lengths, out, None, logits2(softmax.sinks), chunk, max(chunks, 1), 0, 1),
+            *(queries, count, heads, width, padded(width), 32, 16),
         )
     return out

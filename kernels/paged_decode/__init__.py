@@ -11,9 +11,10 @@ from ag.kernels.dispatch import no_triton, pick
 from ag.kernels.paged_decode import cpu
 from ag.kernels.paged_decode.reference import reference_paged_decode
 from ag.kernels.pages import Pages
+from ag.kernels.softmax import PLAIN, Softmax
 
 
-def paged_decode(q: Tensor, pages: Pages, scaling: float) -> Tensor:
+def paged_decode(q: Tensor, pages: Pages, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
     """Attend from one query per sequence to all that its rows hold.
 
     The host knows no length: how work is cut follows from the width of the table.
@@ -22,6 +23,7 @@ def paged_decode(q: Tensor, pages: Pages, scaling: float) -> Tensor:
         q: ``[B, H, 1, D]``; query head h reads KV head h // (H / Hkv).
         pages: the rows; one of no tokens gives 0.
         scaling: factor of the logits.
+        softmax: caps and sink logits of the model.
 
     Returns:
         ``[B, H, 1, Dv]``, softmax and sums in float32 (float64 for float64 arguments).
@@ -29,10 +31,10 @@ def paged_decode(q: Tensor, pages: Pages, scaling: float) -> Tensor:
     Raises:
         UserError: when AG_KERNELS names a version that cannot run here.
     """
-    return _run(q, pages, scaling, None)
+    return _run(q, pages, scaling, None, softmax)
 
 
-def paged_decode_weights(q: Tensor, pages: Pages, scaling: float) -> tuple[Tensor, Tensor]:
+def paged_decode_weights(q: Tensor, pages: Pages, scaling: float, softmax: Softmax = PLAIN) -> tuple[Tensor, Tensor]:
     """Do what :func:`paged_decode` does, with its arguments, and hand out the weights; no key is read again for them.
 
     Returns:
@@ -44,7 +46,7 @@ def paged_decode_weights(q: Tensor, pages: Pages, scaling: float) -> tuple[Tenso
     """
     slots = pages.table.shape[1] * pages.keys.shape[1]
     weights = torch.empty(*q.shape[:2], slots, dtype=torch.float32, device=q.device)
-    return _run(q, pages, scaling, weights), weights
+    return _run(q, pages, scaling, weights, softmax), weights
 
 
 def _run(q: Tensor, pages: Pages, *others: Any) -> Tensor:

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "codes.h"
+#include "softmax.h"
 
 namespace {
 
@@ -68,8 +69,8 @@ struct Chunk {
   int64_t row, offset, count;  // slots [offset, offset + count) of the row
 };
 
-void attend(const Pages& pages, const float* q, int64_t group, int64_t slots, int64_t threads, float* out,
-            float* weights) {
+void attend(const Pages& pages, const float* q, int64_t group, int64_t slots, int64_t threads, const float* cap,
+            const float* sinks, float* out, float* weights) {
   const int64_t rows = pages.rows, dim = pages.keys.width, width = pages.values.width;
   const int64_t partial = group * (width + 2);  // per chunk: the mixes, then maxima, then sums
   std::vector<Chunk> chunks;
@@ -121,6 +122,7 @@ void attend(const Pages& pages, const float* q, int64_t group, int64_t slots, in
               });
       for (int64_t g = 0; g < group; ++g) {
         float* s = scores.data() + g * CHUNK;
+        if (cap) bend(s, c.count, *cap);
         float most = s[0], sum = 0;
 #pragma omp simd reduction(max : most)
         for (int64_t t = 0; t < c.count; ++t) most = s[t] > most ? s[t] : most;
@@ -147,9 +149,11 @@ void attend(const Pages& pages, const float* q, int64_t group, int64_t slots, in
   }
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t g = 0; g < group; ++g) {
-      float most = -std::numeric_limits<float>::max(), sum = 0;
+      const float none = -std::numeric_limits<float>::max(), sink = sinks ? sinks[row * group + g] : none;
+      float most = sink;
       for (int64_t i = first[row]; i < first[row + 1]; ++i)
         most = std::max(most, partials[i * partial + group * width + g]);
+      float sum = sinks ? exp_negative(sink - most) : 0;
       float* o = out + (row * group + g) * width;
       std::fill(o, o + width, 0.0f);
       for (int64_t i = first[row]; i < first[row + 1]; ++i) {
@@ -171,9 +175,9 @@ void attend(const Pages& pages, const float* q, int64_t group, int64_t slots, in
 
 }  // namespace
 
-// q [pages.rows, G, D] float32, scaled already; out [rows, G, Dv] float32; weights [rows, G, slots] float32, or null
-// where nobody wants them. All contiguous.
+// q [pages.rows, G, D] float32, scaled already; cap [1] and sinks [rows, G], or null; out [rows, G, Dv] float32; weights
+// [rows, G, slots] float32, or null where nobody wants them. All contiguous.
 extern "C" void paged_decode(const Pages* pages, const float* q, int64_t group, int64_t slots, int64_t threads,
-                             float* out, float* weights) {
-  attend(*pages, q, group, slots, threads, out, weights);
+                             const float* cap, const float* sinks, float* out, float* weights) {
+  attend(*pages, q, group, slots, threads, cap, sinks, out, weights);
 }

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ag.kernels.dispatch import interpreting
 from ag.kernels.pages import Pages
-from ag.kernels.tiles import FLOAT32, load_rows, load_tokens, mix, near, places
-from ag.kernels.tuned import LOG2E, Tuned, padded, size_class
+from ag.kernels.softmax import PLAIN, Softmax
+from ag.kernels.tiles import FLOAT32, bend, load_rows, load_tokens, mix, near, places
+from ag.kernels.tuned import LOG2E, Tuned, logits2, padded, size_class
 
 CHUNKS = 1024  # about how many chunks all rows are cut into that fill the table: a few for each processor of a card
 PIECE = 1024  # weights that a program normalises
@@ -20,7 +21,7 @@ PIECE = 1024  # weights that a program normalises
 def _split(q, keys, values, table, lengths, partial, lse, weights, scale, stride, chunk, chunks, size, N, G,
            GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr,
            BITS: tl.constexpr, KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr, held, near_keys, near_values,
-           near_ranks, NEAR: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+           near_ranks, NEAR: tl.constexpr, cap, ROWS: tl.constexpr):  # fmt: skip
     """Attend from the G queries of a row to one chunk of it; nothing is left of chunks behind its end.
 
     Where somebody wants the ``weights``, their places get the logits, which the other kernel normalises.
@@ -45,6 +46,7 @@ def _split(q, keys, values, table, lengths, partial, lse, weights, scale, stride
             place, close = near(near_ranks, tl.load(held + at, mask=there, other=0), row, there, NEAR)
         k = load_tokens(keys, at, there, near_keys, place, close, q.dtype.element_ty, D, DP, BITS, KEY_GROUP)
         s = tl.dot(queries, tl.trans(k), input_precision=FLOAT32) * scale
+        s = bend(s, cap)
         s = tl.where(there[None, :], s, float("-inf"))
         if weights is not None:
             mask = (heads < G)[:, None] & there[None, :]
@@ -57,10 +59,10 @@ def _split(q, keys, values, table, lengths, partial, lse, weights, scale, stride
     tl.store(lse + item * G + heads, largest + tl.log2(total), mask=heads < G)
 
 
-@triton.jit(do_not_specialize=["chunk", "chunks", "N", "pieces"])
-def combine(partial, lse, lengths, out, weights, chunk, chunks, N, pieces, G, E: tl.constexpr, EP: tl.constexpr,
-             CHUNKS: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """Mix the chunks of one query; a row without tokens gives 0.
+@triton.jit(do_not_specialize=["chunk", "chunks", "N", "pieces", "T", "H"])
+def combine(partial, lse, lengths, out, weights, sinks, chunk, chunks, N, pieces, G, T, H, E: tl.constexpr,
+             EP: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """Mix the chunks of one query, of T of a head and of H heads; a row without tokens gives 0.
 
     Of the ``weights`` of a query each of its programs normalises a piece of SLOTS; the first one makes the output.
     """
@@ -71,6 +73,8 @@ def combine(partial, lse, lengths, out, weights, chunk, chunks, N, pieces, G, E:
     first = row * chunks
     stop = first + tl.cdiv(count, chunk)
     total, largest, mixed = 0.0, float("-inf"), tl.zeros([EP], tl.float32)
+    if sinks is not None:
+        total, largest = 1.0, tl.load(sinks + query // T % H)
     for n in range(first, stop, CHUNKS):
         items = n + tl.arange(0, CHUNKS)
         sums = tl.load(lse + items * G + head, mask=items < stop, other=float("-inf"))
@@ -102,8 +106,15 @@ def code_arguments(pages: Pages) -> tuple[Tensor | int | None, ...]:
     return bits, *groups, pages.ranks, *(beside or (None, None, None)), 0 if beside is None else beside.ranks.shape[1]
 
 
+def cap2(softmax: Softmax) -> float | None:
+    """Return the cap of logits in base 2."""
+    return None if softmax.cap is None else softmax.cap * LOG2E
+
+
 @torch.compiler.disable
-def triton_paged_decode(q: Tensor, pages: Pages, scaling: float, weights: Tensor | None = None) -> Tensor:
+def triton_paged_decode(
+    q: Tensor, pages: Pages, scaling: float, weights: Tensor | None = None, softmax: Softmax = PLAIN
+) -> Tensor:
     """Compute :func:`ag.kernels.paged_decode.paged_decode` on the card, which is never waited for.
 
     The attention weights go into ``weights`` ``[B, H, most page]`` float32, contiguous, where somebody wants them.
@@ -125,13 +136,13 @@ def triton_paged_decode(q: Tensor, pages: Pages, scaling: float, weights: Tensor
             lambda meta: (rows * chunks,),
             *(q.contiguous(), pages.keys.contiguous(), pages.values.contiguous(), pages.table, lengths, partial, lse),
             *(weights, scaling * LOG2E, pages.table.stride(0), chunk, chunks, size_class(slots), longest, group),
-            *(padded(group), dim, padded(dim), width, padded(width), page, *code_arguments(pages)),
+            *(padded(group), dim, padded(dim), width, padded(width), page, *code_arguments(pages), cap2(softmax)),
         )
     piece = 16 if interpreting() else PIECE
     pieces = max(1, triton.cdiv(longest, piece))
     with torch.cuda.device_of(q):
         combine[(rows * group * pieces,)](
-            *(partial, lse, lengths, out, weights, chunk, max(chunks, 1), longest, pieces, group, width, padded(width)),
-            *(32, piece),
+            *(partial, lse, lengths, out, weights, logits2(softmax.sinks), chunk, max(chunks, 1), longest, pieces),
+            *(group, 1, heads, width, padded(width), 32, piece),
         )
     return out

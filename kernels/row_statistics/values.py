@@ -41,6 +41,19 @@ class Values:
         spread = centred.square().sum(-1)
         return cls(v, centre, centred, v.square().sum(-1), spread, spread + (centred @ centre.mT)[..., 0])
 
+    def with_nothing(self) -> Values:
+        """Return the same with one more value, 0, which the centre does not know."""
+        zero, back = torch.zeros_like(self.centre), -self.centre
+        none = torch.zeros_like(self.norms[..., :1])
+        return Values(
+            torch.cat([self.v, zero], 2),
+            self.centre,
+            torch.cat([self.centred, back], 2),
+            torch.cat([self.norms, none], -1),
+            torch.cat([self.spread, back.square().sum(-1)], -1),
+            torch.cat([self.along, none], -1),
+        )
+
     def part(self, heads: slice, keys: slice) -> Values:
         """Return the values of some KV heads and keys, as views."""
         return Values(

@@ -6,7 +6,7 @@ import torch
 from ag.engine import observe
 from ag.engine.rows import FUSED, AttentionRows, attention
 from ag.kernels.row_statistics import Values, cpu
-from tests.support.attention_by_hand import Scene
+from tests.support.attention_by_hand import SINKS_AND_CAP, Scene
 from tests.support.bounds import hold
 from tests.support.compiled import needs
 
@@ -23,6 +23,7 @@ SCENES = {
     "sliding": {"lengths": (14, 6), "window": 4},
     "sliding-ragged": {"lengths": (14,), "window": 3, "ragged": True},
     "few-queries": {"lengths": (15, 4), "queries": 6, "ragged": True},
+    "sinks-and-cap": {"lengths": (10, 4), "ragged": True, "softmax": SINKS_AND_CAP},
 }
 
 
@@ -129,4 +130,4 @@ def test_sums_in_one_pass_make_no_weights(monkeypatch):
     )
     for f in FUSED:
         rows.total(f)
-    assert not {"a", "s", "visible"} & set(vars(rows))
+    assert not {"_a", "_s", "_visible"} & set(vars(rows))

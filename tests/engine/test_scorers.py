@@ -17,7 +17,7 @@ from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
 from ag.engine.scorers.tova import Tova
 from ag.engine.select import select
-from tests.support.attention_by_hand import REDUCE, Scene, agree, by_group, pool, pooled_before, within
+from tests.support.attention_by_hand import REDUCE, SINKS_AND_CAP, Scene, agree, by_group, pool, pooled_before, within
 from tests.support.bounds import hold
 
 EPS = torch.finfo(torch.float32).eps
@@ -28,6 +28,7 @@ SCENES = {
     "right": {"lengths": (5, 14), "padding": "right"},
     "ragged": {"lengths": (16, 7), "ragged": True},
     "sharp": {"lengths": (12,), "sharp": 8.0, "heads": 6},
+    "sinks-and-cap": {"lengths": (10, 4), "ragged": True, "softmax": SINKS_AND_CAP},
 }
 
 

@@ -21,7 +21,7 @@ from ag.engine.wrappers.caote import Caote, FastCaote, removal_error
 from ag.engine.wrappers.obcache import OBCacheJoint, OBCacheKey, OBCacheValue, joint_error, key_error, value_error
 from ag.engine.wrappers.vatp import Vatp
 from ag.kernels.row_statistics import Values
-from tests.support.attention_by_hand import REDUCE, Scene, agree, by_group, pool, pooled_before, within
+from tests.support.attention_by_hand import REDUCE, SINKS_AND_CAP, Scene, agree, by_group, pool, pooled_before, within
 from tests.support.bounds import bounded, conditioned, hold
 from tests.support.held import check, run
 
@@ -31,6 +31,7 @@ SCENES = {
     "right": {"lengths": (4, 12), "padding": "right"},
     "ragged": {"lengths": (15, 6), "ragged": True},
     "sharp": {"lengths": (10,), "sharp": 6.0},
+    "sinks-and-cap": {"lengths": (10, 4), "ragged": True, "softmax": SINKS_AND_CAP},
 }
 PARTS = {"value": (1.0, 0.0), "key": (0.0, 1.0), "joint": (1.0, 1.0)}  # how much of v and of k is pruned
 CLOSED = {"value": value_error, "key": key_error, "joint": joint_error}

@@ -4,9 +4,12 @@ import torch
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_attention.chunked import _Problem, chunked_gated_attention
 from ag.kernels.gated_attention.reference import reference_gated_attention
+from ag.kernels.softmax import Softmax
 from tests.support.bounds import bounded, hold
 from tests.support.hard import PARTS
 
+SINKS = Softmax(sinks=torch.tensor([0.3, -2.0, 1.7, 4.0, -0.5, 0.9]))  # of so many heads
+CAPPED = Softmax(cap=1.5)  # of logits with a standard deviation of about 1
 CASES = {
     "plain": {},
     "recent": {"recent": 5},
@@ -29,6 +32,8 @@ CASES = {
         "dense": 0.5,
     },
     "documents-right-padding-sinks": {"documents": True, "padding": "right", "sinks": 2},
+    "sink-logits": {"softmax": SINKS, "sinks": 2, "recent": 3, "padding": "left", "dense": 0.5},
+    "sink-logits-window": {"softmax": SINKS, "window": 17},
 }
 
 
@@ -40,6 +45,7 @@ def starts(borders, length):
 def inputs(
     length, heads, kv_heads, dim, dtype=torch.float64, soft=False, padding=None, dense=0.0, documents=False, **options
 ):
+    """Draw q, k, v and flags, and make the options; of sink logits as many as there are heads."""
     generator = torch.Generator().manual_seed(length * 31 + heads)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     q, k, v = draw(2, heads, length, dim), draw(2, kv_heads, length, dim), draw(2, kv_heads, length, dim)
@@ -54,6 +60,8 @@ def inputs(
         borders = (length // 5, length // 5 + 1, length // 2, length - 2), (length // 3,)
         options["first"] = torch.stack([starts(row, length) for row in borders])
     options["scaling"] = dim**-0.5
+    if "softmax" in options:
+        options["softmax"] = options["softmax"].of_heads(slice(heads))
     return [x.to(dtype).requires_grad_() for x in (q, k, v, keep)], options
 
 
@@ -73,12 +81,25 @@ def run(function, tensors, options, weight):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(("length", "heads", "kv_heads", "dim"), [(63, 4, 4, 20), (131, 6, 2, 60), (257, 3, 1, 16)])
 def test_chunked_equals_reference(length, heads, kv_heads, dim, case, soft):
-    tensors, options = inputs(length, heads, kv_heads, dim, soft=soft, **CASES[case])
+    check_chunked(length, heads, kv_heads, dim, CASES[case], soft)
+
+
+def check_chunked(length, heads, kv_heads, dim, case, soft):
+    """Hold the output and every gradient to the reference."""
+    tensors, options = inputs(length, heads, kv_heads, dim, soft=soft, **case)
     weight = torch.randn(2, heads, length, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     expected, expected_grads = run(reference_gated_attention, exactly(tensors), options, weight)
     out, grads = run(chunked_gated_attention, tensors, options, weight)
     for name, got, want in zip(PARTS, [out, *grads], [expected, *expected_grads], strict=True):
         hold(got, want, name=name)
+
+
+@pytest.mark.parametrize("soft", [False, True], ids=["hard", "soft"])
+@pytest.mark.parametrize("sinks", [None, SINKS.sinks], ids=["cap", "cap-and-sink-logits"])
+@pytest.mark.parametrize("case", ["plain", "left-padding-window-dense", "documents-sinks-recent"])
+def test_chunked_equals_reference_where_logits_are_capped(case, sinks, soft):
+    options = CASES[case] | {"softmax": CAPPED._replace(sinks=sinks)}
+    check_chunked(67, 4, 2, 20, options, soft)
 
 
 def test_queries_that_see_evicted_keys_alone():

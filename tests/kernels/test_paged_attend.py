@@ -5,6 +5,7 @@ import torch
 
 from ag.kernels.paged_attend import cpu, paged_attend
 from ag.kernels.paged_attend.reference import BLOCK, reference_paged_attend
+from ag.kernels.softmax import PLAIN
 from tests.support.bounds import bounded, hold
 from tests.support.compiled import needs
 from tests.support.paged import check_threads_and_pages, filled, places, read, tokens
@@ -47,9 +48,9 @@ def visible(pages, row, at, window, recent):
     return torch.tensor(seen, dtype=torch.bool).view(len(at), len(ranks))
 
 
-def check(version, q, pages, ranks, scaling, window, recent, dtype=torch.float32):
+def check(version, q, pages, ranks, scaling, window, recent, dtype=torch.float32, softmax=PLAIN):
     """Hold a version to float64, query by query; those that see nothing get 0."""
-    got = version(q, pages, ranks, scaling, window, recent)
+    got = version(q, pages, ranks, scaling, window, recent, softmax)
     assert got.shape == (*q.shape[:3], pages.channels[1]) and got.dtype == q.dtype
     rows = len(pages.table)
     by_row = got.reshape(rows, -1, *got.shape[2:])
@@ -58,11 +59,16 @@ def check(version, q, pages, ranks, scaling, window, recent, dtype=torch.float32
         at = ranks[row * len(ranks) // rows]
         seen = visible(pages, row, at, window, recent)
         for g in range(len(queries)):
-            s = (bounded(queries[g], dtype) @ k.T * scaling).masked_fill(~seen, float("-inf"))
+            s = bounded(queries[g], dtype) @ k.T * scaling
+            s = s if softmax.cap is None else (s / softmax.cap).tanh() * softmax.cap
+            s = s.masked_fill(~seen, float("-inf"))
+            if softmax.sinks is not None:
+                sink = bounded(softmax.sinks[(row * len(queries) + g) % len(softmax.sinks)], dtype)
+                s = torch.cat([s, sink.expand(len(s), 1)], 1)
             some = seen.any(1)
             assert not by_row[row, g, ~some].any()
             if some.any():
-                hold(by_row[row, g, some], s[some].softmax(-1) @ v, name=(row, g))
+                hold(by_row[row, g, some], s[some].softmax(-1)[:, : len(v)] @ v, name=(row, g))
 
 
 CASES = {

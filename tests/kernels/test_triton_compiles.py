@@ -33,6 +33,7 @@ from ag.kernels.pages import New, Pages, Reach  # noqa: E402
 from ag.kernels.pool_append.triton import triton_pool_append  # noqa: E402
 from ag.kernels.row_worst.reference import Going  # noqa: E402
 from ag.kernels.row_worst.triton import triton_row_going, triton_row_worst  # noqa: E402
+from ag.kernels.softmax import Softmax  # noqa: E402
 from ag.kernels.tuned import Tuned  # noqa: E402
 from tests.support.paged import coded  # noqa: E402
 
@@ -218,6 +219,22 @@ def test_paged_attend_compiles(compiled, dim, dtype, masked):
     q, ranks = torch.randn(2, 4, 50, dim).to(dtype), torch.arange(50).expand(2, -1)
     triton_paged_attend(q, in_pages(dim, dtype), ranks, 0.1, *((20, 4) if masked else (None, None)))
     assert set(compiled) == {"_attend", "combine"}
+
+
+@pytest.mark.slow
+@cases(("dim", "dtype"), (90, 64, HALF), (89, 256, HALF), (90, 128, WHOLE))
+def test_capped_logits_and_sink_logits_compile(compiled, dim, dtype):
+    sinks = torch.zeros(4, dtype=dtype)
+    q, pages, ranks = torch.randn(2, 4, 50, dim).to(dtype), in_pages(dim, dtype), torch.arange(50).expand(2, -1)
+    paged.triton_paged_decode(q[:, :, :1], pages, 0.1, torch.empty(2, 4, 32), Softmax(50.0, sinks))
+    triton_paged_attend(q, pages, ranks, 0.1, 20, 4, Softmax(50.0, sinks))
+    assert set(compiled) == {"_split", "_attend", "combine"}
+    compiled.clear()
+    q, k, v = (draw(heads, dim, dtype) for heads in (4, 2, 2))
+    keep = torch.rand(2, 2, 300)
+    triton_gated_attention(q, k, v, keep, None, 0.1, softmax=Softmax(None, sinks)).sum().backward()
+    triton_gated_prefill(q.detach(), k.detach(), v.detach(), keep > 0.5, None, 0.1, softmax=Softmax(None, sinks))
+    assert set(compiled) == {"_forward", "_backward_queries", "_backward_keys", "_prefill"}
 
 
 @pytest.mark.slow

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from ag.engine.observe import Keys, Observation, Queries
+from ag.kernels.softmax import PLAIN, Softmax
 from tests.support.bounds import ROUNDINGS, conditioned, hold
+
+#: Of scenes with 4 heads: logits up to about 3 are capped, and sinks take a part of the attention.
+SINKS_AND_CAP = Softmax(cap=2.0, sinks=torch.tensor([0.5, -1.0, 1.5, 0.0]))
 
 
 def rotation(place: float, dim: int, base: float = 50.0) -> Tensor:
@@ -59,10 +63,11 @@ class Scene:
         dtype: torch.dtype = torch.float32,
         layer: int = 0,
         gate: bool = False,
+        softmax: Softmax = PLAIN,
     ) -> None:
         make = torch.Generator().manual_seed(seed)
         self.lengths, self.heads, self.kv_heads, self.window = lengths, heads, kv_heads, window
-        self.group, self.scaling = heads // kv_heads, 0.3
+        self.group, self.scaling, self.softmax = heads // kv_heads, 0.3, softmax
         batch, longest = len(lengths), max(lengths)
         columns = min(queries or longest, longest)
         query_ranks = torch.full((batch, columns), -1)
@@ -120,6 +125,7 @@ class Scene:
             keys=Keys(stored=lambda: (k, v), ranks=ranks, valid=valid, full=bool(valid.all()), whole=whole),
             queries=Queries(q=q, ranks=query_ranks, valid=query_valid, padded=not bool(query_valid.all())),
             scaling=scaling,
+            softmax=self.softmax,
             layer=self._layer,
             sliding_window=self.window,
             gate=gate,
@@ -155,15 +161,22 @@ class Scene:
                 for slot, p in enumerate(held):
                     if p <= rank and (self.window is None or rank - p < self.window):
                         visible[i, slot] = True
-                        s[i, slot] = self.scaling * float(self.q[b, h, column] @ self.k[b, g, slot])
+                        s[i, slot] = self.capped(self.scaling * float(self.q[b, h, column] @ self.k[b, g, slot]))
                 if visible[i].any():
-                    top = max(float(s[i, j]) for j in range(len(held)) if visible[i, j])
-                    size = sum(math.exp(float(s[i, j]) - top) for j in range(len(held)) if visible[i, j])
+                    rivals = [float(s[i, j]) for j in range(len(held)) if visible[i, j]]
+                    rivals += [] if self.softmax.sinks is None else [float(self.softmax.sinks[h])]
+                    top = max(rivals)
+                    size = sum(math.exp(x - top) for x in rivals)
                     for slot in range(len(held)):
                         if visible[i, slot]:
                             a[i, slot] = math.exp(float(s[i, slot]) - top) / size
             self._dense[b, h] = a, s, visible
         return self._dense[b, h]
+
+    def capped(self, logit: float) -> float:
+        """A logit as the model caps it."""
+        cap = self.softmax.cap
+        return logit if cap is None else cap * math.tanh(logit / cap)
 
     def values(self, b: int, g: int) -> Tensor:
         """Values of what a KV head holds, ``[held tokens, D]`` float64."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ag.kernels.codes import CODES, RECENT, SINKS, Codes, Format, KVDtype, Near
 from ag.kernels.pages import Pages
+from ag.kernels.softmax import PLAIN, Softmax
 from tests.support.bounded import Bounded, bounded
 from tests.support.bounds import hold
 
@@ -133,15 +134,20 @@ def tokens(pages: Pages, row: int, dtype: torch.dtype = torch.float32) -> list[B
 
 
 def attended(
-    q: Tensor, pages: Pages, scaling: float, dtype: torch.dtype = torch.float32
+    q: Tensor, pages: Pages, scaling: float, dtype: torch.dtype = torch.float32, softmax: Softmax = PLAIN
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs ``[G, Dv]`` and weights ``[G, n]`` of each row, in float64, as :mod:`bounded` ones of ``dtype``."""
     outs: list[Tensor] = []
     weights: list[Tensor] = []
     for row, query in enumerate(q.reshape(len(pages.lengths), -1, q.shape[-1])):
         k, v = tokens(pages, row, dtype)
-        e = (bounded(query, dtype) @ k.T * scaling).exp()
-        a = e / e.sum(-1, keepdim=True) if len(k) else e
+        s = bounded(query, dtype) @ k.T * scaling
+        e = (s if softmax.cap is None else (s / softmax.cap).tanh() * softmax.cap).exp()
+        beside: Tensor | float = 0.0
+        if softmax.sinks is not None:
+            heads = torch.arange(len(query)) + row * len(query)
+            beside = bounded(softmax.sinks[heads % len(softmax.sinks)], dtype).exp()[:, None]
+        a = e / (e.sum(-1, keepdim=True) + beside) if len(k) else e
         weights.append(a)
         outs.append(a @ v)
     return outs, weights

@@ -31,7 +31,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"sliding_window": None}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 3}),  # no rotation in the last layer
     "gpt_oss": ("GptOss", EXPERTS | {"head_dim": 16, "layer_types": ["full_attention"] * 3}),
-    "gemma2": ("Gemma2", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "layer_types": ["full_attention"] * 3, "attn_logit_softcapping": 0.2}),
     "gemma3": ("Gemma3Text", {"head_dim": 16, "layer_types": ["sliding_attention", *["full_attention"] * 2]}),
     "diffllama": ("DiffLlama", {"head_dim": 16}),
 }
@@ -43,4 +43,7 @@ def shaped(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedM
     config = getattr(transformers, f"{family}Config")(**GEOMETRY | own | changes)
     torch.manual_seed(seed)
     made: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in made.named_parameters():
+        if name.endswith(".sinks"):
+            torch.nn.init.normal_(parameter, 1.0)  # those of transformers are nearly alike
     return made

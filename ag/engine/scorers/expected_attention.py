@@ -13,6 +13,7 @@ from torch import Tensor
 from ag.engine.observe import Observation
 from ag.engine.scorers.base import Needs, Scorer, grouped
 from ag.errors import require
+from ag.kernels.softmax import weigh
 
 TILE = 2**24  # elements of rotated covariances at once
 
@@ -25,6 +26,8 @@ class ExpectedAttention(Scorer):
     the sinks; in blocks, and while decoding, over the new ones and as many as ``window`` before them. Both are then
     turned by the mean of the rotations to the next ``future`` places. The logarithm of the expectation is
     ``z_p = s k mu' + s^2/2 k Sigma' k``, and the softmax runs over the keys behind the sinks.
+
+    Sink logits of the model take part in the softmax. That logits are capped is left out: there is no closed form.
 
     Source: Devoto et al. 2025, "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
     Distribution"; code NVIDIA/kvpress. There ``eps`` is 0, and 0.01 in its benchmark (with Ada-KV: ``@heads``).
@@ -73,7 +76,8 @@ class ExpectedAttention(Scorer):
         competes = seen.key_valid & (seen.key_ranks >= self.sinks)
         logits = self._logits(seen, seen.k.float().masked_fill(~seen.key_valid[..., None], 0.0))
         hidden = ~competes.repeat_interleave(seen.group, 1)
-        weights = logits.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0.0)
+        sinks = None if seen.softmax.sinks is None else seen.softmax.sinks[:, None]
+        weights = weigh(logits.masked_fill(hidden, float("-inf")), sinks).masked_fill(hidden, 0.0)
         score = grouped(weights, seen, "mean") + self.eps
         if not self.values:
             return score
