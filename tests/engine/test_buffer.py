@@ -1,0 +1,96 @@
+"""The schedule ``buffer:n``: something goes whenever n tokens more than the budget are held, and down to the budget."""
+
+import pytest
+import torch
+
+import ag
+from ag.errors import UserError
+from tests.support.batches import row
+from tests.support.held import alone_too, feed
+from tests.support.refused import refuses
+
+BUDGET, BUFFER = 20, 5
+PROMPTS = (33, 22, 9)  # more than both, more than the budget, less
+STEPS = 24  # and tokens of the turns
+#: Each token once: two of a kind have keys of one norm in layer 0, up to rounding.
+ROWS = [torch.randperm(125, generator=torch.Generator().manual_seed(p))[: p + STEPS] + 3 for p in PROMPTS]
+POLICIES = {
+    "h2o": {},
+    "streaming_llm": {"sinks": 2},
+    "snapkv": {"window": 4, "kernel": 3},
+    "tova@heads": {},
+    "knorm@global": {},
+    "cake@preference": {"window": 4, "kernel": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_llama):
+    return tiny_llama()
+
+
+def counts(prompt, passes):
+    """Tokens of a sequence that are held after its prompt and after each pass, the mean over heads and layers."""
+    held, found = 0, []
+    for new in (prompt, *passes):
+        held += new
+        held = BUDGET if held >= BUDGET + BUFFER else held
+        found.append(held)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("passes", "side"), [([1] * STEPS, "left"), ([2, 1, 7, 1, 1, 9, 3], "right")], ids=["steps", "turns"]
+)
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_is_held(llama, name, passes, side):
+    """In a batch as alone, and of each sequence as many tokens as a count of them says."""
+    policy = ag.policy(name, BUDGET, f"buffer:{BUFFER}", **POLICIES[name])
+    rows = [tokens[: prompt + sum(passes)] for tokens, prompt in zip(ROWS, PROMPTS, strict=True)]
+    result = alone_too(llama, policy, rows, [PROMPTS, *([n] * len(rows) for n in passes)], side)
+    for b, prompt in enumerate(PROMPTS):
+        for held, count in zip(result.held, counts(prompt, passes), strict=True):
+            by_layer = [[len(head) for head in layer[b]] for layer in held]
+            assert sum(map(sum, by_layer)) == 3 * 2 * count
+            if "@" not in name:
+                assert by_layer == [[count] * 2] * 3
+
+
+def test_a_share_is_a_share_of_the_prompt(llama):
+    """0.25 of 40 tokens are 10; a buffer of 50 is full after 20 tokens more."""
+    tokens = row(70)
+    result = feed(ag.EvictionCache(llama, "h2o", 0.25, "buffer:50"), llama, [tokens], [[40], *[[1]] * 30])
+    assert [len(held[0][0][0]) for held in result.held] == [*range(40, 60), 10, *range(11, 21)]
+
+
+def test_a_cache_goes_on_when_it_was_saved_and_when_tokens_were_taken_back(llama, tmp_path):
+    policy = ag.policy("streaming_llm", BUDGET, f"buffer:{BUFFER}", sinks=2)
+    [tokens] = ROWS[1:2]
+    wanted = feed(ag.EvictionCache(llama, policy), llama, [tokens], [[22], *[[1]] * 12]).held
+    cache = ag.EvictionCache(llama, policy)
+    feed(cache, llama, [tokens], [[22], [1]])
+    cache.crop(-1)
+    cache.save(tmp_path / "cache")
+    again, mask = ag.EvictionCache.load(tmp_path / "cache", llama), torch.ones(1, 22, dtype=torch.long)
+    for one in (cache, again):
+        for at in range(12):
+            token, seen = tokens[22 + at][None, None], torch.cat([mask, torch.ones(1, at + 1, dtype=torch.long)], 1)
+            with torch.no_grad():
+                llama(token, attention_mask=seen, past_key_values=one)
+            held = [[sorted(kept.tolist()) for kept in one.kept_positions(layer)[0]] for layer in range(3)]
+            assert held == [[sorted(head) for head in layer[0]] for layer in wanted[at + 1]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "parts"),
+    [
+        ("buffer:0", {}, "buffer:0 buffer:n"),
+        ("buffer:4+every", {}, "buffer:4+every buffer:n"),
+        ("buffer:4", {"budget_of": "seen"}, "budget_of='seen' buffer:4 steps:n"),
+    ],
+)
+def test_what_is_refused(schedule, options, parts):
+    with refuses(UserError, *parts.split()):
+        ag.policy("h2o", 0.5, schedule, **options)
+    with refuses(UserError, "budget"):
+        ag.policy("h2o", schedule="buffer:4")
