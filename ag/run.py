@@ -91,11 +91,7 @@ def fit(
     """
     check_trainer(config)
     data.check(config.data)  # that somebody has registered the parts that the keys name
-    if gate_kind(config.gate.kind).decays and config.train != "lora":
-        raise UserError(
-            f"gate.kind={config.gate.kind}: its scores fall with a token's age, and have no flags to train under: "
-            "expected a kind with flags, such as gate.kind=mlp."
-        )
+    check_kind(config)
     objective(config.loss.objective)
     L.seed_everything(config.seed, workers=True, verbose=False)
     base, tokenizer = models.load_base(config.model)
@@ -167,8 +163,18 @@ def nothing_evicted(config: Config, metrics: Mapping[str, float]) -> str | None:
     )
 
 
+def check_kind(config: Config) -> None:
+    """Refuse a kind of gates that there is not, or that has no flags to train under."""
+    if gate_kind(config.gate.kind).decays and config.train != "lora":
+        raise UserError(
+            f"gate.kind={config.gate.kind}: its scores fall with a token's age, and have no flags to train under: "
+            "expected a kind with flags, such as gate.kind=mlp."
+        )
+
+
 def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
     """Make the gates of a run, fresh or with the weights of an export."""
+    check_kind(config)
     gates = AttentionGates(base.config, config.gate)
     if config.init is not None:
         start = AttentionGates.from_pretrained(config.init)

@@ -199,6 +199,7 @@ def test_previous_layer_variants_leave_the_first_layers_open():
         ({"window": 8, "kind": "mlp"}, ("gate.window=8", "gate.kind=mlp", "gate.window=0")),
         ({"window": 8, "kind": "affine"}, ("gate.window=8", "gate.kind=affine", "gate.window=0")),
         ({"window": 8, "kind": "fast_kvzip"}, ("gate.window=8", "gate.kind=fast_kvzip", "gate.window=0")),
+        ({"window": 8, "kind": "retention"}, ("gate.window=8", "gate.kind=retention", "gate.window=0")),
         ({"window": 8, "scope": "prompt"}, ("gate.window=8", "gate.scope=prompt", "gate.window=0")),
         ({"hidden": 0, "kind": "mlp"}, ("gate.hidden=0", "1")),
     ],

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import ag
+from ag.config.schema import Config
 from ag.errors import UserError
 from ag.gates import export, folder
 from ag.gates.export import ExportError
 from ag.gates.gating import Open
+from ag.run import fit, make_gates
 from tests.support import by_hand
 from tests.support.bounds import hold, of_logits
 from tests.support.refused import refuses
@@ -210,6 +212,11 @@ def test_there_are_no_flags(model, tmp_path):
         model(ids, gating=ag.Gating(gates, torch.ones_like(ids), torch.tensor([20])), use_cache=False)
     with pytest.raises(UserError):
         gates.flags(torch.zeros(1))
+    config = Config()
+    config.gate.kind = "retention"
+    for train in (lambda: fit(config), lambda: make_gates(model, config)):
+        with refuses(UserError, "gate.kind=retention", "gate.kind=mlp"):
+            train()
 
 
 def test_from_the_hub(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import torch
 
 from ag.kernels.paged_decode import paged_decode, paged_decode_weights
 from ag.kernels.pages import Pages
+from ag.kernels.softmax import PLAIN, Softmax, weigh
 from tests.gpu.cases import DEVICE, PAIRS, draw, name, near, right, scattered
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +26,7 @@ def rows(lengths, group, dim, dtype):
     return q, Pages(keys, values, ranks, None, table, held)
 
 
-def by_row(q, pages, scaling):
+def by_row(q, pages, scaling, softmax=PLAIN):
     """The outputs, and the weights by slot, in float64."""
 
     table, lengths = pages.table, pages.lengths
@@ -35,7 +36,9 @@ def by_row(q, pages, scaling):
         out, weights = torch.zeros_like(queries), queries.new_zeros(*queries.shape[:2], table.shape[1] * 16)
         for row, count in enumerate(lengths.tolist()):
             k, v = (x[row, :count] for x in columns)
-            weights[row, :, :count] = (queries[row] @ k.T * scaling).softmax(-1)
+            s = softmax.capped(queries[row] @ k.T * scaling)
+            sinks = softmax.by_row(*queries.shape[:2])
+            weights[row, :, :count] = weigh(s, None if sinks is None else sinks[row, :, None])
             out[row] = weights[row, :, :count] @ v
         return out.view(q.shape), weights.view(*q.shape[:2], -1)
 
@@ -54,6 +57,17 @@ def test_output_and_weights(triton_untuned, dim, dtype):
         out, weights = paged_decode_weights(*given, 0.1)
         near(out, wanted, f"{what}, beside the weights", got.dtype)
         near(weights, shares, f"{what}, weights")
+
+
+@pytest.mark.parametrize(("dim", "dtype"), PAIRS[:2], ids=name)
+def test_capped_logits_and_sink_logits(triton_untuned, dim, dtype):
+    torch.manual_seed(dim)
+    given = rows(ROWS["empty"], 4, dim, dtype)
+    softmax = Softmax(3.0, torch.linspace(-2, 4, given[0].shape[1], device=DEVICE))
+    wanted, shares = by_row(*given, 0.1, softmax)
+    out, weights = paged_decode_weights(*given, 0.1, softmax)
+    near(out, wanted, "output", out.dtype)
+    near(weights, shares, "weights")
 
 
 def test_nothing_waits_for_the_card(triton_untuned, card):
