@@ -34,6 +34,7 @@ from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
 from ag.kernels.paged_attend import paged_attend
 from ag.kernels.pages import Reach
+from ag.kernels.softmax import Softmax
 from ag.model.geometry import entry_sizes, fingerprint
 from ag.model.hooks import AttentionCall, UnsupportedModelError
 from ag.model.projection import output_weight
@@ -132,7 +133,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         self._scoring = Stopwatch()
         #: What the references see of all of the prompt, and what they see at all: outputs ``[R, M, Dv]``, lowest ranks
         #: ``[R, 1]`` and the factor of the logits; None: nothing is to be fitted.
-        self._wanted: tuple[Tensor, Tensor, float] | None = None
+        self._wanted: tuple[Tensor, Tensor, float, Softmax] | None = None
         #: What the scorer recorded, ``[..., N]`` by slot of the store.
         self.memory: Records = {}
         for part in self._parts.values():
@@ -464,7 +465,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             return
         assert self.store is not None
         lengths = now.prompt_lengths.to(now.ranks.device)
-        q = self.rotation.turn(call.q, (lengths[:, None] - now.ranks).clamp_min(0)[:, None], 1)
+        q = self.rotation.turn(call.q, (lengths[:, None] - now.ranks).clamp_min(0)[:, None], 1, call.layer)
         chosen = now.real & references(now.ranks, lengths)
         queries = self.references.before(Queries(q=q, ranks=now.ranks, valid=chosen))
         self.references.remember(queries, REFERENCES)
@@ -474,14 +475,18 @@ class EvictionLayer(CacheLayerMixin, Attributes):
                 call.k.shape[1]
             )
             seen = self._referred(held, lowest[:, None])
-            outputs = attended(self._reference_rows(), held.keys, held.values, seen, call.scaling)
-            self._wanted = outputs, lowest[:, None], call.scaling
+            rows = self._reference_rows()
+            sinks = call.softmax.by_row(len(rows), call.q.shape[1] // call.k.shape[1])
+            each = None if sinks is None else sinks.repeat_interleave(rows.shape[1] // sinks.shape[1], 1)
+            softmax = call.softmax._replace(sinks=each)
+            outputs = attended(rows, held.keys, held.values, seen, call.scaling, softmax)
+            self._wanted = outputs, lowest[:, None], call.scaling, softmax
 
     def merge(self) -> None:
         """Fit the values of what is held of a prompt, where something went, to what there was."""
         if self._wanted is None:
             return
-        (outputs, lowest, scaling), self._wanted = self._wanted, None
+        (outputs, lowest, scaling, softmax), self._wanted = self._wanted, None
         assert self.store is not None and self.references.queries is not None
         if self.evicted_at:
             rows = self.store.padded()
@@ -489,7 +494,8 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             valid = valid.repeat(1, outputs.shape[1] // valid.shape[1])
             keys, values = rows.keys, rows.values
             seen = self._referred(rows, lowest)
-            self.store.put_values(fitted(self._reference_rows(), outputs, valid, keys, values, seen, scaling))
+            q = self._reference_rows()
+            self.store.put_values(fitted(q, outputs, valid, keys, values, seen, scaling, softmax))
         self.references.reset()
 
     def _reference_rows(self) -> Tensor:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ag.kernels.softmax import PLAIN, Softmax, weigh
+
 REFERENCES = 256  # queries of a prompt
 RIDGE = 0.03  # pull of each value towards what it was, in multiples of the mean square of a key's weights
 AT_ONCE = 2**26  # weights that are made at once
@@ -31,17 +33,25 @@ def references(ranks: Tensor, lengths: Tensor) -> Tensor:
     return (lengths[:, None] - 1 - ranks) % spacing[:, None] == 0
 
 
-def attended(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scaling: float) -> Tensor:
+def attended(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
     """Return what queries ``[R, M, D]`` see of keys ``[R, N, D]`` and values ``[R, N, Dv]``: ``[R, M, Dv]``.
 
-    ``seen`` ``[R, N]``: which slots they see. Outputs are of float32, or of a type with more bits.
+    ``seen`` ``[R, N]``: which slots they see; ``softmax``: the model's, with a sink logit of each query, ``[R, M]``.
+    Outputs are of float32, or of a type with more bits.
     """
-    parts = [_weights(q[x], keys[x], seen[x], scaling) @ _wide(values[x]) for x in _parts(q, keys)]
+    parts = [_weights(q[x], keys[x], seen[x], scaling, softmax.of_heads(x)) @ _wide(values[x]) for x in _parts(q, keys)]
     return torch.cat(parts)
 
 
 def fitted(
-    q: Tensor, wanted: Tensor, valid: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scaling: float
+    q: Tensor,
+    wanted: Tensor,
+    valid: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    scaling: float,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Return values ``[R, N, Dv]`` with which attention to keys that stayed gives what attention to all of them gave.
 
@@ -55,10 +65,11 @@ def fitted(
         values: ``[R, N, Dv]``.
         seen: ``[R, N]`` bool, which slots hold something that the queries see; others keep their values.
         scaling: of the logits.
+        softmax: the model's, with a sink logit of each query, ``[R, M]``.
     """
     out = values.clone()
     for rows in _parts(q, keys):
-        weights = _weights(q[rows], keys[rows], seen[rows], scaling) * valid[rows, :, None]
+        weights = _weights(q[rows], keys[rows], seen[rows], scaling, softmax.of_heads(rows)) * valid[rows, :, None]
         missing = (wanted[rows] - weights @ _wide(values[rows])) * valid[rows, :, None]
         ridge = RIDGE * weights.square().sum((1, 2)) / seen[rows].sum(1).clamp_min(1)
         few = weights.shape[1] < weights.shape[2]  # the smaller of two systems with the same solution
@@ -71,10 +82,10 @@ def fitted(
     return out
 
 
-def _weights(q: Tensor, keys: Tensor, seen: Tensor, scaling: float) -> Tensor:
+def _weights(q: Tensor, keys: Tensor, seen: Tensor, scaling: float, softmax: Softmax) -> Tensor:
     """Return the attention weights ``[R, M, N]``, 0 where a row sees nothing."""
-    logits = _wide(q) @ _wide(keys).mT * scaling
-    return logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+    logits = softmax.capped(_wide(q) @ _wide(keys).mT * scaling).masked_fill(~seen[:, None], -torch.inf)
+    return weigh(logits, None if softmax.sinks is None else softmax.sinks[:, :, None]).nan_to_num(0.0)
 
 
 def _wide(x: Tensor) -> Tensor:

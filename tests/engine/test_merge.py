@@ -5,9 +5,15 @@ import torch
 
 import ag
 from ag.engine import merge
+from ag.engine.attend import attend_rows
 from ag.engine.merge import RIDGE, attended, fitted, references
+from ag.engine.store import Rows
 from ag.errors import UserError
+from ag.evaluate.inside import Reading
+from ag.kernels.softmax import Softmax
+from ag.model.hooks import AttentionCall, rotate
 from tests.support.refused import refuses
+from tests.support.shapes import shaped
 
 IDS = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(1))
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}  # float64 beside a ridge of RIDGE, which bounds the condition
@@ -22,24 +28,29 @@ def drawn(rows, queries, tokens, kept):
     return q, keys, values, stays
 
 
-def weights_by_hand(q, keys, scaling):
+def weights_by_hand(q, keys, scaling, cap=None, sinks=None):
     logits = torch.einsum("md,nd->mn", q, keys) * scaling
-    return logits.exp() / logits.exp().sum(1, keepdim=True)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    return logits.exp() / (logits.exp().sum(1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None]))
 
 
+@pytest.mark.parametrize("cap", [None, 0.7], ids=["plain", "sinks-and-cap"])
 @pytest.mark.parametrize(("queries", "kept"), [(30, [7, 12]), (6, [15, 20])], ids=["many queries", "few queries"])
-def test_values_are_the_least_squares_of_what_is_wanted(queries, kept, monkeypatch):
+def test_values_are_the_least_squares_of_what_is_wanted(queries, kept, cap, monkeypatch):
     monkeypatch.setattr(merge, "AT_ONCE", 1)  # row by row
     q, keys, values, stays = drawn(2, queries, 24, kept)
     valid = torch.ones(2, queries, dtype=torch.bool)
     valid[1, :2] = False
-    wanted = attended(q, keys, values, torch.ones_like(stays), 0.4)
-    new = fitted(q, wanted, valid, keys, values, stays, 0.4)
+    sinks = None if cap is None else torch.linspace(-1, 3, 2 * queries, dtype=torch.float64).view(2, -1)
+    softmax = Softmax(cap, sinks)
+    wanted = attended(q, keys, values, torch.ones_like(stays), 0.4, softmax)
+    new = fitted(q, wanted, valid, keys, values, stays, 0.4, softmax)
     for row in range(2):
+        how = 0.4, cap, None if sinks is None else sinks[row]
         mine, known = stays[row], valid[row]
-        outputs = weights_by_hand(q[row], keys[row], 0.4) @ values[row]
+        outputs = weights_by_hand(q[row], keys[row], *how) @ values[row]
         torch.testing.assert_close(wanted[row], outputs, **TOLERANCE)
-        weights = weights_by_hand(q[row], keys[row][mine], 0.4)[known]
+        weights = weights_by_hand(q[row], keys[row][mine], *how)[known]
         pull = (RIDGE * weights.square().sum() / mine.sum()).sqrt() * torch.eye(int(mine.sum()), dtype=torch.float64)
         right = torch.cat([outputs[known], pull @ values[row][mine]])
         by_hand = torch.linalg.lstsq(torch.cat([weights, pull]), right).solution
@@ -84,7 +95,7 @@ def test_only_values_change_and_outputs_come_nearer(tiny_llama, spec, monkeypatc
     monkeypatch.setattr("ag.engine.layer.fitted", lambda *given: wanted.append(given) or fitted(*given))
     plain, merged = (read(model, ag.policy(spec, 0.3, **options, **more)) for more in ({}, {"merge": "fit"}))
     assert len(wanted) == 3
-    for layer, (q, outputs, valid, _, _, _, scaling) in enumerate(wanted):
+    for layer, (q, outputs, valid, _, _, _, scaling, _) in enumerate(wanted):
         assert q.shape == (4, 2 * 40, 16) and bool(valid.all())
         whole = held(read(model, ag.policy("full")), layer)
         rows = zip(held(plain, layer), held(merged, layer), whole, q, outputs, strict=True)
@@ -177,3 +188,25 @@ def test_nothing_is_fitted_where_nothing_goes(tiny_llama, monkeypatch):
 def test_what_is_refused(spec, given, words):
     with refuses(UserError, *words):
         ag.policy(spec, **{"merge": "fit"} | given)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "gemma3"])
+def test_a_model_with_another_softmax_or_several_ropes(name, monkeypatch):
+    """Behind a prompt of which nothing goes, references see what the next query would: its own outputs."""
+    model, seen = shaped(name), []
+    fit = merge.attended
+    monkeypatch.setattr("ag.engine.layer.attended", lambda *given: seen.append((given, fit(*given))) or seen[-1][1])
+    read(model, ag.policy("h2o", 40, merge="fit"), IDS[:1])
+    reading = Reading(model, IDS[0].tolist())
+    layers = [layer for layer in range(3) if name != "gemma3" or layer > 0]
+    assert len(seen) == len(layers)
+    for layer, ((q, *_), out) in zip(layers, seen, strict=True):
+        call = reading.calls[layer]
+        at = q.view(2, 2, -1, q.shape[-1])[:, :, -1:].reshape(1, 4, 1, -1)  # of the last token, where it stands
+        torch.testing.assert_close(
+            at, rotate(model.get_decoder(), call.q[:, :, -1:], torch.tensor([[[1]]]), layer=layer)
+        )
+        alone = AttentionCall(call.module, layer, at, call.k, call.v, call.scaling, None, call.softmax)
+        kept = Rows(call.k[0], call.v[0], torch.arange(40).expand(2, -1), None, None)
+        wanted = attend_rows(alone, kept, torch.tensor([[40]]))
+        torch.testing.assert_close(out.view(2, 2, -1, out.shape[-1])[:, :, -1].reshape(wanted.shape), wanted)
