@@ -53,6 +53,7 @@ class TestResolve:
         name = str(tmp_path) if name == "an empty folder" else name
         with refuses(models.ModelError, f"model.name='{name}'", "config.json"):
             models.resolve(name)
+
     for name, meant in (("smollm", "smollm2"), ("smolm2", "smollm2"), ("gemma3_270m", "gemma3-270m")):
         with pytest.raises(models.ModelError, match=f"did you mean '{meant}'"):
             models.resolve(name)
