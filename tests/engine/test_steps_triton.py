@@ -8,7 +8,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("elsewhere: test_triton.py runs this file under Triton's interpreter", allow_module_level=True)
 
 from tests.engine import test_steps
-from tests.engine.test_steps import one_thread, read  # noqa: F401
+from tests.engine.test_steps import plain_products, read  # noqa: F401
 
 #: What calls each kernel of a step; one layer and fewer steps than elsewhere, as the interpreter takes its time.
 CASES = ["full", "h2o", "h2o@heads", "streaming_llm", "gates of the prompt", "gates of all"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from ag import fit, run
 from ag.gates import export
@@ -81,12 +81,15 @@ def test_refused_before_the_first_step(
 def test_a_model_that_gates_cannot_serve(
     tiny_tokenizer, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shaped("gpt_oss", num_hidden_layers=1, layer_types=["full_attention"]).save_pretrained(tmp_path / "sinks")
-    tiny_tokenizer.save_pretrained(tmp_path / "sinks")
+    config = GPTNeoXConfig(
+        hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=32, vocab_size=128
+    )
+    GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "neox")
+    tiny_tokenizer.save_pretrained(tmp_path / "neox")
     monkeypatch.setattr("ag.data.build", lambda *_: pytest.fail("the data were read"))
     capsys.readouterr()
-    model = [f"model.name={tmp_path / 'sinks'}", "model.attn_implementation=eager"]
+    model = [f"model.name={tmp_path / 'neox'}", "model.attn_implementation=eager"]
     assert fit.main([f"recipe={recipe}", *model, f"output={tmp_path / 'runs'}"]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ag.fit: error: ")]
-    names(line, "GptOssModel", "layer 0", "s_aux")
+    names(line, "GPTNeoXForCausalLM does not use the attention interface")
     assert not (tmp_path / "runs").exists()
