@@ -110,7 +110,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         self.gate_memory = GateMemory(0 if gates is None else gates.config.window)
         #: What the scorer looks back at.
         self.lookback = Lookback()
-        #: Queries of the prompt that values are fitted to, turned to its end, where the policy merges.
+        #: Queries of the prompt that values are fitted to, where the policy merges; once it is over, turned to its end.
         self.references = Lookback()
         self.reset()
 
@@ -131,8 +131,8 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         #: Columns that were seen when the policy last evicted something; 0: it never did.
         self.evicted_at = 0
         self._scoring = Stopwatch()
-        #: What the references see of all of the prompt, and what they see at all: outputs ``[R, M, Dv]``, lowest ranks
-        #: ``[R, 1]`` and the factor of the logits; None: nothing is to be fitted.
+        #: What attention to all of the prompt gives the references: outputs ``[R, M, Dv]``, the lowest rank that they
+        #: see ``[R, 1]``, the factor of the logits, and the softmax; None: nothing is to be fitted.
         self._wanted: tuple[Tensor, Tensor, float, Softmax] | None = None
         #: What the scorer recorded, ``[..., N]`` by slot of the store.
         self.memory: Records = {}
@@ -465,11 +465,14 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             return
         assert self.store is not None
         lengths = now.prompt_lengths.to(now.ranks.device)
-        q = self.rotation.turn(call.q, (lengths[:, None] - now.ranks).clamp_min(0)[:, None], 1, call.layer)
         chosen = now.real & references(now.ranks, lengths)
-        queries = self.references.before(Queries(q=q, ranks=now.ranks, valid=chosen))
+        queries = self.references.before(Queries(q=call.q, ranks=now.ranks, valid=chosen))
         self.references.remember(queries, REFERENCES)
         if now.ends_prompt:
+            assert self.references.queries is not None
+            q, ranks, valid = self.references.queries
+            turned = self.rotation.turn(q, (lengths[:, None] - ranks).clamp_min(0)[:, None], 1, call.layer)
+            self.references.queries = turned, ranks, valid
             held, window = self._held(step), call.window
             lowest = (lengths - (window - 1) if window else torch.zeros_like(lengths)).repeat_interleave(
                 call.k.shape[1]
