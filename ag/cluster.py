@@ -96,6 +96,8 @@ def connected(address: str) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray tells its makers otherwise
+    if address == "local":
+        os.environ.setdefault("RAY_worker_niceness", "0")  # of 15, with which other work would starve them
     told: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     told |= {"configure_logging": False, "log_to_driver": False}
     try:

@@ -57,6 +57,7 @@ except ModuleNotFoundError as error:
 
 APP = "ag"  # the application's name on the cluster
 TRIES = 3  # replicas that a request may lose before it is refused
+LOST_SECONDS = 0.5  # after a loss, until all have heard of it; twice as long after the next
 HEALTH_SECONDS = 5.0  # between two looks at a replica
 LOOK_SECONDS = 10.0  # longest wait for what all replicas tell
 FRONT_REQUESTS = 10_000  # at once, those that wait for a replica among them
@@ -174,29 +175,37 @@ class Front(Endpoints):
         return told
 
     async def _pass_on(self, http: Http) -> Response:
-        """Have a replica answer; where one dies before it has said anything, another one."""
+        """Answer by what a replica says."""
         try:
             body = await self.body(http)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
-        session, full = conversation(body), 0
         self._open += 1
+        try:
+            return await self._asked(http.url.path, body)
+        except BaseException:
+            self._close()
+            raise
+
+    async def _asked(self, path: str, body: bytes) -> Response:
+        """Have a replica answer; where one dies before it has said anything, another one."""
+        session, full, pause = conversation(body), 0, LOST_SECONDS
         for _ in range(TRIES):
             asked = self._replicas.options(stream=True, session_id=session and f"{session}{full}")
-            answer: Any = asked.ask.remote(http.url.path, body)
+            answer: Any = asked.ask.remote(path, body)
             try:
                 await self._taken(answer)
                 begin = await anext(answer)
-                if begin["status"] != 429 or full == TRIES - 1:
-                    return Passed(begin, answer, self._close)
-                full += 1  # which is another place on the ring
             except (RayActorError, DeploymentUnavailableError):
+                await asyncio.sleep(pause)
+                pause *= 2
                 continue
             except BaseException as error:
                 answer.cancel()
-                self._open -= 1
                 raise (refusal(error) if isinstance(error, UserError) else error) from None
-        self._open -= 1
+            if begin["status"] != 429 or full == TRIES - 1:
+                return Passed(begin, answer, self._close)
+            full += 1  # which is another place on the ring
         raise refusal(StoppedError("the replicas that were asked have ended: ask again later."))
 
     async def _taken(self, answer: Any) -> None:
