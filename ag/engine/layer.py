@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ag.engine.attend import attend_one, attend_one_weights, attend_rows
 from ag.engine.decide import Decision
 from ag.engine.lookback import Lookback
-from ag.engine.merge import REFERENCES, attended, fitted, references
+from ag.engine.merge import References
 from ag.engine.observe import Keys, Observation, Queries
 from ag.engine.passes import Pass
 from ag.engine.policy import Policy
@@ -34,7 +34,6 @@ from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
 from ag.kernels.paged_attend import paged_attend
 from ag.kernels.pages import Reach
-from ag.kernels.softmax import Softmax
 from ag.model.geometry import entry_sizes, fingerprint
 from ag.model.hooks import AttentionCall, UnsupportedModelError
 from ag.model.projection import output_weight
@@ -110,8 +109,8 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         self.gate_memory = GateMemory(0 if gates is None else gates.config.window)
         #: What the scorer looks back at.
         self.lookback = Lookback()
-        #: Queries of the prompt that values are fitted to, where the policy merges; once it is over, turned to its end.
-        self.references = Lookback()
+        #: Queries of the prompt that values are fitted to, where the policy merges.
+        self.references = References()
         self.reset()
 
     def reset(self) -> None:
@@ -131,9 +130,6 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         #: Columns that were seen when the policy last evicted something; 0: it never did.
         self.evicted_at = 0
         self._scoring = Stopwatch()
-        #: What attention to all of the prompt gives the references: outputs ``[R, M, Dv]``, the lowest rank that they
-        #: see ``[R, 1]``, the factor of the logits, and the softmax; None: nothing is to be fitted.
-        self._wanted: tuple[Tensor, Tensor, float, Softmax] | None = None
         #: What the scorer recorded, ``[..., N]`` by slot of the store.
         self.memory: Records = {}
         for part in self._parts.values():
@@ -463,54 +459,19 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         now, call = step.now, step.unrotated
         if self.policy.merge == "none" or step.decision is None or not now.reading:
             return
-        assert self.store is not None
-        lengths = now.prompt_lengths.to(now.ranks.device)
-        chosen = now.real & references(now.ranks, lengths)
-        queries = self.references.before(Queries(q=call.q, ranks=now.ranks, valid=chosen))
-        self.references.remember(queries, REFERENCES)
+        self.references.note(call, now)
         if now.ends_prompt:
-            assert self.references.queries is not None
-            q, ranks, valid = self.references.queries
-            turned = self.rotation.turn(q, (lengths[:, None] - ranks).clamp_min(0)[:, None], 1, call.layer)
-            self.references.queries = turned, ranks, valid
-            held, window = self._held(step), call.window
-            lowest = (lengths - (window - 1) if window else torch.zeros_like(lengths)).repeat_interleave(
-                call.k.shape[1]
-            )
-            seen = self._referred(held, lowest[:, None])
-            rows = self._reference_rows()
-            sinks = call.softmax.by_row(len(rows), call.q.shape[1] // call.k.shape[1])
-            each = None if sinks is None else sinks.repeat_interleave(rows.shape[1] // sinks.shape[1], 1)
-            softmax = call.softmax._replace(sinks=each)
-            outputs = attended(rows, held.keys, held.values, seen, call.scaling, softmax)
-            self._wanted = outputs, lowest[:, None], call.scaling, softmax
+            turn = partial(self.rotation.turn, span=1, layer=call.layer)
+            self.references.look(call, self._held(step), now, turn)
 
     def merge(self) -> None:
         """Fit the values of what is held of a prompt, where something went, to what there was."""
-        if self._wanted is None:
+        if self.references.whole is None:
             return
-        (outputs, lowest, scaling, softmax), self._wanted = self._wanted, None
-        assert self.store is not None and self.references.queries is not None
+        assert self.store is not None
         if self.evicted_at:
-            rows = self.store.padded()
-            valid = self.references.queries[2].repeat_interleave(self.store.kv_heads, 0)
-            valid = valid.repeat(1, outputs.shape[1] // valid.shape[1])
-            keys, values = rows.keys, rows.values
-            seen = self._referred(rows, lowest)
-            q = self._reference_rows()
-            self.store.put_values(fitted(q, outputs, valid, keys, values, seen, scaling, softmax))
+            self.store.put_values(self.references.fit(self.store.padded()))
         self.references.reset()
-
-    def _reference_rows(self) -> Tensor:
-        """Return the references of the heads that share a KV head together, ``[R, M, D]``."""
-        assert self.store is not None and self.references.queries is not None
-        q = self.references.queries[0]
-        return q.reshape(self.store.batch * self.store.kv_heads, -1, q.shape[-1])
-
-    def _referred(self, rows: Rows, lowest: Tensor) -> Tensor:
-        """Return which slots queries behind the prompt see, ``[R, N]``."""
-        seen = rows.ranks >= lowest
-        return seen if rows.valid is None else seen & rows.valid
 
     # ---- what the stages need
 

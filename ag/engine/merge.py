@@ -9,14 +9,98 @@ bias of each key, which would have to be stored and read by every kernel.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from ag.engine.lookback import Lookback
+from ag.engine.observe import Queries
+from ag.engine.passes import Pass
+from ag.engine.store import Rows
 from ag.kernels.softmax import PLAIN, Softmax, weigh
+from ag.model.hooks import AttentionCall
 
 REFERENCES = 256  # queries of a prompt
 RIDGE = 0.03  # pull of each value towards what it was, in multiples of the mean square of a key's weights
 AT_ONCE = 2**26  # weights that are made at once
+
+
+class Whole(NamedTuple):
+    """What attention to all of a prompt gave.
+
+    Attributes:
+        outputs: of the references, ``[R, M, Dv]``.
+        lowest: rank of the first token that they see, ``[R, 1]``.
+        scaling: of the logits.
+        softmax: the model's, with a sink logit of each reference, ``[R, M]``.
+    """
+
+    outputs: Tensor
+    lowest: Tensor
+    scaling: float
+    softmax: Softmax
+
+
+@dataclass
+class References(Lookback):
+    """Queries of a prompt in a layer, which values are fitted to; once it is over, turned to its end.
+
+    Attributes:
+        whole: what they see of all of the prompt; None: nothing is to be fitted.
+    """
+
+    whole: Whole | None = None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.whole = None
+
+    def note(self, call: AttentionCall, now: Pass) -> None:
+        """Take note of those among the queries of a pass over the prompt, before rotations by slot."""
+        chosen = now.real & references(now.ranks, now.prompt_lengths.to(now.ranks.device))
+        self.remember(self.before(Queries(q=call.q, ranks=now.ranks, valid=chosen)), REFERENCES)
+
+    def look(self, call: AttentionCall, rows: Rows, now: Pass, turn: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Look from behind the prompt at all of it, which ``rows`` hold.
+
+        ``turn`` rotates queries ``[B, H, M, D]`` on by so many ranks ``[B, 1, M]``.
+        """
+        assert self.queries is not None
+        q, ranks, valid = self.queries
+        lengths, kv_heads = now.prompt_lengths.to(ranks.device), call.k.shape[1]
+        self.queries = turn(q, (lengths[:, None] - ranks).clamp_min(0)[:, None]), ranks, valid
+        first = lengths - (call.window - 1) if call.window else torch.zeros_like(lengths)
+        lowest, mine = first.repeat_interleave(kv_heads)[:, None], self._by_row(len(rows.ranks))
+        sinks = call.softmax.by_row(len(mine), call.q.shape[1] // kv_heads)
+        each = None if sinks is None else sinks.repeat_interleave(mine.shape[1] // sinks.shape[1], 1)
+        softmax = call.softmax._replace(sinks=each)
+        outputs = attended(mine, rows.keys, rows.values, _seen(rows, lowest), call.scaling, softmax)
+        self.whole = Whole(outputs, lowest, call.scaling, softmax)
+
+    def fit(self, rows: Rows) -> Tensor:
+        """Return values ``[R, N, Dv]`` of what stayed, with which the references see what they saw of all."""
+        assert self.queries is not None and self.whole is not None
+        outputs, lowest, scaling, softmax = self.whole
+        valid = self.queries[2].repeat_interleave(len(outputs) // len(self.queries[2]), 0)
+        valid = valid.repeat(1, outputs.shape[1] // valid.shape[1])
+        q, seen = self._by_row(len(outputs)), _seen(rows, lowest)
+        return fitted(q, outputs, valid, rows.keys, rows.values, seen, scaling, softmax)
+
+    def _by_row(self, rows: int) -> Tensor:
+        """Return the queries of the heads that share a KV head together, ``[R, M, D]``."""
+        assert self.queries is not None
+        q = self.queries[0]
+        return q.reshape(rows, -1, q.shape[-1])
+
+
+def _seen(rows: Rows, lowest: Tensor) -> Tensor:
+    """Return which slots ``[R, N]`` queries behind a prompt see."""
+    seen = rows.ranks >= lowest
+    return seen if rows.valid is None else seen & rows.valid
 
 
 def references(ranks: Tensor, lengths: Tensor) -> Tensor:

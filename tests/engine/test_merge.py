@@ -92,7 +92,7 @@ def test_only_values_change_and_outputs_come_nearer(tiny_llama, spec, monkeypatc
     """The same tokens stay; behind the prompt, references see what they would see of all of it, but for a part."""
     model, wanted = tiny_llama().double(), []
     options = {"window": 4} if spec == "snapkv" else {}
-    monkeypatch.setattr("ag.engine.layer.fitted", lambda *given: wanted.append(given) or fitted(*given))
+    monkeypatch.setattr("ag.engine.merge.fitted", lambda *given: wanted.append(given) or fitted(*given))
     plain, merged = (read(model, ag.policy(spec, 0.3, **options, **more)) for more in ({}, {"merge": "fit"}))
     assert len(wanted) == 3
     for layer, (q, outputs, valid, _, _, _, scaling, _) in enumerate(wanted):
@@ -110,7 +110,7 @@ def test_only_values_change_and_outputs_come_nearer(tiny_llama, spec, monkeypatc
 def test_references_are_the_prompts_queries_behind_its_end(tiny_llama, monkeypatch):
     """The query of token n turned to place T: that of a model which is told that it stands there."""
     model, seen = tiny_llama().double(), []
-    monkeypatch.setattr("ag.engine.layer.fitted", lambda *given: seen.append(given[0]) or fitted(*given))
+    monkeypatch.setattr("ag.engine.merge.fitted", lambda *given: seen.append(given[0]) or fitted(*given))
     read(model, ag.policy("knorm", 0.5, merge="fit"))
     attention = model.model.layers[0].self_attn
     states = model.model.layers[0].input_layernorm(model.model.embed_tokens(IDS))
@@ -153,7 +153,7 @@ def test_fitted_values_are_written_in_codes(tiny_llama, kv_dtype):
     options = {"merge": "fit", "kv_dtype": kv_dtype}
     fits, codes = [], read(model, ag.policy("knorm", 0.5, **options))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ag.engine.layer.fitted", lambda *given: fits.append(fitted(*given)) or fits[-1])
+        patch.setattr("ag.engine.merge.fitted", lambda *given: fits.append(fitted(*given)) or fits[-1])
         read(model, ag.policy("knorm", 0.5, **options))
     for layer, values in enumerate(fits):
         of = codes.layers[layer].store.pool.format.values
@@ -172,7 +172,7 @@ def test_copies_keep_what_they_hold(tiny_llama):
 
 
 def test_nothing_is_fitted_where_nothing_goes(tiny_llama, monkeypatch):
-    monkeypatch.setattr("ag.engine.layer.fitted", lambda *given: pytest.fail("fitted"))
+    monkeypatch.setattr("ag.engine.merge.fitted", lambda *given: pytest.fail("fitted"))
     same(read(tiny_llama(), ag.policy("knorm", 1.0, merge="fit")), read(tiny_llama(), ag.policy("full")))
 
 
@@ -195,7 +195,7 @@ def test_a_model_with_another_softmax_or_several_ropes(name, monkeypatch):
     """Behind a prompt of which nothing goes, references see what the next query would: its own outputs."""
     model, seen = shaped(name), []
     fit = merge.attended
-    monkeypatch.setattr("ag.engine.layer.attended", lambda *given: seen.append((given, fit(*given))) or seen[-1][1])
+    monkeypatch.setattr("ag.engine.merge.attended", lambda *given: seen.append((given, fit(*given))) or seen[-1][1])
     read(model, ag.policy("h2o", 40, merge="fit"), IDS[:1])
     reading = Reading(model, IDS[0].tolist())
     layers = [layer for layer in range(3) if name != "gemma3" or layer > 0]
