@@ -1,0 +1,337 @@
+"""What gates of each kind learn of KVzip's scores: ``python -m benchmarks.gate_regression root=DATA``.
+
+The model reads rows of documents and repeats them (:mod:`ag.engine.reread`) once. What enters the attention of each
+layer and the scores stay in ``output/rows``, so that a command that is cut off goes on. Gates are trained on them alone
+by the regression of a warm start, and rank the tokens of held rows. A kind's measure is how much it keeps of what the
+scores would keep, over all layers and heads. Writes ``gates.json`` and the gates that ``gates:FOLDER`` takes into
+``output``, and prints a table.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+
+from ag.config import DataConfig, ModelConfig, key
+from ag.config.command_line import command, parse
+from ag.config.gate import GateConfig
+from ag.data.sources import dataset_of
+from ag.data.text import Packed, TextRows
+from ag.engine.cache import EvictionCache
+from ag.engine.policy import policy
+from ag.engine.reread import Measured
+from ag.engine.scorers.base import Rereader
+from ag.errors import UserError
+from ag.evaluate.comparison.statistics import bootstrap
+from ag.gates.gate import KINDS, AttentionGates, MLPGate, RetentionGate
+from ag.gates.gating import Observing
+from ag.model.base import load_base
+from ag.model.hooks import decoder_of
+from ag.training.losses import regression_loss
+from benchmarks.report import report
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+PROGRAM = "gate_regression"
+SHARES = (0.5, 0.2, 0.1)
+SINKS = 4  # first tokens, which are not repeated
+FLOOR = 1e-12  # least score
+
+
+@dataclass
+class Config:
+    """What the measurement can be told."""
+
+    root: str = key("", "folder with train.jsonl and validation.jsonl of documents (field text), or their folder")
+    model: str = key("smollm2", "base model")
+    dtype: str = key("bfloat16", "of the model")
+    name: str = key("corpus", "dataset below root")
+    length: int = key(1024, "tokens of a row", low=64)
+    rows: int = key(40, "rows of the training documents", low=1)
+    held: int = key(12, "rows of the validation documents", low=2)
+    epochs: int = key(6, "times that each row is shown", low=1)
+    lr: float = key(1e-3, "largest learning rate")
+    kinds: list[str] = key(["mlp"], "of gates", words="kinds of benchmarks/gate_regression.py")
+    init: str | None = key(None, "folder of exported gates; they are trained as kind init")
+    output: str = key("runs/gate_regression", "folder for rows, gates and gates.json")
+
+
+@dataclass
+class Found:
+    """What gates of a kind learned.
+
+    Attributes:
+        kind: of gates.
+        parameters: that were trained.
+        seconds: of training.
+        loss: over the held rows.
+        kept: of each held row, the shares of what the scores keep that the gates keep, by :data:`SHARES`.
+    """
+
+    kind: str
+    parameters: int
+    seconds: float = 0.0
+    loss: float = 0.0
+    kept: list[list[float]] = field(default_factory=list)
+
+
+# ---- gates that only this measurement has
+
+
+class Ahead(MLPGate):
+    """Two layers on a token and the mean of the ``ahead`` tokens behind it, which a late decision could see."""
+
+    ahead = 0
+
+    def build(self, hidden_size: int, heads: int) -> None:
+        """Make the parameters; half as many units, as each reads twice as much."""
+        self.inner = nn.Linear(2 * hidden_size, self.config.hidden // 2)
+        self.outer = nn.Linear(self.config.hidden // 2, heads)
+
+    def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
+        """Return the logits ``[B, T, heads]``; at the end of a row fewer tokens follow, and none the last one."""
+        sums = F.pad(hidden.double().cumsum(1), (0, 0, 1, 0))
+        begin = torch.arange(1, hidden.shape[1] + 1)
+        end = (begin + self.ahead).clamp_max(hidden.shape[1])
+        mean = (sums[:, end] - sums[:, begin]) / (end - begin).clamp_min(1)[:, None]
+        result: Tensor = self.outer(F.gelu(self.inner(torch.cat([hidden, mean.to(hidden.dtype)], -1))))
+        return result
+
+
+class Ahead8(Ahead):
+    """Eight tokens ahead."""
+
+    ahead = 8
+
+
+class Ahead48(Ahead):
+    """48 tokens ahead."""
+
+    ahead = 48
+
+
+class Decaying(RetentionGate):
+    """What is left of a token's worth at the end of the row, scaled and shifted as the other layers' is."""
+
+    decays = False  # the logit is what is left
+
+    def build(self, hidden_size: int, heads: int) -> None:
+        """Make the parameters."""
+        super().build(hidden_size, heads)
+        self.scale, self.shift = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+    def start(self) -> None:
+        """Begin with a worth that lasts for about the length of a row."""
+        for layer in (self.inner, self.outer):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        nn.init.constant_(self.outer.bias, 6.0)
+
+    def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
+        """Return ``scale (age + 2) log b + shift``, ``[B, T, heads]``, the scale positive."""
+        age = torch.arange(hidden.shape[1] - 1, -1, -1)[:, None]
+        left = (age + 2) * F.logsigmoid(super().mix(hidden, valid, left_padded, first))
+        return self.scale.exp() * left + self.shift
+
+
+GATE = GateConfig(covers="all", bias=0.0, sink_tokens=SINKS, recent_tokens=64, kind="mlp", hidden=128)
+FAST_KVZIP = {"kind": "fast_kvzip", "granularity": "query_head", "head_dim": 16, "hidden": 16}
+WINDOWED = {"kind": "attention", "head_dim": 16, "window": 64, "shortcut": True}
+#: Of each kind its class where ag has none of the name, its settings, and what all layers share.
+GATES: dict[str, tuple[type[nn.Module] | None, dict[str, Any], tuple[str, ...]]] = {
+    "linear": (None, {"kind": "linear"}, ()),
+    "mlp": (None, {}, ()),
+    "attention": (None, WINDOWED, ()),
+    "fast_kvzip": (None, FAST_KVZIP, ()),
+    "shared": (MLPGate, {}, ("outer",)),
+    "decaying": (Decaying, {}, ("scale", "shift")),
+    "ahead8": (Ahead8, {}, ()),
+    "ahead48": (Ahead48, {}, ()),
+}
+
+
+def made(kind: str, geometry: PretrainedConfig, init: str | None) -> AttentionGates:
+    """Return gates to train.
+
+    Raises:
+        UserError: there is no such kind.
+    """
+    if kind == "init":
+        return AttentionGates.from_pretrained(str(init)).requires_grad_(True)
+    if kind not in GATES:
+        raise UserError(f"kinds=[{kind}]: expected some of {', '.join(GATES)}.")
+    cls, settings, shared = GATES[kind]
+    if cls is not None:
+        KINDS[kind] = cast(Any, cls)
+        settings = settings | {"kind": kind}
+    gates = AttentionGates(geometry, replace(GATE, **settings))
+    first, *others = gates.layers.values()
+    for layer in others:
+        for name in shared:
+            setattr(layer, name, getattr(first, name))
+    return gates
+
+
+# ---- rows
+
+
+@dataclass
+class Row:
+    """A row that was read and repeated.
+
+    Attributes:
+        hidden: ``[L, T, d]``, what enters the attention of the layers that may evict.
+        scores: ``[L, Hkv, T]``.
+    """
+
+    hidden: Tensor
+    scores: Tensor
+
+
+@torch.no_grad()
+def read(model: nn.Module, tokenizer: Any, ids: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Let the model read and repeat a row; returns hidden states and scores by layer."""
+    decoder, states = decoder_of(model), dict[int, Tensor]()
+    cache = EvictionCache(model, policy("kvzip", 1.0, sinks=SINKS).with_tokenizer(tokenizer))
+    known: dict[Rereader, Measured] = {}
+    assert cache.reread is not None
+    cache.reread.known = known
+
+    def note(index: int, module: nn.Module, args: tuple[Any, ...], told: dict[str, Any]) -> None:
+        states.setdefault(index, told["hidden_states"] if "hidden_states" in told else args[0])  # the reread's later
+
+    with ExitStack() as hooks:
+        for index, layer in enumerate(decoder.layers):
+            hooks.callback(layer.self_attn.register_forward_pre_hook(partial(note, index), with_kwargs=True).remove)
+        decoder(torch.tensor([ids]), past_key_values=cache)
+    [measured] = known.values()
+    return {index: (states[index][0].clone(), scores[0]) for index, scores in measured.scores.items()}
+
+
+def files(config: Config, model: nn.Module, tokenizer: Any) -> tuple[list[Path], list[Path]]:
+    """Return the files of the rows for training and those that are held, reading what is not there yet."""
+    source = dataset_of(DataConfig(kind="text", name=config.name, root=config.root))
+    cut, folder = Packed(config.length, [], int(tokenizer.eos_token_id)), Path(config.output) / "rows"
+    folder.mkdir(parents=True, exist_ok=True)
+    found = []
+    for split, count in (("train", config.rows), ("validation", config.held)):
+        rows = TextRows(source, split, "text", False, tokenizer, cut.train, count)
+        found.append([folder / f"{split}_{config.length}_{number}.pt" for number in range(count)])
+        for path, row in zip(found[-1], rows, strict=False):
+            if not path.exists() and len(row.tokens) == config.length:
+                torch.save(read(model, tokenizer, row.tokens.tolist()), path.with_suffix(".part"))
+                os.replace(path.with_suffix(".part"), path)
+        found[-1] = [path for path in found[-1] if path.exists()]
+        if not found[-1]:
+            raise UserError(f"{source.where(split)}: its documents do not fill a row of length={config.length} tokens.")
+    return found[0], found[1]
+
+
+def load(path: Path, layers: list[int]) -> Row:
+    """Return the row of a file, for the layers that have a gate."""
+    by_layer = torch.load(path)
+    return Row(*(torch.stack([by_layer[index][part] for index in layers]) for part in (0, 1)))
+
+
+# ---- training
+
+
+class Regressed:
+    """A row as :func:`ag.training.losses.regression_loss` takes it, after :class:`ag.gates.gating.Observing`."""
+
+    def __init__(self, gates: AttentionGates, row: Row) -> None:
+        pairs = zip(gates.layers.values(), row.hidden, strict=True)
+        self.logits = {index: gate(hidden[None]) for index, (gate, hidden) in enumerate(pairs)}
+        self.targets = {index: scores[None].clamp_min(FLOOR).log() for index, scores in enumerate(row.scores)}
+
+    def has_target(self) -> Tensor:
+        """Return ``[1, T]``: all but the sinks."""
+        return torch.arange(self.targets[0].shape[-1])[None] >= SINKS
+
+    def loss(self, gates: AttentionGates) -> Tensor:
+        """Return the loss of the recipe of ``gates:smollm2``."""
+        return regression_loss(gates, cast(Observing, self), 0.5, "global")
+
+    def kept(self, share: float) -> float:
+        """Return how much of what the scores keep at a share of the tokens the logits keep too."""
+        logits, targets = (
+            torch.cat([x[..., SINKS:].flatten() for x in values.values()]) for values in (self.logits, self.targets)
+        )
+        count, chosen = int(share * len(logits)), torch.zeros(len(logits), dtype=torch.bool)
+        chosen[logits.topk(count).indices] = True
+        return float(chosen[targets.topk(count).indices].double().mean())
+
+
+def train(config: Config, kind: str, gates: AttentionGates, rows: list[Path], held: list[Path]) -> Found:
+    """Train gates, and ask them about the held rows."""
+    layers, parameters = gates.layer_indices, list(gates.parameters())  # what layers share comes once
+    found, start = Found(kind, sum(x.numel() for x in parameters)), time.process_time()
+    optimiser = torch.optim.AdamW(parameters, config.lr, weight_decay=0.0)
+    steps, draw = config.epochs * len(rows), random.Random(0)
+    warm = LambdaLR(optimiser, lambda n: min(1.0, 5 * (n + 1) / steps) * 0.5 * (1 + np.cos(np.pi * n / steps)))
+    for _ in range(config.epochs):
+        for path in draw.sample(rows, len(rows)):
+            loss = Regressed(gates, load(path, layers)).loss(gates)
+            optimiser.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimiser.step()
+            warm.step()
+    found.seconds = time.process_time() - start
+    with torch.no_grad():
+        asked = [Regressed(gates, load(path, layers)) for path in held]
+        found.loss = sum(float(x.loss(gates)) for x in asked) / len(asked)
+        found.kept = [[x.kept(share) for share in SHARES] for x in asked]
+    if GATES.get(kind, (None,))[0] is None:
+        gates.save_pretrained(str(Path(config.output) / "gates" / kind))
+    return found
+
+
+def measure(config: Config) -> Iterator[Found]:
+    """Train gates of each kind in turn."""
+    model, tokenizer = load_base(ModelConfig(name=config.model, dtype=cast(Any, config.dtype)))
+    rows, held = files(config, model, tokenizer)
+    for kind in [*(["init"] if config.init else []), *config.kinds]:
+        torch.manual_seed(0)
+        yield train(config, kind, made(kind, model.config, config.init), rows, held)
+
+
+def table(results: list[Found]) -> str:
+    """Return what was found as a table; intervals are those of the difference to the first kind, paired by row."""
+    shares = " | ".join(f"kept of {share:.0%}" for share in SHARES)
+    lines = [f"| kind | parameters | loss | {shares} | to the first at {SHARES[1]:.0%} |", "|---" * 7 + "|"]
+    first = np.array(results[0].kept)
+    for one in results:
+        kept = np.array(one.kept)
+        low, high = bootstrap(kept[:, 1] - first[:, 1])
+        difference = f"{(kept - first)[:, 1].mean():+.3f} [{low:+.3f}, {high:+.3f}]"
+        means = " | ".join(f"{mean:.3f}" for mean in kept.mean(0))
+        lines.append(f"| {one.kind} | {one.parameters:,} | {one.loss:.4f} | {means} | {difference} |")
+    return "\n".join(lines)
+
+
+@command(PROGRAM)
+def main(argv: list[str]) -> int:
+    """Measure, and write down what was found."""
+    config = parse(argv, Config, PROGRAM).config
+    report(measure(config), table, config, "gates.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
