@@ -30,7 +30,6 @@ from ag.config import DataConfig, ModelConfig, key
 from ag.config.command_line import command, parse
 from ag.config.gate import GateConfig
 from ag.data.sources import dataset_of
-from ag.data.text import Packed, TextRows
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import policy
 from ag.engine.reread import Measured
@@ -61,10 +60,11 @@ class Config:
     model: str = key("smollm2", "base model")
     dtype: str = key("bfloat16", "of the model")
     name: str = key("corpus", "dataset below root")
-    length: int = key(1024, "tokens of a row", low=64)
-    rows: int = key(40, "rows of the training documents", low=1)
-    held: int = key(12, "rows of the validation documents", low=2)
-    epochs: int = key(6, "times that each row is shown", low=1)
+    length: int = key(2048, "tokens of a row", low=64)
+    rows: int = key(50, "rows of the training documents", low=1)
+    held: int = key(10, "rows of the validation documents", low=2)
+    seed: int = key(0, "of the rows' draw", low=0)
+    epochs: int = key(5, "times that each row is shown", low=1)
     lr: float = key(1e-3, "largest learning rate")
     kinds: list[str] = key(["mlp"], "of gates", words="kinds of benchmarks/gate_regression.py")
     init: str | None = key(None, "folder of exported gates; they are trained as kind init")
@@ -223,22 +223,31 @@ def read(model: nn.Module, tokenizer: Any, ids: list[int]) -> dict[int, tuple[Te
     return {index: (states[index][0].clone(), scores[0]) for index, scores in measured.scores.items()}
 
 
+def drawn(documents: list[str], tokenizer: Any, config: Config) -> Iterator[list[int]]:
+    """Draw rows without end: a part of whole documents that are joined by the end-of-sequence token."""
+    draw = random.Random(config.seed)
+    while True:
+        ids: list[int] = []
+        while len(ids) < config.length:
+            text = documents[draw.randrange(len(documents))]
+            ids += ([tokenizer.eos_token_id] if ids else []) + tokenizer(text, add_special_tokens=False)["input_ids"]
+        first = draw.randrange(len(ids) - config.length + 1)
+        yield ids[first : first + config.length]
+
+
 def files(config: Config, model: nn.Module, tokenizer: Any) -> tuple[list[Path], list[Path]]:
     """Return the files of the rows for training and those that are held, reading what is not there yet."""
     source = dataset_of(DataConfig(kind="text", name=config.name, root=config.root))
-    cut, folder = Packed(config.length, [], int(tokenizer.eos_token_id)), Path(config.output) / "rows"
+    folder = Path(config.output) / "rows"
     folder.mkdir(parents=True, exist_ok=True)
     found = []
     for split, count in (("train", config.rows), ("validation", config.held)):
-        rows = TextRows(source, split, "text", False, tokenizer, cut.train, count)
-        found.append([folder / f"{split}_{config.length}_{number}.pt" for number in range(count)])
-        for path, row in zip(found[-1], rows, strict=False):
-            if not path.exists() and len(row.tokens) == config.length:
-                torch.save(read(model, tokenizer, row.tokens.tolist()), path.with_suffix(".part"))
+        documents = [row["text"] for row in source.read(split)]
+        found.append([folder / f"{split}_{config.length}_{config.seed}_{number}.pt" for number in range(count)])
+        for path, ids in zip(found[-1], drawn(documents, tokenizer, config), strict=False):
+            if not path.exists():
+                torch.save(read(model, tokenizer, ids), path.with_suffix(".part"))
                 os.replace(path.with_suffix(".part"), path)
-        found[-1] = [path for path in found[-1] if path.exists()]
-        if not found[-1]:
-            raise UserError(f"{source.where(split)}: its documents do not fill a row of length={config.length} tokens.")
     return found[0], found[1]
 
 

@@ -1,5 +1,6 @@
 """What gates learn of KVzip's scores is measured as it says."""
 
+import itertools
 import json
 
 import pytest
@@ -87,6 +88,17 @@ def test_a_row_has_what_enters_the_layers_and_the_scores(tiny):
         torch.testing.assert_close(hidden, norm(states[layer])[0].detach(), rtol=1e-4, atol=1e-5)
         assert scores.shape == (2, 32) and bool((scores[:, :SINKS] == 0).all())
         assert bool((scores[:, SINKS:] > 0).all()) and float(scores.max()) <= 1
+
+
+def test_rows_are_parts_of_joined_documents():
+    """Each has the length that was asked for; the same seed draws the same ones."""
+    documents, config = ["one", "two and three", "four"], gate_regression.Config(length=64, seed=3)
+    first, again = (
+        list(itertools.islice(gate_regression.drawn(documents, byte_tokenizer(), config), 5)) for _ in range(2)
+    )
+    assert first == again and all(len(ids) == 64 for ids in first)
+    texts = {part for ids in first for part in byte_tokenizer().decode(ids).split("</s>")[1:-1]}
+    assert texts == set(documents)
 
 
 def test_differences_are_to_the_first_kind():
