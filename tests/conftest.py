@@ -21,6 +21,9 @@ os.environ |= {
     "WANDB_MODE": "offline",
     "TOKENIZERS_PARALLELISM": "false",
     "MPLBACKEND": "Agg",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # of 15, with which the other test process would starve Ray's
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # of 2, after which a rank that has ended is seen
     # one test process a core, and the processes that tests start; scripts/margins.py asks for two
     "OMP_NUM_THREADS": os.environ.get("AG_TEST_THREADS", "1"),
 }

@@ -15,6 +15,8 @@ from ag.errors import UserError  # noqa: E402
 from tests.support.machines import MACHINE  # noqa: E402
 from tests.support.refused import refuses  # noqa: E402
 
+pytestmark = pytest.mark.slow  # a cluster is started
+
 
 class Doubles:
     """Does units: twice a number, and where."""
@@ -31,10 +33,24 @@ class Doubles:
         return 2 * number, os.getpid()
 
 
-def test_units_are_shared(machines):
+class Meets(Doubles):
+    """Does its units once two have begun."""
+
+    def __init__(self, folder):
+        super().__init__(0.01)
+        self.folder = folder
+
+    def __call__(self, number):
+        (self.folder / str(os.getpid())).touch()
+        while len([*self.folder.iterdir()]) < 2:
+            time.sleep(0.01)
+        return super().__call__(number)
+
+
+def test_units_are_shared(machines, tmp_path):
     """By as many hosts as have room, each of which begins once."""
     with cluster.connected(machines.address):
-        found = dict(cluster.share(range(40), partial(Doubles, 0.01), cluster.Room()))
+        found = dict(cluster.share(range(40), partial(Meets, tmp_path), cluster.Room()))
     assert {unit: result[0] for unit, result in found.items()} == {n: 2 * n for n in range(40)}
     assert len({process for _, process in found.values()}) == 2
 

@@ -62,6 +62,7 @@ def test_values_are_chosen_and_the_same_command_goes_on(place, capsys):
     assert search(Search(5, False, SPACE), config, "program") == 0 and len(rates(place)) == 7
 
 
+@pytest.mark.slow
 def test_machines_share_a_search(place, machines, capsys):
     pytest.importorskip("ray", reason="needs ag[cluster]: bash scripts/test.sh")
     config = Config(output=str(place / "runs"), cluster=machines.address)

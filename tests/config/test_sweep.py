@@ -74,6 +74,7 @@ def on(machines):
     return [run | {"cluster": machines.address} for run in RUNS]
 
 
+@pytest.mark.slow
 def test_machines_share_a_sweep(place, machines, capsys):
     """Each run is done once; one that failed is tried again by the same command."""
     tell(place, fails=4)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-MACHINE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+from tests.support import ray_worker
+from tests.support.warm import started
+
+MACHINE: dict[str, Any] = {
+    "num_cpus": 1,
+    "object_store_memory": 80 * 2**20,
+    "setup_worker_path": ray_worker.__file__,  # its workers start at once
+}
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +23,7 @@ def machines() -> Iterator[Any]:
     """The cluster: ``machines.address``; machines have a core each."""
     from ray.cluster_utils import Cluster
 
+    os.environ[ray_worker.PYTHON] = started()
     made = Cluster(initialize_head=True, head_node_args={**MACHINE, "include_dashboard": False})
     made.add_node(**MACHINE)
     yield made

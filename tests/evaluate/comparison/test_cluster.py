@@ -1,10 +1,7 @@
 """Cells on the machines of a cluster: the same results as in this process, whatever ends in the middle."""
 
 import json
-import os
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from ag.evaluate.comparison.compare import compare  # noqa: E402
 from ag.evaluate.comparison.folder import Folder  # noqa: E402
 from tests.support.machines import MACHINE  # noqa: E402
 from tests.support.refused import refuses  # noqa: E402
+from tests.support.warm import started  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_charts")
 OWN = ("seconds", "date", "command", "checksum")  # what may differ between runs
@@ -31,6 +29,7 @@ def rows(folder):
     return found
 
 
+@pytest.mark.slow
 def test_a_cluster_has_the_same_results(config, quiet, machines, monkeypatch, tmp_path):
     """To the last bit; a machine that is killed in the middle loses no cell, and none is done twice."""
     third, append = machines.add_node(**MACHINE), Folder.append
@@ -56,13 +55,13 @@ def test_a_killed_command_goes_on_from_its_rows(config, machines, quiet):
     words = [f"{name}={json.dumps(getattr(told, name))}" for name in ("policies", "budgets", "tasks")]
     words += [f"{name}={getattr(told, name)}" for name in ("model", "root", "output")]
     words += ["task_options.ppl.prompt=40", "task_options.ppl.continuation=8", "batch_policies=1"]
-    command = [sys.executable, "-m", "ag.compare", *words, f"cluster={machines.address}"]
-    process = subprocess.Popen(command, start_new_session=True)
+    command = [started(), "-m", "ag.compare", *words, f"cluster={machines.address}"]
+    process = subprocess.Popen(command)
     results = Path(told.output) / "results.jsonl"
     while not (results.exists() and results.read_text().count("\n")):
         assert process.poll() is None
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     before = rows(told.output)
     assert subprocess.run(command).returncode == 0
