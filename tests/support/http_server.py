@@ -41,14 +41,14 @@ def saved(model: PreTrainedModel, folder: Path) -> Path:
 
 @contextmanager
 def server(
-    folder: Path, *keys: str, python: str | None = None, **environment: str
+    folder: Path, *keys: str, script: Path | None = None, **environment: str
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Start ``ag.serve`` on a free port; gives its address and its process, whose errors are in ``folder/stderr``.
+    """Start ``ag.serve``, or a script in its place, on a free port, in the warm Python.
 
-    ``python`` runs it; None: a warm one, whose child processes are not below it.
+    Gives its address and its process, whose errors are in ``folder/stderr``.
     """
-    words = ["-m", "ag.serve", f"model={folder}", "port=0", *keys]
-    command = [python or started(), *words]
+    program = ["-m", "ag.serve"] if script is None else [str(script)]
+    command = [started(), *program, f"model={folder}", "port=0", *keys]
     with open(folder / "stderr", "w") as errors:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | environment
