@@ -15,7 +15,7 @@ def test_a_plan_has_the_cells():
 
 
 @pytest.mark.slow
-def test_every_cell_is_dealt_out_written_and_shown(tmp_path):
+def test_every_cell_is_dealt_out_written_and_shown(tmp_path, warm_workers):
     assert cluster.main(["cells=20", "machines=[1]", "seconds=0", "samples=3", f"output={tmp_path}"]) == 0
     (found,) = json.loads((tmp_path / "cluster.json").read_text())["found"]
     assert (found["machines"], found["cells"]) == (1, 20)

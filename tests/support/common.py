@@ -26,6 +26,7 @@ from transformers import (
 from ag.model.wheels import SMOLLM2, WheelNotFoundError
 from tests.support import ROOT, interpreter
 from tests.support.machines import machines as machines
+from tests.support.machines import warm_workers as warm_workers
 from tests.support.undrawn import undraw
 
 if os.environ.get("TRITON_INTERPRET") == "1":
