@@ -3,52 +3,37 @@
 The formulas are written out here from the papers and from what the authors' code computes, in float64.
 """
 
-import json
 import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import ag
-from ag.gates import export, folder
+from ag.gates import export
 from ag.gates.export import ExportError
 from tests.support import by_hand
 from tests.support.bounds import hold, of_logits
-from tests.support.refused import refuses
-
-WIDTH, HEADS, GROUP, LAYERS = 64, 2, 2, 3  # of the tiny models
-CLOSE = 1e-5  # as far as float32 may be from float64 here: sums of 64 products of normal numbers
-EXACT = torch.float64
+from tests.support.foreign import (
+    CLOSE,
+    EXACT,
+    GROUP,
+    HEADS,
+    LAYERS,
+    WIDTH,
+    draw,
+    fast_kvzip,
+    inputs,
+    kvzap,
+    on_hub,
+    tokens,
+)
 
 
 @pytest.fixture
 def model(tiny_llama):
     return tiny_llama()
-
-
-def draw(seed=0):
-    make = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randn(*shape, generator=make)
-
-
-def kvzap(path, hidden=None, dtype=torch.float32, **changes):
-    """Write what ``KVzapModel.save_pretrained`` writes: one module a layer, a linear map or two with a GELU."""
-    path.mkdir(parents=True)
-    random, state = draw(), {}
-    for layer in range(LAYERS):
-        if hidden is None:
-            state |= {f"layers.{layer}.weight": random(HEADS, WIDTH) / 8, f"layers.{layer}.bias": random(HEADS)}
-        else:
-            state |= {f"layers.{layer}.0.weight": random(hidden, WIDTH) / 8, f"layers.{layer}.0.bias": random(hidden)}
-            state |= {f"layers.{layer}.2.weight": random(HEADS, hidden) / 4, f"layers.{layer}.2.bias": random(HEADS)}
-    config = {"architectures": ["KVzapModel"], "model_type": "kvzap", "input_dim": WIDTH, "output_dim": HEADS}
-    config |= {"hidden_dim": hidden, "n_modules": LAYERS} | changes
-    (path / "config.json").write_text(json.dumps(config))
-    save_file({name: x.to(dtype) for name, x in state.items()}, path / "model.safetensors", {"format": "pt"})
-    return {name: x.to(dtype).to(EXACT) for name, x in state.items()}
 
 
 def kvzap_scores(state, layer, x):
@@ -58,26 +43,6 @@ def kvzap_scores(state, layer, x):
     inner = x @ state[f"layers.{layer}.0.weight"].T + state[f"layers.{layer}.0.bias"]
     inner = 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
     return inner @ state[f"layers.{layer}.2.weight"].T + state[f"layers.{layer}.2.bias"]
-
-
-def fast_kvzip(path, dim=16, sinks=16, layers=LAYERS):
-    """Write a file of Fast KVzip: queries of each query head with a bias, keys of each KV head, learned keys."""
-    path.mkdir(parents=True)
-    random = draw(1)
-    states = [
-        {
-            "q_proj.weight": random(HEADS * GROUP * dim, WIDTH) / 8,
-            "q_proj.bias": random(HEADS * GROUP * dim),
-            "k_proj.weight": random(HEADS * dim, WIDTH) / 8,
-            "q_norm.weight": 1 + random(dim) / 4,
-            "k_norm.weight": 1 + random(dim) / 4,
-            "k_base": random(HEADS, 1, sinks, dim),
-            "b": random(HEADS, 1, GROUP),
-        }
-        for _ in range(layers)
-    ]
-    torch.save({"module": states}, path / f"q{GROUP}_dim{dim}_sink{sinks}.pt")
-    return [{name: x.to(EXACT) for name, x in state.items()} for state in states]
 
 
 def fast_kvzip_scores(state, x):
@@ -98,26 +63,6 @@ def fast_kvzip_scores(state, x):
             others = query @ state["k_base"][head, 0].T / math.sqrt(dim)
             scores[:, head] += 1 / (1 + (others - own[:, None]).exp().sum(-1)) / GROUP
     return scores
-
-
-def inputs(model, ids):
-    """What enters the attention of each layer of the plain model: ``[T, d]`` in float64."""
-    found = []
-    hooks = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda _, args, kwargs: found.append(kwargs["hidden_states"][0].to(EXACT)), with_kwargs=True
-        )
-        for layer in model.model.layers
-    ]
-    with torch.no_grad():
-        model(ids)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-def tokens(length, seed=0):
-    return torch.randint(3, 128, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
 def logits(model, gates, ids):
@@ -261,64 +206,13 @@ def test_a_new_gate_of_fast_kvzips_kind(model):
 def test_kvzap_from_the_hub(tmp_path, monkeypatch):
     """Its weights are fetched once its configuration says what they are; those of another model are not."""
     kvzap(tmp_path / "hub")
-    asked = []
-
-    def download(repository, *, revision, allow_patterns):
-        asked.append("model.safetensors" in allow_patterns)
-        home = tmp_path / repository.replace("/", "--")
-        shutil.copytree(tmp_path / "hub", home, dirs_exist_ok=True)
-        if repository == "org/model":
-            (home / "config.json").write_text('{"model_type": "llama"}')
-        return str(home)
-
-    folder.download.cache_clear()
-    monkeypatch.setattr(folder, "snapshot_download", download)
+    shutil.copytree(tmp_path / "hub", tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "llama"}')
+    hub = {"nvidia/KVzap-linear-tiny": tmp_path / "hub", "org/model": tmp_path / "other"}
+    asked = on_hub(monkeypatch, "model.safetensors", hub)
     monkeypatch.chdir(tmp_path)
     assert ag.policy("gates:nvidia/KVzap-linear-tiny", budget=0.5).gates.config.kind == "affine"
     assert asked == [False, True]
     with pytest.raises(ExportError):
         ag.policy("gates:org/model", budget=0.5)
     assert asked == [False, True, False]
-    folder.download.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"n_modules": "3"}, "config.json n_modules='3'"),
-        ({"input_dim": 0}, "config.json input_dim=0"),
-        ({"output_dim": 1 << 40}, "config.json output_dim"),
-        ({"input_dim": 32}, "model.safetensors linear.weight (2, 64) (2, 32)"),
-        ({"n_modules": 2}, "model.safetensors layers.2.linear.bias"),
-        ({"hidden_dim": 7}, "model.safetensors layers.0"),
-    ],
-)
-def test_damaged_checkpoints_of_kvzap(tmp_path, changes, parts):
-    kvzap(tmp_path / "zap", **changes)
-    with refuses(ExportError, *parts.split()):
-        ag.AttentionGates.from_pretrained(tmp_path / "zap")
-
-
-def test_damaged_files(model, tmp_path):
-    kvzap(tmp_path / "zap")
-    other = model.config
-    other.num_hidden_layers = 5
-    with refuses(ExportError, "num_layers", "3", "5"):
-        ag.AttentionGates.from_pretrained(tmp_path / "zap", other)
-    state = {"layers.0.weight": torch.full((2, 64), float("nan"))}
-    save_file(state, tmp_path / "zap" / "model.safetensors")
-    with refuses(ExportError, "model.safetensors"):
-        ag.AttentionGates.from_pretrained(tmp_path / "zap")
-    (tmp_path / "zap" / "model.safetensors").write_bytes(b"none")
-    with refuses(ExportError, "model.safetensors", "safetensors"):
-        ag.AttentionGates.from_pretrained(tmp_path / "zap")
-
-    fast_kvzip(tmp_path / "fast")
-    file = tmp_path / "fast" / "q2_dim16_sink16.pt"
-    for content in ({"module": []}, {"module": [{"k_proj.weight": "text"}]}, {"other": 1}, {"module": [{}]}):
-        torch.save(content, file)
-        with refuses(ExportError, file.name, "Fast KVzip"):
-            ag.AttentionGates.from_pretrained(tmp_path / "fast")
-    torch.save({"module": [Path("a")]}, file)  # a pickle that would run code
-    with refuses(ExportError, file.name):
-        ag.AttentionGates.from_pretrained(tmp_path / "fast")

@@ -3,50 +3,26 @@
 The formula is written from the paper and from what the authors' code computes, in float64.
 """
 
-import json
-import shutil
-
 import pytest
 import torch
 
 import ag
 from ag.config.schema import Config
 from ag.errors import UserError
-from ag.gates import export, folder
-from ag.gates.export import ExportError
+from ag.gates import export
 from ag.gates.gating import Open
 from ag.run import fit, make_gates
 from tests.support import by_hand
 from tests.support.bounds import hold, of_logits
+from tests.support.foreign import CLOSE, EXACT, HEADS, HIDDEN, LAYERS, inputs, on_hub, tokens, trimkv
 from tests.support.refused import refuses
 
-WIDTH, HEADS, LAYERS, HIDDEN = 64, 2, 3, 24  # of the tiny models
 MEMORY, BUFFER, NEW = 24, 8, 30
-CLOSE = 1e-5  # as far as float32 may be from float64 here: sums of 64 products of normal numbers
-EXACT = torch.float64
 
 
 @pytest.fixture
 def model(tiny_llama):
     return tiny_llama()
-
-
-def trimkv(path, dtype=torch.float32, extra=None, **changes):
-    """Write what its authors publish: the configuration of their model, and a state dict of the gates alone."""
-    path.mkdir(parents=True)
-    make, state = torch.Generator().manual_seed(0), {}
-    for layer in range(LAYERS):
-        gate = f"model.layers.{layer}.self_attn.retention_gate."
-        for name, shape in (("linear1.weight", (HIDDEN, WIDTH)), ("linear1.bias", (HIDDEN,))):
-            state[gate + name] = torch.randn(*shape, generator=make) / 4
-        state[gate + "linear2.weight"] = torch.randn(HEADS, HIDDEN, generator=make)
-        state[gate + "bias"] = torch.randn(HEADS, generator=make) + 3
-    config = {"architectures": ["TrimKVLlamaForCausalLM"], "model_type": "llama", "retention_gate": "rg"}
-    config |= {"retention_gate_intermediate_size": HIDDEN, "hidden_size": WIDTH, "num_key_value_heads": HEADS}
-    config |= {"num_hidden_layers": LAYERS, "hidden_act": "silu", "base_model": "org/base", "memory_size": 512}
-    (path / "config.json").write_text(json.dumps(config | {"trainable_params": "retention_gate"} | changes))
-    torch.save({name: x.to(dtype) for name, x in (state | (extra or {})).items()}, path / "trimkv_weights.pth")
-    return {name: x.to(dtype).to(EXACT) for name, x in state.items()}
 
 
 def log_retention(state, layer, x):
@@ -57,27 +33,15 @@ def log_retention(state, layer, x):
     return -(1 + (-logits).exp()).log().T
 
 
-def tokens(length, seed=0):
-    return torch.randint(3, 128, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_scores(model, tmp_path, dtype):
     state, ids = trimkv(tmp_path / "trim", dtype), tokens(60)
-    gates, seen = ag.AttentionGates.from_pretrained(tmp_path / "trim", model.config), {}
-    hooks = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda _, args, kwargs, index=index: seen.update({index: kwargs["hidden_states"][0].to(EXACT)}),
-            with_kwargs=True,
-        )
-        for index, layer in enumerate(model.model.layers)
-    ]
+    gates = ag.AttentionGates.from_pretrained(tmp_path / "trim", model.config)
+    seen = inputs(model, ids)
     ag.attach(model, gates)
     gating = Open(gates, torch.ones_like(ids), torch.tensor([60]))
     with torch.no_grad():
         model(ids, gating=gating, use_cache=False)
-    for hook in hooks:
-        hook.remove()
     for layer in range(LAYERS):
         found, expected = gates.stored(gating.logits[layer][0]), log_retention(state, layer, seen[layer])
         assert expected.std() > 0.1
@@ -222,55 +186,7 @@ def test_there_are_no_flags(model, tmp_path):
 def test_from_the_hub(tmp_path, monkeypatch):
     """Its weights are fetched once its configuration says what they are."""
     trimkv(tmp_path / "hub")
-    asked = []
-
-    def download(repository, *, revision, allow_patterns):
-        asked.append("trimkv_weights.pth" in allow_patterns)
-        home = tmp_path / repository.replace("/", "--")
-        shutil.copytree(tmp_path / "hub", home, dirs_exist_ok=True)
-        return str(home)
-
-    folder.download.cache_clear()
-    monkeypatch.setattr(folder, "snapshot_download", download)
+    asked = on_hub(monkeypatch, "trimkv_weights.pth", {"ngocbh/TrimKV-tiny": tmp_path / "hub"})
     monkeypatch.chdir(tmp_path)
     assert ag.policy("gates:ngocbh/TrimKV-tiny@uniform", budget=512).gates.config.kind == "retention"
     assert asked == [False, True]
-    folder.download.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"retention_gate": "rg2"}, "config.json retention_gate='rg2' rg"),
-        ({"hidden_act": "gelu"}, "config.json hidden_act='gelu' silu"),
-        ({"compress_strategy": "alpha_threshold"}, "config.json compress_strategy='alpha_threshold' alpha"),
-        ({"hidden_size": "64"}, "config.json hidden_size='64'"),
-        ({"num_hidden_layers": 1 << 40}, "config.json num_hidden_layers"),
-        ({"hidden_size": 32}, "trimkv_weights.pth inner.weight (24, 64) (24, 32)"),
-        ({"num_hidden_layers": 2}, "trimkv_weights.pth layers.2"),
-        ({"extra": {"model.layers.0.self_attn.q_proj.weight": torch.ones(2)}}, "trimkv_weights.pth q_proj.weight"),
-    ],
-)
-def test_damaged_checkpoints(tmp_path, changes, parts):
-    trimkv(tmp_path / "trim", **changes)
-    with refuses(ExportError, *parts.split()):
-        ag.AttentionGates.from_pretrained(tmp_path / "trim")
-
-
-def test_damaged_files(model, tmp_path):
-    trimkv(tmp_path / "trim")
-    other = model.config
-    other.num_hidden_layers = 5
-    with refuses(ExportError, "num_layers", "3", "5"):
-        ag.AttentionGates.from_pretrained(tmp_path / "trim", other)
-    file = tmp_path / "trim" / "trimkv_weights.pth"
-    for content in ([torch.ones(2)], {"a": 1}):
-        torch.save(content, file)
-        with refuses(ExportError, file.name, "TRIM-KV"):
-            ag.AttentionGates.from_pretrained(tmp_path / "trim")
-    file.write_bytes(b"none")
-    with refuses(ExportError, file.name, "tensors"):
-        ag.AttentionGates.from_pretrained(tmp_path / "trim")
-    file.unlink()
-    with refuses(ExportError, file.name):
-        ag.AttentionGates.from_pretrained(tmp_path / "trim")
