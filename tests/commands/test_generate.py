@@ -126,6 +126,7 @@ def test_what_a_policy_is_called(folder):
         assert list(generate(config(folder, gates=None, model=str(folder / "base"), policy=text, budget=9))) == [name]
 
 
+@pytest.mark.slow
 def test_adapter_of_the_export_takes_part(folder, tiny_llama, tiny_tokenizer, tmp_path):
     adapted = models.add_lora(tiny_llama(), LoraConfig())
     torch.manual_seed(3)

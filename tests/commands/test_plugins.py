@@ -127,6 +127,7 @@ def test_a_named_module_works_in_every_command(package, tiny_llama, tiny_tokeniz
     assert made.evicted == pytest.approx(6 / 11)
 
 
+@pytest.mark.slow
 def test_a_run_takes_gates_data_and_a_loss_of_a_module(package, tiny_llama, tiny_tokenizer, tmp_path, capsys):
     package(TRAINED)
     tiny_llama(max_position_embeddings=1024).save_pretrained(tmp_path / "base")

@@ -71,6 +71,7 @@ def test_machines_share_a_search(place, machines, capsys):
     assert f"val/loss {min(rates(place)):.4f}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_is_behind_is_stopped(tmp_path):
     """After its first validation: of five the best quarter goes on, and the others have been told before."""
     journal = str(tmp_path / "trials.jsonl")

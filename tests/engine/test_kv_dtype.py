@@ -44,6 +44,7 @@ def seen(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()

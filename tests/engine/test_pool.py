@@ -275,6 +275,7 @@ def test_a_joined_batch_goes_on_as_each_text_alone(tiny_llama, tmp_path, name):
     assert pool.free == pool.size
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", JOINED)
 def test_sequences_come_and_go_between_steps_that_nobody_looks_at(tiny_llama, name):

@@ -127,7 +127,7 @@ def state(cache):
     return plain({name: part.state_dict() for name, part in cache.parts.items()})
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ALIKE)
 def test_a_step_that_is_replayed_does_what_the_model_does(read, monkeypatch, name, batch):
     check_replayed(read, monkeypatch, name, batch)

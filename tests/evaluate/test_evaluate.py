@@ -228,6 +228,7 @@ def test_plain_documents_without_a_run(tiny_folder, tmp_path, capsys):
     assert "over budget: snapkv 0.5 in 3 of 3 samples" in " ".join(out.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "told"), [(MemoryError("none left"), "out of memory: none left"), (KeyError("x"), "KeyError: 'x' (")]
 )

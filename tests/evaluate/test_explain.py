@@ -100,6 +100,7 @@ def test_gates_without_a_map(words, tiny_llama, tmp_path, capsys, gate, change, 
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mlp", "linear"])
 def test_gates_without_attention_leave_out_one_picture(words, tiny_llama, tmp_path, capsys, kind):
     export.save(tmp_path / "gates", gates_for(tiny_llama(), kind=kind), base_model="tiny")

@@ -96,6 +96,7 @@ def of_choices(model):
     return max(len(choice) + 1 for row in ROWS for choice in row["choices"]) * of_nats(model)
 
 
+@pytest.mark.slow
 def test_with_a_full_cache_it_is_hf(folder, tiny_llama):
     metrics, answers = evaluate(folder, "ag", policy="full")
     wanted, theirs = evaluate(folder, "hf")
@@ -108,6 +109,7 @@ def test_with_a_full_cache_it_is_hf(folder, tiny_llama):
     assert answers["tiny_generate"] == theirs["tiny_generate"]
 
 
+@pytest.mark.slow
 def test_something_is_evicted_between_context_and_continuation(folder, tiny_llama, tiny_tokenizer):
     """The scores are those of a cache that read the context alone; a rolling window keeps all."""
     _, answers = evaluate(folder, "ag", policy="snapkv", budget=0.4, window=2, schedule="every")
@@ -127,6 +129,7 @@ def test_something_is_evicted_between_context_and_continuation(folder, tiny_llam
             hold(value, nats, answer.shape[1] * of_nats(model))
 
 
+@pytest.mark.slow
 def test_more_protected_than_the_budget_stays_or_is_refused(folder, tiny_llama):
     """Of the contexts of 34, 27 and 21 tokens the newest 28 stay: the first one loses some, the others none."""
     protecting = {"policy": "streaming_llm", "budget": 2, "sinks": 0, "recent": 28}
@@ -198,6 +201,7 @@ def test_continuations_that_eviction_cannot_change_are_told(folder, caplog, tiny
     assert abs(found["random"][1] - found["full"][1]) > 2 * bound < abs(found["blocks"][0] - found["full"][0])
 
 
+@pytest.mark.slow
 def test_the_command(folder, monkeypatch, capsys):
     """Left out is only the harness's own index of 13,000 tasks, which takes most of a minute."""
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
@@ -241,6 +245,7 @@ def run_command(piqa, output, monkeypatch, *arguments):
     return {name: value for name, value in found.items() if isinstance(value, float) and "stderr" not in name}
 
 
+@pytest.mark.slow
 def test_its_own_task_by_the_command(piqa, folder, tmp_path, tiny_llama, monkeypatch):
     """The command's model ag answers as hf does with a full cache, and runs under gates."""
     gates_for(tiny_llama(), scope="prompt").save_pretrained(tmp_path / "gates")

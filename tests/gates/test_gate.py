@@ -209,6 +209,7 @@ def test_wrong_values_are_named(values, parts):
         ag.GateConfig(**values)
 
 
+@pytest.mark.slow
 def test_a_gate_does_no_input_or_output():
     """Its module, in a process of its own, loads neither what reads and writes exports nor any library but torch."""
     code = "import sys, torch; before = set(sys.modules); import ag.gates.gate; print(*set(sys.modules) - before)"

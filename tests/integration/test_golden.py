@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support import TESTS
@@ -28,6 +29,7 @@ def curve_of(run: Path) -> list[list[float]]:
     return [[row["step"], *(row[name] for name in COLUMNS)] for row in logged(run)]
 
 
+@pytest.mark.slow
 def test_loss_curve(recipe: Path, moved_base: Path, tmp_path: Path) -> None:
     """Within what roundings of the weights do to it, and what was printed."""
     curve = curve_of(train(recipe, tmp_path, *OVERRIDES))

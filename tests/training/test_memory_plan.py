@@ -143,6 +143,7 @@ def test_checkpointing_chooses_what_is_summed_and_costs_a_second_forward_pass(fo
     assert 1.2 < kept.flops / plain.flops < 1.6
 
 
+@pytest.mark.slow
 def test_operations_of_the_layers(folder):
     """With LoRA alone: twice each weight forward, twice backward to the input, and the causal attention."""
     config = config_of(folder, "lora")

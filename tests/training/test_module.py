@@ -226,6 +226,7 @@ def test_sample_flags_are_those_of_the_first_prompts(tiny_llama, tmp_path):
     assert [ids.tolist() for _, ids in with_answers.sample_flags] == prompts
 
 
+@pytest.mark.slow
 def test_regression_steps_train_the_gates_without_a_backward_pass_of_the_model(tiny_llama, tmp_path):
     module = build(
         tiny_llama, train="gates+lora", warmup=WarmupConfig(regress_steps=3, lr=0.01), optim=OptimConfig(lora_lr=1)

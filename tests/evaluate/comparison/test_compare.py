@@ -149,6 +149,7 @@ def test_other_settings_are_other_cells(config):
         assert {cell.key for cell in list_cells(config(**change))} == keys
 
 
+@pytest.mark.slow
 def test_codes_are_lines_of_their_own(config, quiet):
     """Beside the others, whose cells stay what they were."""
     asked = config(policies=["full", "tova"], budgets=[0.5], kv_dtypes=["float", "int8"])
@@ -343,6 +344,7 @@ def test_nothing_but_too_short_samples_is_a_problem(config, quiet):
     assert (row.n, row.too_short) == (0, 7)
 
 
+@pytest.mark.slow
 def test_n_samples_are_the_first_n_that_can_be_run(config, quiet, capsys, tiny_folder):
     """Six of seven documents are long enough; the seventh is the short one."""
     comparison = compare(config(samples=6), quiet)
@@ -358,6 +360,7 @@ def test_n_samples_are_the_first_n_that_can_be_run(config, quiet, capsys, tiny_f
     assert f"ppl: {counted}" in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_gates_by_their_flags_and_ranked(config, quiet, tiny_llama, tmp_path):
     gates = gates_for(tiny_llama(), prefill="sparse", recent_tokens=2)
     export.save(tmp_path / "gates", gates, base_model="tiny")
@@ -574,6 +577,7 @@ def test_entries_go_into_what_a_recipe_says():
 NEEDLES = {"needle_single": {"lengths": [300], "repeats": 2, "depths": [0.5]}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", ["after", "before"])
 def test_nats_of_right_answers(config, quiet, question):
     options = {"needle_single": NEEDLES["needle_single"] | {"question": question}}

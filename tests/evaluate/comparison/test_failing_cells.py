@@ -77,6 +77,7 @@ def results(comparison):
     }
 
 
+@pytest.mark.slow
 def test_the_others_go_on(config, quiet, parts, tmp_path):
     alone = results(compare(config(policies=["full", "h2o", "tova"], budgets=[0.5]), quiet))
     listed = ["full", "not_a_number", "h2o", "lookup", "h2o+shapeless", "h2o@stuck", "tova"]
@@ -98,6 +99,7 @@ def test_the_others_go_on(config, quiet, parts, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_samples_that_were_done_are_not_run_again(config, quiet, monkeypatch, tmp_path):
     """Three cells read prompts together until one fails at the fourth; the others go on from there."""
     expected = results(compare(config(policies=["full", "h2o"], budgets=[0.5]), quiet))

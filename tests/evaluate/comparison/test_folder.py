@@ -111,6 +111,7 @@ def test_what_is_no_row_is_refused(line):
         read_line(line, Summary)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.sampled_from(list(asdict(SUMMARY))), VALUES)
 def test_a_changed_value_is_refused_or_of_the_right_type(name, value):

@@ -62,6 +62,7 @@ def nats(found):
     return [outcome.tags["nats"] for outcome in found[1]]
 
 
+@pytest.mark.slow
 def test_random_eviction_costs_something_on_boolq_and_rte(run, tiny_llama):
     found = run("policies=[full,random,h2o]", "budgets=[0.1]", "tasks=[rte,boolq]")
     for task in ("rte", "boolq"):
@@ -72,6 +73,7 @@ def test_random_eviction_costs_something_on_boolq_and_rte(run, tiny_llama):
         assert len(full) == SAMPLES and found[task, "full"][0].question == "after"
 
 
+@pytest.mark.slow
 def test_what_no_policy_can_change_is_refused(run, folder, capsys, tiny_llama):
     """Cell by cell, with the task, the policy and the fix; blocks and sparse gates change it, and the full cache is."""
     words = ("budgets=[0.1]", "tasks=[boolq]", "task_options.boolq.question=before")

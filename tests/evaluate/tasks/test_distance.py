@@ -42,6 +42,7 @@ def test_a_continuation(tiny_llama, tiny_tokenizer, write):
     check(outcome, *logits, model)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_stream(tiny_llama, tiny_tokenizer, write):
     """One token of 64, in passes of other sizes than the full cache's; none beyond the model's context."""

@@ -177,6 +177,7 @@ def test_policies_that_cannot_stream(tiny_llama, tiny_tokenizer, write):
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["attention", "mlp"])
 def test_gates_that_act_on_every_token(tiny_llama, tiny_tokenizer, write, kind):
     """Fed in passes of any size they score a book as one forward pass under their flags does, and hold few tokens."""

@@ -43,6 +43,7 @@ def both(name, root, tokenizer, **more):
     return [(task, task.load(tokenizer, 2, 512).samples) for task in made]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_asking_after_is_asking_before_where_nothing_is_evicted(name, root, tiny_llama, tiny_tokenizer):
     model = tiny_llama()
@@ -70,6 +71,7 @@ def test_asking_after_is_asking_before_where_nothing_is_evicted(name, root, tiny
     assert max(changed) > of_nats(model)  # the policy sees the question in one of them only
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "h2o", "gates", "gates@heads"])
 def test_nats_and_hits_by_hand(policy, root, tiny_llama, tiny_tokenizer, step_by_step, tmp_path):
     """Token by token after prompt and question; the best of two answers counts, without its blank."""
