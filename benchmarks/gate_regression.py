@@ -315,7 +315,7 @@ def measure(config: Config) -> Iterator[Found]:
     """Train gates of each kind in turn."""
     model, tokenizer = load_base(ModelConfig(name=config.model, dtype=cast(Any, config.dtype)))
     rows, held = files(config, model, tokenizer)
-    for kind in [*(["init"] if config.init else []), *config.kinds]:
+    for kind in [*config.kinds, *(["init"] if config.init else [])]:
         torch.manual_seed(0)
         yield train(config, kind, made(kind, model.config, config.init), rows, held)
 
