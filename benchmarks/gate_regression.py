@@ -253,7 +253,7 @@ def files(config: Config, model: nn.Module, tokenizer: Any) -> tuple[list[Path],
 
 def load(path: Path, layers: list[int]) -> Row:
     """Return the row of a file, for the layers that have a gate."""
-    by_layer = torch.load(path)
+    by_layer = torch.load(path, weights_only=True)
     return Row(*(torch.stack([by_layer[index][part] for index in layers]) for part in (0, 1)))
 
 
