@@ -171,8 +171,8 @@ def made(kind: str, geometry: PretrainedConfig, init: str | None) -> AttentionGa
     Raises:
         UserError: there is no such kind.
     """
-    if kind == "init":
-        return AttentionGates.from_pretrained(str(init)).requires_grad_(True)
+    if kind == "init" and init is not None:
+        return AttentionGates.from_pretrained(init).requires_grad_(True)
     if kind not in GATES:
         raise UserError(f"kinds=[{kind}]: expected some of {', '.join(GATES)}.")
     cls, settings, shared = GATES[kind]
@@ -314,10 +314,13 @@ def train(config: Config, kind: str, gates: AttentionGates, rows: list[Path], he
 def measure(config: Config) -> Iterator[Found]:
     """Train gates of each kind in turn."""
     model, tokenizer = load_base(ModelConfig(name=config.model, dtype=cast(Any, config.dtype)))
-    rows, held = files(config, model, tokenizer)
+    kinds = {}
     for kind in [*config.kinds, *(["init"] if config.init else [])]:
         torch.manual_seed(0)
-        yield train(config, kind, made(kind, model.config, config.init), rows, held)
+        kinds[kind] = made(kind, model.config, config.init)  # what is wrong is said before rows are read
+    rows, held = files(config, model, tokenizer)
+    for kind, gates in kinds.items():
+        yield train(config, kind, gates, rows, held)
 
 
 def table(results: list[Found]) -> str:

@@ -189,16 +189,16 @@ class Front(Endpoints):
 
     async def _asked(self, path: str, body: bytes) -> Response:
         """Have a replica answer; where one dies before it has said anything, another one."""
-        session, full, pause = conversation(body), 0, LOST_SECONDS
+        session, full, pause = conversation(body), 0, 0.0
         for _ in range(TRIES):
+            await asyncio.sleep(pause)
             asked = self._replicas.options(stream=True, session_id=session and f"{session}{full}")
             answer: Any = asked.ask.remote(path, body)
             try:
                 await self._taken(answer)
                 begin = await anext(answer)
             except (RayActorError, DeploymentUnavailableError):
-                await asyncio.sleep(pause)
-                pause *= 2
+                pause = 2 * pause or LOST_SECONDS
                 continue
             except BaseException as error:
                 answer.cancel()

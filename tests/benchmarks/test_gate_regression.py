@@ -9,10 +9,12 @@ import torch
 from ag.gates.gate import AttentionGates
 from benchmarks import gate_regression
 from benchmarks.gate_regression import SINKS, Ahead8, Decaying, Found, Regressed, Row, made, read, table
+from tests.support.bounds import in_float64
 from tests.support.http_server import VOCABULARY, byte_tokenizer, saved
 from tests.support.refused import refuses
 
 IDS = torch.arange(3, 35)
+ROUNDED = {"rtol": torch.finfo(torch.float32).eps, "atol": torch.finfo(torch.float32).eps}  # once, from float64
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def test_a_gate_that_looks_ahead():
         behind = hidden[0, place + 1 : place + 9]
         mean = behind.mean(0) if len(behind) else torch.zeros(6, dtype=torch.float64)
         inner = torch.nn.functional.gelu(one.inner(torch.cat([hidden[0, place], mean])))
-        torch.testing.assert_close(found[:, place], one.outer(inner).float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[:, place], one.outer(inner).float(), **ROUNDED)
 
 
 def test_a_worth_that_decays():
@@ -47,7 +49,7 @@ def test_a_worth_that_decays():
     for place in range(5):
         logit = one.outer(torch.nn.functional.silu(one.inner(hidden[0, place])))
         left = one.scale.exp() * (4 - place + 2) * torch.log(logit.sigmoid()) + one.shift
-        torch.testing.assert_close(found[:, place], left.float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[:, place], left.float(), **ROUNDED)
 
 
 def test_what_layers_share_is_trained_once(tiny):
@@ -79,13 +81,14 @@ def test_how_much_of_what_scores_keep_is_kept(tiny):
 
 def test_a_row_has_what_enters_the_layers_and_the_scores(tiny):
     """The states are those of the first reading; a sink has no score, all others have one of at most 1."""
-    found = read(tiny, byte_tokenizer(), IDS.tolist())
+    model = in_float64(tiny)
+    found = read(model, byte_tokenizer(), IDS.tolist())
     with torch.no_grad():
-        states = tiny.model(IDS[None], output_hidden_states=True).hidden_states
+        states = model.model(IDS[None], output_hidden_states=True).hidden_states
     assert [*found] == [0, 1, 2]
     for layer, (hidden, scores) in found.items():
-        norm = tiny.model.layers[layer].input_layernorm
-        torch.testing.assert_close(hidden, norm(states[layer])[0].detach(), rtol=1e-4, atol=1e-5)
+        norm = model.model.layers[layer].input_layernorm
+        torch.testing.assert_close(hidden, norm(states[layer])[0].detach(), **ROUNDED)  # float64 throughout
         assert scores.shape == (2, 32) and bool((scores[:, :SINKS] == 0).all())
         assert bool((scores[:, SINKS:] > 0).all()) and float(scores.max()) <= 1
 
@@ -125,5 +128,7 @@ def test_the_command(tiny, tmp_path):
     assert sum(kept[1] for kept in found[0]["kept"]) / 2 > 0.3  # gates that know nothing keep 0.2 of it
     assert AttentionGates.from_pretrained(str(output / "gates/mlp")).config.kind == "mlp"
     assert not (output / "gates/decaying").exists()
+    assert gate_regression.main([*told, "kinds=[mlp,lineal]", f"output={tmp_path}/new"]) == 2
+    assert not (tmp_path / "new").exists()  # it was refused before a row was read
     again = [*told, "epochs=1", "kinds=[]", f"init={output}/gates/mlp", f"output={output}"]
     assert gate_regression.main(again) == 0
