@@ -42,8 +42,10 @@ class CompareConfig(SharedModel):
         "prompt", "what a budget is a share of: the prompt, or all tokens seen so far, so that it grows with a text"
     )
     kv_dtypes: list[KVDtype] = key(["float"], "how every policy holds keys and values: as they come, int8, int4")
-    positions: Literal["original", "slot"] = key(
-        "original", "what every policy rotates keys by: places in the text, or slots in the cache"
+    positions: Literal["original", "slot", "interpolated"] = key(
+        "original",
+        "what every policy rotates keys by: places in the text, slots in the cache, or interpolated: places, of which "
+        "the far ones are squeezed into the model's context",
     )
     tasks: list[str] = key(["ppl"], "what to compare on")
     root: str | None = key(None, "local folder of the data, with a folder for each task; null: the hub", holds="folder")

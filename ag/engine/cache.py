@@ -18,7 +18,7 @@ from ag.engine.gated import GatedLayer
 from ag.engine.layer import EvictionLayer
 from ag.engine.policy import Option, Policy, policy
 from ag.engine.pool import Pool
-from ag.engine.positions import Original, Slots
+from ag.engine.positions import POSITIONS, Original
 from ag.engine.reread import Reread
 from ag.engine.spec import PolicySpec
 from ag.engine.text import Text
@@ -87,7 +87,7 @@ class EvictionCache(Forward, Cache):
                 )
             self.policy = self.policy.trained_with(self.gates)
         instrument(model)
-        rotation = Slots(self.decoder) if self.policy.positions == "slot" else Original(self.decoder)
+        rotation = POSITIONS[self.policy.positions](self.decoder)
         _check_needs(self.policy, self.decoder)
         count, windowed = len(self.decoder.layers), fingerprint(self.decoder.config)["windowed_layers"]
         self.evicting_layers = [_layer(index, self.policy, rotation, self.gates, pool) for index in range(count)]

@@ -40,7 +40,8 @@ class Policy:
         budget: tokens per KV head (int) or share (float) of ``budget_of``; None: nothing is evicted, or what flags say.
         schedule: when something is evicted; see :func:`policy`.
         options: what else was given: ``positions``, ``evict_before_attend`` and hyper-parameters of the parts.
-        positions: what keys are rotated by: their place in the text, or their slot among what a head holds.
+        positions: what keys are rotated by: their place in the text, as it is or squeezed into the model's context, or
+            their slot among what a head holds; see :mod:`ag.engine.positions`.
         kv_dtype: how keys and values are held: as they come, or in codes of 8 or 4 bits.
         evict_before_attend: whether queries attend to what is kept (and to themselves) instead of to all that is held
             when they come.
@@ -56,7 +57,7 @@ class Policy:
     budget: int | float | None = None
     schedule: str = "prefill"
     options: Mapping[str, Option] = field(default_factory=dict, hash=False)
-    positions: Literal["original", "slot"] = field(default="original", compare=False)
+    positions: Literal["original", "slot", "interpolated"] = field(default="original", compare=False)
     kv_dtype: KVDtype = field(default="float", compare=False)
     evict_before_attend: bool = field(default=False, compare=False)
     strict: bool = field(default=False, compare=False)
@@ -177,13 +178,15 @@ def policy(
         options: hyper-parameters of the parts, such as ``window=32``; see their classes. ``tau="llama2-7b-chat-4k"``
             looks up the published temperatures of ``preference`` for a model and a budget in tokens. Of every policy:
             ``positions="slot"`` rotates keys and queries by their slots in the cache instead of their places in the
-            text (StreamingLLM), so that a stream may run past the model's context; ``kv_dtype="int8"`` or ``"int4"``
-            holds keys and values in codes of so many bits (:class:`ag.kernels.codes.Codes`), and scorers see what these
-            stand for; ``evict_before_attend=True`` lets queries attend to what is kept, and to themselves, instead of
-            to all that is held when they come (CAOTE, Eq. 7); ``strict=True`` makes a budget below what is protected an
-            error, instead of keeping what is protected with a :class:`ag.errors.BudgetWarning`;
-            ``budget_of="seen"`` makes a share one of all tokens seen so far, instead of the prompt's; ``merge="fit"``
-            fits the values of what stays of a prompt so that attention gives what all of it gave.
+            text (StreamingLLM), so that a stream may run past the model's context; ``positions="interpolated"`` by
+            their places, of which the far ones are squeezed once the text is longer than the context;
+            ``kv_dtype="int8"`` or ``"int4"`` holds keys and values in codes of so many bits
+            (:class:`ag.kernels.codes.Codes`), and scorers see what these stand for; ``evict_before_attend=True`` lets
+            queries attend to what is kept, and to themselves, instead of to all that is held when they come (CAOTE,
+            Eq. 7); ``strict=True`` makes a budget below what is protected an error, instead of keeping what is
+            protected with a :class:`ag.errors.BudgetWarning`; ``budget_of="seen"`` makes a share one of all tokens seen
+            so far, instead of the prompt's; ``merge="fit"`` fits the values of what stays of a prompt so that attention
+            gives what all of it gave.
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
@@ -286,7 +289,7 @@ def _check_merge(spec: PolicySpec, schedule: str, engine: dict[str, Any]) -> Non
             f"Policy '{spec}': merge='fit' compares with all of a prompt, of which schedule={schedule!r} never holds "
             "more than a block; use prefill, every or steps:n."
         )
-    if engine.get("positions") == "slot":
+    if engine.get("positions", "original") != "original":
         raise UserError(f"Policy '{spec}': merge='fit' needs positions='original'.")
 
 

@@ -1,4 +1,4 @@
-"""What keys and queries are rotated by: their place in the text, or their slot among what a head holds."""
+"""What keys and queries are rotated by: their place in the text, as it is or squeezed, or their slot in a head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ag.engine.passes import Pass, Tokens
 from ag.engine.store import PagedStore, Rows
 from ag.model.hooks import AttentionCall, rotate
-from ag.model.support import check_slots
+from ag.model.support import check_turns
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,12 @@ class Slots(Original):
     """
 
     in_place: ClassVar[bool] = False
+    #: Its name as an option of a policy.
+    name: ClassVar[str] = "slot"
 
     def __post_init__(self) -> None:
         """Refuse models whose keys cannot be rotated anew."""
-        check_slots(self.decoder)
+        check_turns(self.decoder, self.name)
 
     def positions(self, tokens: Tokens, seen: int, stores: Sequence[PagedStore]) -> Tensor | None:
         """Return positions near the number of tokens held: any would do, as layers turn back and rotate again."""
@@ -88,3 +90,48 @@ class Slots(Original):
         count = torch.full_like(held_ranks[:, 0], held_ranks.shape[1]) if held.valid is None else held.valid.sum(1)
         shift = (count - 1 - held_ranks.amax(1)).view(batch, -1).repeat_interleave(heads * batch // len(count), 1)
         return rotate(self.decoder, q, (shift[:, :, None] + ranks[:, None]).clamp_min(0))
+
+
+@dataclass(frozen=True)
+class Interpolated(Slots):
+    """Keys and queries are turned to their places in the text, those of old tokens squeezed into the model's context.
+
+    A token at a distance of more than half of the context is squeezed in proportion, so that the first token of the
+    text comes to lie where the context begins. While the text is no longer than the context nothing is squeezed, and
+    places are those of :class:`Original`.
+
+    Source: position interpolation (Chen et al. 2023, arXiv 2306.15595), of the tokens alone that Self-Extend (Jin et
+    al. 2024, arXiv 2401.01325) puts into groups.
+    """
+
+    name: ClassVar[str] = "interpolated"
+
+    def keys(self, rows: Rows) -> Rows:
+        """Rotate each key by its place."""
+        places = self._places(rows.ranks, _newest(rows))
+        return rows._replace(keys=rotate(self.decoder, rows.keys[:, None], places[:, None])[:, 0])
+
+    def queries(self, q: Tensor, held: Rows, ranks: Tensor) -> Tensor:
+        """Rotate queries by the places of their tokens."""
+        batch, heads = q.shape[:2]
+        newest = _newest(held).view(batch, -1)
+        places = self._places(ranks[:, None], newest[:, :, None])
+        return rotate(self.decoder, q, places.repeat_interleave(heads // newest.shape[1], 1))
+
+    def _places(self, ranks: Tensor, newest: Tensor) -> Tensor:
+        """Return places from 0, of tokens of ranks where the newest token has that rank; of the same shape."""
+        context: int = self.decoder.config.max_position_embeddings
+        near = context // 2
+        distance = (newest - ranks).float()
+        share = (context - 1 - near) / (newest - near).clamp_min(context - 1 - near)
+        return context - 1 - torch.where(distance > near, near + (distance - near) * share, distance)
+
+
+def _newest(rows: Rows) -> Tensor:
+    """Return the rank of the newest token that each row holds, ``[R, 1]``."""
+    ranks = rows.ranks if rows.valid is None else rows.ranks.masked_fill(~rows.valid, -1)
+    return ranks.amax(1, keepdim=True)
+
+
+#: How keys and queries are rotated, by the option ``positions`` of a policy.
+POSITIONS: dict[str, type[Original]] = {"original": Original, "slot": Slots, "interpolated": Interpolated}

@@ -68,20 +68,20 @@ def check_rotations(decoder: Any, what: str, instead: str) -> None:
         raise UnsupportedModelError(f"{what}: {type(decoder).__name__} {attachment.unturned}. {instead}")
 
 
-def check_slots(decoder: Any) -> None:
-    """Raise ``UserError`` unless keys can be rotated by slots: by one RoPE, see :func:`check_rotations`, no windows."""
-    check_rotations(decoder, "positions=slot", "Use positions=original.")
+def check_turns(decoder: Any, positions: str) -> None:
+    """Raise ``UserError`` unless all layers can rotate anew: by one RoPE, see :func:`check_rotations`, no windows."""
+    check_rotations(decoder, f"positions={positions}", "Use positions=original.")
     kinds = decoder.rotary_emb.rope_type
     if isinstance(kinds, dict):
         raise UnsupportedModelError(
-            f"positions=slot: {type(decoder).__name__} rotates keys by several RoPEs ({', '.join(kinds)}); expected "
-            "one for all layers. Use positions=original."
+            f"positions={positions}: {type(decoder).__name__} rotates keys by several RoPEs ({', '.join(kinds)}); "
+            "expected one for all layers. Use positions=original."
         )
     window = getattr(decoder.config, "sliding_window", None)
     if window and "sliding_attention" in (getattr(decoder.config, "layer_types", None) or ["sliding_attention"]):
         raise UserError(
-            f"positions=slot: {type(decoder).__name__} attends within a sliding window of {window} tokens, which slots "
-            "would move; use positions=original."
+            f"positions={positions}: {type(decoder).__name__} attends within a sliding window of {window} tokens, "
+            "which would move; use positions=original."
         )
 
 

@@ -1,4 +1,6 @@
-"""positions=slot: keys are rotated by their index among what a head holds, queries by their own; against float64."""
+"""positions=slot and positions=interpolated: keys and queries are rotated when they meet; against float64."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -25,7 +27,26 @@ POLICIES = {
 SCHEDULES = ("prefill", "blocks:8+every", "every")
 
 
-def slot_logits(model, ids, events):
+def by_slots(ranks):
+    """Places of what a head holds: their index."""
+    return range(len(ranks))
+
+
+def squeezed(context):
+    """Give what gives places: from the newest, those beyond half of the context in proportion."""
+
+    def places(ranks):
+        far = ranks[-1] - context // 2
+        room = context - 1 - context // 2
+        return [
+            context - 1 - (d if d <= context // 2 or far <= room else context // 2 + (d - context // 2) * room / far)
+            for d in (ranks[-1] - rank for rank in ranks)
+        ]
+
+    return places
+
+
+def slot_logits(model, ids, events, places=by_slots):
     """Logits ``[T, V]`` of one row, float64 where the model is.
 
     ``events[layer]``: what came together, as (queries, what each KV head held then, pairs that are not visible).
@@ -37,7 +58,8 @@ def slot_logits(model, ids, events):
         for queries, held, hidden_pairs in events[layer]:
             for h in range(len(q)):
                 g = h // group
-                mine, turn = [held[g].index(i) for i in queries], turned(x, torch.arange(len(held[g]))[None])
+                mine = [held[g].index(i) for i in queries]
+                turn = turned(x, torch.tensor(list(places(held[g])), dtype=q.dtype)[None])
                 asked = torch.zeros(len(held[g]), q.shape[-1], dtype=q.dtype)
                 asked[mine] = q[h, queries]
                 asked, keys = (
@@ -58,11 +80,11 @@ def events_of(result, row):
     ]
 
 
-def check_slots(exact, rows, result):
+def check_slots(exact, rows, result, places=by_slots):
     for b, row in enumerate(rows):
         events = events_of(result, b)
-        bound = of_pass(exact, lambda row=row, events=events: slot_logits(exact, row, events), torch.float32)
-        hold(result.logits[b], slot_logits(exact, row, events), bound)
+        wanted = partial(slot_logits, exact, row, events, places)
+        hold(result.logits[b], wanted(), of_pass(exact, wanted, torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +123,23 @@ def test_chat_turns(tiny_llama, name, schedule):
     for side in ("left", "right"):
         model = tiny_llama()
         check_slots(tiny_llama().double(), rows, feed(ag.EvictionCache(model, policy), model, rows, passes, side))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_far_tokens_are_squeezed_into_the_context(tiny_llama, name, side):
+    """Of a context that the prompt of one row fits and that of the other does not."""
+    model, exact = (tiny_llama(max_position_embeddings=24) for _ in range(2))
+    policy = ag.policy(name, 12, "blocks:8+every", positions="interpolated", **POLICIES[name])
+    check_slots(exact.double(), ROWS, run(model, policy, ROWS, PROMPTS, side), squeezed(24))
+
+
+def test_within_the_context_nothing_is_squeezed(tiny_llama):
+    model, logits = tiny_llama(max_position_embeddings=len(ROWS[0])), []
+    for positions in ("original", "interpolated"):
+        policy = ag.policy("h2o", 12, "blocks:8+every", positions=positions)
+        logits.append(run(model, policy, ROWS[:1], PROMPTS[:1]).logits[0])
+    hold(*logits, 2 * of_logits(model))
 
 
 ROPES = {

@@ -199,10 +199,10 @@ class Stream(Documents):
                 f"Task {self.name}: {policy!r} evicts nothing after the first block, so that its cache grows; give "
                 "schedule=every or schedule=steps:n."
             )
-        if longest > context and policy.positions != "slot":
+        if longest > context and policy.positions == "original":
             raise UserError(
                 f"Task {self.name}: {policy!r}: {longest} tokens exceed the model's context of {context}, beyond which "
-                f"only policies with positions=slot work; give tokens={context} or fewer."
+                f"only policies with positions=interpolated or positions=slot work; give tokens={context} or fewer."
             )
 
     def _read(self, model: nn.Module, cache: EvictionCache, last: Tensor, tokens: Tensor) -> _Curve:
