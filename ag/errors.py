@@ -18,6 +18,11 @@ def require(part: object, name: str, holds: bool, expected: str) -> None:
         raise UserError(f"{type(part).__name__}: {name}={getattr(part, name)!r}: expected {expected}.")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says; where it says nothing, its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     """Return ``"; did you mean X?"`` for the closest name, or ``""`` when none is close."""
     close = get_close_matches(word, list(names), n=1, cutoff=cutoff)
