@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ag.errors import UserError
+from ag.errors import UserError, first_line
 from ag.versions import versions
 
 CLUSTER = (
@@ -222,7 +222,7 @@ def share(
                 raise error.cause from None
             except RayError as error:  # the host is gone
                 lost[place], looked = lost[place] + 1, -math.inf
-                result = Lost(lost[place], str(error).partition("\n")[0])
+                result = Lost(lost[place], first_line(error))
                 if place is None and lost[None] > failures:
                     raise UserError(f"cluster: {lost[None]} hosts ended as they began: {result.why}") from None
                 if place is not None and lost[place] < failures:

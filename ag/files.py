@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -17,6 +19,25 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield a path beside ``target`` for a file that takes its name once it is written and on disk.
+
+    When that fails, ``target`` is as it was; a process that is killed may leave ``*.partial`` beside it.
+
+    Raises:
+        OSError: when the disk refuses.
+    """
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        fsync(partial)
+        partial.replace(target)
+        fsync(target.parent)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def home() -> Path:

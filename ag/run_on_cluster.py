@@ -25,7 +25,7 @@ from ag import cluster
 from ag.callbacks import NonFiniteError, Stopped
 from ag.callbacks.stop import SIGNALS, how_to_continue
 from ag.config import Config
-from ag.errors import UserError
+from ag.errors import UserError, first_line
 from ag.plugins import load
 from ag.versions import versions
 
@@ -220,7 +220,7 @@ def _started(rank: Rank, scaling: Any, scratch: str) -> tuple[int, str]:
 def _ended(failures: Mapping[int, Exception]) -> tuple[int, str]:
     """Return the exit code and the reason that tell most: first what no other attempt mends, then what died."""
     told = [getattr(error, "_base_exc", error) for _, error in sorted(failures.items())]
-    deaths = [(EXIT_FAILED, str(x).partition("\n")[0]) for x in told if not isinstance(x, Ended)]
+    deaths = [(EXIT_FAILED, first_line(x)) for x in told if not isinstance(x, Ended)]
     order = [EXIT_USER_ERROR, EXIT_NOT_FINITE, EXIT_MOVED, EXIT_FAILED]
     return min([*deaths, *(x.args for x in told if isinstance(x, Ended))], key=lambda one: order.index(one[0]))
 

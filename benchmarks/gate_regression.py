@@ -1,22 +1,19 @@
 """What gates of each kind learn of KVzip's scores: ``python -m benchmarks.gate_regression root=DATA``.
 
-The model reads rows of documents and repeats them (:mod:`ag.engine.reread`) once. What enters the attention of each
-layer and the scores stay in ``output/rows``, so that a command that is cut off goes on. Gates are trained on them alone
-by the regression of a warm start, and rank the tokens of held rows. A kind's measure is how much it keeps of what the
-scores would keep, over all layers and heads. Writes ``gates.json`` and the gates that ``gates:FOLDER`` takes into
+The model reads rows of documents and repeats them (:mod:`ag.training.rereading`) once. What enters the attention of
+each layer and the scores stay in ``output/rows``, so that a command that is cut off goes on. Gates are trained on them
+alone by the regression of a warm start, and rank the tokens of held rows. A kind's measure is how much it keeps of what
+the scores would keep, over all layers and heads. Writes ``gates.json`` and the gates that ``gates:FOLDER`` takes into
 ``output``, and prints a table.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,21 +27,19 @@ from ag.config import DataConfig, ModelConfig, key
 from ag.config.command_line import command, parse
 from ag.config.gate import GateConfig
 from ag.data.sources import dataset_of
-from ag.engine.cache import EvictionCache
-from ag.engine.policy import policy
-from ag.engine.reread import Measured
-from ag.engine.scorers.base import Rereader
 from ag.errors import UserError
 from ag.evaluate.comparison.statistics import bootstrap
+from ag.files import replacing
 from ag.gates.gate import KINDS, AttentionGates, MLPGate, RetentionGate
 from ag.gates.gating import Observing
 from ag.model.base import load_base
 from ag.model.hooks import decoder_of
 from ag.training.losses import regression_loss
+from ag.training.rereading import Rereading
 from benchmarks.report import report
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 PROGRAM = "gate_regression"
 SHARES = (0.5, 0.2, 0.1)
@@ -203,24 +198,24 @@ class Row:
     scores: Tensor
 
 
+class Reading(Rereading):
+    """Keeps what enters the attention of the layers, ``[1, T, d]`` each, and runs no gates."""
+
+    def __init__(self, model: nn.Module, gates: AttentionGates, valid: Tensor, tokenizer: Any) -> None:
+        super().__init__(model, gates, valid, tokenizer)
+        self.hidden: dict[int, Tensor] = {}
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Keep it."""
+        self.hidden[layer] = hidden
+
+
 @torch.no_grad()
-def read(model: nn.Module, tokenizer: Any, ids: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
+def read(model: PreTrainedModel, tokenizer: Any, ids: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
     """Let the model read and repeat a row; returns hidden states and scores by layer."""
-    decoder, states = decoder_of(model), dict[int, Tensor]()
-    cache = EvictionCache(model, policy("kvzip", 1.0, sinks=SINKS).with_tokenizer(tokenizer))
-    known: dict[Rereader, Measured] = {}
-    assert cache.reread is not None
-    cache.reread.known = known
-
-    def note(index: int, module: nn.Module, args: tuple[Any, ...], told: dict[str, Any]) -> None:
-        states.setdefault(index, told["hidden_states"] if "hidden_states" in told else args[0])  # the reread's later
-
-    with ExitStack() as hooks:
-        for index, layer in enumerate(decoder.layers):
-            hooks.callback(layer.self_attn.register_forward_pre_hook(partial(note, index), with_kwargs=True).remove)
-        decoder(torch.tensor([ids]), past_key_values=cache)
-    [measured] = known.values()
-    return {index: (states[index][0].clone(), scores[0]) for index, scores in measured.scores.items()}
+    reading = Reading(model, AttentionGates(model.config, GATE), torch.ones(1, len(ids)), tokenizer)
+    decoder_of(model)(torch.tensor([ids]), gating=reading, use_cache=False)
+    return {layer: (reading.hidden[layer][0].clone(), scores[0]) for layer, scores in reading.scores.items()}
 
 
 def drawn(documents: list[str], tokenizer: Any, config: Config) -> Iterator[list[int]]:
@@ -235,7 +230,7 @@ def drawn(documents: list[str], tokenizer: Any, config: Config) -> Iterator[list
         yield ids[first : first + config.length]
 
 
-def files(config: Config, model: nn.Module, tokenizer: Any) -> tuple[list[Path], list[Path]]:
+def files(config: Config, model: PreTrainedModel, tokenizer: Any) -> tuple[list[Path], list[Path]]:
     """Return the files of the rows for training and those that are held, reading what is not there yet."""
     source = dataset_of(DataConfig(kind="text", name=config.name, root=config.root))
     folder = Path(config.output) / "rows"
@@ -246,8 +241,8 @@ def files(config: Config, model: nn.Module, tokenizer: Any) -> tuple[list[Path],
         found.append([folder / f"{split}_{config.length}_{config.seed}_{number}.pt" for number in range(count)])
         for path, ids in zip(found[-1], drawn(documents, tokenizer, config), strict=False):
             if not path.exists():
-                torch.save(read(model, tokenizer, ids), path.with_suffix(".part"))
-                os.replace(path.with_suffix(".part"), path)
+                with replacing(path) as partial:
+                    torch.save(read(model, tokenizer, ids), partial)
     return found[0], found[1]
 
 

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from ag.errors import UserError
+from ag.files import replacing
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -58,24 +59,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write `checkpoint` to `path`; when this fails or is killed, what was at `path` is still there."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"{target.name}.partial")
-        try:
-            with open(partial, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, target)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        with replacing(target) as partial, partial.open("wb") as file:
+            torch.save(checkpoint, file)
 
 
 def link(source: Path, target: Path) -> None:
     """Make `target` the same file as `source` (a copy where hard links do not exist), atomically."""
-    partial = target.with_name(f"{target.name}.partial")
-    partial.unlink(missing_ok=True)
-    try:
-        os.link(source, partial)
-    except OSError:
-        shutil.copyfile(source, partial)
-    os.replace(partial, target)
+    with replacing(target) as partial:
+        try:
+            os.link(source, partial)
+        except OSError:
+            shutil.copyfile(source, partial)

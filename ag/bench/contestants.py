@@ -14,7 +14,7 @@ from ag.commands.shared import KVDtype
 from ag.config.policies import FLAGS
 from ag.engine import policy
 from ag.engine.spec import PolicySpec
-from ag.errors import UserError
+from ag.errors import UserError, first_line
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,8 @@ def able(
         except Exception as error:  # a backend without this case, no compiler, no room: whatever it is, it says so
             if not (rival or isinstance(error, torch.OutOfMemoryError)):
                 raise
-            skipped.append({"contestant": one.name, "skipped": _reason(error)})
+            first: BaseException = error
+            while cause := first.__cause__ or first.__context__:
+                first = cause
+            skipped.append({"contestant": one.name, "skipped": first_line(first)})
     return found, skipped
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of what an error, or the one behind it, says."""
-    while cause := error.__cause__ or error.__context__:
-        error = cause
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

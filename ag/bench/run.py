@@ -15,7 +15,7 @@ from ag.bench.measure import machine
 from ag.bench.write import markdown, write
 from ag.commands.bench import BenchConfig
 from ag.config.command_line import Invocation
-from ag.errors import UserError
+from ag.errors import UserError, first_line
 
 #: Each mode prepares what all its cases share, and measures the rows of one context and batch.
 MODULES = {"decode": decode, "stream": stream, "prefill": prefill, "train": train, "memory": memory}
@@ -31,7 +31,7 @@ def run(asked: Invocation[BenchConfig]) -> int:
     try:
         results = bench(config, asked.line)
     except torch.OutOfMemoryError as error:
-        raise UserError(f"{str(error).splitlines()[0]} Give a smaller context or batch.") from error
+        raise UserError(f"{first_line(error)} Give a smaller context or batch.") from error
     paths = write(Path(config.output), config.mode, results)
     print(markdown(results))
     print("written:", *paths)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import re
-from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
-from ag.errors import UserError
+from ag.errors import check_known as check_known
 
 FULL = "full"  # evicts nothing, and has no scorer
 GATES = "gates"  # rank tokens under a budget
@@ -30,15 +28,6 @@ def split_label(text: str) -> tuple[str | None, str]:
     """Split ``LABEL=POLICY`` into its two parts; the label is None where there is none, as in ``gates:a=b``."""
     label, equals, rest = text.partition("=")
     return (label, rest) if equals and not re.search("[:+@]", label) else (None, text)
-
-
-def check_known(name: str, names: Collection[str], what: str, text: str) -> None:
-    """Raise a :class:`UserError` that suggests the nearest name, unless there is one of this name."""
-    if name not in names:
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        expected = f"expected one of {', '.join(names)}" if names else "it takes none"
-        raise UserError(f"Unknown {what} {name!r} in {text!r}: {expected}{hint}")
 
 
 def check_names(text: str) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ag.engine.forward import Forward
 from ag.engine.policy import Policy, policy
 from ag.errors import UserError
-from ag.files import fsync
+from ag.files import replacing
 from ag.gates.gate import AttentionGates
 from ag.model.geometry import fingerprint
 from ag.model.hooks import device_of
@@ -49,15 +49,11 @@ def save(cache: Forward, path: str | os.PathLike[str]) -> None:
         "state": state,
     }
     metadata = {"format": FORMAT, "schema": str(SCHEMA), "cache": json.dumps(head)}
-    staged = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        safetensors.torch.save_file(tensors, staged, metadata)
-        fsync(staged)
-        staged.replace(target)
+        with replacing(target) as staged:
+            safetensors.torch.save_file(tensors, staged, metadata)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{target}: cannot be written: {error}; give a path in a folder with room for it.") from error
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 def load(kind: Callable[[nn.Module, Policy], C], path: str | os.PathLike[str], model: nn.Module) -> C:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, NoReturn
 
-from ag.config.policies import ALIASES, FLAGS, FULL, GATES, check_known, split_label
+from ag.config.policies import ALIASES, FLAGS, FULL, GATES, split_label
 from ag.config.sections import BUDGET
 from ag.engine.allocators import ALLOCATORS, Allocator
 from ag.engine.scorers import SCORERS, Scorer
 from ag.engine.wrappers import WRAPPERS, Wrapper
-from ag.errors import UserError
+from ag.errors import UserError, check_known
 from ag.plugins import check_part, discover
 
 

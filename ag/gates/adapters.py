@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ag.config.exports import StrPath
-from ag.errors import UserError
+from ag.errors import UserError, first_line
 from ag.gates.card import merged_card
 from ag.gates.folder import (
     check_base,
@@ -172,7 +172,7 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
             wrapped = peft.PeftModel.from_pretrained(model, str(folder)).eval()
     except (RuntimeError, ValueError) as error:  # other shapes, or none of the layers
         raise ExportError(
-            f"{folder}: it does not fit this model ({str(error).splitlines()[0]}): expected the base model that the "
+            f"{folder}: it does not fit this model ({first_line(error)}): expected the base model that the "
             "adapter was trained on; load that one."
         ) from error
     return merge_adapter(wrapped, path) if merge else wrapped

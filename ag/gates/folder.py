@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ag.config.exports import StrPath, absence, here, on_hub, sibling
+from ag.errors import first_line
 from ag.files import fsync
 from ag.gates.foreign import MODEL_CONFIG, recognise, weights_of
 from ag.gates.manifest import ADAPTER, BEFORE_1_2, CARD, CONFIG, FIGURE, WEIGHTS, ExportError, validate
@@ -54,7 +55,7 @@ def download(repository: str, revision: str | None) -> Path:
     except REFUSALS as error:
         at = "" if revision is None else f" at {revision}"
         raise ExportError(
-            f"{repository}{at}: no such folder, and the hub does not give it ({str(error).splitlines()[0]}): expected "
+            f"{repository}{at}: no such folder, and the hub does not give it ({first_line(error)}): expected "
             "the folder of an export, or ORG/NAME or ORG/NAME:REVISION of one on the hub."
         ) from error
 
@@ -197,7 +198,7 @@ def upload(folder: Path, repository: str, files: Sequence[str]) -> str:
         done = hub.upload_folder(repo_id=repository, folder_path=str(folder), allow_patterns=list(files))
     except REFUSALS as error:
         raise ExportError(
-            f"export.push_to_hub={repository}: the hub refuses ({str(error).splitlines()[0]}): expected a repository "
+            f"export.push_to_hub={repository}: the hub refuses ({first_line(error)}): expected a repository "
             f"that you may write to; log in with `hf auth login`, then upload {folder}."
         ) from error
     return str(done)

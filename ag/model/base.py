@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_bitsandbytes_available, is_flash_attn_2_available
 
 from ag.config import LoraConfig, ModelConfig
-from ag.errors import UserError
+from ag.errors import UserError, first_line
 from ag.model import random_base
 from ag.model.quiet import quiet
 from ag.model.wheels import GEMMA3, SMOLLM2, SOURCES, WheelError
@@ -135,7 +135,7 @@ def _ask_hub(repository: str, revision: str | None) -> str | None:
     try:
         HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT)
     except Exception as error:  # each version of the hub library has its own types
-        return f"{type(error).__name__}: {_first_line(error).partition('. ')[0]}"
+        return f"{type(error).__name__}: {first_line(error).partition('. ')[0]}"
     return None
 
 
@@ -180,7 +180,7 @@ def load_base(
     except (OSError, ValueError, ImportError) as error:
         tried = f"; asked the hub: {problem}; looked in {constants.HF_HUB_CACHE}" if problem else ""
         raise ModelError(
-            f"model.name={config.name!r} cannot be loaded ({_first_line(error)}{tried}): check the spelling "
+            f"model.name={config.name!r} cannot be loaded ({first_line(error)}{tried}): check the spelling "
             f"and the connection, or give a local folder or {ALIAS!r}"
         ) from error
     model: PreTrainedModel = loaded[0]
@@ -193,7 +193,7 @@ def load_base(
         try:
             model.to(device)  # type: ignore[arg-type]  # transformers wraps it without its type
         except (RuntimeError, AssertionError) as error:
-            raise ModelError(f"device={device}: {_first_line(error)}; give cpu, or a device that has room") from error
+            raise ModelError(f"device={device}: {first_line(error)}; give cpu, or a device that has room") from error
     return _ready(config, model, tokenizer)
 
 
@@ -309,7 +309,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
         attention = sorted({n.rpartition(".")[2] for n in layers if ".self_attn." in n})
         raise ModelError(
             f"lora.targets={lora.targets}, lora.dropout={lora.dropout}: PEFT cannot adapt {type(model).__name__} so "
-            f"({_first_line(error)}); adapt its attention, lora.targets=[{','.join(attention)}]"
+            f"({first_line(error)}); adapt its attention, lora.targets=[{','.join(attention)}]"
         ) from error
 
 
@@ -326,7 +326,3 @@ def base_revision(model: PreTrainedModel) -> str | None:
 def hub_revision(recorded: str | None) -> str | None:
     """Return what `base_revision` told of a model that came from the hub, and None for a converted wheel."""
     return None if recorded in {source.requirement for source in SOURCES} else recorded
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ag.errors import UserError
+from ag.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from ag.config import ModelConfig
@@ -57,7 +57,7 @@ def geometry(name: str) -> PretrainedConfig:
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(str(path))
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise UserError(
             f"model.name={name}: {reason}; expected random:{', random:'.join(GEOMETRIES)}, or random:PATH, a JSON file "
             "with a model's configuration (docs/models/llama-2-7b.json)."
@@ -96,7 +96,7 @@ def load(config: ModelConfig, device: torch.device | str | None) -> tuple[PreTra
                 if parameter is not None and parameter.is_meta:
                     module._parameters[name] = nn.Parameter(_drawn(parameter, draw), requires_grad=False)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device={device}: {str(error).splitlines()[0]}; give cpu, or one that has room.") from error
+        raise UserError(f"device={device}: {first_line(error)}; give cpu, or one that has room.") from error
     model.tie_weights()
     return model, _tokenizer(shape)
 

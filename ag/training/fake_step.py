@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ag.config import Config
+from ag.errors import first_line
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Dense, Gating
 from ag.kernels.gated_attention import chunked
@@ -70,7 +71,7 @@ def model_config(config: Config) -> PretrainedConfig:
         )
     except (OSError, ValueError) as error:
         raise models.ModelError(
-            f"model.name={name!r} has no configuration to plan with ({str(error).splitlines()[0]}): give a hub id "
+            f"model.name={name!r} has no configuration to plan with ({first_line(error)}): give a hub id "
             "that can be reached, a folder or a config.json"
         ) from error
     return found

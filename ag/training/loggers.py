@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from ag.config import Config
+from ag.files import replacing
 from ag.training.artifacts import log_folder, run_id
 
 
@@ -80,10 +81,9 @@ class MetricsFile(Logger):
         self._columns = list(seen)
         header = dict(zip(self._columns, self._columns, strict=True))
         content = self._lines([header, *rows])
-        partial = self._path.with_name(f"{self._path.name}.partial")
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
-        os.replace(partial, self._path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self._path) as partial:
+            partial.write_bytes(content)
         self._row_start = len(content)
 
     def _lines(self, rows: list[dict[str, Any]]) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,7 +22,7 @@ class Rereading(Observing):
     Every chunk is repeated behind the whole row, so that heads are measured at the distances that the row has.
     ``targets`` holds, by gated layer, the log of the largest weight that a token of the repetition pays each key, in
     any query head of the group, ``[B, Hkv, T']`` float32. Sinks have none. The chunks are those of
-    :class:`ag.engine.scorers.kvzip.KVzip`, which makes the scores, without instructions.
+    :class:`ag.engine.scorers.kvzip.KVzip`, which makes the scores; ``scores`` holds these, ``[B, Hkv, N]`` by rank.
 
     Meant to run under ``torch.no_grad()``, like :class:`ag.gates.gating.Observing`.
 
@@ -28,12 +30,15 @@ class Rereading(Observing):
         model: that the rows are shown to.
         gates: gates of the model.
         valid: ``[B, T]``, nonzero on real tokens.
+        tokenizer: of the model, for KVzip's instructions; None: there are none.
     """
 
-    def __init__(self, model: nn.Module, gates: AttentionGates, valid: Tensor) -> None:
+    def __init__(self, model: nn.Module, gates: AttentionGates, valid: Tensor, tokenizer: Any = None) -> None:
         super().__init__(gates, valid, target="reread")
         #: Holds the rows while they are repeated; nothing of it goes.
-        self._cache = EvictionCache(model, policy("kvzip", 1.0, sinks=gates.config.sink_tokens))
+        made = policy("kvzip", 1.0, sinks=gates.config.sink_tokens)
+        self._cache = EvictionCache(model, made if tokenizer is None else made.with_tokenizer(tokenizer))
+        self.scores: dict[int, Tensor] = {}
         self._ranks = (valid.long().cumsum(1) - 1).clamp_min(0)
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
@@ -62,7 +67,8 @@ class Rereading(Observing):
         self._cache.reread.known = known
         self._cache.finish(states)
         [measured] = known.values()
-        for layer, scores in measured.scores.items():
+        self.scores = measured.scores
+        for layer, scores in self.scores.items():
             if str(layer) in self.gates.layers:
                 at = self._ranks.to(scores.device)[:, None].expand(-1, scores.shape[1], -1)
                 log = F.pad(scores, (0, at.shape[-1] - scores.shape[-1])).gather(2, at).clamp_min(1e-12).log()

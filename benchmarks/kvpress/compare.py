@@ -24,7 +24,7 @@ from typing import Any
 
 from ag.config import key
 from ag.config.command_line import command, parse
-from ag.errors import UserError
+from ag.errors import UserError, first_line
 
 PROGRAM = "bench_kvpress"
 SIDE = Path(__file__).resolve().with_name("side.py")
@@ -110,7 +110,7 @@ def texts(config: Config, model: str) -> list[Text]:
         context = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
     except (OSError, ValueError) as error:
         raise UserError(
-            f"model={config.model}: {str(error).strip().splitlines()[0]} Give a folder that save_pretrained wrote."
+            f"model={config.model}: {first_line(error)} Give a folder that save_pretrained wrote."
         ) from error
     length = config.prompt + config.continuation
     if length > context:

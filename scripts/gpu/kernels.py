@@ -18,7 +18,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from ag.bench.measure import call_seconds
 from ag.bench.sdpa import pinned
 from ag.engine.pool import PAGE
-from ag.errors import UserError
+from ag.errors import UserError, first_line
 from ag.kernels.column_max import column_max
 from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
@@ -100,7 +100,7 @@ def measure(config: KernelConfig) -> dict[str, Any]:
         try:
             return 1000 * timed(step)[0]
         except RuntimeError as error:  # the implementation cannot do this, or there is no room
-            return str(error).partition("\n")[0]
+            return first_line(error)
 
     copied = 2 * config.copy / timed(_copy(config.copy, device))[0]
     multiplied = 2 * config.square**3 / timed(_product(config.square, device, dtype))[0]

@@ -27,7 +27,7 @@ from ag.errors import UserError
 from ag.evaluate.comparison.statistics import mean_and_error
 from ag.evaluate.comparison.views import View
 from ag.evaluate.tasks import Outcome
-from ag.files import fsync
+from ag.files import replacing
 
 ROWS, CORRUPT = "results.jsonl", "results.corrupt.jsonl"
 
@@ -252,8 +252,5 @@ class Folder:
         return self.path / part / f"{key}.{ending}"
 
     def _replace(self, path: Path, data: bytes) -> None:
-        new = path.with_name(f"{path.name}.{os.getpid()}")
-        new.write_bytes(data)
-        fsync(new)
-        new.replace(path)
-        fsync(path.parent)
+        with replacing(path) as new:
+            new.write_bytes(data)

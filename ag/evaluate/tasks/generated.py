@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from ag.data.collate import start_tokens, tokenize
-from ag.errors import UserError
+from ag.errors import UserError, require
 from ag.evaluate.tasks.base import LeftOut, Sample, require_whole
 from ag.evaluate.tasks.held_out import HeldOut
 from ag.evaluate.tasks.questions import SPARE, Puzzle, QuestionTask, share_named
@@ -148,6 +148,32 @@ class Generated(QuestionTask):
                 f"shortest has {tokens(self.least)} tokens; give more."
             )
         return build(size)
+
+
+@dataclass(frozen=True)
+class Haystack(Generated):
+    """What tasks share that hide something in a text.
+
+    Attributes:
+        haystack: ``text``: real text; ``noise``: a filler of five sentences.
+        data: where texts come from: hub id, or folder under ``root``; None: PG-19 on the hub, ``pg19_style`` in a root.
+        text_field: the field that holds a text.
+    """
+
+    haystack: str = "text"
+    data: str | None = None
+    text_field: str = "text"
+
+    haystacks: ClassVar[tuple[str, ...]] = ("text", "noise")
+
+    def __post_init__(self) -> None:
+        """Check what the haystack is."""
+        super().__post_init__()
+        require(self, "haystack", self.haystack in self.haystacks, f"one of {', '.join(self.haystacks)}")
+
+    def material(self, tokenizer: PreTrainedTokenizerBase) -> Any:
+        """Read the texts, where they are the haystack."""
+        return sentences(self.name, self.root, self.data, self.text_field) if self.haystack == "text" else None
 
 
 def largest(tokens: Callable[[int], int], room: int, low: int, high: int | None = None) -> int | None:

@@ -22,10 +22,9 @@ from ag.engine import EvictionCache
 from ag.errors import require
 from ag.evaluate.tasks.base import Tags, by_part
 from ag.evaluate.tasks.follow import greedy, score
-from ag.evaluate.tasks.generated import Generated, Variant, join, sentences, stretch
+from ag.evaluate.tasks.generated import Haystack, Variant, join, stretch
 from ag.evaluate.tasks.questions import Asked, Puzzle
 
-HAYSTACKS = ("text", "noise")
 ROLE = "You answer questions about texts. Follow these rules in each answer:"
 TASK = "What is the text above about? Answer by the rules."
 
@@ -151,7 +150,7 @@ class Instructed(Asked):
 
 
 @dataclass(frozen=True)
-class Instructions(Generated):
+class Instructions(Haystack):
     """A system prompt with instructions, then a long text; the score is the share of the instructions followed.
 
     Each instruction demands one of several choices (a name to sign with, a language, ...), drawn for each sample. It is
@@ -165,16 +164,10 @@ class Instructions(Generated):
     Attributes:
         rules: how many instructions there are.
         protect: exempt the system prompt from eviction; its tokens count in the budget.
-        haystack: ``text``: real text; ``noise``: a filler of five sentences.
-        data: where texts come from: hub id, or folder under ``root``; None: PG-19 on the hub, ``pg19_style`` in a root.
-        text_field: the field that holds a text.
     """
 
     rules: int = 4
     protect: bool = False
-    haystack: str = "text"
-    data: str | None = None
-    text_field: str = "text"
 
     metric: ClassVar[str] = "share followed"
     unit: ClassVar[str] = "system prompts"
@@ -186,17 +179,15 @@ class Instructions(Generated):
         fits = type(self.rules) is int and 0 < self.rules <= len(KINDS)
         require(self, "rules", fits, f"1 to {len(KINDS)}")
         require(self, "protect", type(self.protect) is bool, "true or false")
-        require(self, "haystack", self.haystack in HAYSTACKS, " or ".join(HAYSTACKS))
 
     @property
     def series(self) -> str:
         """The same samples with and without protection."""
         return f"instructions/{self.rules}"
 
-    def material(self, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, list[list[str]] | None]:
+    def material(self, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, Any]:
         """Read the texts, where they are the haystack; the tokenizer has the chat template."""
-        texts = sentences(self.name, self.root, self.data, self.text_field) if self.haystack == "text" else None
-        return tokenizer, texts
+        return tokenizer, super().material(tokenizer)
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
         """Draw the instructions, then the text; see :meth:`Generated.build`."""

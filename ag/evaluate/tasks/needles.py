@@ -9,20 +9,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from transformers import PreTrainedTokenizerBase
-
 from ag.errors import require
 from ag.evaluate.tasks.base import require_whole
-from ag.evaluate.tasks.generated import Generated, Variant, hide, join, places, sentences, stretch
+from ag.evaluate.tasks.generated import Haystack, Variant, hide, join, places, stretch
 from ag.evaluate.tasks.questions import Puzzle
 from ag.evaluate.tasks.words import NOUNS, draw_distinct, number, uuid4, word_key
 
-HAYSTACKS, KEYS, VALUES = ("noise", "text", "needles"), ("noun", "word", "uuid"), ("number", "uuid")
+KEYS, VALUES = ("noun", "word", "uuid"), ("number", "uuid")
 PATTERNS = {"number": r"\d+", "uuid": r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"}
 
 
 @dataclass(frozen=True)
-class Needles(Generated):
+class Needles(Haystack):
     """Keys with secret values, of which some are asked; the score is the share of the asked values that is named.
 
     Attributes:
@@ -35,8 +33,6 @@ class Needles(Generated):
         digits: digits of a number.
         depths: where the first needle stands: 0 is the start of the haystack, 1 its end; None: anywhere.
         hint: say before the haystack what to look for.
-        data: where texts come from: hub id, or folder under ``root``; None: PG-19 on the hub, ``pg19_style`` in a root.
-        text_field: the field that holds a text.
     """
 
     haystack: str = "noise"
@@ -48,15 +44,14 @@ class Needles(Generated):
     digits: int = 7
     depths: Sequence[float] | None = None
     hint: bool = True
-    data: str | None = None
-    text_field: str = "text"
 
     unit: ClassVar[str] = "haystacks"
+    haystacks: ClassVar[tuple[str, ...]] = ("noise", "text", "needles")
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        for name, known in (("haystack", HAYSTACKS), ("key", KEYS), ("value", VALUES)):
+        for name, known in (("key", KEYS), ("value", VALUES)):
             require(self, name, getattr(self, name) in known, f"one of {', '.join(known)}")
         most = len(NOUNS) if self.key == "noun" else 10_000
         require(self, "keys", type(self.keys) is int and 0 < self.keys <= most, f"1 to {most}")
@@ -70,10 +65,6 @@ class Needles(Generated):
     def cells(self) -> Iterator[tuple[int, float | None]]:
         """Return each (length, depth)."""
         return itertools.product(self.lengths, [None] if self.depths is None else self.depths)
-
-    def material(self, tokenizer: PreTrainedTokenizerBase) -> list[list[str]] | None:
-        """Read the texts, where they are the haystack."""
-        return sentences(self.name, self.root, self.data, self.text_field) if self.haystack == "text" else None
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
         """Draw keys, values and places, then the hay; see :meth:`Generated.build`."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from ag.config.keys import nearest
 from ag.data import templates
-from ag.errors import UserError
+from ag.errors import UserError, check_known
 from ag.evaluate.tasks.base import Task
 from ag.evaluate.tasks.copying import KeyValues, RepeatText
 from ag.evaluate.tasks.document_qa import DocumentQA
@@ -89,7 +88,7 @@ def expand(names: Sequence[str]) -> list[str]:
     """
     discover("ag.tasks")
     for name in names:
-        _known(name, [*TASKS, *GROUPS, *ALIASES], "task")
+        check_known(name, [*TASKS, *GROUPS, *ALIASES], "task")
     return list(dict.fromkeys(task for name in names for task in GROUPS.get(name, (ALIASES.get(name, name),))))
 
 
@@ -113,7 +112,7 @@ def make(name: str, root: str | None = None, **options: Any) -> Task:
     full = ALIASES.get(name, name)
     if name in GROUPS:
         raise UserError(f"Task {name!r} is a group of {', '.join(GROUPS[name])}; name one of them.")
-    _known(full, [*TASKS, *ALIASES], "task")
+    check_known(full, [*TASKS, *ALIASES], "task")
     kind, defaults = TASKS[full]
     check_part(full, kind, Task)
     known = [f.name for f in fields(kind) if f.name not in ("name", "root")]
@@ -123,11 +122,5 @@ def make(name: str, root: str | None = None, **options: Any) -> Task:
             f"none; needles, RULER, LongBench, {', '.join(templates.WITH_CONTEXT)} have."
         )
     for option in options:
-        _known(option, known, f"option of task {name}")
+        check_known(option, known, f"option of task {name}")
     return kind(full, root, **defaults | options)
-
-
-def _known(name: str, names: Collection[str], what: str) -> None:
-    if name not in names:
-        expected = f"expected one of {', '.join(names)}" if names else "it takes none"
-        raise UserError(f"Unknown {what} {name!r}: {expected}{nearest(name, list(names))}")

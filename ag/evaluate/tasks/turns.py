@@ -21,14 +21,13 @@ from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.errors import require
 from ag.evaluate.tasks.base import Outcome, Tags, by_part, distance, require_whole
 from ag.evaluate.tasks.follow import Likely, feed
-from ag.evaluate.tasks.generated import Generated, Variant, hide, interleave, join, places, sentences, stretch
+from ag.evaluate.tasks.generated import Haystack, Variant, hide, interleave, join, places, stretch
 from ag.evaluate.tasks.questions import Asked, Puzzle, blanks
 from ag.evaluate.tasks.variables import lines
 from ag.evaluate.tasks.words import NOUNS, draw_distinct, number
 from ag.model.hooks import lm_logits
 
 KINDS = ("key", "key", "latest", "updated", "variable", "variable")  # of the questions of a conversation
-HAYSTACKS = ("text", "noise")
 
 
 class Turn(NamedTuple):
@@ -57,7 +56,7 @@ class Conversation(Asked):
 
 
 @dataclass(frozen=True)
-class Turns(Generated):
+class Turns(Haystack):
     """Six questions over one context; the score is the share that is answered exactly.
 
     The context hides numbers: of keys, of a key whose number changes twice, and of variables that are set to each
@@ -76,17 +75,11 @@ class Turns(Generated):
             before the question for it. The contexts and questions are the same.
         hops: how often the number of a variable is handed on.
         digits: digits of a number.
-        haystack: ``text``: real text; ``noise``: a filler of five sentences.
-        data: where texts come from: hub id, or folder under ``root``; None: PG-19 on the hub, ``pg19_style`` in a root.
-        text_field: the field that holds a text.
     """
 
     apart: bool = False
     hops: int = 1
     digits: int = 5
-    haystack: str = "text"
-    data: str | None = None
-    text_field: str = "text"
 
     metric: ClassVar[str] = "exact match"
     unit: ClassVar[str] = "conversations"
@@ -98,7 +91,6 @@ class Turns(Generated):
         require(self, "question", self.question == "after", "after: several questions follow one context")
         require(self, "generate", self.generate is None, "none: the right answers are fed")
         require(self, "apart", type(self.apart) is bool, "true or false")
-        require(self, "haystack", self.haystack in HAYSTACKS, " or ".join(HAYSTACKS))
         require_whole(self, "hops")
         require(self, "digits", type(self.digits) is int and 3 <= self.digits <= 18, "3 to 18")
 
@@ -106,10 +98,6 @@ class Turns(Generated):
     def series(self) -> str:
         """The same contexts in turn and apart."""
         return "turns"
-
-    def material(self, tokenizer: PreTrainedTokenizerBase) -> list[list[str]] | None:
-        """Read the texts, where they are the haystack."""
-        return sentences(self.name, self.root, self.data, self.text_field) if self.haystack == "text" else None
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> Puzzle:
         """Draw the facts, the turns and the places, then the text around them; see :meth:`Generated.build`."""

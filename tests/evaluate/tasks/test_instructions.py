@@ -171,7 +171,7 @@ def test_of_every_kind_the_demanded_answer_passes_its_own_checker_alone():
         ({"question": "before"}, ("question='before'", "after")),
         ({"rules": 9}, ("rules=9", "1 to 8")),
         ({"protect": "system"}, ("protect='system'", "true or false")),
-        ({"haystack": "needles"}, ("haystack='needles'", "text or noise")),
+        ({"haystack": "needles"}, ("haystack='needles'", "text, noise")),
         ({"lengths": [100]}, ("lengths=100",)),
     ],
 )

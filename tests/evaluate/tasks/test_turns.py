@@ -137,7 +137,7 @@ def test_a_policy_that_goes_on_evicting_is_fed_in_its_steps(root, tiny_llama, ti
         ({"generate": 5}, ("generate=5",)),
         ({"hops": 0}, ("hops=0",)),
         ({"digits": 2}, ("digits=2", "3 to 18")),
-        ({"haystack": "needles"}, ("haystack='needles'", "text or noise")),
+        ({"haystack": "needles"}, ("haystack='needles'", "text, noise")),
         ({"apart": 1}, ("apart=1", "true or false")),
         ({"lengths": [300]}, ("lengths=300",)),
     ],
