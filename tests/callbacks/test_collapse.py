@@ -28,19 +28,16 @@ def test_layer_that_keeps_everything_and_one_that_evicts_everything():
     assert found[1][1].startswith("layer 3: its gates evicted every token of the last 3 batches: raise loss.beta")
 
 
-def test_one_batch_in_between_starts_the_count_anew():
-    assert run([[0.0, 0.5], [0.0, 0.5], [0.1, 0.5], [0.0, 0.5], [0.0, 0.5]]) == []
-    assert [step for step, _ in run([[0.1, 0.5], *[[0.0, 0.5]] * 4])] == [4]
-
-
-@pytest.mark.parametrize("batches", [0, 9])
-def test_never_or_not_yet(batches):
-    assert run([[0.0, 1.0]] * 8, batches=batches) == []
-
-
-def test_counts_are_read_at_log_steps_only():
-    assert [step for step, _ in run([[0.0, 0.5]] * 8, log_every=5)] == [5]
-
-
-def test_without_gates():
-    assert run([None] * 5) == []
+@pytest.mark.parametrize(
+    ("shares", "options", "steps"),
+    [
+        ([[0.0, 0.5], [0.0, 0.5], [0.1, 0.5], [0.0, 0.5], [0.0, 0.5]], {}, []),  # one in between starts the count anew
+        ([[0.1, 0.5], *[[0.0, 0.5]] * 4], {}, [4]),
+        ([[0.0, 1.0]] * 8, {"batches": 0}, []),  # never
+        ([[0.0, 1.0]] * 8, {"batches": 9}, []),  # not yet
+        ([[0.0, 0.5]] * 8, {"log_every": 5}, [5]),  # counts are read at log steps only
+        ([None] * 5, {}, []),  # without gates
+    ],
+)
+def test_when_it_warns(shares, options, steps):
+    assert [step for step, _ in run(shares, **options)] == steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,29 +64,14 @@ def test_throughput_counts_real_tokens_and_no_validation_time(tmp_path: Path, mo
     assert [(row["step"], row["train/tokens_per_second"]) for row in rows] == [(2, 7.0), (4, 7.0)]
 
 
-def test_throughput_adds_up_over_ranks() -> None:
+def test_throughput_adds_up_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 ranks with 10 tokens each in 2 s."""
+    monkeypatch.setattr("ag.callbacks.throughput.time.perf_counter", lambda: 2.0)
     logged: dict[str, float] = {}
-    callback = Throughput(1)
-
-    class Strategy:
-        def reduce(self, tensor: torch.Tensor, reduce_op: str) -> torch.Tensor:
-            assert reduce_op == "sum"
-            return tensor * 4
-
-    class Stand:
-        strategy = Strategy()
-        global_step = 1
-        device = "cpu"
-
-        def log(self, name: str, value: float) -> None:
-            logged[name] = value
-
-    stand: Any = Stand()
-    callback._start -= 1.0
-    callback.on_train_batch_end(stand, stand, None, {"attention_mask": torch.ones(2, 5, dtype=torch.bool)}, 0)
-    (rate,) = logged.values()
-    callback._start = 0.0
-    assert rate > 0 and callback._tokens == 0
+    strategy = SimpleNamespace(reduce=lambda tokens, reduce_op: tokens * {"sum": 4}[reduce_op])
+    stand: Any = SimpleNamespace(strategy=strategy, global_step=1, device="cpu", log=logged.__setitem__)
+    Throughput(1).on_train_batch_end(stand, stand, None, {"attention_mask": torch.ones(2, 5, dtype=torch.bool)}, 0)
+    assert logged == {"train/tokens_per_second": 20.0}
 
 
 def test_summary_prints_counts_and_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

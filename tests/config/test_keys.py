@@ -35,20 +35,7 @@ def test_every_default_fits_its_own_key() -> None:
         ("--loss.alpha=1", "'--loss.alpha=1' loss.alpha=..."),
         ("--dryrun", "'--dryrun' --dry-run?"),
         ("-x", "'-x' --help"),
-    ],
-)
-def test_wrong_keys_and_options(error: Any, argument: str, expected: str) -> None:
-    names(error(argument), *expected.split())
-
-
-def test_nothing_at_all(error: Any) -> None:
-    names(error(), "recipe=NAME", "key=value", "--help")
-    assert "recipe" not in error(schema=Other)
-
-
-@pytest.mark.parametrize(
-    ("argument", "expected"),
-    [
+        # values
         ("loss.alpha=abc", "loss.alpha='abc' 0"),
         ("loss.alpha=-1", "loss.alpha=-1 0"),
         ("loss.alpha=nan", "loss.alpha='nan'"),
@@ -91,10 +78,15 @@ def test_nothing_at_all(error: Any) -> None:
         ("data.name=two\x85lines", "data.name=two lines data.kind=facts"),
     ],
 )
-def test_wrong_values(error: Any, argument: str, expected: str) -> None:
+def test_wrong_keys_options_and_values(error: Any, argument: str, expected: str) -> None:
     line = error(argument)
     names(line, *expected.split())
     assert len(line) < 400
+
+
+def test_nothing_at_all(error: Any) -> None:
+    names(error(), "recipe=NAME", "key=value", "--help")
+    assert "recipe" not in error(schema=Other)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +124,6 @@ def test_another_schema() -> None:
     assert other("prompt=p", "inner.budget=null").inner.budget is None
 
 
-def test_another_schema_and_its_errors(error: Any) -> None:
-    names(error("inner.budget=1", schema=Other), "prompt=...")
-    names(error("prompt=forbidden", schema=Other), "prompt=forbidden")
-    names(error("recipe=quickstart", "prompt=a", schema=Other), "'recipe'")
-    names(error("inner.budget=half", schema=Other), "inner.budget='half'", "null")
-
-
 def test_of_a_key_given_twice_the_last_one_counts() -> None:
     assert fit("seed=1", "seed=2").seed == 2
 
@@ -149,9 +134,14 @@ def test_of_a_key_given_twice_the_last_one_counts() -> None:
         (CompareConfig, "policies=full,h2o", ("policies=[full,h2o]",)),
         (CompareConfig, "budgets=0.5,0.25", ("budgets=[0.5,0.25]",)),
         (GenerateConfig, "prompt=go to ${HOME}", ("prompt=", "file=PATH")),
+        (Other, "inner.budget=1", ("prompt=...",)),
+        (Other, "prompt=forbidden", ("prompt=forbidden",)),
+        (Other, "recipe=quickstart", ("'recipe'",)),
+        (Other, "inner.budget=half", ("inner.budget='half'", "null")),
     ],
 )
-def test_what_a_shell_suggests_and_is_meant_otherwise(schema: Any, word: str, parts: Any, error: Any) -> None:
+def test_errors_of_other_schemas(schema: Any, word: str, parts: Any, error: Any) -> None:
+    """Also what a shell suggests and is meant otherwise."""
     names(error(word, schema=schema), *parts)
 
 

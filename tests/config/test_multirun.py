@@ -1,84 +1,36 @@
-"""``-m``: the product of several values, run in fresh processes."""
+"""``-m``: the product of several values."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ag.config.keys import parse_yaml
-from tests.support import ROOT
 from tests.support.refused import names
 from tests.support.schemas import fit
 
-PROGRAM = """
-import json, os, sys
-from dataclasses import dataclass, field
-from ag.config.command_line import parse
-
-@dataclass
-class Schema:
-    a: int = field(default=0, metadata={"doc": "first", "low": 0})
-    b: str = field(default="x", metadata={"doc": "second"})
-    c: list[int] = field(default_factory=list, metadata={"doc": "third"})
-
-call = parse(sys.argv[1:], Schema, "sweeper")
-config = call.config
-with open(os.environ["SWEEP_LOG"], "a") as log:
-    log.write(json.dumps([config.a, config.b, config.c, call.dry_run, os.getpid()]) + "\\n")
-sys.exit(3 if config.a == 1 else 0)
-"""
-
 
 @pytest.fixture
-def sweeper(tmp_path: Path) -> Any:
-    """Run a small program with its own schema in a sweep; returns how to start it, and its records."""
-    (tmp_path / "sweeper.py").write_text(PROGRAM)
-    log = tmp_path / "log"
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    env = {**os.environ, "SWEEP_LOG": str(log), "PYTHONPATH": path}
-
-    def start(*argv: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "sweeper", *argv], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-
-    def runs() -> list[Any]:
-        return [parse_yaml(line) for line in log.read_text().splitlines()] if log.exists() else []
-
-    return start, runs
+def swept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is handed to the sweep: runs, configurations, program and options."""
+    asked: list[Any] = []
+    monkeypatch.setattr("ag.config.command_line.sweep", lambda *given: asked.append(given) or 3)
+    return asked
 
 
-@pytest.mark.slow
-def test_sweep_runs_the_product_in_fresh_processes_and_goes_on_after_a_failure(sweeper: Any) -> None:
-    start, runs = sweeper
-    process = start("-m", "a=1,2", """b="p,q",it's""", "c=[1,2]", "--dry-run")
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 1, err
-    expected = [[a, b, [1, 2], True] for a in (1, 2) for b in ("p,q", "it's")]
-    assert [run[:4] for run in runs()] == expected
-    assert len({process.pid, *(run[4] for run in runs())}) == 5
-    table = out[out.index(" run  result") :].splitlines()[1:]
-    assert [line.split()[:3] for line in table] == [
-        ["1", "exit", "3"],
-        ["2", "exit", "3"],
-        ["3", "ok", table[2].split()[2]],
-        ["4", "ok", table[3].split()[2]],
-    ]
-    assert "a=2" in table[2]
+def test_a_sweep_runs_the_product(swept: list[Any]) -> None:
+    """And each run is told what makes its configuration."""
+    with pytest.raises(SystemExit, match="3"):
+        fit("-m", "seed=1,2", """output="p,q",it's""", "logger=[csv,wandb]", "--dry-run")
+    [(runs, configs, program, options)] = swept
+    found = [(config.seed, config.output, config.logger) for config in configs]
+    assert found == [(seed, output, ["csv", "wandb"]) for seed in (1, 2) for output in ("p,q", "it's")]
+    assert [fit(*(f"{name}={text}" for name, text in run.items())) for run in runs] == configs
+    assert (program, options) == ("ag.fit", ["--dry-run"])
 
 
-@pytest.mark.slow
-def test_sweep_starts_nothing_when_one_combination_is_bad(sweeper: Any) -> None:
-    start, runs = sweeper
-    process = start("-m", "a=0,2,-1")
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert err.count("\n") == 1
-    names(err, "sweeper: error:", "a=-1", "0")
-    assert runs() == []
+def test_a_sweep_starts_nothing_when_one_combination_is_bad(error: Any, swept: list[Any]) -> None:
+    names(error("-m", "seed=0,2,-1"), "seed=-1", "0")
+    assert swept == []
 
 
 def test_sweep_validates_every_recipe_first(error: Any) -> None:

@@ -23,9 +23,9 @@ RUNS = [{"seed": str(seed)} for seed in range(6)]
 # stands for a program: writes its seed, and waits or fails where it is told to
 PROGRAM = """
 import os, sys, time
-seed = int(sys.argv[1].partition("=")[2])
+seed = int(next(word for word in sys.argv if word.startswith("seed=")).partition("=")[2])
 with open(f"{os.path.dirname(__file__)}/log", "a") as log:
-    log.write(f"{seed} {os.environ['AG_RUN']} {os.getpid()} {sys.argv[2:]}\\n")
+    log.write(f"{seed} {os.getpid()} {sys.argv[1]}\\n")
 told = f"{os.path.dirname(__file__)}/told"
 words = open(told).read().split() if os.path.exists(told) else ["0", "-1"]
 print("seed", seed)
@@ -72,6 +72,17 @@ def configs(place, address=None):
 def on(machines):
     pytest.importorskip("ray", reason="needs ag[cluster]: bash scripts/test.sh")
     return [run | {"cluster": machines.address} for run in RUNS]
+
+
+def test_runs_are_processes_of_which_one_may_fail(place, capsys):
+    tell(place, fails=0)
+    assert sweep(RUNS[:3], configs(place)[:3], "program", ["--dry-run"]) == 1
+    rows = [line.split() for line in (place / "log").read_text().splitlines()]
+    assert [(row[0], row[2]) for row in rows] == [(str(seed), "--dry-run") for seed in range(3)]
+    assert len({os.getpid(), *(int(row[1]) for row in rows)}) == 4
+    table = [line.split() for line in capsys.readouterr().out.partition(" run  result")[2].splitlines()[1:]]
+    assert [(row[1], row[-1]) for row in table] == [("exit", "seed=0"), ("ok", "seed=1"), ("ok", "seed=2")]
+    assert table[0][2] == "3"
 
 
 @pytest.mark.slow

@@ -10,8 +10,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+import ag.data
 from ag.config import Config
 from ag.data import facts
+from ag.data.module import DataModule
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog. Question: does it rain? Answer: yes no",
@@ -71,6 +73,34 @@ def make_config() -> Callable[..., Config]:
             assert hasattr(config.data, name), name
             setattr(config.data, name, value)
         return config
+
+    return make
+
+
+@pytest.fixture
+def module(
+    make_config: Callable[..., Config],
+    tokenizer: PreTrainedTokenizerFast,
+    write: Callable[..., Path],
+    tmp_path: Path,
+) -> Callable[..., DataModule]:
+    """`module(rows, chat, **data)`: the data module of rows in a folder, of which one is held out."""
+    own = tokenizer
+
+    def make(
+        rows: list[dict[str, Any]],
+        chat: str | None = None,
+        tokenizer: PreTrainedTokenizerFast = own,
+        context: int = 10_000,
+        **data: Any,
+    ) -> DataModule:
+        write(tmp_path / "mine", "train", rows)
+        told = {"kind": "sft", "name": str(tmp_path / "mine"), "val_samples": 1, "batch_size": 1}
+        tokenizer.chat_template = chat
+        try:
+            return ag.data.build(make_config(**told | data), tokenizer, context)
+        finally:
+            tokenizer.chat_template = None
 
     return make
 

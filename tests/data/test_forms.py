@@ -34,31 +34,6 @@ def rendered(turns):
     return "".join(f"[{role}]\n{content}</s>\n" for role, content in turns)
 
 
-@pytest.fixture
-def module(make_config, write, tmp_path, tokenizer):
-    """`module(rows, template)`: the data module of such rows in a folder, of which one is held out."""
-
-    def make(rows, chat=None, tokenizer=tokenizer, **data):
-        write(tmp_path / "mine", "train", rows)
-        config = make_config(
-            **{"kind": "sft", "name": str(tmp_path / "mine"), "val_samples": 1, "batch_size": 1} | data
-        )
-        tokenizer.chat_template = chat
-        try:
-            return ag.data.build(config, tokenizer, 10_000)
-        finally:
-            tokenizer.chat_template = None
-
-    return make
-
-
-def test_the_page_has_three_rows_of_each_form():
-    forms = [tuple(rows[0]) for rows in EXAMPLES]
-    pair = ("prompt", "completion")
-    assert forms == [pair, pair, ("messages",), ("conversations",), ("text",)]
-    assert [len(rows) for rows in EXAMPLES] == [3] * 5 and TABLE.count("\n") == 4
-
-
 def test_prompt_and_completion_are_texts(module, tokenizer):
     rows = example("prompt", "completion")
     made = module(rows)
@@ -196,20 +171,6 @@ def test_csv(make_config, tokenizer, tmp_path):
     assert list(Source("x", folder=tmp_path).read("validation")) == rows
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("prompt,completion\na\n", "train.csv line 2 cells prompt, completion"),
-        ("prompt,completion\na,b\na,b,c\n", "train.csv line 3 cells"),
-        ('prompt,completion\na,"b\n', "train.csv CSV line 1"),
-    ],
-)
-def test_damaged_csv(tmp_path, text, parts):
-    (tmp_path / "train.csv").write_text(text)
-    with refuses(DataError, *parts.split()):
-        list(Source("x", folder=tmp_path).read("train"))
-
-
 def test_folders_that_save_to_disk_wrote(make_config, tokenizer, tmp_path):
     """A dataset of splits, and a single one, which is the training split; their rows are those of JSON lines."""
     rows = example("prompt", "completion")
@@ -242,12 +203,3 @@ def test_messages_in_parquet_and_arrow(make_config, tokenizer, tmp_path, monkeyp
     for folder in (tmp_path, tmp_path / "saved"):
         made = ag.data.build(make_config(kind="sft", name=str(folder), val_samples=1), tokenizer, 10_000)
         assert answered(made, tokenizer) == [("[user]\nAnn: Rain?</s>\n[assistant]\n", "Yes.</s>\n")]
-
-
-def test_a_hub_dataset_of_chats(make_config, tokenizer, monkeypatch):
-    """Only the boundary is a stand-in: what `datasets` returns."""
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(example("messages")))
-    monkeypatch.setattr(tokenizer, "chat_template", PLAIN)
-    made = ag.data.build(make_config(kind="sft", name="org/chats"), tokenizer, 10_000)
-    assert [loss for _, loss in answered(made, tokenizer)] == ["Yes.</s>\n", "No.</s>\n", "A little.</s>\n"]
-    assert made.about.startswith("org/chats: messages")

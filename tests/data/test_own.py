@@ -36,22 +36,6 @@ THOUGHTS = PLAIN.replace("[assistant]\n{% endif", "[assistant]\n<think></think>{
 FORGETFUL = OPEN + "{{ m.content if loop.last or m.role != 'assistant' else '...' }}</s>" + CLOSE
 
 
-@pytest.fixture
-def module(make_config, tokenizer, write, tmp_path):
-    """`module(rows, **data)`: the data module of such rows in a folder."""
-
-    def make(rows, chat=None, tokenizer=tokenizer, context=10_000, **data):
-        write(tmp_path / "mine", "train", rows)
-        monkey = {"kind": "sft", "name": str(tmp_path / "mine"), "val_samples": 1, "batch_size": 1}
-        tokenizer.chat_template = chat
-        try:
-            return ag.data.build(make_config(**monkey | data), tokenizer, context)
-        finally:
-            tokenizer.chat_template = None
-
-    return make
-
-
 def answered(module, tokenizer):
     """Of each training row the text of its prompt, and the text that carries loss."""
     found = []
@@ -196,6 +180,9 @@ def test_rows_that_cannot_be_used(module, rows, template, parts):
         ("train.jsonl", LINE + b"[1]\n", "train.jsonl line 2 list JSON object"),
         ("train.jsonl", b'{"text": "\xff"}\n', "train.jsonl line 0"),
         ("train.jsonl.gz", gzip.compress(LINE * 1000)[:-9], "train.jsonl.gz line"),
+        ("train.csv", b"prompt,completion\na\n", "train.csv line 2 cells prompt, completion"),
+        ("train.csv", b"prompt,completion\na,b\na,b,c\n", "train.csv line 3 cells"),
+        ("train.csv", b'prompt,completion\na,"b\n', "train.csv CSV line 1"),
     ],
 )
 def test_files_that_are_damaged(make_config, tokenizer, tmp_path, name, content, parts):

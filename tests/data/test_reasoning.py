@@ -17,8 +17,6 @@ from ag.data.worked import encode
 from ag.evaluate.tasks import make
 from tests.support.refused import refuses
 
-SIZES = {"solution_min": 80, "solution_max": 220}
-
 
 def some(kind, many=12):
     for i in range(many):
@@ -134,7 +132,7 @@ PEOPLE = entry("Amelia is a hero, and Zoey is a villain.")
         *(("number_sorting", LIST, text, True) for text in ('["18.2", "32.6"]', "[18.2, 32.60]")),
         *(
             ("number_sorting", LIST, text, False)
-            for text in ("[18.2]", "[18.2, 32.7]", "18.2, 32.6", "['a', 'b']", "3")
+            for text in ("[18.2]", "[18.2, 32.7]", "['18.9', '32.6']", "18.2, 32.6", "['a', 'b']", "3")
         ),
         ("knights_knaves", PEOPLE, "Zoey is a villain, Amelia is a hero", True),
         ("knights_knaves", PEOPLE, "Zoey is a hero, Amelia is a hero", False),
@@ -142,12 +140,6 @@ PEOPLE = entry("Amelia is a hero, and Zoey is a villain.")
 )
 def test_what_is_as_right_as_the_answer(kind, given, answer, right):
     assert reasoning.equivalent(kind, answer, given) == right
-
-
-def test_the_packages_own_check_of_lists_is_too_lenient():
-    """It takes numbers that are off by up to 1: why lists have a check of ours."""
-    assert reasoning._score("number_sorting", "['18.9', '32.6']", LIST) == 1
-    assert not reasoning.equivalent("number_sorting", "['18.9', '32.6']", LIST)
 
 
 @pytest.mark.parametrize("kind", ["chain_sum", "number_sequence"])

@@ -2,7 +2,6 @@ import itertools
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -46,15 +45,6 @@ def test_order_depends_on_seed_and_epoch_only():
     assert first != list(TrainOrder(50, Shard(5), seed=4))
 
 
-def test_resume_starts_later_in_its_epoch_only():
-    whole = [list(TrainOrder(50, Shard(5), 0, epoch)) for epoch in range(3)]
-    order = TrainOrder(50, Shard(5), 0, epoch=1, resume=(1, 4))
-    assert len(order) == 10  # Lightning counts the batches of the whole epoch
-    assert list(order) == whole[1][4:]
-    order.set_epoch(2)
-    assert list(order) == whole[2]
-
-
 def test_too_few_rows_for_one_batch():
     with refuses(DataError, "7 training rows", "batch of 8", "data.batch_size 4"):
         TrainOrder(7, Shard(4, 0, 2), 0)
@@ -93,11 +83,6 @@ def test_stream_workers_and_ranks_share_without_overlap():
     assert stream(workers=2, shard=Shard(4)) == one
     assert join([stream(workers=workers, shard=Shard(2, rank, 2)) for rank, workers in ((0, 2), (1, 0))]) == one
     assert Counter(itertools.chain.from_iterable(one)).most_common(1)[0][1] <= 48 // 23 + 1
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_stream_starts_later(workers):
-    assert stream(start=5, workers=workers) == stream(limit=17)[5:]
 
 
 def test_empty_stream_is_an_error():

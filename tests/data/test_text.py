@@ -159,13 +159,6 @@ def test_bad_settings(make_config, corpus, tokenizer, data, parts):
         build(make_config, tokenizer, corpus, **data)
 
 
-def test_all_documents_too_short(make_config, tmp_path, write, tokenizer):
-    for split in ("train", "validation"):
-        write(tmp_path, split, [{"text": "the fox"}] * 4)
-    with refuses(DataError, "training", str(tmp_path)):
-        build(make_config, tokenizer, str(tmp_path))
-
-
 def test_packing_needs_an_end_token(make_config, corpus):
     tok = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"x": 0}, "x")), pad_token="x")
     with refuses(DataError, "data.packing=packed", "end-of-sequence"):

@@ -149,9 +149,3 @@ def test_a_problem_that_does_not_fit(make_config, tokenizer):
 def test_names_that_nothing_knows(kind, name, named):
     with refuses(DataError, *named):
         ag.data.check(DataConfig(kind=kind, name=name))
-
-
-@pytest.mark.parametrize(("kind", "name"), [("sft", "boolq"), ("worked", "worked"), ("worked", "sorting")])
-def test_names_that_are_known(kind, name):
-    config = DataConfig(kind=kind, name=name)
-    assert (ag.data.check(config), config.name) == (None, name)

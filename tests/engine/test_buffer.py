@@ -63,24 +63,6 @@ def test_a_share_is_a_share_of_the_prompt(llama):
     assert [len(held[0][0][0]) for held in result.held] == [*range(40, 60), 10, *range(11, 21)]
 
 
-def test_a_cache_goes_on_when_it_was_saved_and_when_tokens_were_taken_back(llama, tmp_path):
-    policy = ag.policy("streaming_llm", BUDGET, f"buffer:{BUFFER}", sinks=2)
-    [tokens] = ROWS[1:2]
-    wanted = feed(ag.EvictionCache(llama, policy), llama, [tokens], [[22], *[[1]] * 12]).held
-    cache = ag.EvictionCache(llama, policy)
-    feed(cache, llama, [tokens], [[22], [1]])
-    cache.crop(-1)
-    cache.save(tmp_path / "cache")
-    again, mask = ag.EvictionCache.load(tmp_path / "cache", llama), torch.ones(1, 22, dtype=torch.long)
-    for one in (cache, again):
-        for at in range(12):
-            token, seen = tokens[22 + at][None, None], torch.cat([mask, torch.ones(1, at + 1, dtype=torch.long)], 1)
-            with torch.no_grad():
-                llama(token, attention_mask=seen, past_key_values=one)
-            held = [[sorted(kept.tolist()) for kept in one.kept_positions(layer)[0]] for layer in range(3)]
-            assert held == [[sorted(head) for head in layer[0]] for layer in wanted[at + 1]]
-
-
 @pytest.mark.parametrize(
     ("schedule", "options", "parts"),
     [

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import ag
 from ag.engine.allocators.base import Ballot
 from ag.engine.allocators.heads import Heads
 from ag.engine.scorers.controls import KNorm
@@ -15,6 +14,7 @@ from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.wrappers.criticalkv import CriticalKV
 from tests.support.attention_by_hand import Scene, agree, group_mean
 from tests.support.ballots import two_stages
+from tests.support.batches import columns, read
 
 PROMPT, PASSES, BUDGET = 26, [1, 1, 3, 1, 1], 9
 
@@ -104,10 +104,7 @@ def test_heads_and_layers_get_what_the_base_gives_them(tiny_mistral, base, alloc
         values = {"values": False}  # as under a wrapper, which weighs them itself
 
     def kept(name, **options):
-        cache = ag.EvictionCache(model, f"{name}@{allocator}", 47, **options)
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-        return [[head.tolist() for head in cache.kept_positions(layer)[0]] for layer in range(3)]
+        return [layer[0] for layer in columns(read(model, ids, f"{name}@{allocator}", 47, **options))]
 
     def counts(held):
         return [[len(head) for head in layer] for layer in held]

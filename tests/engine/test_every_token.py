@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import ag
 from ag.errors import UserError
-from tests.support import ROOT, batches
+from tests.support import ROOT, batches, by_hand
 from tests.support.bounds import hold, of_logits, premise
 from tests.support.dense import masked
 from tests.support.gates_for import gates_for
@@ -52,19 +52,6 @@ def trained(model, gates, row, prompt=None):
     gating = ag.Gating(gates, torch.ones(1, len(row)), None if prompt is None else torch.tensor([prompt]))
     logits = model(row[None], gating=gating, use_cache=False).logits[0]
     return logits, {layer: gates.flags(found)[0] for layer, found in gating.logits.items()}
-
-
-def oracle(gates, flags, tokens, first, window=None):
-    """Ranks that each head holds of so many tokens when the rank of the last pass's first query was ``first``."""
-    config, limit = gates.config, window or tokens + 1
-    return [
-        [
-            t
-            for t in range(tokens)
-            if first - t < limit and (head[t] or t < config.sink_tokens or first - t < config.recent_tokens)
-        ]
-        for head in flags.tolist()
-    ]
 
 
 def expecting(model, lengths, side, schedule="prefill"):
@@ -135,7 +122,7 @@ def test_any_gates_chunks_and_turns(tiny_llama, case, side, seed):
         last = later[-1][b] if later else 0
         for layer, flag in flags.items():
             if last or not later:
-                assert result.held[-1][layer][b] == oracle(gates, flag, len(row), len(row) - last)
+                assert result.held[-1][layer][b] == by_hand.kept(gates, flag, 0, len(row), len(row) - last)
 
 
 def test_a_prompt_that_is_read_densely_in_parts(tiny_llama):
@@ -193,7 +180,7 @@ def test_kept_positions_at_every_step(family, recent, sinks, prefill, request):
         tokens += size
         first = tokens - size if number else tokens
         for layer in range(3):
-            assert held[layer][0] == oracle(gates, flags[layer][:, :tokens], tokens, first, window)
+            assert held[layer][0] == by_hand.kept(gates, flags[layer], 0, tokens, first, window)
     cache = result.cache
     held = sum(len(head) for layer in result.held[-1] for head in layer[0])
     pages = sum(-(-(n + 1) // 16) + 1 for layer in result.held[-1] for n in map(len, layer[0]))

@@ -13,6 +13,7 @@ from ag.errors import UserError
 from ag.evaluate.inside import Reading
 from ag.model.hooks import rotate
 from tests.support.attention_by_hand import Scene, agree, rotation
+from tests.support.batches import read
 from tests.support.bounded import FUNCTION
 from tests.support.bounds import hold
 from tests.support.refused import refuses
@@ -115,9 +116,7 @@ def test_what_stays_of_the_global_layers_of_gemma_3():
     model, row = shaped("gemma3"), torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(1))
     options = {"sinks": 2, "future": 6}
     reading = Reading(model, row.tolist())
-    cache = ag.EvictionCache(model, "expected_attention@uniform", 20, **options)
-    with torch.no_grad():
-        model(row[None], past_key_values=cache)
+    cache = read(model, row, "expected_attention@uniform", 20, **options)
     assert [len(kept) for kept in cache.kept_positions(0)[0]] == [40, 40]
     base = model.config.rope_parameters["full_attention"]["rope_theta"]
     for layer in (1, 2):

@@ -10,7 +10,7 @@ import ag
 from ag.engine.scorers.kvzip import KVzip
 from ag.errors import UserError
 from ag.model.hooks import decoder_of
-from tests.support.batches import padded, positions
+from tests.support.batches import padded, positions, read
 from tests.support.bounds import hold, of_logits, of_pass
 from tests.support.dense import masked
 from tests.support.refused import refuses
@@ -80,7 +80,7 @@ def of_scores(model, found):
     """Bound scores of a prompt, by what they are in float32 and in float64."""
 
     def logits():
-        model(ROW, past_key_values=ag.EvictionCache(model, "kvzip", 0.4, **OPTIONS))
+        read(model, ROW, "kvzip", 0.4, **OPTIONS)
         return torch.stack([found[layer] for layer in sorted(found)])
 
     return of_pass(model, logits)
@@ -99,9 +99,7 @@ CASES = {
 @pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen3"])
 def test_equals_a_second_reading_by_hand(family, options, request, monkeypatch):
     model, found = request.getfixturevalue(family)(), scores_of(monkeypatch)
-    cache = ag.EvictionCache(model, "kvzip@heads", 12, **options)
-    with torch.no_grad():
-        model(ROW, past_key_values=cache)
+    cache = read(model, ROW, "kvzip@heads", 12, **options)
     wanted, bound = in_float64(model, ROW[0].tolist(), **options)
     assert sorted(found) == [0, 1, 2]
     for layer, score in found.items():
@@ -114,9 +112,7 @@ def test_layers_without_a_window_are_measured_in_a_model_that_also_has_windows(t
     """A window smaller than prompt and repetition hides nothing from the layers that share the budget."""
     model, found = tiny_qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=2), scores_of(monkeypatch)
     assert model.config.layer_types == ["full_attention", "full_attention", "sliding_attention"]
-    cache = ag.EvictionCache(model, "kvzip@heads", 12, **OPTIONS)
-    with torch.no_grad():
-        model(ROW, past_key_values=cache)
+    cache = read(model, ROW, "kvzip@heads", 12, **OPTIONS)
     wanted, bound = in_float64(model, ROW[0].tolist(), **OPTIONS)
     assert sorted(found) == [0, 1]
     for layer, score in found.items():
@@ -131,8 +127,7 @@ def test_sequences_of_a_batch_are_repeated_apart(tiny_llama, monkeypatch, side):
     rows = [ROW[0].tolist(), ROW[0, 3:20].tolist(), ROW[0, 5:17].tolist()]
     alone = []
     for row in rows:
-        cache = ag.EvictionCache(model, "kvzip", 0.4, **OPTIONS)
-        model(torch.tensor([row]), past_key_values=cache)
+        cache = read(model, torch.tensor(row), "kvzip", 0.4, **OPTIONS)
         alone.append((dict(found), [cache.kept_positions(layer)[0] for layer in range(3)]))
     bound = of_scores(model, found)
     batch, cache = padded([torch.tensor(row) for row in rows], side), ag.EvictionCache(model, "kvzip", 0.4, **OPTIONS)
@@ -198,8 +193,7 @@ def test_preference_measures_the_prompts_last_queries(tiny_llama):
     """Not those of the repetition: shares are those that any other scorer gets."""
     model, shares = tiny_llama(), []
     for name, options in (("kvzip", OPTIONS), ("knorm", {"sinks": 2})):
-        cache = ag.EvictionCache(model, f"{name}@preference", 10, observers=4, **options)
-        model(ROW, past_key_values=cache)
+        cache = read(model, ROW, f"{name}@preference", 10, observers=4, **options)
         shares.append([layer.store.lengths.tolist() for layer in cache.evicting_layers])
     assert shares[0] == shares[1]
 
@@ -271,10 +265,7 @@ def test_the_rows_that_are_read():
 
 
 def test_a_prompt_of_sinks_alone_is_not_repeated(tiny_llama):
-    model = tiny_llama()
-    cache = ag.EvictionCache(model, "kvzip", 0.5)
-    model(ROW[:, :3], past_key_values=cache)
-    assert cache.kept_share() == 1
+    assert read(tiny_llama(), ROW[:, :3], "kvzip", 0.5).kept_share() == 1
 
 
 def test_embeddings_drafts_and_windows_are_refused(tiny_llama, tiny_mistral):

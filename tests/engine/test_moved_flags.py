@@ -88,7 +88,6 @@ def test_gates_in_memory(tiny_llama):
     ("spec", "options", "parts"),
     [
         ("gates:{}", {"share": 0.3, "threshold": 0.5}, "threshold= share="),
-        ("gates:{}", {"share": 0.3, "budget": 0.5}, "share=0.3 budget=0.5"),
         ("gates:{}@heads", {"threshold": 0.3, "budget": 64}, "threshold=0.3 budget=64"),
         ("gates:{}@heads", {"share": 0.3}, "budget"),
         ("gates:{}", {"share": 0.05}, "share=0.05 0.1 0.9"),

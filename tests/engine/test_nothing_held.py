@@ -38,12 +38,9 @@ def state(cache):
 def test_an_early_layer_loses_all_to_later_ones_in_the_middle_of_a_prompt(tiny_llama):
     """One token a head on average, 60 that compete, and a wrapper whose ballots are two."""
     model = tiny_llama()
-    cache = ag.EvictionCache(model, "expected_attention+criticalkv@global", 1, sinks=0)
-    plain = ag.EvictionCache(model, "expected_attention@global", 1, sinks=0, values=False)
-    for each in (cache, plain):
-        with torch.no_grad():
-            model(row(60, 0)[None], past_key_values=each)
-    assert counts(state(cache)) == counts(state(plain)) == [0, 5, 1]
+    for spec, options in (("expected_attention+criticalkv", {}), ("expected_attention", {"values": False})):
+        cache = batches.read(model, row(60, 0), f"{spec}@global", 1, sinks=0, **options)
+        assert counts(state(cache)) == [0, 5, 1]
 
 
 # ---- after it

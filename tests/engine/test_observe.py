@@ -74,16 +74,6 @@ def test_totals_are_the_same_in_blocks(scene, block, monkeypatch):
                 assert not got[a.shape[1] :].any()
 
 
-def test_free_slots_are_never_seen():
-    quiet, loud = (Scene(seed=1, lengths=(11, 4), ragged=True).seen for _ in range(2))
-    free = ~loud.key_valid
-    assert bool(free.any())
-    loud.k[free], loud.keys.v[free] = 1e30, float("nan")
-    for part in ("a", "s", "o"):
-        assert torch.equal(getattr(quiet.rows(5), part), getattr(loud.rows(5), part))
-    assert torch.equal(quiet.total(attention), loud.total(attention))
-
-
 def test_a_decision_changes_nothing_of_what_others_see():
     """Sequence 0 is not due, 1 holds more than the capacity, 2 does not."""
     seen = Scene(lengths=(9, 9, 4)).seen

@@ -8,7 +8,7 @@ import torch
 
 import ag
 from ag.errors import BudgetWarning
-from tests.support.batches import padded, row
+from tests.support.batches import padded, read, row
 from tests.support.gates_for import gates_for
 
 
@@ -17,17 +17,10 @@ def model(tiny_llama):
     return tiny_llama()
 
 
-def read(model, spec, budget, length, **options):
-    cache = ag.EvictionCache(model, spec, budget, **options)
-    with torch.no_grad():
-        model(row(length)[None], past_key_values=cache)
-    return cache
-
-
 def test_a_window_beyond_a_share_of_a_short_prompt(model):
     """0.4 of 61 tokens are 24, and the window has 32."""
     with pytest.warns(BudgetWarning, match="protects 32 tokens per KV head"):
-        cache = read(model, "snapkv@heads", 0.4, 61)
+        cache = read(model, row(61), "snapkv@heads", 0.4)
     for layer in range(3):
         assert [x.tolist() for x in cache.kept_positions(layer)[0]] == [list(range(29, 61))] * 2
     assert cache.kept_share() == 32 / 61
@@ -37,7 +30,7 @@ def test_a_window_beyond_a_share_of_a_short_prompt(model):
     assert cache.over_budget.tolist() == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cache = read(model, "snapkv@heads", 0.4, 80)  # 32 tokens
+        cache = read(model, row(80), "snapkv@heads", 0.4)  # 32 tokens
     assert (cache.kept_share(), cache.over_budget.tolist()) == (32 / 80, [False])
     assert "over budget" not in str(cache.report())
 
@@ -77,8 +70,8 @@ def test_a_policy_is_warned_of_once_whatever_the_prompts_are(model):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for length in (61, 50, 44, 61):
-            read(model, "snapkv", 0.4, length)
-        read(model, "snapkv", 0.5, 61)
+            read(model, row(length), "snapkv", 0.4)
+        read(model, row(61), "snapkv", 0.5)
     assert [str(x.message).partition(" protects")[0] for x in caught] == [
         "ag.policy('snapkv', budget=0.4)",
         "ag.policy('snapkv', budget=0.5)",

@@ -100,21 +100,3 @@ def test_by_hand_and_without_positions(make, side):
             single = cache_of("h2o", 8, {})
             hold(model(part[None], past_key_values=single).logits[0, -1], last[b], of_logits(model))
             hold(model(new[b : b + 1, :1], past_key_values=single).logits[0, -1], then[b], of_logits(model))
-
-
-@pytest.mark.parametrize("version", ["", "reference"])
-def test_a_query_of_padding_counts_for_nothing(tiny_llama, monkeypatch, version):
-    """A token comes for one sequence alone: what H2O has summed for the other stays as it was."""
-    monkeypatch.setenv("AG_KERNELS", version)
-    model, ids = tiny_llama(), torch.randint(3, 128, (2, 21), generator=torch.Generator().manual_seed(0))
-    cache = ag.EvictionCache(model, "h2o", 12, "every")
-    mask = torch.ones_like(ids)
-    mask[0, -1] = 0
-    with torch.no_grad():
-        model(ids[:, :-1], past_key_values=cache)
-        before = [layer.memory["sums"].clone() for layer in cache.evicting_layers]
-        model(ids[:, -1:], attention_mask=mask, past_key_values=cache)
-    for layer, sums in zip(cache.evicting_layers, before, strict=True):
-        assert torch.equal(layer.memory["sums"][0, :, :12], sums[0])
-        assert not layer.memory["sums"][0, :, 12:].any()
-        assert not torch.equal(layer.memory["sums"][1], sums[1])

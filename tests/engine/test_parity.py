@@ -6,6 +6,7 @@ import torch
 import ag
 from ag.config import ModelConfig
 from ag.model import base as models
+from tests.support.batches import padded, row, step
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
 
@@ -26,34 +27,21 @@ MODELS = ("tiny_llama", "tiny_mistral", "tiny_qwen2", "tiny_qwen3")
 
 def train_logits(model, gates, rows, prompts):
     """Logits under masks, right padded as the data modules do."""
-    longest = max(map(len, rows))
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    valid = torch.zeros(len(rows), longest, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)], valid[i, : len(row)] = row, 1
-    gating = ag.Gating(gates, valid, torch.tensor(prompts))
+    ids, valid = padded(rows, "right").values()
     with torch.no_grad():
-        logits = model(ids, gating=gating, use_cache=False).logits
+        logits = model(ids, gating=ag.Gating(gates, valid, torch.tensor(prompts)), use_cache=False).logits
     return [logits[i, p - 1 : len(row)] for i, (row, p) in enumerate(zip(rows, prompts, strict=True))]
 
 
 def serve_logits(model, rows, prompts, block=1):
     """Logits of prefill, eviction and decoding in blocks, left padded as generation does."""
-    longest, response = max(prompts), len(rows[0]) - prompts[0]
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    mask = torch.zeros(len(rows), longest, dtype=torch.long)
-    for i, (row, p) in enumerate(zip(rows, prompts, strict=True)):
-        ids[i, longest - p :], mask[i, longest - p :] = row[:p], 1
+    ids, mask = padded([tokens[:p] for tokens, p in zip(rows, prompts, strict=True)]).values()
     cache = ag.EvictionCache(model, "gates")
-    outs = []
-    with torch.no_grad():
-        positions = (mask.cumsum(1) - 1).clamp_min(0)
-        outs.append(model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1:])
-        for start in range(0, response, block):
-            new = torch.stack([row[p + start : p + start + block] for row, p in zip(rows, prompts, strict=True)])
-            mask = torch.cat([mask, torch.ones_like(new)], 1)
-            positions = (mask.cumsum(1) - 1)[:, -new.shape[1] :]
-            outs.append(model(new, attention_mask=mask, position_ids=positions, past_key_values=cache).logits)
+    outs = [step(model, cache, ids, mask)[:, -1:]]
+    for start in range(0, len(rows[0]) - prompts[0], block):
+        new = torch.stack([tokens[p + start : p + start + block] for tokens, p in zip(rows, prompts, strict=True)])
+        mask = torch.cat([mask, torch.ones_like(new)], 1)
+        outs.append(step(model, cache, new, mask))
     return torch.cat(outs, 1), cache
 
 
@@ -62,13 +50,13 @@ def serve_logits(model, rows, prompts, block=1):
 def test_served_logits_equal_trained_logits(family, variant, request):
     model = request.getfixturevalue(family)()
     gates = gates_for(model, **VARIANTS[variant])
-    rows = [torch.randint(3, 128, (p + RESPONSE,), generator=torch.Generator().manual_seed(p)) for p in PROMPTS]
+    rows = [row(p + RESPONSE, p) for p in PROMPTS]
     ag.attach(model, gates)
     trained = train_logits(model, gates, rows, PROMPTS)
     for block in (1, 3):
         served, cache = serve_logits(model, rows, PROMPTS, block)
-        for row, want in enumerate(trained):
-            hold(served[row], want, of_logits(model))
+        for b, want in enumerate(trained):
+            hold(served[b], want, of_logits(model))
         assert 0.2 < cache.kept_share() < 0.95, "the flags are not mixed: the test shows nothing"
     alone, _ = serve_logits(model, rows[1:], PROMPTS[1:])
     hold(alone[0], trained[1], of_logits(model))
@@ -86,47 +74,5 @@ def test_served_logits_equal_trained_logits_on_smollm2(smollm2):
     served, cache = serve_logits(model, rows, prompts)
     assert 0.1 < cache.kept_share() < 0.95
     bound = of_logits(model, *rows)
-    for row, want in enumerate(trained):
-        hold(served[row], want, bound)
-
-
-@pytest.mark.parametrize("family", MODELS)
-def test_open_gates_change_nothing(family, request):
-    model = request.getfixturevalue(family)()
-    ids = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        plain = model(ids).logits
-        gates = gates_for(model, bias=1000.0)
-        ag.attach(model, gates)
-        gating = ag.Gating(gates, torch.ones_like(ids))
-        hold(model(ids, gating=gating, use_cache=False).logits, plain, of_logits(model))
-        cache = ag.EvictionCache(model, "gates")
-        hold(model(ids, past_key_values=cache).logits, plain, of_logits(model))
-    window = getattr(model.config, "sliding_window", None)
-    assert cache.kept_share() == (1.0 if window is None else (window - 1) / 40)  # what the next query sees
-
-
-@pytest.mark.parametrize("scope", ["causal", "prompt"])
-@pytest.mark.parametrize("prefill", ["sparse", "dense"])
-def test_no_logit_that_carries_loss_depends_on_a_later_token(tiny_llama, scope, prefill):
-    model = tiny_llama()
-    gates = gates_for(model, scope=scope, prefill=prefill)
-    ag.attach(model, gates)
-    prompt, length = 20, 28
-    ids = torch.randint(3, 128, (1, length), generator=torch.Generator().manual_seed(2))
-    plain_text = scope == "causal" and prefill == "sparse"
-    cases = [torch.tensor([prompt])] + ([None] if plain_text else [])
-
-    def logits(tokens, prompts):
-        with torch.no_grad():
-            return model(tokens, gating=ag.Gating(gates, torch.ones_like(tokens), prompts), use_cache=False).logits
-
-    for prompts in cases:
-        first = 0 if prompts is None else prompt - 1  # the first position whose next token carries loss
-        before = logits(ids, prompts)
-        for position in range(first + 1, length):
-            changed = ids.clone()
-            changed[0, position] = (ids[0, position] - 3 + 1) % 125 + 3
-            after = logits(changed, prompts)
-            assert torch.equal(after[:, first:position], before[:, first:position])
-            assert not torch.equal(after[:, position], before[:, position])
+    for b, want in enumerate(trained):
+        hold(served[b], want, bound)

@@ -3,27 +3,20 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 import ag
 from ag.engine.scorers.gates import Gates
 from ag.engine.wrappers.caote import Caote
 from ag.errors import BudgetWarning, UserError
+from tests.support.batches import columns, read, row
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
 
 
 def kept(model, policy, length=40, seed=0, **options):
     """What a cache holds after a prompt, sets of (layer, head, column)."""
-    cache = ag.EvictionCache(model, policy, **options)
-    row = torch.randint(3, 128, (1, length), generator=torch.Generator().manual_seed(seed))
-    model(row, past_key_values=cache)
-    return {
-        (layer, head, column)
-        for layer in range(len(cache.evicting_layers))
-        for head, columns in enumerate(cache.kept_positions(layer)[0])
-        for column in columns.tolist()
-    }
+    held = columns(read(model, row(length, seed), policy, **options))
+    return {(layer, head, x) for layer, [heads] in enumerate(held) for head, kept in enumerate(heads) for x in kept}
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from ag.engine.saved import FORMAT, SCHEMA
 from ag.engine.scorers import SCORERS
 from ag.engine.scorers.base import Needs, Scorer
 from ag.errors import UserError
-from tests.support.batches import columns, padded, row, step
+from tests.support.batches import columns, padded, read, row, step
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
 
@@ -32,6 +32,7 @@ CASES = {
     "h2o-window": ("h2o", 12, "steps:2", {"window": 5, "normalize": "count"}, None),
     "h2o-caote": ("h2o+caote@preference", 12, "every", {"observers": 6}, None),
     "h2o-seen": ("h2o@global", 0.4, "blocks:16+every", {"budget_of": "seen"}, None),
+    "buffer": ("streaming_llm", 20, "buffer:5", {"sinks": 2}, None),
     "scissorhands": ("scissorhands", 14, "every", {}, None),
     "cake": ("cake", 14, "every", {"window": 4}, None),
     "criticalkv": ("tova+criticalkv", 10, "every", {}, None),
@@ -83,7 +84,18 @@ def loaded_too(model, cache, file):
     return cache, ag.EvictionCache.load(file, model)
 
 
-FAST = {"full", "full-int4", "h2o-int8", "h2o-caote", "snapkv-slots", "over-budget", "kvzip", "flags", "ring-blocks"}
+FAST = {
+    "full",
+    "full-int4",
+    "h2o-int8",
+    "buffer",
+    "h2o-caote",
+    "snapkv-slots",
+    "over-budget",
+    "kvzip",
+    "flags",
+    "ring-blocks",
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in FAST else pytest.mark.slow) for x in CASES])
@@ -180,10 +192,7 @@ def test_generate_goes_on_and_checks_the_text(tiny_llama, tmp_path):
 
 def test_only_what_is_held_is_written(tiny_llama, tmp_path):
     """Of 400 tokens 20 a head stay: in 3 layers of 2 heads 20 keys and values of 16 numbers, and little beside them."""
-    model = tiny_llama()
-    cache = ag.EvictionCache(model, "snapkv", 20, window=4)
-    with torch.no_grad():
-        model(row(400)[None], past_key_values=cache)
+    cache = read(tiny_llama(), row(400), "snapkv", 20, window=4)
     cache.save(tmp_path / "c")
     tensors = safetensors.torch.load_file(tmp_path / "c")
     assert sum(x.nbytes for name, x in tensors.items() if re.search("keys|values", name)) == 3 * 2 * 20 * 16 * 2 * 4

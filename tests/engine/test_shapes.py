@@ -7,6 +7,7 @@ from transformers.modeling_utils import AttentionInterface
 import ag
 from ag.gates.gating import Dense
 from ag.model.hooks import UnsupportedModelError, instrument
+from tests.support.batches import read
 from tests.support.bounds import ROUNDINGS, hold, of_logits
 from tests.support.gates_for import gates_for
 from tests.support.held import run
@@ -87,10 +88,7 @@ def test_training_sees_what_a_cache_serves(name):
 
 def test_values_narrower_than_keys_cost_what_they_hold():
     """DeepSeek-V3 as transformers runs it: 4 heads with keys of 24 and values of 12."""
-    model = shaped("deepseek_v3")
-    cache = ag.EvictionCache(model, "h2o", 256)
-    with torch.no_grad():
-        model(torch.randint(3, 128, (1, 400)), past_key_values=cache, logits_to_keep=1)
+    cache = read(shaped("deepseek_v3"), torch.randint(3, 128, (400,)), "h2o", 256)
     assert 3 * 4 * 256 * (24 + 12) * 4 <= cache.nbytes <= 1.1 * 3 * 4 * 256 * (24 + 12) * 4
 
 

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-import ag
 from ag.engine import stopwatch
 from ag.engine.stopwatch import OPEN, Stopwatch
+from tests.support.batches import read
 
 CARD = torch.device("cuda")
 
@@ -98,10 +98,7 @@ def test_a_layer_times_scores_where_they_are_made(tiny_llama, monkeypatch):
 
     monkeypatch.setattr("ag.engine.layer.Stopwatch", Noted)
     monkeypatch.setattr(stopwatch.time, "perf_counter", iter(range(1000)).__next__)
-    model = tiny_llama()
-    cache = ag.EvictionCache(model, "h2o", 0.5)
-    with torch.no_grad():
-        model(torch.arange(3, 23)[None], past_key_values=cache)
+    cache = read(tiny_llama(), torch.arange(3, 23), "h2o", 0.5)
     assert devices == [torch.device("cpu")] * 6
     assert cache.report().seconds == [2.0] * 3  # what is shown to the scorer, and the decision
     cache.evicting_layers[0].scoring_seconds = 7.0

@@ -6,11 +6,11 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-import ag
 from ag.errors import UserError
 from ag.evaluate import explain, inside_plots
 from ag.explain import ExplainConfig, main
 from ag.gates import export
+from tests.support.batches import read
 from tests.support.gates_for import gates_for
 from tests.support.refused import names, refuses
 
@@ -120,10 +120,7 @@ def test_each_curve_says_what_was_kept(words, tiny_folder, tiny_llama, tiny_toke
     more = ["policies=[h2o,flags]", "task_options.prompt=40", "task_options.continuation=8", "samples=1"]
     assert main([*words, *more, f"gates={tmp_path / 'gates'}", "pictures=[errors]", "budget=0.25"]) == 0
     text = json.loads((tiny_folder / "corpus" / "test.jsonl").read_text().splitlines()[0])["text"]
-    model, ids = tiny_llama(), tiny_tokenizer(text)["input_ids"]
-    cache = ag.EvictionCache(model, f"flags:{tmp_path / 'gates'}")
-    with torch.no_grad():
-        model(torch.tensor([ids[:32]]), past_key_values=cache)
+    cache = read(tiny_llama(), torch.tensor(tiny_tokenizer(text)["input_ids"][:32]), f"flags:{tmp_path / 'gates'}")
     assert abs(cache.kept_share() - 0.25) > 0.1
     legend = [line.get_text().partition(":")[0] for line in figures[0].axes[0].get_legend().get_texts()]
     assert legend == ["h2o (25 %)", f"flags ({100 * cache.kept_share():.0f} %)", "gates (25 %)"]

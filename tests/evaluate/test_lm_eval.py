@@ -21,7 +21,7 @@ from lm_eval.tasks import TaskManager
 import ag
 from ag.config import LoraConfig
 from ag.errors import BudgetWarning, UserError
-from ag.evaluate.lm_eval import EvictingLM, cli_evaluate
+from ag.evaluate.lm_eval import EvictingLM
 from ag.evaluate.lm_eval import main as lm_eval_main
 from ag.gates import export
 from ag.model import base as models
@@ -199,19 +199,6 @@ def test_continuations_that_eviction_cannot_change_are_told(folder, caplog, tiny
     bound = of_nats(tiny_llama())
     hold(found["random"][0], found["full"][0], bound)
     assert abs(found["random"][1] - found["full"][1]) > 2 * bound < abs(found["blocks"][0] - found["full"][0])
-
-
-@pytest.mark.slow
-def test_the_command(folder, monkeypatch, capsys):
-    """Left out is only the harness's own index of 13,000 tasks, which takes most of a minute."""
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
-    command = ["lm_eval", "--model", "ag", "--tasks", "tiny_choice", "--device", "cpu", "--include_path", str(folder)]
-    model_args = f"pretrained={folder / 'model'},policy=h2o,budget=0.5"
-    monkeypatch.setattr(sys, "argv", [*command, "--model_args", model_args])
-    cli_evaluate()
-    printed = capsys.readouterr().out
-    assert "tiny_choice" in printed
-    assert "'policy': 'h2o', 'budget': 0.5" in printed
 
 
 PIQA = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from ag.config.gate import GateConfig
 from ag.errors import UserError
 from ag.gates import export
-from ag.gates.calibration import SHARES, Calibration
+from ag.gates.calibration import Calibration
 from ag.gates.export import ExportError
 from ag.gates.gate import AttentionGates
 from tests.support.exports import assert_same, make_gates, read_json, reseal, reweigh
@@ -63,8 +62,3 @@ def test_gates_of_two_layers_from_before_have_biases_of_0(tmp_path: Path) -> Non
     assert_same(loaded, gates)  # whose biases are 0, being fresh
     hidden = torch.randn(2, 5, 64)
     assert torch.equal(loaded.layers["1"](hidden), gates.layers["1"](hidden))
-
-
-def test_shares_are_twentieths() -> None:
-    assert [round(share * 20) for share in SHARES] == list(range(1, 20))
-    assert replace(TABLE, shares=(0.1, 0.3, 0.5)).boundary(0.2) == pytest.approx(2.0)

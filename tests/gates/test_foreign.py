@@ -5,7 +5,6 @@ The formulas are written out here from the papers and from what the authors' cod
 
 import math
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import ag
 from ag.gates import export
 from ag.gates.export import ExportError
 from tests.support import by_hand
+from tests.support.batches import columns, read
 from tests.support.bounds import hold, of_logits
 from tests.support.foreign import (
     CLOSE,
@@ -28,6 +28,7 @@ from tests.support.foreign import (
     kvzap,
     on_hub,
     tokens,
+    trimkv,
 )
 
 
@@ -129,13 +130,9 @@ def test_kvzap_as_published(model, tmp_path):
     assert gates.config.boundary == pytest.approx(-4.0) and gates.config.recent_tokens - 1 == 128
     assert (gates.config.covers, gates.config.prefill, gates.config.sink_tokens) == ("all", "dense", 0)
     info = export.read_info(tmp_path / "zap")
-    assert info["checksum"] != export.read_info(_other(tmp_path))["checksum"]
-    assert export.adapter_path(tmp_path / "zap") is None
-
-
-def _other(tmp_path: Path) -> Path:
     kvzap(tmp_path / "other", 32)
-    return tmp_path / "other"
+    assert info["checksum"] != export.read_info(tmp_path / "other")["checksum"]
+    assert export.adapter_path(tmp_path / "zap") is None
 
 
 @pytest.mark.parametrize("sinks", [1, 16])
@@ -163,9 +160,7 @@ def test_fast_kvzip_at_the_ends_of_its_range(tmp_path):
 def test_what_fast_kvzip_keeps(model, tmp_path):
     """The highest scores of all layers and heads within the budget, the first 4 tokens and the given window."""
     states, ids = fast_kvzip(tmp_path / "fast"), tokens(100)
-    cache = ag.EvictionCache(model, f"gates:{tmp_path / 'fast'}", budget=0.4, recent=2)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
+    cache = read(model, ids, f"gates:{tmp_path / 'fast'}", budget=0.4, recent=2)
     scores = torch.stack([fast_kvzip_scores(states[n], x).T for n, x in enumerate(inputs(model, ids))])  # [L, Hkv, T]
     scores[..., :4] = scores[..., -2:] = 2.0
     count = int(0.4 * 100) * LAYERS * HEADS
@@ -173,9 +168,8 @@ def test_what_fast_kvzip_keeps(model, tmp_path):
     margin = scores.flatten().sort(descending=True).values
     assert float(margin[count - 1] - margin[count]) > 1e-6  # rounding decides nothing
     expected = torch.zeros_like(scores, dtype=torch.bool).flatten().index_fill(0, chosen, True).view_as(scores)
-    for layer in range(LAYERS):
-        for head, kept in enumerate(cache.kept_positions(layer)[0]):
-            assert kept.tolist() == expected[layer, head].nonzero().flatten().tolist()
+    for layer, [heads] in enumerate(columns(cache)):
+        assert heads == [flags.nonzero().flatten().tolist() for flags in expected[layer]]
 
 
 def test_they_train_on_and_are_exported(model, tmp_path):
@@ -203,15 +197,21 @@ def test_a_new_gate_of_fast_kvzips_kind(model):
     assert gate.b.grad is not None and bool(gate.k_base.grad.any())
 
 
-def test_kvzap_from_the_hub(tmp_path, monkeypatch):
-    """Its weights are fetched once its configuration says what they are; those of another model are not."""
-    kvzap(tmp_path / "hub")
+@pytest.mark.parametrize(
+    ("write", "weights", "name", "kind"),
+    [
+        (kvzap, "model.safetensors", "nvidia/KVzap-linear-tiny", "affine"),
+        (trimkv, "trimkv_weights.pth", "ngocbh/TrimKV-tiny", "retention"),
+    ],
+)
+def test_from_the_hub(tmp_path, monkeypatch, write, weights, name, kind):
+    """Weights are fetched once their configuration says what they are; those of another model are not."""
+    write(tmp_path / "hub")
     shutil.copytree(tmp_path / "hub", tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text('{"model_type": "llama"}')
-    hub = {"nvidia/KVzap-linear-tiny": tmp_path / "hub", "org/model": tmp_path / "other"}
-    asked = on_hub(monkeypatch, "model.safetensors", hub)
+    asked = on_hub(monkeypatch, weights, {name: tmp_path / "hub", "org/model": tmp_path / "other"})
     monkeypatch.chdir(tmp_path)
-    assert ag.policy("gates:nvidia/KVzap-linear-tiny", budget=0.5).gates.config.kind == "affine"
+    assert ag.policy(f"gates:{name}@uniform", budget=512).gates.config.kind == kind
     assert asked == [False, True]
     with pytest.raises(ExportError):
         ag.policy("gates:org/model", budget=0.5)

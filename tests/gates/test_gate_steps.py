@@ -131,26 +131,6 @@ def test_sequences_change_places():
     agree(got, want, gate, hidden, real, order)
 
 
-@torch.no_grad()
-def test_no_logit_or_memory_depends_on_a_later_token():
-    gate, (hidden, ranks, real) = gate_for("window"), text(False)
-    changed, runs = hidden.clone(), []
-    changed[:, 25] += 1.0
-    for states in (hidden, changed):
-        memory, logits, kept = GateMemory(5), [], []
-        for start, stop in [(0, 13), *((t, t + 1) for t in range(13, 40))]:
-            part = slice(start, stop)
-            logits.append(read(gate, memory, states[:, part], ranks[:, part], real[:, part], False))
-            memory.settle()
-            kept.append(memory.stored[0].clone())
-        runs.append((torch.cat(logits, 2), kept))
-    (before, kept), (after, others) = runs
-    assert torch.equal(before[..., :25], after[..., :25])
-    assert not torch.equal(before[..., 25], after[..., 25])
-    same = [torch.equal(x, y) for x, y in zip(kept, others, strict=True)]
-    assert same == [True] * 13 + [False] * 5 + [True] * 10  # token 25 is in the memory for five steps
-
-
 def test_a_kind_that_does_not_say_how_it_goes_on():
     class Own(AttentionGate):
         def build(self, hidden_size, heads):

@@ -9,7 +9,7 @@ from ag.data.collate import Collator, Row
 from ag.errors import UserError
 from ag.gates.gating import Open
 from tests.gpu.waiting import Lists, Waits
-from tests.support import by_hand
+from tests.support import batches, by_hand
 from tests.support.bounds import bounded, hold, in_float64, of_logits
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
@@ -32,12 +32,10 @@ VARIANTS = {
 
 
 def padded(side):
-    rows = [torch.randint(3, 128, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
-    ids, valid = torch.zeros(3, 26, dtype=torch.long), torch.zeros(3, 26, dtype=torch.bool)
+    rows = [batches.row(n) for n in LENGTHS]
     places = [slice(26 - n, 26) if side == "left" else slice(0, n) for n in LENGTHS]
-    for i, (row, place) in enumerate(zip(rows, places, strict=True)):
-        ids[i, place], valid[i, place] = row, True
-    return rows, places, ids, valid
+    ids, mask = batches.padded(rows, side).values()
+    return rows, places, ids, mask.bool()
 
 
 def run(model, gating, ids, valid):

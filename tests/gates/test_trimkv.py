@@ -14,7 +14,8 @@ from ag.gates.gating import Open
 from ag.run import fit, make_gates
 from tests.support import by_hand
 from tests.support.bounds import hold, of_logits
-from tests.support.foreign import CLOSE, EXACT, HEADS, HIDDEN, LAYERS, inputs, on_hub, tokens, trimkv
+from tests.support.foreign import CLOSE, EXACT, HEADS, HIDDEN, LAYERS, inputs, tokens, trimkv
+from tests.support.held import alone_too
 from tests.support.refused import refuses
 
 MEMORY, BUFFER, NEW = 24, 8, 30
@@ -95,25 +96,9 @@ def test_what_stays(model, tmp_path, prompt):
 
 def test_sequences_of_a_batch_fill_their_buffers_apart(model, tmp_path):
     trimkv(tmp_path / "trim")
-    rows = [tokens(length + NEW, seed=length) for length in (40, 14)]
     policy = ag.policy(f"gates:{tmp_path / 'trim'}@uniform", MEMORY, f"buffer:{BUFFER}")
-    both = ag.EvictionCache(model, policy)
-    width = rows[0].shape[1] - NEW
-    padding = width - (rows[1].shape[1] - NEW)
-    ids = torch.cat([rows[0], torch.nn.functional.pad(rows[1], (padding, 0))])
-    mask = torch.ones_like(ids)
-    mask[1, :padding] = 0
-    alone = [ag.EvictionCache(model, policy) for _ in rows]
-    for seen in range(width, width + NEW + 1):
-        new = slice(0, width) if seen == width else slice(seen - 1, seen)
-        with torch.no_grad():
-            model(ids[:, new], attention_mask=mask[:, :seen], past_key_values=both)
-            for row, cache, skip in zip(rows, alone, (0, padding), strict=True):
-                model(row[:, max(0, new.start - skip) : new.stop - skip], past_key_values=cache)
-        for layer in range(LAYERS):
-            for index, (cache, skip) in enumerate(zip(alone, (0, padding), strict=True)):
-                mine = [sorted((kept - skip).tolist()) for kept in both.kept_positions(layer)[index]]
-                assert mine == [sorted(kept.tolist()) for kept in cache.kept_positions(layer)[0]], (seen, layer, index)
+    rows = [tokens(length + NEW, seed=length)[0] for length in (40, 14)]
+    alone_too(model, policy, rows, [[40, 14], *[[1, 1]] * NEW])
 
 
 @pytest.mark.parametrize("allocator", ["global", "heads"])
@@ -181,12 +166,3 @@ def test_there_are_no_flags(model, tmp_path):
     for train in (lambda: fit(config), lambda: make_gates(model, config)):
         with refuses(UserError, "gate.kind=retention", "gate.kind=mlp"):
             train()
-
-
-def test_from_the_hub(tmp_path, monkeypatch):
-    """Its weights are fetched once its configuration says what they are."""
-    trimkv(tmp_path / "hub")
-    asked = on_hub(monkeypatch, "trimkv_weights.pth", {"ngocbh/TrimKV-tiny": tmp_path / "hub"})
-    monkeypatch.chdir(tmp_path)
-    assert ag.policy("gates:ngocbh/TrimKV-tiny@uniform", budget=512).gates.config.kind == "retention"
-    assert asked == [False, True]

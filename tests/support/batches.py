@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ag
+
 
 def row(length: int, seed: int | None = None) -> Tensor:
     """Tokens ``[T]``, which follow from the length unless a seed is given."""
@@ -26,6 +28,14 @@ def padded(rows: Sequence[Tensor], side: str = "left") -> dict[str, Tensor]:
 def positions(mask: Tensor, last: int) -> Tensor:
     """The positions of the last columns of a mask."""
     return (mask.cumsum(1) - 1).clamp_min(0)[:, -last:]
+
+
+@torch.no_grad()
+def read(model: Any, ids: Tensor, *policy: Any, **options: Any) -> ag.EvictionCache:
+    """A cache that has read a row of tokens ``[T]``, or several ``[B, T]``."""
+    cache = ag.EvictionCache(model, *policy, **options)
+    model(ids if ids.dim() == 2 else ids[None], past_key_values=cache)
+    return cache
 
 
 @torch.no_grad()

@@ -54,17 +54,21 @@ def greedy(model: Any, gates: AttentionGates, ids: Tensor, prompt: int, steps: i
     return ids[-steps:].tolist()
 
 
-def kept(gates: AttentionGates, flags: Tensor, prompt: int, total: int, first: int = 0) -> list[list[int]]:
-    """Columns that a layer holds after ``total`` tokens, a list for each KV head.
+def kept(
+    gates: AttentionGates, flags: Tensor, prompt: int, total: int, first: int = 0, window: int | None = None
+) -> list[list[int]]:
+    """Columns that a layer, which may have a window, holds after ``total`` tokens, a list for each KV head.
 
     ``first`` is the column of the first query of the last forward pass after the prompt: what it saw is still there.
     """
     config, first = gates.config, max(first, prompt)
+    judged = total if config.covers == "all" else prompt
     return [
         [
             t
             for t in range(total)
-            if t >= prompt or head[t] or t < config.sink_tokens or first - t < config.recent_tokens
+            if (window is None or first - t < window)
+            and (t >= judged or head[t] or t < config.sink_tokens or first - t < config.recent_tokens)
         ]
         for head in flags
     ]

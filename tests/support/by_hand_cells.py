@@ -7,10 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ag
+from ag.engine.policy import Policy
 
 
 def continuations(
-    folder: Path, label: str, budget: int | float | None, prompt: int, continuation: int
+    folder: Path, policy: str | Policy, budget: int | float | None, prompt: int, continuation: int
 ) -> tuple[list[float], float]:
     """Return the mean loss of each document that is long enough, and the share that was kept of the prompts."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -20,7 +21,7 @@ def continuations(
         ids = torch.tensor([tokenizer(text)["input_ids"]])
         if ids.shape[1] < prompt + continuation:
             continue
-        cache = ag.EvictionCache(model, label, budget)
+        cache = ag.EvictionCache(model, policy, budget)
         with torch.no_grad():
             first = model(ids[:, :prompt], past_key_values=cache).logits[:, -1:]
             shares.append(cache.kept_share())

@@ -13,19 +13,18 @@ from ag import cluster  # noqa: E402
 from ag.errors import UserError  # noqa: E402
 from ag.evaluate.comparison.compare import compare  # noqa: E402
 from ag.evaluate.comparison.folder import Folder  # noqa: E402
+from tests.evaluate.conftest import lines, words  # noqa: E402
 from tests.support.machines import MACHINE  # noqa: E402
 from tests.support.refused import refuses  # noqa: E402
 from tests.support.warm import started  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_charts")
-OWN = ("seconds", "date", "command", "checksum")  # what may differ between runs
 
 
 def rows(folder):
     """The rows by key, each of which is there once."""
-    lines = [json.loads(line) for line in (Path(folder) / "results.jsonl").read_text().splitlines()]
-    found = {row["key"]: {name: value for name, value in row.items() if name not in OWN} for row in lines}
-    assert len(found) == len(lines)
+    found = {row["key"]: row for row in lines(folder)}
+    assert len(found) == len(lines(folder))
     return found
 
 
@@ -52,10 +51,8 @@ def test_a_cluster_has_the_same_results(config, quiet, machines, monkeypatch, tm
 @pytest.mark.slow
 def test_a_killed_command_goes_on_from_its_rows(config, machines, quiet):
     told = config()
-    words = [f"{name}={json.dumps(getattr(told, name))}" for name in ("policies", "budgets", "tasks")]
-    words += [f"{name}={getattr(told, name)}" for name in ("model", "root", "output")]
-    words += ["task_options.ppl.prompt=40", "task_options.ppl.continuation=8", "batch_policies=1"]
-    command = [started(), "-m", "ag.compare", *words, f"cluster={machines.address}"]
+    listed = [f"{name}={json.dumps(getattr(told, name))}" for name in ("policies", "budgets")]
+    command = [started(), "-m", "ag.compare", *words(told), *listed, "batch_policies=1", f"cluster={machines.address}"]
     process = subprocess.Popen(command)
     results = Path(told.output) / "results.jsonl"
     while not (results.exists() and results.read_text().count("\n")):

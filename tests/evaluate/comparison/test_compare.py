@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
 
 import ag
 from ag.compare import CompareConfig, main
@@ -30,7 +29,7 @@ from ag.evaluate.comparison.tables import printed
 from ag.evaluate.tasks import Outcome
 from ag.gates import export
 from ag.gates.calibration import Calibration
-from tests.evaluate.conftest import without_charts, words
+from tests.evaluate.conftest import lines, without_charts, words
 from tests.support import by_hand_cells
 from tests.support.bounds import hold, of_nats
 from tests.support.gates_for import gates_for
@@ -56,15 +55,6 @@ def finished(settings, tmp_path_factory):
 def done(config, finished):
     """A copy of that folder, where the next run of ``config()`` finds it."""
     return Path(shutil.copytree(finished, config().output))
-
-
-def lines(output):
-    """The rows of results.jsonl without what may differ between runs."""
-    rows = [json.loads(line) for line in (Path(output) / "results.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in row.items() if name not in ("seconds", "date", "command", "checksum")}
-        for row in rows
-    ]
 
 
 def tables(folder):
@@ -104,25 +94,14 @@ def test_cells_hold_what_a_plain_computation_gives(config, quiet, tiny_folder, t
     assert h2o.summary.versions["torch"] == torch.__version__
 
 
-def test_kvzip_is_asked_in_the_models_own_tokens(config, quiet, tiny_folder, tiny_tokenizer):
+def test_kvzip_is_asked_in_the_models_own_tokens(config, quiet, tiny_folder, tiny_llama, tiny_tokenizer):
     """Beside another policy, which shares the prompt's pass; its second reading is part of the time."""
-    comparison = compare(config(policies=["full", "kvzip"], budgets=[0.5]), quiet)
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
-    policy, losses = ag.policy("kvzip", 0.5).with_tokenizer(tiny_tokenizer), []
+    [_, result] = compare(config(policies=["full", "kvzip"], budgets=[0.5]), quiet).results
+    policy = ag.policy("kvzip", 0.5).with_tokenizer(tiny_tokenizer)
     assert "Repeat" in tiny_tokenizer.decode([int(x) for x in policy.scorer.ask.split()])
-    for line in (tiny_folder / "corpus" / "test.jsonl").read_text().splitlines():
-        ids = torch.tensor([tiny_tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"][:48]])
-        if ids.shape[1] == 48:
-            cache = ag.EvictionCache(model, policy)
-            with torch.no_grad():
-                first = model(ids[:, :40], past_key_values=cache).logits[:, -1:]
-                rest = model(ids[:, 40:-1], past_key_values=cache).logits
-            logits = torch.cat([first, rest], 1)[0]
-            losses.append(float(torch.nn.functional.cross_entropy(logits, ids[0, 40:])))
-    result = comparison.results[1]
-    assert (result.summary.label, len(losses)) == ("kvzip", 6)
-    assert [outcome.score for outcome in result.outcomes] == pytest.approx(losses, abs=of_nats(model))
-    assert result.summary.kept == 0.5
+    losses, _ = by_hand_cells.continuations(tiny_folder, policy, None, 40, 8)
+    assert (result.summary.label, result.summary.kept, len(losses)) == ("kvzip", 0.5, 6)
+    assert [outcome.score for outcome in result.outcomes] == pytest.approx(losses, abs=of_nats(tiny_llama()))
 
 
 def test_a_second_run_computes_nothing_and_changes_nothing(config, quiet, done, monkeypatch):

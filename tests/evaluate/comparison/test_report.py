@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 from rich.console import Console
 
-import ag
 from ag.engine.spec import PolicySpec
 from ag.evaluate.comparison import charts, drawing, tables
 from ag.evaluate.comparison.findings import Comparison
@@ -26,6 +25,7 @@ from ag.evaluate.comparison.views import View, pieces
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.tasks.base import by_part
 from tests.evaluate.comparison.test_folder import VALUES
+from tests.support.batches import columns, read
 from tests.support.made_up import SUMMARY
 
 HALF = 0.5e-4 + 1e-12  # of a unit of the last digit that is printed
@@ -273,17 +273,11 @@ def test_views_are_what_a_cache_keeps(compared, tiny_folder):
     for one in compared.of_task("ppl"):
         view = one.views[1]
         assert "".join(view.pieces) == text[:40]
-        cache = ag.EvictionCache(model, one.summary.label, one.summary.budget, **_options(one.summary.label))
-        with torch.no_grad():
-            model(torch.tensor([ids]), past_key_values=cache)
-        for layer in range(3):
-            for head, kept in enumerate(cache.kept_positions(layer)[0]):
-                assert view.kept[layer, head].nonzero()[0].tolist() == kept.tolist()
+        options = {"window": 4, "kernel": 3} if one.summary.label == "snapkv@pyramid" else {}
+        held = columns(read(model, torch.tensor(ids), one.summary.label, one.summary.budget, **options))
+        for layer, [heads] in enumerate(held):
+            assert [flags.nonzero()[0].tolist() for flags in view.kept[layer]] == heads
         assert View.from_json(json.loads(json.dumps(view.to_json()))).kept.tolist() == view.kept.tolist()
-
-
-def _options(label):
-    return {"window": 4, "kernel": 3} if label == "snapkv@pyramid" else {}
 
 
 def test_layers_by_hand():

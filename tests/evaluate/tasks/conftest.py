@@ -9,6 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+BOOK = f"Chapter one. {' '.join(f'This is line {i}, and it is long.' for i in range(400))} The end."
+
+
+@pytest.fixture
+def root(write: Callable[..., str]) -> str:
+    """The folder of a book."""
+    return write("pg19_style/test", [{"text": BOOK}])
+
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., str]:

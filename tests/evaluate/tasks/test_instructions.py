@@ -13,14 +13,8 @@ from ag.evaluate.tasks.instructions import KINDS, Choice
 from tests.support.bounds import hold, of_nats
 from tests.support.refused import refuses
 
-BOOKS = [{"text": f"Chapter one. {' '.join(f'This is line {i}, and it is long.' for i in range(400))} The end."}]
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}<answer>"
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT
-
-
-@pytest.fixture
-def root(write):
-    return write("pg19_style/test", BOOKS)
 
 
 def load(name, root, tokenizer, **options):

@@ -64,18 +64,6 @@ def test_the_test_split_is_read_where_it_has_labels(tiny_tokenizer, write):
     assert len(make("piqa", root).load(tiny_tokenizer, None, 512).samples) == 3
 
 
-def test_mmlu(tiny_tokenizer, write):
-    row = {"question": " How many? ", "subject": "high_school_maths", "choices": ["1", "2", "3", "4"], "answer": 3}
-    [question] = make("mmlu", write("mmlu/test", [row])).load(tiny_tokenizer, None, 512).samples
-    assert tiny_tokenizer.decode(question.prompt) == (
-        "The following are multiple choice questions (with answers) about high school maths.\n\n"
-        "How many?\nA. 1\nB. 2\nC. 3\nD. 4"
-    )
-    assert tiny_tokenizer.decode(question.question) == "\nAnswer:"  # its letter has one token in most tokenizers
-    assert [tiny_tokenizer.decode(answer) for answer in question.answers] == [" A", " B", " C", " D"]
-    assert question.target == 3
-
-
 def test_missing_data(tiny_tokenizer, tmp_path, write):
     with refuses(DataError, "rte", "root=FOLDER", "rte/validation.jsonl", "load_dataset('aps/super_glue'"):
         make("rte", str(tmp_path)).load(tiny_tokenizer, None, 512)

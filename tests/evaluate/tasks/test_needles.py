@@ -11,16 +11,11 @@ from ag.errors import UserError
 from ag.evaluate.tasks import GROUPS, make
 from ag.evaluate.tasks.generated import NOISE
 from ag.evaluate.tasks.words import NOUNS
+from tests.evaluate.tasks.conftest import BOOK
 from tests.support.refused import refuses
 
-BOOKS = [{"text": f"Chapter one. {' '.join(f'This is line {i}, and it is long.' for i in range(400))} The end."}]
-SENTENCES = re.split(r"(?<=[.!?])\s+", BOOKS[0]["text"])
+SENTENCES = re.split(r"(?<=[.!?])\s+", BOOK)
 KINDS = [*GROUPS["needle"], *GROUPS["needle_books"], "passkey", *(x for x in GROUPS["ruler"] if x.startswith("niah"))]
-
-
-@pytest.fixture
-def root(write):
-    return write("pg19_style/test", BOOKS)
 
 
 def load(name, root, tokenizer, limit=None, max_tokens=2000, **options):

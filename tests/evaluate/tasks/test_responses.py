@@ -103,17 +103,6 @@ def test_question_after_the_prompt(tiny_llama):
     assert outcome.tokens == 12 and outcome.kept < 0.95
 
 
-def test_a_full_cache_is_the_plain_model(tiny_llama):
-    model = tiny_llama()
-    for outcome, sample in zip(score(model, PLAIN, "full"), PLAIN, strict=True):
-        ids, prompt = torch.tensor([sample.prompt + sample.answers[0]]), len(sample.prompt)
-        with torch.no_grad():
-            logits = model(ids).logits[0, prompt - 1 : -1]
-        hold(outcome.score, torch.nn.functional.cross_entropy(logits, ids[0, prompt:]), of_nats(model))
-        assert outcome.kept == 1.0
-        assert outcome.kv_bytes == ROWS * -(-prompt // 16) * 16 * (TOKEN + 4)  # whole pages, with ranks
-
-
 @pytest.mark.parametrize("policy", ["full", "gates"])
 def test_multiple_choice(tiny_llama, policy):
     """The right answer's loss counts; all answers compete."""

@@ -11,14 +11,8 @@ from ag.evaluate.tasks import make
 from tests.support.bounds import hold, of_nats
 from tests.support.refused import refuses
 
-BOOKS = [{"text": f"Chapter one. {' '.join(f'This is line {i}, and it is long.' for i in range(400))} The end."}]
 FACT = re.compile(r"(?:The|the) secret number of the (\w+) is (?:now )?(\d+)\.|VAR (\w+) = (?:VAR (\w+)|(\d+))\.")
 ASKED = re.compile(r"What is (?:the value of VAR (\w+)|the secret number of the (\w+?)(?: now)?)\?")
-
-
-@pytest.fixture
-def root(write):
-    return write("pg19_style/test", BOOKS)
 
 
 def load(name, root, tokenizer, **options):
