@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import functools
+import gc
 import json
 import multiprocessing.spawn
 import os
@@ -90,6 +91,8 @@ def serve(address: str, python: str) -> NoReturn:
         import_module(name)
     if os.environ.get("TRITON_INTERPRET") == "1":
         make_quick()
+    gc.collect()
+    gc.freeze()  # commands look at their own objects alone, and leave those of the libraries where they are shared
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
