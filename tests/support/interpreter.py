@@ -19,6 +19,13 @@ def make_quick() -> None:
 
     Call it after ``TRITON_INTERPRET=1`` is set.
     """
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    if hasattr(interpreter, "made_quick"):  # in the process of which this one is a fork
+        return
+    interpreter.made_quick = True
     for change in (_replace_once, _remember_shapes, _remember_types, _know_types, _call_at_once, _sum_once):
         try:
             change()

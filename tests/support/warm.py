@@ -77,12 +77,12 @@ def warm_python(folder: Path, **environment: str) -> Iterator[Path]:
 
 
 @functools.cache
-def started() -> str:
-    """Return the path of a warm Python that lasts as long as this process."""
+def started(**environment: str) -> str:
+    """Return the path of a warm Python that lasts as long as this process, one for each environment."""
     stack = ExitStack()
     atexit.register(stack.close)
     folder = stack.enter_context(tempfile.TemporaryDirectory())
-    return str(stack.enter_context(warm_python(Path(folder))))
+    return str(stack.enter_context(warm_python(Path(folder), **environment)))
 
 
 def serve(address: str, python: str) -> NoReturn:
