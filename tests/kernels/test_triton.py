@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.inner import passed
+from tests.support.warm import started
 
 HERE = Path(__file__).parent
 
@@ -18,4 +19,5 @@ HERE = Path(__file__).parent
 def test_under_the_interpreter(first):
     pytest.importorskip("triton", reason="needs Triton")
     files = sorted(HERE.parent.glob("*/test_*_triton.py"))
-    assert "skipped" not in passed(*files[first::2], TRITON_INTERPRET="1")
+    interpreted = {"TRITON_INTERPRET": "1"}
+    assert "skipped" not in passed(*files[first::2], python=started(**interpreted), **interpreted)

@@ -7,6 +7,7 @@ import pytest
 from scripts import margins as sweep
 from tests.support import ROOT, TESTS, margins
 from tests.support.inner import passed
+from tests.support.warm import started
 
 WATCHED = """
 import torch
@@ -25,7 +26,7 @@ def test_shares_of_bounds_are_noted(tmp_path):
     (tmp_path / "test_watched.py").write_text(WATCHED)
     (tmp_path / "out").mkdir()
     options = ["-p", "tests.support.margins", "-o", "addopts=", "--rootdir", tmp_path, tmp_path]
-    passed(*options, PYTHONPATH=str(ROOT), AG_MARGINS=str(tmp_path / "out"))
+    passed(*options, python=started(), PYTHONPATH=str(ROOT), AG_MARGINS=str(tmp_path / "out"))
     (file,) = (tmp_path / "out").iterdir()
     assert list(json.loads(file.read_text()).values()) == [0.5]
 

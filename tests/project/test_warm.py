@@ -8,15 +8,14 @@ import time
 
 import pytest
 
-from tests.support.warm import warm_python
+from tests.support.warm import started
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    with warm_python(tmp_path_factory.mktemp("warm")) as made:
-        yield made
+@pytest.fixture
+def python():
+    return started()
 
 
 def run(python, *words, **options):

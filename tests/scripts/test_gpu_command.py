@@ -16,7 +16,7 @@ from scripts.gpu.run import ROWS, read
 from tests.support import ROOT
 from tests.support.inner import passed
 from tests.support.undrawn import WITHOUT_PICTURES
-from tests.support.warm import warm_python
+from tests.support.warm import started
 
 #: Lines left out of the rehearsal, and those that run the same there: batches of 1, a tiny model for both bases.
 TWINS = {
@@ -69,7 +69,8 @@ def checkout(tmp_path):
 def test_the_tests_of_a_card():
     """A card meets tests that work: they run in Triton's interpreter; the smallest ones below."""
     pytest.importorskip("triton", reason="needs Triton")
-    passed(SMALLEST.parent, f"--ignore={SMALLEST}", AG_GPU_REHEARSAL="1")
+    python = started(TRITON_INTERPRET="1")
+    passed(SMALLEST.parent, f"--ignore={SMALLEST}", python=python, AG_GPU_REHEARSAL="1")
 
 
 @pytest.mark.slow
@@ -84,11 +85,11 @@ def test_the_whole_command_rehearsed_on_a_cpu(checkout, tmp_path):
     leave_out(checkout, left_out)
     with open(checkout / "callbacks" / "figures.py", "a") as file:
         file.write(WITHOUT_PICTURES)
-    with warm_python(tmp_path, TRITON_INTERPRET="1") as python:  # libraries are imported once for some forty processes
-        (checkout / ".venv" / "bin" / "python").unlink()
-        (checkout / ".venv" / "bin" / "python").symlink_to(python)
-        done = gpu_sh("all", out, "--cpu-rehearsal", "--work", work, cwd=checkout)
-        again = gpu_sh("all", out, "--cpu-rehearsal", "--work", work, cwd=checkout, timeout=120)
+    python = checkout / ".venv" / "bin" / "python"  # libraries are imported once for some forty processes
+    python.unlink()
+    python.symlink_to(started(TRITON_INTERPRET="1"))
+    done = gpu_sh("all", out, "--cpu-rehearsal", "--work", work, cwd=checkout)
+    again = gpu_sh("all", out, "--cpu-rehearsal", "--work", work, cwd=checkout, timeout=120)
     rows = {part: read(out / part) for part in PARTS}
     bad = [row["tail"] for part in rows.values() for row in part.values() if row.get("tail")]
     assert (done.returncode, bad) == (0, []), done.stdout[-2000:] + done.stderr[-2000:]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import functools
+import gc
 import json
 import multiprocessing.spawn
 import os
@@ -76,12 +77,12 @@ def warm_python(folder: Path, **environment: str) -> Iterator[Path]:
 
 
 @functools.cache
-def started() -> str:
-    """Return the path of a warm Python that lasts as long as this process."""
+def started(**environment: str) -> str:
+    """Return the path of a warm Python that lasts as long as this process, one for each environment."""
     stack = ExitStack()
     atexit.register(stack.close)
     folder = stack.enter_context(tempfile.TemporaryDirectory())
-    return str(stack.enter_context(warm_python(Path(folder))))
+    return str(stack.enter_context(warm_python(Path(folder), **environment)))
 
 
 def serve(address: str, python: str) -> NoReturn:
@@ -90,6 +91,8 @@ def serve(address: str, python: str) -> NoReturn:
         import_module(name)
     if os.environ.get("TRITON_INTERPRET") == "1":
         make_quick()
+    gc.collect()
+    gc.freeze()  # commands look at their own objects alone, and leave those of the libraries where they are shared
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
