@@ -23,6 +23,7 @@ from ag.config.keys import ConfigError
 
 METRICS = ("val/loss", "val/lm_loss", "val/accuracy", "val/evicted")  # of a run, where its metrics.csv has them
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+MACHINE_SECONDS = 10.0  # within which the hosts of a machine end after it
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,11 @@ class Runner:
         run = replace(run, command=(*run.command, *_begun(run)))
         with Path(run.log).open("ab") as log:
             process = run.start(stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-            return Ended(run, run.ended(process), time.monotonic() - start)
+            code = run.ended(process)
+        ended = Ended(run, code, time.monotonic() - start)
+        if code == -signal.SIGKILL:  # perhaps with its machine: this host then ends too, and the run is done elsewhere
+            time.sleep(MACHINE_SECONDS)
+        return ended
 
 
 def _room(config: Any) -> Room:
