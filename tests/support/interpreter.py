@@ -26,7 +26,7 @@ def make_quick() -> None:
     if hasattr(interpreter, "made_quick"):  # in the process of which this one is a fork
         return
     interpreter.made_quick = True
-    for change in (_replace_once, _remember_shapes, _remember_types, _know_types, _call_at_once, _sum_once):
+    for change in (_replace_once, _remember_shapes, _remember_types, _sum_once):
         try:
             change()
         except (ImportError, AttributeError):
@@ -94,105 +94,31 @@ def _remember_shapes() -> None:
 
 
 def _remember_types() -> None:
-    """Find once, for each pair of types, what becomes of two operands: their common type and shape.
-
-    A number's tensor is made once too. A tensor that is smaller than the other keeps its numbers as they are, which
-    numpy repeats by itself.
-    """
+    """Find numpy's type once a type, and leave two operands alone that have one type and shape."""
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
     Tensor, Semantic = core.tensor, semantic.TritonSemantic
-    cast, checked = Semantic.cast, Semantic.binary_op_type_checking_impl
-    plans: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # of both operands: the type to cast to, the type then, or all
-
-    def name(operand: Any) -> Any:
-        """Name a tensor's type, or a number; two zeros differ in their sign."""
-        return operand.type.name if isinstance(operand, Tensor) else (type(operand), operand or str(operand))
-
-    def plan(operand: Any, found: Any) -> tuple[Any, Any, Any]:
-        if not isinstance(operand, Tensor):
-            found.handle.data.flags.writeable = False
-            return None, None, found
-        return None if found.dtype is operand.dtype else found.dtype, found.type, None
-
-    def follow(self: Any, operand: Any, dtype: Any, kind: Any, constant: Any) -> Any:
-        if constant is not None:
-            return constant
-        if dtype is not None:
-            operand = self.cast(operand, dtype)
-        return operand if operand.type is kind else Tensor(operand.handle, kind)
-
-    def check(self: Any, lhs: Any, rhs: Any, *given: bool, **named: bool) -> Any:
-        key = name(lhs), name(rhs), given, *named.items()
-        if key in plans:
-            left, right = plans[key]
-            return follow(self, lhs, *left), follow(self, rhs, *right)
-        found = checked(self, lhs, rhs, *given, **named)
-        if isinstance(lhs, Tensor) or isinstance(rhs, Tensor):
-            plans[key] = plan(lhs, found[0]), plan(rhs, found[1])
-        return found
-
-    plain = {"fp16", "fp32", "fp64"} | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
-
-    def cast_plain(self: Any, input: Any, dst_ty: Any, *rounding: Any) -> Any:
-        source, target = input.dtype, dst_ty.scalar
-        if source is target:
-            return input
-        apart = source.name != target.name and target.name in plain and (source.name in plain or source.name == "int1")
-        if not apart or any(rounding):
-            return cast(self, input, dst_ty, *rounding)
-        data = input.handle.data.astype(interpreter._get_np_dtype(target))
-        return Tensor(interpreter.TensorHandle(data, target), input.type.with_element_ty(target))
-
-    Semantic.cast, Semantic.binary_op_type_checking_impl = cast_plain, check
-
-
-def _know_types() -> None:
-    """Find numpy's type once a type, whether a number fits it, and whether it is one of integers."""
-    from triton.language import core
-    from triton.runtime import interpreter
-
-    numpy_type, fits, equal = interpreter._get_np_dtype, interpreter._validate_np_data_size, core.dtype.__eq__
+    numpy_type, cast, checked = interpreter._get_np_dtype, Semantic.cast, Semantic.binary_op_type_checking_impl
     known: dict[str, Any] = {}
-    fitting: set[tuple[int, str]] = set()
-    integers = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
 
     def numpy_type_of(type: Any) -> Any:
         if type.name not in known:
             known[type.name] = numpy_type(type)
         return known[type.name]
 
-    def known_to_fit(data: Any, type: Any) -> bool:
-        key = data.itemsize, type.name
-        if key not in fitting and fits(data, type):
-            fitting.add(key)
-        return key in fitting
+    def cast_other(self: Any, input: Any, dst_ty: Any, *rounding: Any) -> Any:
+        return input if input.dtype is dst_ty else cast(self, input, dst_ty, *rounding)
 
-    interpreter._get_np_dtype, interpreter._validate_np_data_size = numpy_type_of, known_to_fit
-    core.dtype.is_int = lambda self: self.name in integers
-    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    def check_others(self: Any, lhs: Any, rhs: Any, *given: bool, **named: bool) -> Any:
+        alike = isinstance(lhs, Tensor) and isinstance(rhs, Tensor) and lhs.dtype is rhs.dtype
+        divided = given[3:] or named.get("div_or_mod")
+        if alike and lhs.shape == rhs.shape and not (divided or lhs.dtype.is_ptr()):
+            return lhs, rhs
+        return checked(self, lhs, rhs, *given, **named)
 
-
-def _call_at_once() -> None:
-    """Call a builtin function without the two around it, and take tensors and numbers for what they are."""
-    from triton.language import core
-    from triton.runtime import interpreter
-
-    around = core.builtin(lambda: None).__code__
-    unwrap, bare = core._unwrap_if_constexpr, {core.tensor, bool, int, float, type(None)}
-
-    def patch(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        inside = member.__wrapped__ if getattr(member, "__code__", None) is around else member
-
-        def called(*arguments: Any, **named: Any) -> Any:
-            named["_semantic"] = interpreter.interpreter_semantic
-            return inside(*arguments, **named)
-
-        scope.set_attr(place, name, called)
-
-    interpreter._patch_attr = patch
-    core._unwrap_if_constexpr = lambda x: x if type(x) in bare else unwrap(x)
+    interpreter._get_np_dtype = numpy_type_of
+    Semantic.cast, Semantic.binary_op_type_checking_impl = cast_other, check_others
 
 
 def _sum_once() -> None:
@@ -205,7 +131,8 @@ def _sum_once() -> None:
         type = lhs.dtype
         assert type.is_int() and type == rhs.dtype, f"expected two integers of one type, got {type} and {rhs.dtype}"
         if type.int_bitwidth < 64:
-            exact = operations[operation.__name__](lhs.handle.data, rhs.handle.data, dtype=np.int64)
+            x, y = (operand.handle.data.astype(np.int64) for operand in (lhs, rhs))
+            exact = operations[operation.__name__](x, y)
             inside = type.get_int_min_value() <= exact.min() and exact.max() <= type.get_int_max_value()
             assert inside, f"int{type.int_bitwidth} overflow detected for operation {operation.__name__}"
 
