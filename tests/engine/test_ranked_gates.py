@@ -84,6 +84,13 @@ def test_recents_of_the_training_take_a_quarter_of_a_small_budget(trained):
     assert ends <= kept(model, f"gates:{path}", budget=8, recent_share=0.5)
 
 
+def test_a_share_of_recents_is_not_bounded_by_the_training(trained):
+    model, _, path = trained
+    for budget, recents in ((8, 4), (20, 10)):  # the training had 5
+        newest = {(layer, head, x) for layer in range(3) for head in range(2) for x in range(40 - recents, 40)}
+        assert newest <= kept(model, f"gates:{path}", budget=budget, recent_share=0.5)
+
+
 @pytest.mark.parametrize("sinks", [{}, {"sinks": 4}], ids=["trained", "asked for"])
 def test_all_sinks_stay_under_a_budget_below_them(tiny_llama, tmp_path, sinks):
     model = tiny_llama()

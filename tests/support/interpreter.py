@@ -7,13 +7,11 @@ it finds out with nine more of its own operations, and tells nobody: here that i
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 
 
-@functools.cache
 def make_quick() -> None:
     """Take the detours out of the interpreter, once; nothing changes where Triton is built otherwise.
 

@@ -29,9 +29,9 @@ class Gates(Scorer):
 
     Attributes:
         sinks: first tokens that stay; None: as many as every query saw in training, ``gate.sink_tokens``.
-        recent: newest tokens that stay; None: ``trained_recent``, but at most ``recent_share`` of the budget, and
-            what the sinks leave of it.
-        recent_share: of the budget; None: a quarter.
+        recent: newest tokens that stay; None: ``recent_share`` of the budget says how many, and at most what the sinks
+            leave of it.
+        recent_share: of the budget; None: ``trained_recent``, but at most a quarter of it.
         trained_recent: as many tokens of the prompt as the first query behind it saw in training, which is
             ``gate.recent_tokens`` less its own; taken from the gates. The flags keep these too.
         trained_sinks: ``gate.sink_tokens``, taken from the gates.
@@ -72,8 +72,10 @@ class Gates(Scorer):
         """Return the sinks and the newest tokens."""
         sinks = torch.full_like(capacity, self.trained_sinks if self.sinks is None else self.sinks)
         if self.recent is None:
-            share = RECENT_SHARE if self.recent_share is None else self.recent_share
-            most = (capacity * share).long().clamp_max(self.trained_recent)
+            if self.recent_share is None:
+                most = (capacity * RECENT_SHARE).long().clamp_max(self.trained_recent)
+            else:
+                most = (capacity * self.recent_share).long()
             recent = most.minimum((capacity - sinks).clamp_min(0))
         else:
             recent = torch.full_like(capacity, self.recent)
