@@ -334,12 +334,12 @@ def rope_of(decoder: Any, layer: int) -> tuple[Callable[[Tensor, Tensor], tuple[
 
 
 def rotate(decoder: Any, x: Tensor, positions: Tensor, span: int = 1, layer: int = 0) -> Tensor:
-    """Rotate queries or keys further by whole positions, as the model's RoPE does; negative ones turn back.
+    """Rotate queries or keys further by positions, as the model's RoPE does; negative ones turn back.
 
     Args:
         decoder: the model's stack of layers.
         x: ``[B, H, n, D]``, already scaled as the model's RoPE scales (yarn).
-        positions: ``[B or 1, H or 1, n or 1]`` long.
+        positions: ``[B or 1, H or 1, n or 1]``, whole or not.
         span: rotate by the mean of so many positions, from each of these on.
         layer: index of the layer, where layers have several RoPEs.
     """

@@ -72,11 +72,10 @@ class Gates(Scorer):
         """Return the sinks and the newest tokens."""
         sinks = torch.full_like(capacity, self.trained_sinks if self.sinks is None else self.sinks)
         if self.recent is None:
+            recent = (capacity * (RECENT_SHARE if self.recent_share is None else self.recent_share)).long()
             if self.recent_share is None:
-                most = (capacity * RECENT_SHARE).long().clamp_max(self.trained_recent)
-            else:
-                most = (capacity * self.recent_share).long()
-            recent = most.minimum((capacity - sinks).clamp_min(0))
+                recent = recent.clamp_max(self.trained_recent)
+            recent = recent.minimum((capacity - sinks).clamp_min(0))
         else:
             recent = torch.full_like(capacity, self.recent)
         return seen.ends(sinks, recent)
