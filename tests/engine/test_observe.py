@@ -59,6 +59,18 @@ def test_rows(scene, last):
                 assert not part[:, held:].any()
 
 
+def test_moments_leave_out_queries_of_padding(scene):
+    last = max(scene.lengths)
+    moments = scene.seen.rows(last).moments
+    bounds = [scene.bound(lambda seen, i=i: seen.rows(last).moments[i]) for i in range(2)]
+    for b in range(len(scene.lengths)):
+        for h in range(scene.heads):
+            a = rows_by_hand(scene, b, h, last)[0]
+            wanted = a.mean(0), a.var(0) if len(a) > 1 else torch.zeros_like(a[0])
+            for got, want, bound in zip(moments, wanted, bounds, strict=True):
+                hold(got[b, h, : a.shape[1]], want, bound[b, h, : a.shape[1]])
+
+
 @pytest.mark.parametrize("block", [128, 4])
 def test_totals_are_the_same_in_blocks(scene, block, monkeypatch):
     monkeypatch.setattr(observe, "BLOCK", block)

@@ -29,22 +29,25 @@ def cases(draw):
     return score, protected, valid, capacity
 
 
-def by_hand(score, protected, valid, capacity):
-    """One head: the protected, then the best of the rest, the lower index first."""
+def by_hand(score, protected, valid, order, capacity):
+    """One head: the protected, then the best of the rest, equal ones in an order of slots."""
     sure = [p for p in range(len(score)) if valid[p] and protected[p]]
-    rivals = sorted((p for p in range(len(score)) if valid[p] and not protected[p]), key=lambda p: (-score[p], p))
-    return sorted(sure + rivals[: capacity - len(sure)])
+    rivals = [p for p in order if valid[p] and not protected[p]]
+    return sorted(sure + sorted(rivals, key=lambda p: -score[p])[: capacity - len(sure)])
 
 
-@given(cases())
+@given(cases(), st.booleans())
 @settings(max_examples=200)
-def test_select(case):
+def test_select(case, as_they_lie):
     score, protected, valid, capacity = case
-    keep = select(*case)
+    order = torch.arange(score.shape[-1]).expand(score.shape)
+    if not as_they_lie:
+        order = torch.rand(score.shape, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    keep = select(*case, order=None if as_they_lie else order)
     assert keep.dtype == torch.bool
     for b in range(score.shape[0]):
         for g in range(score.shape[1]):
-            wanted = by_hand(*(x[b, g].tolist() for x in (score, protected, valid)), int(capacity[b, g]))
+            wanted = by_hand(*(x[b, g].tolist() for x in (score, protected, valid, order)), int(capacity[b, g]))
             assert keep[b, g].nonzero().flatten().tolist() == wanted
 
 
