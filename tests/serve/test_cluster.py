@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -332,9 +333,10 @@ def test_queues_that_are_full(address):
     told = {"Authorization": f"Bearer {KEY}"}
     with ExitStack() as stack:
         client = stack.enter_context(httpx.Client(limits=httpx.Limits(max_connections=None), timeout=60))
-        accepted, end = 0, time.monotonic() + 180
+        accepted, end, conversations = 0, time.monotonic() + 60, count()
         while accepted <= 2 * (16 + 16):  # one more than there is room for
-            body = asked | {"prompt_cache_key": str(accepted % 3)}
+            # another one at each attempt: all places of one on the ring may be those of the replica that is full
+            body = asked | {"prompt_cache_key": str(next(conversations))}
             answer = stack.enter_context(
                 client.stream("POST", f"{address}/v1/chat/completions", json=body, headers=told)
             )
