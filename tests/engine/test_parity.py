@@ -76,3 +76,29 @@ def test_served_logits_equal_trained_logits_on_smollm2(smollm2):
     bound = of_logits(model, *rows)
     for b, want in enumerate(trained):
         hold(served[b], want, bound)
+
+
+@pytest.mark.parametrize("scope", ["causal", "prompt"])
+@pytest.mark.parametrize("prefill", ["sparse", "dense"])
+def test_no_logit_that_carries_loss_depends_on_a_later_token(tiny_llama, scope, prefill):
+    model = tiny_llama()
+    gates = gates_for(model, scope=scope, prefill=prefill)
+    ag.attach(model, gates)
+    prompt, length = 20, 28
+    ids = torch.randint(3, 128, (1, length), generator=torch.Generator().manual_seed(2))
+    plain_text = scope == "causal" and prefill == "sparse"
+    cases = [torch.tensor([prompt])] + ([None] if plain_text else [])
+
+    def logits(tokens, prompts):
+        with torch.no_grad():
+            return model(tokens, gating=ag.Gating(gates, torch.ones_like(tokens), prompts), use_cache=False).logits
+
+    for prompts in cases:
+        first = 0 if prompts is None else prompt - 1  # the first position whose next token carries loss
+        before = logits(ids, prompts)
+        for position in range(first + 1, length):
+            changed = ids.clone()
+            changed[0, position] = (ids[0, position] - 3 + 1) % 125 + 3
+            after = logits(changed, prompts)
+            assert torch.equal(after[:, first:position], before[:, first:position])
+            assert not torch.equal(after[:, position], before[:, position])
