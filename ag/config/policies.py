@@ -7,7 +7,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from ag.errors import check_known as check_known
+from ag.errors import check_known
 
 FULL = "full"  # evicts nothing, and has no scorer
 GATES = "gates"  # rank tokens under a budget

@@ -12,14 +12,14 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 import torch
 from torch import Tensor
 
-from ag.config.policies import FLAGS, check_known
+from ag.config.policies import FLAGS
 from ag.engine.allocators import ALLOCATORS, Allocator
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.scorers import SCORERS, Scorer
 from ag.engine.scorers.base import option_names
 from ag.engine.spec import PolicySpec, parse_budget
 from ag.engine.wrappers import WRAPPERS, Wrapper
-from ag.errors import UserError
+from ag.errors import UserError, check_known
 from ag.gates.gate import AttentionGates
 from ag.kernels.codes import KVDtype
 

@@ -86,9 +86,9 @@ class Slots(Original):
     def queries(self, q: Tensor, held: Rows, ranks: Tensor) -> Tensor:
         """Rotate queries to the slots of their tokens, counted from the last one held."""
         batch, heads = q.shape[:2]
-        held_ranks = held.ranks if held.valid is None else held.ranks.masked_fill(~held.valid, -1)
-        count = torch.full_like(held_ranks[:, 0], held_ranks.shape[1]) if held.valid is None else held.valid.sum(1)
-        shift = (count - 1 - held_ranks.amax(1)).view(batch, -1).repeat_interleave(heads * batch // len(count), 1)
+        count = held.ranks.shape[1] if held.valid is None else held.valid.sum(1, keepdim=True)
+        shift = (count - 1 - _newest(held)).view(batch, -1)
+        shift = shift.repeat_interleave(heads // shift.shape[1], 1)
         return rotate(self.decoder, q, (shift[:, :, None] + ranks[:, None]).clamp_min(0))
 
 
@@ -100,8 +100,8 @@ class Interpolated(Slots):
     text comes to lie where the context begins. While the text is no longer than the context nothing is squeezed, and
     places are those of :class:`Original`.
 
-    Source: position interpolation (Chen et al. 2023, arXiv 2306.15595), of the tokens alone that Self-Extend (Jin et
-    al. 2024, arXiv 2401.01325) puts into groups.
+    Source: position interpolation (Chen et al. 2023, arXiv 2306.15595), applied to far tokens alone; these are the
+    tokens whose positions Self-Extend (Jin et al. 2024, arXiv 2401.01325) groups.
     """
 
     name: ClassVar[str] = "interpolated"
@@ -119,7 +119,10 @@ class Interpolated(Slots):
         return rotate(self.decoder, q, places.repeat_interleave(heads // newest.shape[1], 1))
 
     def _places(self, ranks: Tensor, newest: Tensor) -> Tensor:
-        """Return places from 0, of tokens of ranks where the newest token has that rank; of the same shape."""
+        """Return where tokens of these ranks lie in the context, whose last position is the newest token's.
+
+        ``ranks`` and ``newest``, the rank of the newest token, broadcast.
+        """
         context: int = self.decoder.config.max_position_embeddings
         near = context // 2
         distance = (newest - ranks).float()
