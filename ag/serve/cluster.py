@@ -52,11 +52,12 @@ try:
     from ray.serve.exceptions import DeploymentUnavailableError
     from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
     from ray.serve.handle import DeploymentHandle
+    from ray.serve.request_router import PendingRequest, RunningReplica
 except ModuleNotFoundError as error:
     raise UserError("ag.serve needs Ray Serve with cluster=...: pip install 'ag[serve,cluster]'.") from error
 
 APP = "ag"  # the application's name on the cluster
-TRIES = 3  # replicas that a request may lose before it is refused
+TRIES = 3  # replicas that a request may lose, or find full, before it is refused
 LOST_SECONDS = 0.5  # after a loss, until all have heard of it; twice as long after the next
 HEALTH_SECONDS = 5.0  # between two looks at a replica
 LOOK_SECONDS = 10.0  # longest wait for what all replicas tell
@@ -90,12 +91,13 @@ class Replica:
         if self._service.worker.failed:
             raise StoppedError("the batcher has failed.")
 
-    async def ask(self, path: str, body: bytes) -> AsyncIterator[Message | None]:
+    async def ask(self, path: str, body: bytes, full: int = 0) -> AsyncIterator[Message | None]:
         """Answer a request.
 
         Args:
             path: of the endpoint.
             body: JSON, as it came.
+            full: replicas that had no room for it, which :class:`Ring` reads.
 
         Yields:
             None as soon as it is taken, then what the app sends (messages of ASGI).
@@ -115,6 +117,18 @@ class Replica:
         name = str(serve.get_replica_context().replica_id.unique_id)
         service = self._service
         return name, await service.snapshot(), await service.figures(), await service.works()
+
+
+class Ring(ConsistentHashRouter):
+    """Consistent hashing by conversation, which passes over the replicas that had no room for a request."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replicas that a request may go to, the first one preferred."""
+        ranked = await super().choose_replicas(candidate_replicas, pending_request)
+        full = pending_request.kwargs.get("full", 0) if pending_request else 0
+        return ranked[full:] or ranked  # where all were full, one may have room again
 
 
 class Front(Endpoints):
@@ -188,12 +202,11 @@ class Front(Endpoints):
             raise
 
     async def _asked(self, path: str, body: bytes) -> Response:
-        """Have a replica answer; where one dies before it has said anything, another one."""
+        """Have a replica answer; where one has no room, or dies before it has said anything, another one."""
         session, full, pause = conversation(body), 0, 0.0
-        for _ in range(TRIES):
+        for left in reversed(range(TRIES)):
             await asyncio.sleep(pause)
-            asked = self._replicas.options(stream=True, session_id=session and f"{session}{full}")
-            answer: Any = asked.ask.remote(path, body)
+            answer: Any = self._replicas.options(stream=True, session_id=session).ask.remote(path, body, full=full)
             try:
                 await self._taken(answer)
                 begin = await anext(answer)
@@ -203,9 +216,9 @@ class Front(Endpoints):
             except BaseException as error:
                 answer.cancel()
                 raise (refusal(error) if isinstance(error, UserError) else error) from None
-            if begin["status"] != 429 or full == TRIES - 1:
+            if begin["status"] != 429 or not left:
                 return Passed(begin, answer, self._close)
-            full += 1  # which is another place on the ring
+            full += 1
         raise refusal(StoppedError("the replicas that were asked have ended: ask again later."))
 
     async def _taken(self, answer: Any) -> None:
@@ -342,7 +355,10 @@ def application(config: ServeConfig, api_key: str | None) -> serve.Application:
         health_check_period_s=HEALTH_SECONDS,
         logging_config=LOGGING,
         max_constructor_retry_count=TRIES,
-        request_router_config=RequestRouterConfig(request_router_class=ConsistentHashRouter),  # type: ignore[arg-type]
+        request_router_config=RequestRouterConfig(
+            request_router_class=Ring,  # type: ignore[arg-type]
+            request_router_kwargs={"num_fallback_replicas": TRIES - 1},
+        ),
         **number,
     )
     front: Any = serve.deployment(

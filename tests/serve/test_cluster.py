@@ -7,8 +7,8 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
-from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -206,7 +206,7 @@ class Losing:
     def options(self, **told):
         return self
 
-    def remote(self, path, body):
+    def remote(self, path, body, full):
         self.asked.append(time.monotonic())
         return Answer(lost=len(self.asked) <= self.losses)
 
@@ -214,8 +214,8 @@ class Losing:
 class Answer:
     """What a replica says, until it is lost."""
 
-    def __init__(self, lost):
-        begin = {"type": "http.response.start", "status": 200, "headers": []}
+    def __init__(self, lost, status=200):
+        begin = {"type": "http.response.start", "status": status, "headers": []}
         self._said = iter([None, ActorUnavailableError("gone", None) if lost else begin])
 
     async def __anext__(self):
@@ -250,6 +250,35 @@ def test_what_a_lost_replica_was_asked_is_asked_again(losses, monkeypatch):
         assert asyncio.run(front.drain()) == 0  # nothing is open
     waits = [after - before for before, after in zip(replicas.asked, replicas.asked[1:], strict=False)]
     assert all(wait >= 0.05 * 2**number for number, wait in enumerate(waits))
+
+
+@pytest.mark.parametrize(("full", "places"), [(0, ["a", "b", "c"]), (1, ["b", "c"]), (2, ["c"]), (3, ["a", "b", "c"])])
+def test_replicas_without_room_are_passed_over(full, places, monkeypatch):
+    """In the order of the ring, which counts each once."""
+
+    async def ranked(*_):
+        return [["a"], ["b"], ["c"]]
+
+    monkeypatch.setattr(cluster.ConsistentHashRouter, "choose_replicas", ranked)
+    ring, asked = object.__new__(cluster.Ring), SimpleNamespace(kwargs={"full": full})
+    assert asyncio.run(ring.choose_replicas([], asked)) == [[place] for place in places]
+
+
+@pytest.mark.parametrize("without_room", [0, 1, cluster.TRIES - 1, cluster.TRIES])
+def test_a_request_is_asked_of_another_replica_where_the_queue_is_full(without_room):
+    """The client hears 429 from the last one."""
+    asked = []
+
+    class Full(Losing):
+        def remote(self, path, body, full):
+            asked.append(full)
+            return Answer(lost=False, status=429 if len(asked) <= without_room else 200)
+
+    config = resolve(ServeConfig, {"model": "smollm2", "cluster": "local"})
+    front = cluster.Front(Full(0), config, "h2o", None)
+    begin = asyncio.run(front._asked("/v1/completions", b"{}"))._begin
+    assert begin["status"] == (200 if without_room < cluster.TRIES else 429)
+    assert asked == [*range(min(without_room + 1, cluster.TRIES))]
 
 
 # ---- on a cluster
@@ -333,12 +362,10 @@ def test_queues_that_are_full(address):
     told = {"Authorization": f"Bearer {KEY}"}
     with ExitStack() as stack:
         client = stack.enter_context(httpx.Client(limits=httpx.Limits(max_connections=None), timeout=60))
-        accepted, end, conversations = 0, time.monotonic() + 60, count()
+        accepted, end = 0, time.monotonic() + 60
         while accepted <= 2 * (16 + 16):  # one more than there is room for
-            # another one at each attempt: all places of one on the ring may be those of the replica that is full
-            body = asked | {"prompt_cache_key": str(next(conversations))}
             answer = stack.enter_context(
-                client.stream("POST", f"{address}/v1/chat/completions", json=body, headers=told)
+                client.stream("POST", f"{address}/v1/chat/completions", json=asked, headers=told)
             )
             if answer.status_code == 200:
                 accepted += 1
@@ -351,7 +378,8 @@ def test_queues_that_are_full(address):
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
         assert int(answer.headers["Retry-After"]) > 0
         assert client.get(f"{address}/health").status_code == 200
-        assert 32 <= figures(address, "ag_answers").total() <= 64
+        answers = figures(address, "ag_answers")
+        assert 32 <= answers.total() <= 64 and len(+answers) == 2  # one conversation, but either has room
     until(lambda: figures(address, "ag_answers").total() == 0)
 
 
