@@ -147,6 +147,12 @@ class LossConfig:
     )
     anneal_steps: int = key(0, "steps after the warm start in which beta falls linearly from 1 to its value", low=0)
     mean: Literal["soft", "hard"] = key("soft", "mean over sigmoids, or over flags")
+    sampled_tokens: int = key(
+        0,
+        "tokens of a batch that the loss is measured on, drawn for each step; 0: all (where the vocabulary is large, "
+        "its logits take longer than the model)",
+        low=0,
+    )
     chunk_tokens: int = key(1024, "tokens whose logits exist at once in the loss", low=1)
 
     @property

@@ -41,6 +41,16 @@ def response_positions(labels: Tensor) -> tuple[Tensor, Tensor]:
     return rows, columns
 
 
+def sampled(labels: Tensor, count: int) -> Tensor:
+    """Return labels ``[B, T]`` of which at most ``count``, drawn at random, still carry loss; 0: all of them."""
+    rows, columns = response_positions(labels)
+    if not 0 < count < len(rows):
+        return labels
+    drawn = torch.randperm(len(rows))[:count].to(labels.device)
+    places = rows[drawn], columns[drawn] + 1
+    return torch.full_like(labels, -100).index_put(places, labels[places])
+
+
 def token_nll(model: nn.Module, hidden: Tensor, labels: Tensor, chunk: int = 1024) -> tuple[Tensor, Tensor]:
     """Compute the negative log-likelihood of each label ``[B, T]``, in nats, from final hidden states ``[B, T, d]``.
 

@@ -69,6 +69,7 @@ def plan(config: Config, measured: tuple[fake_step.Step, fake_step.Step] | None 
         states = {name: size / world for name, size in states.items()} | {"gathered layers": gathered}
     elif world > 1:
         states["all-reduce buckets"] = trained
+    loss_tokens = min(loss_tokens, config.loss.sampled_tokens or loss_tokens)
     chunk = min(config.loss.chunk_tokens, loss_tokens)
     vocabulary = geometry.get_text_config().vocab_size
     logits = chunk * vocabulary * _logit_bytes(config)

@@ -100,6 +100,19 @@ def test_logits_of_one_chunk_exist_at_once(tiny_llama):
     assert largest.rows == 5
 
 
+def test_of_sampled_labels_some_carry_loss():
+    """Each as often as the others: a draw of 3 of 7 has a token with probability 3/7, within five deviations."""
+    torch.manual_seed(0)
+    assert all(losses.sampled(LABELS, count) is LABELS for count in (0, 7, 8))
+    draws = 600
+    carry = torch.stack([losses.sampled(LABELS, 3)[:, 1:] for _ in range(draws)])
+    assert torch.equal(carry.where(carry != -100, LABELS[:, 1:]), LABELS[:, 1:].expand_as(carry))
+    drawn = carry != -100
+    assert set(drawn.sum((1, 2)).tolist()) == {3}
+    often = drawn.double().mean(0)[LABELS[:, 1:] != -100]
+    assert ((often - 3 / 7).abs() < 5 * math.sqrt(3 / 7 * 4 / 7 / draws)).all()
+
+
 def test_sample_mean_weighs_rows_alike():
     values = torch.tensor([1.0, 2.0, 6.0, 10.0], requires_grad=True)
     mean = losses.sample_mean(values, torch.tensor([0, 0, 0, 2]), 4)

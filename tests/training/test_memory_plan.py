@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoConfig
 
 from ag import plan as command
 from ag.config import Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
@@ -122,6 +123,18 @@ def test_parameters_are_exact_and_activations_those_that_the_step_saves(folder, 
     config.model.gradient_checkpointing = True
     assert saved_bytes(real(config)) == pytest.approx(kept, rel=0.15)
     assert kept < plain / 3
+
+
+@pytest.mark.slow
+def test_sampled_tokens_spare_the_logits_of_others(folder):
+    config, sampled = config_of(folder, "gates"), 8
+    plain = plan(config)
+    config.loss.sampled_tokens = sampled
+    fewer = plan(config)
+    geometry = AutoConfig.from_pretrained(folder)
+    passes = 2  # forward, and backward to the states
+    spared = 2 * LENGTH - sampled
+    assert plain.flops - fewer.flops == passes * 2 * spared * geometry.vocab_size * geometry.hidden_size
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from ag.data.collate import Collator, Row
 from ag.errors import UserError
 from ag.model import base as models
 from ag.training.loggers import MetricsFile
-from ag.training.losses import token_nll
+from ag.training.losses import sampled, token_nll
 from ag.training.module import GatedLM
 from tests.support import by_hand
 from tests.support.bounds import PASSES, ROUNDINGS, hold, of_logits, of_nats
@@ -419,6 +419,23 @@ def test_a_step_under_a_drawn_share(tiny_llama, objective, covers):
             hold(module.logged[name], plain_loss.logged[name], bound, name)
     assert shares[0] == shares[2] != shares[1]
     assert all(0.2 <= share <= 0.9 for share, _ in shares)
+
+
+def test_the_loss_of_sampled_tokens(tiny_llama):
+    """Those that are drawn for a step, the same ones whenever that step is taken."""
+    module = build(tiny_llama, loss=LossConfig(alpha=0.0, sampled_tokens=3))
+    module._trainer = SimpleNamespace(current_epoch=1, global_rank=0, global_step=0, _results=None)
+    data, found = batch(), []
+    for place in (3, 4, 3):
+        module.on_train_batch_start(data, place)
+        state = torch.get_rng_state()
+        found.append(float(module.training_step(data, place).detach()))
+        torch.set_rng_state(state)
+        fewer = data | {"labels": sampled(data["labels"], 3)}
+        assert (fewer["labels"] != -100).sum() == 3 < (data["labels"][:, 1:] != -100).sum()
+        whole = build_like(module, LossConfig())
+        assert found[-1] == float(whole.training_step(fewer, place).detach())
+    assert found[0] == found[2] != found[1]
 
 
 def build_like(module, loss):
