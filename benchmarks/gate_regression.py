@@ -56,13 +56,15 @@ class Config:
     dtype: str = key("bfloat16", "of the model")
     name: str = key("corpus", "dataset below root")
     length: int = key(2048, "tokens of a row", low=64)
+    written: int = key(0, "of these, how many at the end the model writes itself (sampled)", low=0)
     rows: int = key(50, "rows of the training documents", low=1)
     held: int = key(10, "rows of the validation documents", low=2)
     seed: int = key(0, "of the rows' draw", low=0)
     epochs: int = key(5, "times that each row is shown", low=1)
     lr: float = key(1e-3, "largest learning rate")
     kinds: list[str] = key(["mlp"], "of gates", words="kinds of benchmarks/gate_regression.py")
-    init: str | None = key(None, "folder of exported gates; they are trained as kind init")
+    init: str | None = key(None, "folder of exported gates, which kinds init (all of them) and lines train on")
+    mix: float = key(1.0, "share of what kind init has learned that stays; the rest is as it was", low=0, high=1)
     output: str = key("runs/gate_regression", "folder for rows, gates and gates.json")
 
 
@@ -120,6 +122,32 @@ class Ahead48(Ahead):
     ahead = 48
 
 
+class Lines(MLPGate):
+    """Gates of two layers that are not trained, and a line for each head that is: only how heads compare changes."""
+
+    def build(self, hidden_size: int, heads: int) -> None:
+        """Make the parameters."""
+        super().build(hidden_size, heads)
+        self.slope, self.shift = nn.Parameter(torch.zeros(heads)), nn.Parameter(torch.zeros(heads))
+
+    def start(self) -> None:
+        """Leave the logits as they are."""
+
+    def mix(self, hidden: Tensor, valid: Tensor | None, left_padded: bool, first: Tensor | None) -> Tensor:
+        """Return ``exp(slope)`` times the logits, plus ``shift``, ``[B, T, heads]``."""
+        return self.slope.exp() * super().mix(hidden, valid, left_padded, first) + self.shift
+
+    def folded(self) -> MLPGate:
+        """Return a gate of two layers with the mapped logits."""
+        width, heads = self.inner.in_features, self.outer.out_features
+        gate = MLPGate(width, heads, self.kv_heads, self.config).to(self.outer.weight)
+        gate.inner.load_state_dict(self.inner.state_dict())
+        with torch.no_grad():
+            gate.outer.weight.copy_(self.outer.weight * self.slope.exp()[:, None])
+            gate.outer.bias.copy_(self.outer.bias * self.slope.exp() + self.shift)
+        return gate
+
+
 class Decaying(RetentionGate):
     """What is left of a token's worth at the end of the row, scaled and shifted as the other layers' is."""
 
@@ -166,10 +194,13 @@ def made(kind: str, geometry: PretrainedConfig, init: str | None) -> AttentionGa
     Raises:
         UserError: there is no such kind.
     """
-    if kind == "init" and init is not None:
-        return AttentionGates.from_pretrained(init).requires_grad_(True)
+    if kind in ("init", "lines"):
+        if init is None:
+            raise UserError(f"kinds=[{kind}]: it goes on from gates that are there: give init=FOLDER.")
+        begun = AttentionGates.from_pretrained(init).requires_grad_(True)
+        return begun if kind == "init" else lined(begun)
     if kind not in GATES:
-        raise UserError(f"kinds=[{kind}]: expected some of {', '.join(GATES)}.")
+        raise UserError(f"kinds=[{kind}]: expected some of {', '.join([*GATES, 'init', 'lines'])}.")
     cls, settings, shared = GATES[kind]
     if cls is not None:
         KINDS[kind] = cast(Any, cls)
@@ -179,6 +210,24 @@ def made(kind: str, geometry: PretrainedConfig, init: str | None) -> AttentionGa
     for layer in others:
         for name in shared:
             setattr(layer, name, getattr(first, name))
+    return gates
+
+
+def lined(gates: AttentionGates) -> AttentionGates:
+    """Put a line for each head behind gates of two layers.
+
+    Raises:
+        UserError: the gates are of another kind.
+    """
+    if gates.config.kind != "mlp":
+        raise UserError(f"kinds=[lines] init=...: expected gates of gate.kind=mlp, and these are {gates.config.kind}.")
+    for index, layer in gates.layers.items():
+        gate = cast(MLPGate, layer)
+        line = Lines(gate.inner.in_features, gate.outer.out_features, gate.kv_heads, gates.config)
+        line.inner, line.outer = gate.inner, gate.outer
+        line.inner.requires_grad_(False)
+        line.outer.requires_grad_(False)
+        gates.layers[index] = line
     return gates
 
 
@@ -230,6 +279,19 @@ def drawn(documents: list[str], tokenizer: Any, config: Config) -> Iterator[list
         yield ids[first : first + config.length]
 
 
+@torch.no_grad()
+def written(model: PreTrainedModel, ids: list[int], count: int, seed: int) -> list[int]:
+    """Return a row whose last ``count`` tokens are what the model says behind the others."""
+    if not count:
+        return ids
+    torch.manual_seed(seed)
+    begin = torch.tensor([ids[:-count]])
+    told = cast(Any, model).generate(
+        begin, attention_mask=torch.ones_like(begin), do_sample=True, min_new_tokens=count, max_new_tokens=count
+    )
+    return [int(token) for token in told[0]]
+
+
 def files(config: Config, model: PreTrainedModel, tokenizer: Any) -> tuple[list[Path], list[Path]]:
     """Return the files of the rows for training and those that are held, reading what is not there yet."""
     source = dataset_of(DataConfig(kind="text", name=config.name, root=config.root))
@@ -238,11 +300,13 @@ def files(config: Config, model: PreTrainedModel, tokenizer: Any) -> tuple[list[
     found = []
     for split, count in (("train", config.rows), ("validation", config.held)):
         documents = [row["text"] for row in source.read(split)]
-        found.append([folder / f"{split}_{config.length}_{config.seed}_{number}.pt" for number in range(count)])
-        for path, ids in zip(found[-1], drawn(documents, tokenizer, config), strict=False):
+        name = f"{split}_{config.length}_{config.written}_{config.seed}"
+        found.append([folder / f"{name}_{number}.pt" for number in range(count)])
+        for number, (path, ids) in enumerate(zip(found[-1], drawn(documents, tokenizer, config), strict=False)):
             if not path.exists():
+                row = written(model, ids, config.written, number)
                 with replacing(path) as partial:
-                    torch.save(read(model, tokenizer, ids), partial)
+                    torch.save(read(model, tokenizer, row), partial)
     return found[0], found[1]
 
 
@@ -283,8 +347,10 @@ class Regressed:
 
 def train(config: Config, kind: str, gates: AttentionGates, rows: list[Path], held: list[Path]) -> Found:
     """Train gates, and ask them about the held rows."""
-    layers, parameters = gates.layer_indices, list(gates.parameters())  # what layers share comes once
+    layers = gates.layer_indices
+    parameters = [one for one in gates.parameters() if one.requires_grad]  # what layers share comes once
     found, start = Found(kind, sum(x.numel() for x in parameters)), time.process_time()
+    begun = [parameter.detach().clone() for parameter in parameters]
     optimiser = torch.optim.AdamW(parameters, config.lr, weight_decay=0.0)
     steps, draw = config.epochs * len(rows), random.Random(0)
     warm = LambdaLR(optimiser, lambda n: min(1.0, 5 * (n + 1) / steps) * 0.5 * (1 + np.cos(np.pi * n / steps)))
@@ -296,11 +362,17 @@ def train(config: Config, kind: str, gates: AttentionGates, rows: list[Path], he
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
             warm.step()
+    with torch.no_grad():
+        for now, before in zip(parameters, begun, strict=True):
+            now.copy_(before.lerp(now, config.mix if kind == "init" else 1.0))
     found.seconds = time.process_time() - start
     with torch.no_grad():
         asked = [Regressed(gates, load(path, layers)) for path in held]
         found.loss = sum(float(x.loss(gates)) for x in asked) / len(asked)
         found.kept = [[x.kept(share) for share in SHARES] for x in asked]
+    if kind == "lines":
+        for index, gate in gates.layers.items():
+            gates.layers[index] = cast(Lines, gate).folded()
     if GATES.get(kind, (None,))[0] is None:
         gates.save_pretrained(str(Path(config.output) / "gates" / kind))
     return found
@@ -308,9 +380,11 @@ def train(config: Config, kind: str, gates: AttentionGates, rows: list[Path], he
 
 def measure(config: Config) -> Iterator[Found]:
     """Train gates of each kind in turn."""
+    if config.written >= config.length:
+        raise UserError(f"written={config.written}: expected fewer than the {config.length} tokens of a row (length=).")
     model, tokenizer = load_base(ModelConfig(name=config.model, dtype=cast(Any, config.dtype)))
     kinds = {}
-    for kind in [*config.kinds, *(["init"] if config.init else [])]:
+    for kind in config.kinds:
         torch.manual_seed(0)
         kinds[kind] = made(kind, model.config, config.init)  # what is wrong is said before rows are read
     rows, held = files(config, model, tokenizer)

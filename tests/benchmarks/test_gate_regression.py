@@ -8,7 +8,7 @@ import torch
 
 from ag.gates.gate import AttentionGates
 from benchmarks import gate_regression
-from benchmarks.gate_regression import SINKS, Ahead8, Decaying, Found, Regressed, Row, made, read, table
+from benchmarks.gate_regression import SINKS, Ahead8, Decaying, Found, Lines, Regressed, Row, lined, made, read, table
 from tests.support.bounds import in_float64
 from tests.support.http_server import VOCABULARY, byte_tokenizer, saved
 from tests.support.refused import refuses
@@ -40,6 +40,28 @@ def test_a_gate_that_looks_ahead():
         mean = behind.mean(0) if len(behind) else torch.zeros(6, dtype=torch.float64)
         inner = torch.nn.functional.gelu(one.inner(torch.cat([hidden[0, place], mean])))
         torch.testing.assert_close(found[:, place], one.outer(inner).float(), **ROUNDED)
+
+
+def test_a_line_for_each_head():
+    """It maps the logits, alone or within the second layer."""
+    one, hidden = gate(Lines), torch.randn(1, 12, 6, dtype=torch.float64)
+    plain = one.outer(torch.nn.functional.gelu(one.inner(hidden)))
+    want = (one.slope.exp() * plain + one.shift)[0].T.float().detach()
+    torch.testing.assert_close(one(hidden)[0], want, **ROUNDED)
+    torch.testing.assert_close(one.folded()(hidden)[0], want, **ROUNDED)
+
+
+def test_only_the_lines_are_trained(tiny):
+    """They begin with the logits of the gates that were there, which have to be of two layers."""
+    gates, hidden = made("mlp", tiny.config, None), torch.randn(1, 12, 64)
+    want = [layer(hidden) for layer in gates.layers.values()]
+    assert all(torch.equal(layer(hidden), was) for layer, was in zip(lined(gates).layers.values(), want, strict=True))
+    trained = {name.rpartition(".")[2] for name, x in gates.named_parameters() if x.requires_grad}
+    assert trained == {"slope", "shift"}
+    with refuses(gate_regression.UserError, "kinds=[lines]", "linear"):
+        lined(made("linear", tiny.config, None))
+    with refuses(gate_regression.UserError, "kinds=[lines]", "init="):
+        made("lines", tiny.config, None)
 
 
 def test_a_worth_that_decays():
@@ -104,6 +126,16 @@ def test_rows_are_parts_of_joined_documents():
     assert texts == set(documents)
 
 
+def test_a_row_that_the_model_ends(tiny):
+    """Its beginning stays, the same seed writes the same end."""
+    ids = IDS.tolist()
+    first, again, other = (gate_regression.written(tiny, ids, 8, seed) for seed in (1, 1, 2))
+    assert first == again != other and {len(row) for row in (first, other)} == {len(ids)}
+    with refuses(gate_regression.UserError, "written=64", "length="):
+        next(gate_regression.measure(gate_regression.Config(length=64, written=64)))
+    assert first[:-8] == other[:-8] == ids[:-8] and gate_regression.written(tiny, ids, 0, 1) == ids
+
+
 def test_differences_are_to_the_first_kind():
     kinds = [Found("a", 10, kept=[[0.5, 0.5, 0.5]] * 3), Found("b", 10, kept=[[0.6, 0.7, 0.9]] * 3)]
     assert table(kinds).splitlines()[-1] == "| b | 10 | 0.0000 | 0.600 | 0.700 | 0.900 | +0.200 [+0.200, +0.200] |"
@@ -130,5 +162,17 @@ def test_the_command(tiny, tmp_path):
     assert not (output / "gates/decaying").exists()
     assert gate_regression.main([*told, "kinds=[mlp,lineal]", f"output={tmp_path}/new"]) == 2
     assert not (tmp_path / "new").exists()  # it was refused before a row was read
-    again = [*told, "epochs=1", "kinds=[]", f"init={output}/gates/mlp", f"output={output}"]
-    assert gate_regression.main(again) == 0
+    parts = {}
+    for mix in (0, 0.25, 1):
+        again = [*told, "epochs=1", "kinds=[init]", f"init={output}/gates/mlp", f"mix={mix}", f"output={output}"]
+        assert gate_regression.main(again) == 0
+        parts[mix] = [*AttentionGates.from_pretrained(str(output / "gates/init")).parameters()]
+    before = AttentionGates.from_pretrained(str(output / "gates/mlp")).parameters()
+    for old, *mixed in zip(before, *parts.values(), strict=True):
+        assert torch.equal(mixed[0], old) and torch.equal(mixed[1], old.lerp(mixed[2], 0.25))
+    assert not torch.equal(parts[0][0], parts[1][0])
+    assert (
+        gate_regression.main([*told, "epochs=1", "kinds=[lines]", f"init={output}/gates/mlp", f"output={output}"]) == 0
+    )
+    drawn = AttentionGates.from_pretrained(str(output / "gates/lines")).layers["0"]
+    assert torch.equal(drawn.inner.weight, parts[0][0]) and drawn.config.kind == "mlp"
