@@ -192,13 +192,13 @@ def made(kind: str, geometry: PretrainedConfig, init: str | None) -> AttentionGa
     """Return gates to train.
 
     Raises:
-        UserError: there is no such kind.
+        UserError: there is no such kind, or nothing that it could go on from.
     """
     if kind in ("init", "lines"):
         if init is None:
             raise UserError(f"kinds=[{kind}]: it goes on from gates that are there: give init=FOLDER.")
-        begun = AttentionGates.from_pretrained(init).requires_grad_(True)
-        return begun if kind == "init" else lined(begun)
+        begun = AttentionGates.from_pretrained(init)
+        return begun.requires_grad_(True) if kind == "init" else lined(begun)
     if kind not in GATES:
         raise UserError(f"kinds=[{kind}]: expected some of {', '.join([*GATES, 'init', 'lines'])}.")
     cls, settings, shared = GATES[kind]
@@ -221,12 +221,10 @@ def lined(gates: AttentionGates) -> AttentionGates:
     """
     if gates.config.kind != "mlp":
         raise UserError(f"kinds=[lines] init=...: expected gates of gate.kind=mlp, and these are {gates.config.kind}.")
-    for index, layer in gates.layers.items():
+    for index, layer in gates.requires_grad_(False).layers.items():
         gate = cast(MLPGate, layer)
         line = Lines(gate.inner.in_features, gate.outer.out_features, gate.kv_heads, gates.config)
         line.inner, line.outer = gate.inner, gate.outer
-        line.inner.requires_grad_(False)
-        line.outer.requires_grad_(False)
         gates.layers[index] = line
     return gates
 
