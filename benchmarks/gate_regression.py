@@ -348,7 +348,6 @@ def train(config: Config, kind: str, gates: AttentionGates, rows: list[Path], he
     layers = gates.layer_indices
     parameters = [one for one in gates.parameters() if one.requires_grad]  # what layers share comes once
     found, start = Found(kind, sum(x.numel() for x in parameters)), time.process_time()
-    begun = [parameter.detach().clone() for parameter in parameters]
     optimiser = torch.optim.AdamW(parameters, config.lr, weight_decay=0.0)
     steps, draw = config.epochs * len(rows), random.Random(0)
     warm = LambdaLR(optimiser, lambda n: min(1.0, 5 * (n + 1) / steps) * 0.5 * (1 + np.cos(np.pi * n / steps)))
@@ -360,9 +359,11 @@ def train(config: Config, kind: str, gates: AttentionGates, rows: list[Path], he
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
             warm.step()
-    with torch.no_grad():
-        for now, before in zip(parameters, begun, strict=True):
-            now.copy_(before.lerp(now, config.mix if kind == "init" else 1.0))
+    if kind == "init":
+        begun = AttentionGates.from_pretrained(cast(str, config.init))
+        with torch.no_grad():
+            for now, before in zip(parameters, begun.parameters(), strict=True):
+                now.copy_(before.lerp(now, config.mix))
     found.seconds = time.process_time() - start
     with torch.no_grad():
         asked = [Regressed(gates, load(path, layers)) for path in held]
