@@ -1,7 +1,7 @@
 """How an interceptor takes part in a Hugging Face model's forward pass: hooks, attention interface, decoder and head.
 
-An *interceptor* (:class:`Interceptor`: the gates of a training step, or an eviction cache) arrives as keyword argument
-``gating`` or ``past_key_values``. The decoder's forward passes it the padding, and runs the tokens in blocks if it asks
+An *interceptor* (:class:`Interceptor`: the gates of a training step, or an eviction cache) arrives as a keyword argument:
+``gating``, or the model's own for a cache (:func:`cache_argument`). The decoder's forward passes it the padding, and runs the tokens in blocks if it asks
 for them; a hook on each attention module passes it the hidden states; the attention function passes it q, k and v.
 Without one the model's own attention runs. Nothing global changes: each attention module gets its own shallow copy of
 the configuration, whose attention implementation is ``ag``, so that recomputation under gradient checkpointing takes
@@ -11,10 +11,11 @@ the same path.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -187,8 +188,23 @@ def instrument(model: nn.Module) -> Attachment:
 
 def _running(base: nn.Module, kwargs: dict[str, Any]) -> list[nn.Module]:
     """Return the modules that run in a forward pass with such keyword arguments; none without an interceptor."""
-    interceptor = kwargs.get("past_key_values")
-    return [base, *interceptor.modules()] if isinstance(interceptor, Interceptor) else []
+    interceptor = interceptor_in(kwargs)
+    return [] if interceptor is None else [base, *interceptor.modules()]
+
+
+def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
+    """Return the interceptor among the keyword arguments of a forward pass, whatever its name; None without one.
+
+    Gates (``gating``) come before a cache.
+    """
+    given = kwargs.get("gating")
+    return next((x for x in (given, *kwargs.values()) if isinstance(x, Interceptor)), None)
+
+
+@functools.cache
+def cache_argument(model: type[nn.Module]) -> str:
+    """Return what a class of models calls the cache in its forward pass: ``cache`` since transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def restore(model: nn.Module) -> None:
@@ -250,10 +266,10 @@ def _unwrapped(model: Any) -> Any:
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate, and tell the cache the text and where the prompt ends, which chunks and drafts do not show."""
-    cache = kwargs.get("past_key_values")
+    cache = interceptor_in(kwargs)
     given = (*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
     tokens = next((x for x in given if x is not None), None)
-    if not isinstance(cache, Interceptor) or tokens is None:
+    if cache is None or tokens is None:
         return type(model).generate(model, *args, **kwargs)
     mask, ids = kwargs.get("attention_mask"), tokens if tokens.ndim == 2 else None
     cache.expect(torch.ones(tokens.shape[:2], dtype=torch.bool) if mask is None else mask.bool(), ids)
@@ -270,8 +286,8 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     if args:
         names = list(inspect.signature(type(decoder).forward).parameters)[1:]
         named = dict(zip(names, args, strict=False)) | kwargs
-    interceptor = named.get("gating") or named.get("past_key_values")
-    if not isinstance(interceptor, Interceptor):
+    interceptor = interceptor_in(named)
+    if interceptor is None:
         return forward(*args, **kwargs)
     name = "input_ids" if named.get("inputs_embeds") is None else "inputs_embeds"
     tokens: Tensor = named[name]
@@ -358,8 +374,9 @@ def rotate(decoder: Any, x: Tensor, positions: Tensor, span: int = 1, layer: int
 
 
 def _before_attention(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    interceptor = kwargs.pop("gating", None) or kwargs.get("past_key_values")
-    if not isinstance(interceptor, Interceptor):
+    interceptor = interceptor_in(kwargs)
+    kwargs.pop("gating", None)
+    if interceptor is None:
         return None
     interceptor.reached = True
     interceptor.enter_layer(index, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
