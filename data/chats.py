@@ -1,22 +1,26 @@
 """Chats as rows of tokens: rendered by the tokenizer's template, with the loss on turns of the assistant.
 
 Where the template marks what the assistant says (``{% generation %}``), the marks say which tokens carry loss. Else a
-turn of the assistant is what the template writes between opening the turn and closing it, which is found by rendering
-the chat up to each turn, with and without it. A turn that the template writes otherwise when others follow, such as one
-whose thoughts are left out then, lies between the same opening and closing.
+turn of the assistant is what the template writes between opening the turn, as for an answer, and the next message.
+
+Where a message lies is known, not searched for: the chat is rendered once more with a symbol for each letter of what a
+message says, a symbol of its own for each text. The two renderings have to agree in all else. So what a message says
+cannot be taken for what the template writes or for what another one says, and what carries loss is checked by it.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+from jinja2 import Environment
 
 from ag.data.collate import Row
-from ag.data.encode import divided
 from ag.data.sources import DataError
 from ag.model.chat import REFUSALS, Message, for_template
 
@@ -26,6 +30,16 @@ if TYPE_CHECKING:
 MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
 #: What ShareGPT's ``from`` says, and what templates call it; other names stay.
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # that a template may leave out
+SYMBOL = 0x100000  # the first symbol: characters that Unicode leaves to private use
+
+
+class Said(NamedTuple):
+    """A text of a message, in which a symbol stands for each letter."""
+
+    turn: int
+    letters: str
+    needed: bool  # the template has to write it
 
 
 def is_marked(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -47,13 +61,15 @@ def encode(
     Args:
         tokenizer: renders the chat.
         messages: objects with ``role``, and ``content`` or ``tool_calls``; or with ``from`` and ``value`` (ShareGPT).
+            One with ``weight`` 0 carries no loss (OpenAI).
         place: file and row, for messages.
         given: so many messages are the prompt, in which no turn carries loss.
         end: tokens behind the chat, which carry loss.
         options: more arguments of the template, such as ``tools``.
 
     Raises:
-        DataError: no chat template, no turn to learn from, or a chat that does not go through the template.
+        DataError: no chat template, no turn to learn from, a chat that does not go through the template, or a turn that
+            the template does not write as it is.
     """
     if tokenizer.chat_template is None:
         raise DataError(
@@ -61,21 +77,20 @@ def encode(
             "one, such as its instruct version, or rows with a prompt and a response"
         )
     chat = [_message(message, place) for message in messages]
-    answers = [message for message in chat[given:] if message["role"] == "assistant"]
-    if not answers:
-        raise DataError(f"{place} has no message with role=assistant: nothing would carry loss; leave the row out")
-    if not all(message.get("content") or message.get("tool_calls") for message in answers):
+    weights = [message.pop("weight", 1) for message in chat]
+    if wrong := [weight for weight in weights if weight not in (0, 1)]:
+        raise DataError(f"{place} has a message with weight={wrong[0]!r:.80}: expected 0 (no loss on it) or 1")
+    taught = [i for i in range(given, len(chat)) if chat[i]["role"] == "assistant" and weights[i]]
+    if not taught:
+        raise DataError(f"{place} has no message with role=assistant that carries loss; leave the row out")
+    if not all(_is_text(chat[turn].get("content")) or chat[turn].get("tool_calls") for turn in taught):
         raise DataError(f"{place} has an empty turn of the assistant: leave the row out, or write a response")
     try:
-        ids, loss = (_by_marks if is_marked(tokenizer) else _by_prefixes)(tokenizer, chat, given, place, options)
+        ids, loss = _Rendered(tokenizer, chat, taught, place, options).tokens()
     except DataError:
         raise
     except REFUSALS as error:
         raise DataError(f"{place} does not go through the tokenizer's chat template: {error}") from error
-    if not loss.any():
-        raise DataError(
-            f"{place}: the chat template marks no token of the assistant's turns; check its generation marks"
-        )
     tokens = np.array([*ids, *end], dtype=np.int32)
     return Row(tokens, int(loss.argmax()), loss=np.append(loss, np.ones(len(end), dtype=np.bool_)))
 
@@ -100,80 +115,199 @@ def without_filled(value: Any) -> Any:
     return [without_filled(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _by_marks(
-    tokenizer: PreTrainedTokenizerBase, chat: list[Message], given: int, place: str, options: Mapping[str, Any]
-) -> tuple[list[int], Any]:
-    """Take the template's own mask, behind what it writes of the prompt."""
-    out: Any = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True, **options)
-    ids, loss = out["input_ids"], np.array(out["assistant_masks"], dtype=np.bool_)
-    if given:
-        prompt: Any = tokenizer.apply_chat_template(chat[:given], add_generation_prompt=True, **options)
-        before, _ = divided(prompt["input_ids"], ids)
-        loss[: len(before)] = False
-    return ids, loss
+def _is_text(content: Any) -> bool:
+    return bool(content.strip() if isinstance(content, str) else content)
 
 
-def _by_prefixes(
-    tokenizer: PreTrainedTokenizerBase, chat: list[Message], given: int, place: str, options: Mapping[str, Any]
-) -> tuple[list[int], Any]:
-    """Find the assistant's turns by rendering the chat up to each of them, with and without it."""
+class _Rendered:
+    """A chat as its template writes it, and the same text with symbols for the letters that messages say."""
 
-    def render(messages: list[Message], opened: bool = False) -> str:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened, **options))
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: list[Message],
+        taught: list[int],
+        place: str,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.tokenizer, self.chat, self.taught, self.place, self.options = tokenizer, chat, taught, place, options
+        self.said: list[Said] = []
+        self.letters = _letters(str(tokenizer.get_chat_template(tools=options.get("tools"))))
+        self.hidden = [self._hide(turn, message) for turn, message in enumerate(chat)]
+        self.text, self.cover = self._render(chat), self._render(self.hidden)
+        self.places: list[list[int]] = [[] for _ in self.said]  # of each symbol
+        for at in self._symbols(self.cover):
+            self.places[ord(self.cover[at]) - SYMBOL].append(at)
 
-    whole = render(chat)
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts = np.array(encoded["offset_mapping"])[:, 0]
-    loss = np.zeros(len(starts), dtype=np.bool_)
-    for turn, message in enumerate(chat):
-        if turn < given or message["role"] != "assistant":
-            continue
-        begin, end = _span(render, whole, chat, turn)
-        if begin >= end:
-            raise DataError(
-                f"{place}: the chat template does not write what turn {turn + 1} says when others follow, so that its "
-                "tokens cannot be found: use a template with {% generation %} marks, or a row for each answer, with "
-                "what comes before it as its prompt"
+    def tokens(self) -> tuple[list[int], npt.NDArray[np.bool_]]:
+        """Return the tokens, and which of them carry loss.
+
+        Raises:
+            DataError: it cannot be told of a turn which tokens are its own.
+        """
+        self._check_text()
+        encoded = self.tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = np.array(encoded["offset_mapping"]).reshape(-1, 2)
+        loss = self._by_marks(offsets) if is_marked(self.tokenizer) else self._by_turns(offsets)
+        self._check_loss(loss, offsets)
+        return encoded["input_ids"], loss
+
+    def _render(self, messages: list[Message], opened: bool = False) -> str:
+        told = {"tokenize": False, "add_generation_prompt": opened, **self.options}
+        return str(self.tokenizer.apply_chat_template(messages, **told))
+
+    def _hide(self, turn: int, message: Message) -> Message:
+        """Return a message with symbols for the letters that it says."""
+
+        def hide(value: Any, needed: bool = True) -> Any:
+            if isinstance(value, dict):
+                return {key: hide(inner, needed) for key, inner in value.items()}
+            if isinstance(value, list):
+                return [hide(inner, needed) for inner in value]
+            if not isinstance(value, str):
+                return value
+            symbol, letters = chr(SYMBOL + len(self.said)), [match[1] or "" for match in self.letters.finditer(value)]
+            self.said.append(Said(turn, "".join(letters), needed))
+            return self.letters.sub(lambda match: symbol if match[1] else match[0], value)
+
+        def hide_call(call: Any) -> Any:
+            inner, before = call.get("function", call), len(self.said)
+            inner = inner | {"arguments": hide(inner.get("arguments"))}
+            if not any(said.letters for said in self.said[before:]):  # only the name shows where the call lies
+                inner |= {"name": hide(inner.get("name"))}
+            return {**call, "function": inner} if "function" in call else inner
+
+        out = message | {key: hide(message[key], needed=False) for key in THOUGHTS if key in message}
+        if isinstance(content := message.get("content"), list):
+            out["content"] = [
+                part | {"text": hide(part["text"])} if isinstance(part, dict) and "text" in part else part
+                for part in content
+            ]
+        elif content is not None:
+            out["content"] = hide(content)
+        if calls := message.get("tool_calls"):
+            out["tool_calls"] = [hide_call(call) for call in calls]
+        return out
+
+    def _symbols(self, text: str) -> list[int]:
+        """Return where in a text with symbols these are."""
+        return [at for at, one in enumerate(text) if SYMBOL <= ord(one) < SYMBOL + len(self.said)]
+
+    def _turns(self, text: str) -> list[int]:
+        """Return the turns that a text with symbols is of, letter by letter."""
+        return [self.said[ord(text[at]) - SYMBOL].turn for at in self._symbols(text)]
+
+    def _check_text(self) -> None:
+        """Require that the template writes the turns that carry loss, and leaves out thoughts before them at most."""
+        pairs = enumerate(zip(self.text, self.cover, strict=False))
+        changed = next((at for at, (one, other) in pairs if one != other and not self._symbols(other)), None)
+        if changed is not None or len(self.text) != len(self.cover):
+            turn = (self._turns(self.cover[:changed]) or [0])[-1]
+            raise self._refused(turn, "writes other words around turn {} when that turn says other words")
+        for turn in self.taught:
+            if not any(said.letters for said in self.said if said.turn == turn and said.needed):
+                raise self._refused(turn, "has all that turn {} says among its own strings")
+        for said, places in zip(self.said, self.places, strict=True):
+            written = "".join(self.text[at] for at in places[: len(said.letters)])
+            whole = said.letters.endswith(written) if written else not said.letters
+            if said.turn in self.taught and said.needed and not whole:
+                raise self._refused(said.turn, "does not write what turn {} says as it is")
+
+    def _by_marks(self, offsets: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Take the template's own mask, without the turns that are not to carry loss."""
+        told = {"return_dict": True, "return_assistant_tokens_mask": True, **self.options}
+        out: Any = self.tokenizer.apply_chat_template(self.chat, **told)
+        loss = np.array(out["assistant_masks"], dtype=np.bool_)
+        for first, behind in np.flatnonzero(np.diff([0, *loss.astype(int), 0])).reshape(-1, 2):
+            begin, end = offsets[first][0], offsets[behind - 1][1]
+            of = self._turns(self.cover[begin:end]) or self._turns(self.cover[:begin])[-1:]
+            loss[first:behind] = bool(set(of) & set(self.taught))
+        return loss
+
+    def _by_turns(self, offsets: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Take of each turn what it says, and what closes it as far as that is a token of its own."""
+        starts, ends = offsets.T
+        loss = np.zeros(len(offsets), dtype=np.bool_)
+        for turn in self.taught:
+            begin, said, end = self._begin(turn), *self._end(turn)
+            loss |= (ends > begin) & ((starts < said) | (ends <= end))
+        return loss
+
+    def _begin(self, turn: int) -> int:
+        """Return where the template begins what it writes of a turn, behind how it opens an answer."""
+        if not turn:
+            return min(
+                at for said, places in zip(self.said, self.places, strict=True) if not said.turn for at in places
             )
-        loss |= (starts >= begin) & (starts < end)
-    return encoded["input_ids"], loss
+        before, opening = self._behind(self._render(self.hidden[:turn], opened=True), turn)
+        # a template may open an answer with more than it writes there in the end, such as a tag of thoughts
+        common = _common(opening, self.cover[before:])
+        _, unopened = self._behind(self._render(self.hidden[:turn]), turn)
+        if common < len(opening) and common <= _common(opening, unopened):
+            raise self._refused(turn, "begins turn {} otherwise than it opens an answer")
+        return before + common
+
+    def _end(self, turn: int) -> tuple[int, int]:
+        """Return where what a turn says ends, and where the template has closed it."""
+        said, closing = self._behind(self._render(self.hidden[: turn + 1]), turn)
+        return said, said + _common(closing, self.cover[said:])
+
+    def _behind(self, part: str, turn: int) -> tuple[int, str]:
+        """Find in the text the last letter that the first messages say, from the rendering of these alone.
+
+        Returns:
+            Where it ends in the text, and what the template writes behind it in the rendering.
+        """
+        symbols = self._symbols(part)
+        if not symbols:
+            return 0, part
+        last = part[symbols[-1]]
+        places = self.places[ord(last) - SYMBOL]
+        if not places:
+            raise self._refused(turn, "changes what comes before turn {} when others follow")
+        return places[min(part.count(last), len(places)) - 1] + 1, part[symbols[-1] + 1 :]
+
+    def _check_loss(self, loss: npt.NDArray[np.bool_], offsets: npt.NDArray[Any]) -> None:
+        """Require loss on all that is said in the turns that are to carry it, and on nothing that others say."""
+
+        def covered(tokens: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+            steps = np.zeros(len(self.text) + 1, dtype=np.int64)
+            np.add.at(steps, offsets[tokens, 0], 1)
+            np.add.at(steps, offsets[tokens, 1], -1)
+            return np.cumsum(steps) > 0
+
+        carries, bare = covered(loss), covered(~loss)
+        for said, places in zip(self.said, self.places, strict=True):
+            own = places[: len(said.letters)]
+            if said.turn not in self.taught and carries[own].any():
+                raise self._refused(said.turn, "would put loss on what turn {} says")
+            if said.turn in self.taught and said.needed and bare[own].any():
+                raise self._refused(said.turn, "leaves some of what turn {} says without loss")
+
+    def _refused(self, turn: int, what: str) -> DataError:
+        return DataError(
+            f"{self.place}: the chat template {what.format(turn + 1)}, so that it is not known which tokens carry "
+            "loss: use a template with {% generation %} marks, a row for each answer with what comes before it as its "
+            "prompt, or leave the row out"
+        )
 
 
-def _span(render: Callable[..., str], whole: str, chat: list[Message], turn: int) -> tuple[int, int]:
-    """Return where a turn of the assistant begins and ends in the text of a chat; the same place: it is not there."""
-    closed, opened = render(chat[: turn + 1]), render(chat[:turn], True) if turn else ""
-    # a template may open a turn with more than it writes there in the end, such as empty thoughts
-    begin = len(os.path.commonprefix([opened, closed]))
-    if whole.startswith(closed):
-        return begin, len(closed)
-    # later messages change how this turn, or what comes before it, is written: the end is as far from what another
-    # turn in its place would change as it is where the turn is the last one
-    other = _changed(chat[turn])
-    after = _common_end(whole, render([*chat[:turn], other, *chat[turn + 1 :]]))
-    closing = _common_end(closed, render([*chat[:turn], other]))
-    if after == len(whole):
-        return 0, 0
-    tail = os.path.commonprefix([whole[len(whole) - after :], closed[len(closed) - closing :]])
-    end = len(whole) - after + len(tail)
-    if not turn:
-        return 0, end
-    opening = opened[len(render(chat[:turn])) : begin]
-    return whole.rfind(opening, 0, end) + len(opening), end
+def _common(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    return len(os.path.commonprefix([one, other]))
 
 
-def _changed(message: Message) -> Message:
-    """Return a message that ends with something else than this one."""
-    content = message.get("content")
-    if isinstance(content, str) and content.strip():
-        return {**message, "content": content.rstrip() + ("y" if content.rstrip().endswith("x") else "x")}
-    if not message.get("tool_calls"):
-        return message
-    *calls, last = message["tool_calls"]
-    inner = last.get("function", last)
-    inner = {**inner, "name": f"{inner['name']}x"}
-    return {**message, "tool_calls": [*calls, {**last, "function": inner} if "function" in last else inner]}
+@lru_cache(maxsize=8)
+def _letters(template: str) -> re.Pattern[str]:
+    """Return a pattern whose first group is a letter that a symbol may stand for.
 
-
-def _common_end(one: str, other: str) -> int:
-    """Return how many characters two texts end with alike."""
-    return len(os.path.commonprefix([one[::-1], other[::-1]]))
+    Blanks stay, which templates strip, and so does what JSON escapes and each string of the template, such as
+    ``</think>``, which it may look for.
+    """
+    strings = {
+        token.value.strip()
+        for token in Environment().lexer.tokenize(template)
+        if token.type == "string" and re.search(r"[^\w\s]", token.value)
+    }
+    stays = "|".join(re.escape(one) for one in sorted(strings, key=len, reverse=True) if one)
+    return re.compile(rf"(?:{stays or '(?!)'}|[\s\"\\\x00-\x1f])|(.)", re.DOTALL)

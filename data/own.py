@@ -156,8 +156,27 @@ def _chats(
         place = f"{where} row {number}"
         check_fields(row, dict.fromkeys(form.columns, list), place)
         messages = list(itertools.chain.from_iterable(row[name] for name in form.columns))
-        given = 0 if form.prompt is None else len(row[form.prompt])
-        yield chats.encode(tokenizer, messages, place, given=given, end=end, options=_options(row, place))
+        system = _system(row, messages, place)
+        given = 0 if form.prompt is None else len(system) + len(row[form.prompt])
+        try:
+            yield chats.encode(tokenizer, system + messages, place, given=given, end=end, options=_options(row, place))
+        except RecursionError as error:
+            raise DataError(f"{place} has objects inside objects too deep to be read: leave the row out") from error
+
+
+def _system(row: Record, messages: list[Any], place: str) -> list[Record]:
+    """Return the message of a row's column ``system``, which ShareGPT has beside the chat; empty: there is none."""
+    told = row.get("system")
+    if not told:
+        return []
+    if not isinstance(told, str):
+        raise DataError(f"{place}: field system is {type(told).__name__}, expected the text of a system message")
+    first = messages[0] if messages and isinstance(messages[0], dict) else {}
+    if "system" not in (first.get("role"), first.get("from")):
+        return [{"role": "system", "content": told}]
+    if told not in (first.get("content"), first.get("value")):
+        raise DataError(f"{place} has a field system and a first message that is another system message: keep one")
+    return []
 
 
 def _options(row: Record, place: str) -> dict[str, Any]:

@@ -88,6 +88,52 @@ def test_other_roles_of_sharegpt(module, tokenizer):
     assert loss == "Yes.</s>\n"
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_column_with_the_system_message(module, tokenizer, template):
+    """It comes first, once; in rows of prompt and completion it belongs to the prompt."""
+    turns = [{"from": "human", "value": "Rain?"}, {"from": "gpt", "value": "Yes."}]
+    told = {"from": "system", "value": "Be brief."}
+    chat = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "Yes."}]
+    expected = rendered([("system", "Be brief."), ("user", "Rain?")]) + "[assistant]\n"
+    for row in (
+        {"conversations": turns, "system": "Be brief."},
+        {"conversations": [told, *turns], "system": "Be brief."},
+        {"conversations": [told, *turns], "system": ""},
+        {"conversations": [told, *turns], "system": None},
+        {"messages": chat, "system": "Be brief."},
+        {"prompt": chat[:1], "completion": chat[1:], "system": "Be brief."},
+    ):
+        [(prompt, loss)] = answered(module([row] * 2, template), tokenizer)
+        assert (prompt, loss.strip()) == (expected, "Yes.</s>")
+    for system, parts in (("Be long.", "row 2 system"), (["Be brief."], "row 2 system list")):
+        with refuses(DataError, *parts.split()):
+            module([{"conversations": [told, *turns], "system": system}] * 2, template)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_messages_of_weight_0_carry_no_loss(module, tokenizer, template):
+    """As OpenAI has them; the prompt ends where the first answer begins that carries loss."""
+    roles = ["user", "assistant"] * 3
+
+    def row(*weights):
+        turns = zip(roles, "abcdef", [None, weights[0], None, weights[1], None, weights[2]], strict=True)
+        return {"messages": [{"role": role, "content": said, "weight": weight} for role, said, weight in turns]}
+
+    for weights, prompt, loss in (
+        ((0, 1, None), "abc", "df"),
+        ((1, 0, 1), "a", "bf"),
+        ((0, 0, 1), "abcde", "f"),
+        ((None, 1, 0), "a", "bd"),
+    ):
+        [(before, carries)] = answered(module([row(*weights)] * 2, template), tokenizer)
+        assert before == rendered(zip(roles, prompt, strict=False)) + "[assistant]\n"
+        assert carries.replace("\n", "") == "".join(f"{one}</s>" for one in loss)
+    with refuses(DataError, "row 2", "weight=0.5", "0", "1"):
+        module([row(1, 0.5, 1)] * 2, template)
+    with refuses(DataError, "row 2", "role=assistant", "loss"):
+        module([row(0, 0, 0)] * 2, template)
+
+
 def test_tools_and_options_of_the_template(module, tokenizer):
     template = "{{ tools[0].name }}{{ mood }}|" + PLAIN
     tools = [{"name": "rain", "parameters": {}}]

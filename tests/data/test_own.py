@@ -158,11 +158,9 @@ def test_a_validation_split_is_used_where_there_is_one(module, write, tmp_path, 
             "row 2 template",
         ),
         ([{"messages": CHAT}], "{{ raise_exception('no system') }}", "row 2 template no system"),
-        (
-            [{"messages": CHAT}],
-            "{% if not messages %}{% generation %}{% endgeneration %}{% endif %}x",
-            "row 2 template assistant generation",
-        ),
+        ([{"messages": CHAT}], "{% generation %}{% endgeneration %}x", "row 2 template turn 3 generation"),
+        ([{"messages": CHAT}], "{% generation %}{% endgeneration %}" + PLAIN, "row 2 template turn 3 generation"),
+        ([{"messages": CHAT}], "{% generation %}" + PLAIN + "{% endgeneration %}", "row 2 template turn 1 generation"),
     ],
 )
 def test_rows_that_cannot_be_used(module, rows, template, parts):

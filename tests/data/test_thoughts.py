@@ -93,11 +93,13 @@ def test_tables_fill_up_what_other_rows_have(make_config, tokenizer, tmp_path, m
 
 def test_thoughts_inside_the_text_of_a_turn(said):
     """As templates have them that cut the content where the thoughts end."""
-    template = UNMARKED.replace("{{ m.content or '' }}", "{{ m.content if loop.last else m.content.split('!')[-1] }}")
+    cut = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+    template = UNMARKED.replace("{{ m.content or '' }}", cut)
     chat = [
         {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "hm!a"},
+        {"role": "assistant", "content": "<think>hm</think>a"},
         {"role": "user", "content": "r"},
-        {"role": "assistant", "content": "so!a"},
+        {"role": "assistant", "content": "<think>so</think>a"},
     ]
-    assert said(template, chat) == ("user: q\nbot:\na</s>\nuser: r\nbot:\nso!a</s>\n", ["a</s>\n", "so!a</s>\n"])
+    last = "<think>so</think>a</s>\n"
+    assert said(template, chat) == (f"user: q\nbot:\na</s>\nuser: r\nbot:\n{last}", ["a</s>\n", last])

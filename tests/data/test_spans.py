@@ -1,0 +1,206 @@
+"""Which tokens of a chat carry loss, under the templates that trl ships and under some of common models.
+
+Each word of a message has the message's number in it, so that the words show whose tokens carry loss.
+"""
+
+import importlib.util
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ag.data.chats import encode, is_marked
+from ag.data.sources import DataError
+from tests.data.conftest import byte_level
+from tests.support.refused import names, refuses
+
+_TRL = importlib.util.find_spec("trl")
+SHIPPED = sorted(Path(_TRL.submodule_search_locations[0]).glob("chat_templates/*.jinja")) if _TRL else []
+
+TURN = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+ANSWER = "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
+THINKING = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% set said = m.content %}{% set thought = m.reasoning_content or '' %}"
+    "{% if m.role == 'assistant' and '</think>' in said %}"
+    "{% set thought = said.split('</think>')[0].split('<think>')[-1] %}{% set said = said.split('</think>')[-1] %}"
+    "{% endif %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.index0 > ns.last %}"
+    "{{ '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}{% endif %}"
+    "{{ said.lstrip('\n') + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{% set rest = messages %}{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% endif %}{{ '<s>' }}"
+    "{% for m in rest %}{% if m.role == 'user' %}{{ '[INST]' }}{% if loop.index0 >= rest | length - 2 and "
+    "messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}{{ m.content + '[/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content | trim + '</s>' }}{% endif %}{% endfor %}"
+)
+#: Of some templates what is written, at an earlier turn and at the last one, of a turn that says {}.
+COMMON = {
+    "phi-3": (TURN.replace("|>'", "|>\n'") + ANSWER.replace("|>", "|>\n"), "{}<|end|>\n", "{}<|end|>\n</s>"),
+    "phi-4-mini": (TURN + ANSWER, "{}<|end|>", "{}<|end|></s>"),
+    "qwen3-thinking": (THINKING, "{}<|im_end|>\n", "\n</think>\n\n{}<|im_end|>\n"),
+    "mistral": (MISTRAL, " {}</s>", " {}</s>"),
+}
+TEMPLATES = {path.stem: path.read_text() for path in SHIPPED} | {name: one[0] for name, one in COMMON.items()}
+PARTS = ("idefics3", "llava_next", "smolvlm")  # read the content as parts
+TAG = re.compile(r"<[^\s<>'\"]+>|\[/?[A-Z_]+\]")
+MARKERS = [
+    "<|im_end|>\n<|im_start|>user\n",
+    "<|user|>",
+    "</s>[INST]",
+    "[/INST] ",
+    "<|eot_id|>",
+    "\nassistant\n",
+    "<think>",
+]
+KINDS = ("plain", "system", "spaces", "thoughts", "reasoning", "empty", "markers", "calls", "letters")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """It has the tags of all templates for tokens, as the models have those of their own."""
+    made = byte_level()
+    made.add_special_tokens(
+        {"additional_special_tokens": sorted({t for s in TEMPLATES.values() for t in TAG.findall(s)})}
+    )
+    return made
+
+
+def words(rng, turn, letter="w"):
+    """Words of a turn; thoughts have another letter."""
+    return " ".join(f"{letter}{turn}n{i}x" for i in range(rng.randint(1, 3)))
+
+
+def draw(rng, kind):
+    """A chat of a kind."""
+    roles = ["user", "assistant"] * rng.randint(1, 3)
+    if kind == "system":
+        roles = ["system", *roles]
+    if kind == "calls":
+        roles = ["user", "assistant", "tool", "assistant", *roles]
+    chat = []
+    for turn, role in enumerate(roles):
+        said = words(rng, turn)
+        if kind == "spaces":
+            said = (
+                rng.choice(["", " ", "\n", "\n\n ", "\t"]) + said.replace(" ", "  \n") + rng.choice(["", " ", "\n\n"])
+            )
+        if kind == "markers":
+            said = (
+                rng.choice(["", *MARKERS]) + said.replace(" ", rng.choice([" ", *MARKERS])) + rng.choice(["", *MARKERS])
+            )
+        if kind == "letters":
+            said = '\u00e9\U0001f600"\\' + said + rng.choice(['"', "\U0001f600", "\u4e2d.", "!"])
+        if kind == "empty" and role == "user" and rng.random() < 0.7:
+            said = rng.choice(["", " "])
+        if kind == "thoughts" and role == "assistant" and rng.random() < 0.7:
+            said = (
+                rng.choice(["<think>", "<think>\n", ""])
+                + words(rng, turn, "t")
+                + rng.choice(["</think>", "\n</think>\n\n"])
+                + said
+            )
+        message = {"role": role, "content": said}
+        if kind == "reasoning" and role == "assistant" and rng.random() < 0.7:
+            message["reasoning_content"] = words(rng, turn, "t")
+        if role == "tool":
+            message |= {"name": "look", "tool_call_id": "123456789"}
+        if kind == "calls" and turn == 1:
+            told = rng.choice([{}, {"town": words(rng, turn)}, {"n": 3, "towns": [words(rng, turn) + '"\n\u00e9']}])
+            call = {"id": "123456789", "type": "function", "function": {"name": "look", "arguments": told}}
+            message = {"role": role, "tool_calls": [call]} | rng.choice([{}, {"content": ""}, {"content": said}])
+        chat.append(message)
+    return chat
+
+
+def as_parts(chat):
+    return [m | {"content": [{"type": "text", "text": m["content"]}]} if "content" in m else m for m in chat]
+
+
+def parted(tokenizer, row, text):
+    """The text of a row's tokens and, letter by letter, whether it carries loss."""
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    assert row.tokens.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    carries = [set() for _ in text]
+    for (begin, end), loss in zip(offsets, row.loss.tolist(), strict=True):
+        for at in range(begin, end):
+            carries[at].add(loss)
+    return carries
+
+
+def runs(tokenizer, row):
+    """The texts that carry loss."""
+    edges = np.flatnonzero(np.diff([0, *row.loss.astype(int), 0])).reshape(-1, 2)
+    return [tokenizer.decode(row.tokens[first:behind]) for first, behind in edges]
+
+
+@pytest.mark.parametrize("name", TEMPLATES or [pytest.param("", marks=pytest.mark.skip("needs trl"))])
+def test_the_loss_is_on_what_the_assistant_says(tokenizer, monkeypatch, name):
+    """All of it and nothing that others say; or the chat is refused, which says of which turn."""
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES[name])
+    for kind in KINDS:
+        for number in range(3):
+            chat = draw(random.Random(f"{name}/{kind}/{number}"), kind)
+            chat = as_parts(chat) if name.startswith(PARTS) else chat
+            given = random.Random(number).choice([0, 0, len(chat) - 1])
+            taught = [i for i, message in enumerate(chat) if message["role"] == "assistant" and i >= given]
+            try:
+                row = encode(tokenizer, chat, "file row 3", given=given, end=[], options={})
+            except DataError as error:
+                names(str(error), "file row 3", "chat template")
+                assert kind == "calls" or kind == "system" and "System role not supported" in str(error), error
+                assert not name.startswith(("qwen3_", "nemotron")) or "_vl" in name, error
+                continue
+            text = tokenizer.apply_chat_template(chat, tokenize=False)
+            carries = parted(tokenizer, row, text)
+            found = set()
+            for match in re.finditer(r"([wt])(\d+)n\d+x", text):
+                turn = int(match[2])
+                assert set.union(*carries[slice(*match.span())]) == {turn in taught}, (kind, match[0], text)
+                found.add(match[0])
+            for turn in taught:
+                said = str(chat[turn].get("content", "")).rpartition("</think>")[2] + str(chat[turn].get("tool_calls"))
+                assert set(re.findall(r"w\d+n\d+x", said)) <= found
+            assert row.prompt_length == int(row.loss.argmax())
+            if not is_marked(tokenizer) and kind == "plain":
+                before = tokenizer.apply_chat_template(chat[: taught[0]], tokenize=False, add_generation_prompt=True)
+                assert before.startswith(tokenizer.decode(row.tokens[: row.prompt_length]))
+                assert len(runs(tokenizer, row)) == len(taught)
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_a_turn_is_what_is_written_of_it(tokenizer, monkeypatch, name):
+    """From what opens an answer to what closes it, letter by letter; words that repeat are told apart."""
+    template, earlier, last = COMMON[name]
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    for said in (["a", "b", "c"], ["ok"] * 3, ["user", "assistant", "end"], ["a <|user|> b", "</s>a", "[INST] a"]):
+        for system in ([], [{"role": "system", "content": said[0]}]):
+            chat = [*system]
+            for one in said:
+                chat += [{"role": "user", "content": one}, {"role": "assistant", "content": one}]
+            row = encode(tokenizer, chat, "row 1", end=[], options={})
+            assert runs(tokenizer, row) == [earlier.format(said[0]), earlier.format(said[1]), last.format(said[2])]
+
+
+@pytest.mark.parametrize(
+    ("template", "turn"),
+    [
+        ("{{ m.content[:4] }}", 2),  # cuts what is said
+        ("{{ m.content | upper }}", 2),
+        ("{{ m.content if loop.last else '...' }}", 2),
+        ("{{ m.content }}{% if 'says' in m.content %}!{% endif %}", 1),  # writes by what is said
+        ("{% generation %}{{ m.content[:4] }}{% endgeneration %}{{ m.content[4:] }}", 2),
+        ("{% generation %}{{ m.content }}{% endgeneration %}", 1),  # marks all
+        ("{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}", 2),
+        ("{{ m.content }}{% if loop.last and add_generation_prompt %}?{% else %}!{% endif %}", 2),  # opens otherwise
+    ],
+)
+def test_turns_that_cannot_be_told_are_named(tokenizer, monkeypatch, template, turn):
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}" + template + " {% endfor %}")
+    chat = [{"role": role, "content": f"{role} says"} for role in ("user", "assistant") * 2]
+    with refuses(DataError, "row 5", f"turn {turn}", "generation"):
+        encode(tokenizer, chat, "row 5", end=[], options={})
