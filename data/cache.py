@@ -19,7 +19,7 @@ from ag.files import fsync
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 3  # raise it when rows are cut in another way: a cache that was made before is not read again
+FORMAT = 4  # raise it when rows are cut in another way: a cache that was made before is not read again
 MANIFEST, TOKENS, ENDS, PLACES = "manifest.json", "tokens.bin", "ends.bin", "places.bin"
 NONE = -1  # no prompt, nothing copied
 

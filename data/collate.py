@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
+LEADS = "\n" + string.punctuation  # texts behind which others are tokenised, the first that does not merge with them
 Tokens = npt.NDArray[np.int32]
 
 
@@ -166,3 +168,24 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[l
         return []
     ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     return ids
+
+
+def tokenize_after(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Tokenise texts that continue other ones, without special tokens.
+
+    Where a tokenizer puts a space before a text, as SentencePiece does, each is tokenised behind another text, whose
+    tokens are cut off.
+    """
+    found, left = tokenize(tokenizer, texts), list(range(len(texts)))
+    [word] = tokenize(tokenizer, ["a"])
+    if tokenizer.decode(word + word) == 2 * str(tokenizer.decode(word)):
+        return found
+    for lead in LEADS:
+        if not left:
+            break
+        before, word, *both = tokenize(tokenizer, [lead, f"{lead}a", *(lead + texts[i] for i in left)])
+        if word[: len(before)] == before and str(tokenizer.decode(word)).endswith(f"{lead}a"):
+            apart = {i: ids[len(before) :] for i, ids in zip(left, both, strict=True) if ids[: len(before)] == before}
+            found = [apart.get(i, ids) for i, ids in enumerate(found)]
+            left = [i for i in left if i not in apart]
+    return found

@@ -1,9 +1,7 @@
 """Prompts and answers as rows of tokens.
 
-The prompt is tokenised by itself, so that training sees the prompt tokens that serving feeds. The response is
-tokenised together with the prompt's last line, whose tokens are then taken off; only where the two merge over
-the border is it tokenised by itself (doing so always would give SentencePiece tokenizers a second leading
-space).
+The prompt is tokenised by itself, so that training sees the prompt tokens that serving feeds; the response as a text
+that continues another one.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ag.data.collate import Answer, Row, start_tokens, tokenize
+from ag.data.collate import Answer, Row, start_tokens, tokenize, tokenize_after
 from ag.data.module import Counts
 from ag.data.sources import DataError
 from ag.data.templates import Example
@@ -61,14 +59,8 @@ class Encoder:
             contexts = tokenize(self.tokenizer, [question.context for question in questions])
             borders = [len(divided(context, prompt)[0]) for context, prompt in zip(contexts, prompts, strict=True)]
         answers = [self.before + questions[number].choices[choice] for number, choice in asked]
-        lines = [questions[number].prompt.rsplit("\n", 1)[-1] for number, _ in asked]
-        before = tokenize(self.tokenizer, lines)
-        joint = tokenize(self.tokenizer, [line + answer for line, answer in zip(lines, answers, strict=True)])
-        alone = tokenize(self.tokenizer, answers)
         groups: list[list[Row]] = [[] for _ in questions]
-        for (number, choice), line, both, response in zip(asked, before, joint, alone, strict=True):
-            if len(both) > len(line) and both[: len(line)] == line:
-                response = both[len(line) :]
+        for (number, choice), response in zip(asked, tokenize_after(self.tokenizer, answers), strict=True):
             row = self._row(prompts[number], borders[number], response + self.end, f"{split} row {number + 1}")
             answer = Answer(number, choice, questions[number].target) if every_choice else None
             groups[number].append(row._replace(answer=answer))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ag.data.cache import cached, tokenizer_identity
-from ag.data.collate import Collator, Row, padding_token, start_tokens, tokenize
+from ag.data.collate import Collator, Row, padding_token, start_tokens, tokenize, tokenize_after
 from ag.data.kinds import DataKind
 from ag.data.module import Counts, DataModule
 from ag.data.sources import DataError, Source, check_fields, dataset_of, held_out
@@ -123,7 +123,7 @@ def _windows(data: DataConfig, longest: int, start: list[int], seed: int, counts
 def _repeated(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int, start: list[int], seed: int, counts: Counts
 ) -> Repeated:
-    again = tokenize(tokenizer, [AGAIN])[0]
+    again = tokenize_after(tokenizer, [AGAIN])[0]
     room = longest - len(start) - len(again)
     if room // 2 < STEP:
         raise DataError(

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ag.data.collate import start_tokens, tokenize
+from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.errors import UserError, require
 from ag.evaluate.tasks.base import LeftOut, Sample, require_whole
 from ag.evaluate.tasks.held_out import HeldOut
@@ -136,7 +136,7 @@ class Generated(QuestionTask):
 
         answer = self.generate
         if answer is None:
-            answer = max(map(len, tokenize(tokenizer, build(self.least).right))) + SPARE
+            answer = max(map(len, tokenize_after(tokenizer, build(self.least).right))) + SPARE
         if variant.length + (answer if self.generate is None else 0) > max_tokens:
             return None
         room = variant.length - (self.generate or 0)

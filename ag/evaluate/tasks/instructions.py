@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ag.data.collate import start_tokens, tokenize
+from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.engine import EvictionCache
 from ag.errors import require
 from ag.evaluate.tasks.base import Tags, by_part
@@ -208,9 +208,9 @@ class Instructions(Haystack):
         asked = super().asked(tokenizer, name, puzzle, tags, most)
         [system] = puzzle.references
         above = puzzle.context[: puzzle.context.find(system) + len(system)]
-        leads = tokenize(tokenizer, [KINDS[one.kind].lead for one in puzzle.parts])
-        said = tokenize(tokenizer, [one.said.written for one in puzzle.parts])
-        instead = tokenize(tokenizer, [one.instead.written for one in puzzle.parts])
+        leads = tokenize_after(tokenizer, [KINDS[one.kind].lead for one in puzzle.parts])
+        said = tokenize_after(tokenizer, [one.said.written for one in puzzle.parts])
+        instead = tokenize_after(tokenizer, [one.instead.written for one in puzzle.parts])
         answers = [(lead + one, lead + other) for lead, one, other in zip(leads, said, instead, strict=True)]
         end = len(start_tokens(tokenizer)) + len(tokenize(tokenizer, [above])[0])
         fields = {**vars(asked), "protect": [(0, end)] if self.protect else []}

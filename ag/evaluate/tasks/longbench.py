@@ -12,7 +12,7 @@ import huggingface_hub
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ag.data.collate import tokenize
+from ag.data.collate import tokenize, tokenize_after
 from ag.data.sources import DataError, Record, Source, check_fields, local_folder
 from ag.errors import UserError
 from ag.evaluate.tasks.base import LeftOut, Sample, require_whole
@@ -90,7 +90,8 @@ class LongBench(QuestionTask):
             alone = tokenize(tokenizer, [beginning])[0] if chat else _encode(tokenizer, beginning)
             prompt, question = self.divide(alone, ids)
             gap = "" if text[-1:].isspace() else " "
-            right = tokenize(tokenizer, [gap + answer for answer in dict.fromkeys(row["answers"]) if answer.strip()])
+            answers = [gap + answer for answer in dict.fromkeys(row["answers"]) if answer.strip()]
+            right = tokenize_after(tokenizer, answers)
             case = Case(
                 id=f"{self.name}-{number}",
                 prompt=prompt,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ag.data.collate import start_tokens, tokenize
+from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.data.encode import divided
 from ag.engine import EvictionCache
 from ag.errors import require
@@ -109,7 +109,7 @@ class QuestionTask(PromptTask):
         whole = start_tokens(tokenizer) + tokenize(tokenizer, [text])[0]
         context = start_tokens(tokenizer) + tokenize(tokenizer, [puzzle.context])[0]
         prompt, question = self.divide(context, whole)
-        right = tokenize(tokenizer, puzzle.right)
+        right = tokenize_after(tokenizer, puzzle.right)
         most = max(map(len, right)) + SPARE if most is None else most
         tags = {**tags, "question": self.question}
         return Asked(name, prompt, text, puzzle.references, right, most, tags, question=question)

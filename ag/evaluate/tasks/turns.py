@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ag.data.collate import start_tokens, tokenize
+from ag.data.collate import start_tokens, tokenize, tokenize_after
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.errors import require
 from ag.evaluate.tasks.base import Outcome, Tags, by_part, distance, require_whole
@@ -145,8 +145,8 @@ class Turns(Haystack):
     ) -> Conversation:
         """Tokenise context and turns, each by itself, as they come to the cache."""
         prompt = start_tokens(tokenizer) + tokenize(tokenizer, [puzzle.context])[0]
-        asked = tokenize(tokenizer, [turn.question for turn in puzzle.parts])
-        answers = tokenize(tokenizer, [turn.answer for turn in puzzle.parts])
+        asked = tokenize_after(tokenizer, [turn.question for turn in puzzle.parts])
+        answers = tokenize_after(tokenizer, [turn.answer for turn in puzzle.parts])
         turns = [
             Tokens(turn.kind, before, answer, blanks(tokenizer, answer))
             for turn, before, answer in zip(puzzle.parts, asked, answers, strict=True)

@@ -1,0 +1,52 @@
+"""Contexts, questions and right answers read as one text, whatever a tokenizer puts before a text of its own."""
+
+import string
+
+import pytest
+
+from ag.evaluate.tasks import make
+from ag.evaluate.tasks.instructions import KINDS as RULES
+from tests.evaluate.tasks.conftest import BOOK
+from tests.support.spaced import KINDS, spaced
+
+TEXT = f"{BOOK}\n{string.printable} The secret number of the boat is 12345. VAR ABC = VAR DEF\n" * 2
+LONGBENCH = {"input": "Who?", "context": "A boat.", "answers": ["the crew", "two"], "length": 3, "all_classes": None}
+OPTIONS = {
+    "needle_text": {"lengths": [1500], "repeats": 1},
+    "key_values": {"pairs": [4], "repeats": 2},
+    "repeat_text": {"lengths": [1500], "repeats": 1},
+    "qasper": {},
+}
+
+
+@pytest.fixture(params=KINDS)
+def read(request):
+    """The tokenizer, and how its tokens read."""
+    tokenizer = spaced(request.param, TEXT)
+    return tokenizer, lambda ids: tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_right_answers_follow_their_questions(name, read, root, write):
+    tokenizer, text = read
+    write("longbench/qasper", [LONGBENCH])
+    [sample, *_] = make(name, root, **OPTIONS[name]).load(tokenizer, None, 10_000).samples
+    before = sample.prompt + sample.question
+    for answer, said in zip(sample.right, sample.references, strict=True):
+        gap = "" if name in ("key_values", "repeat_text") else " "
+        assert text(before + answer) == sample.text + gap + said
+
+
+def test_turns_follow_each_other(read, root):
+    tokenizer, text = read
+    [sample] = make("turns", root, lengths=[2000], repeats=1).load(tokenizer, None, 10_000).samples
+    assert text(sample.prompt + sample.question) == sample.text
+
+
+def test_answers_that_follow_instructions(read, root):
+    tokenizer, text = read
+    [sample] = make("instructions_8", root, lengths=[2000], repeats=1).load(tokenizer, None, 10_000).samples
+    before = sample.prompt + sample.question
+    for demand, pair in zip(sample.demands, sample.answers, strict=True):
+        for choice, answer in zip((demand.said, demand.instead), pair, strict=True):
+            assert text(before + answer) == sample.text + RULES[demand.kind].lead + choice.written
