@@ -211,10 +211,10 @@ class Batcher:
     def _over(self, answer: Answer, waiting: bool = False) -> bool:
         limits = [answer.request.answer_seconds, answer.request.wait_seconds if waiting else None]
         late = any(limit is not None and self._clock() - answer.since > limit for limit in limits)
-        if answer.stream.cancelled or late:
-            self._end(answer, "cancelled" if answer.stream.cancelled else "timeout")
-            return True
-        return False
+        reason = answer.stream.cancelled or ("timeout" if late else None)
+        if reason is not None:
+            self._end(answer, reason)
+        return reason is not None
 
     def _end(self, answer: Answer, reason: Reason | None, error: Exception | None = None) -> None:
         self.counts.ended[reason or "error"] += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,7 +28,7 @@ class Request:
         top_p: tokens are drawn from the most probable ones that have this probability together.
         top_k: and from so many; 0: any number.
         min_p: and from those at least this times as probable as the most probable one.
-        repetition_penalty: what logits of tokens that came before are divided by.
+        repetition_penalty: what logits of tokens that came before are divided by, 0.01 to 100.
         logit_bias: added to logits, by token.
         seed: of drawing; None: another one each time.
         stop: texts that end the answer.
@@ -68,7 +67,7 @@ class Request:
         require(self, "top_p", 0 < self.top_p <= 1, "above 0, at most 1")
         require(self, "top_k", self.top_k >= 0, "0 or more")
         require(self, "min_p", 0 <= self.min_p <= 1, "0 to 1")
-        require(self, "repetition_penalty", self.repetition_penalty > 0, "above 0")
+        require(self, "repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100")
         require(self, "logprobs", self.logprobs is None or self.logprobs >= 0, "0 or more, or None")
         require(self, "n", self.n >= 1, "1 or more")
         inside = all(0 <= first < behind <= len(self.tokens) for first, behind in self.protect)
@@ -112,7 +111,7 @@ class Stream:
         self.reason: Reason | None = None
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._give = hear or self._events.put
-        self._left = threading.Event()
+        self._ended: Reason | None = None  # by its reader
 
     def __iter__(self) -> Iterator[Token]:
         """Yield the tokens.
@@ -125,14 +124,18 @@ class Stream:
                 raise event
             yield event
 
-    def cancel(self) -> None:
-        """Ask for no more: what the answer holds is free before the next token of the others."""
-        self._left.set()
+    def cancel(self, reason: Reason = "cancelled") -> None:
+        """Ask for no more: what the answer holds is free before the next token of the others.
+
+        Args:
+            reason: why the answer ends: ``stop`` where its reader has found the end of its text. The first one counts.
+        """
+        self._ended = self._ended or reason
 
     @property
-    def cancelled(self) -> bool:
-        """Whether nobody wants the rest."""
-        return self._left.is_set()
+    def cancelled(self) -> Reason | None:
+        """Why nobody wants the rest; None: somebody does."""
+        return self._ended
 
     def put(self, token: Token) -> None:
         """Give the reader a token."""

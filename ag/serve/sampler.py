@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     StopStringCriteria,
-    TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -66,6 +66,18 @@ class Sampler:
         return "length" if count >= self.request.max_tokens else None
 
 
+class _Temperature(LogitsProcessor):
+    """Divides logits by a temperature, however low: the highest one becomes 0, so that it stays finite."""
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return the scores, which are the same up to a constant."""
+        apart = scores.double() - scores.double().amax(-1, keepdim=True)  # float32 has 0 for what is below 1e-45
+        return cast("torch.FloatTensor", (apart / self.temperature).to(scores.dtype))
+
+
 def _processors(request: Request) -> LogitsProcessorList:
     """Return what changes the logits, in the order of ``model.generate``."""
     found = LogitsProcessorList()
@@ -76,7 +88,7 @@ def _processors(request: Request) -> LogitsProcessorList:
     if not request.temperature:
         return found
     if request.temperature != 1:
-        found.append(TemperatureLogitsWarper(request.temperature))
+        found.append(_Temperature(request.temperature))
     if request.top_k:
         found.append(TopKLogitsWarper(request.top_k))
     if request.top_p < 1:

@@ -129,7 +129,7 @@ class Answers:
         new = text.add(event.id)
         pending.append((event, place))
         if text.stopped:
-            self.streams[number].cancel()
+            self.streams[number].cancel("stop")
             pending[:] = [(token, place) for token, place in pending if place < text.given]
             return Piece(number, new, self._taken(number), "stop")
         return Piece(number, new, self._taken(number) if new else ())
