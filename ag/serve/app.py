@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -20,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from ag.engine.policy import Policy
 from ag.errors import UserError
 from ag.model.chat import Chat, Part, spans
-from ag.serve.batcher import Batcher
+from ag.serve.batcher import Batcher, Busy
 from ag.serve.detokenizer import Detokenizer
 from ag.serve.endpoints import Endpoints, refusal
 from ag.serve.metrics import Metrics
@@ -70,6 +71,8 @@ class Service(Endpoints):
         self._encoder = ThreadPoolExecutor(1, "encoder")  # one: a tokenizer cannot read two texts at once
         config = self.model.config.get_text_config()
         self._context: int | None = getattr(config, "max_position_embeddings", None)
+        self._coming = 0  # requests that are not queued yet
+        self._most = 2 * (batcher.queue + batcher.batch)  # requests at once, with those whose answer is being sent
         self._vocabulary = int(config.vocab_size)
 
     @asynccontextmanager
@@ -103,6 +106,9 @@ class Service(Endpoints):
     # ---- an answer
 
     async def _answer(self, http: Http, kind: type[Asked]) -> Response:
+        if self._coming + len(self.worker.open) >= self._most:
+            raise refusal(Busy(f"{self._most} requests are being answered, as many as may: try again later."))
+        self._coming += 1
         try:
             asked: Asked = parse(kind, await self.body(http))
             self.check_model(asked.model)
@@ -114,6 +120,8 @@ class Service(Endpoints):
             raise
         except Exception as error:
             raise refusal(error) from None
+        finally:
+            self._coming -= 1
         form = FORMS[kind](asked, self.tokenizer)
         if asked.stream:
             return EventStream(self._events(answers, form), lambda: self.worker.close(answers))
@@ -172,18 +180,27 @@ class Service(Endpoints):
         """Return the most tokens that an answer may have."""
         most, context = self.limits.answer_tokens, self._context
         room = most if context is None else context - prompt
-        if room < (asked.longest or 1):
+        if context is not None and room < 1:
             raise ApiError(
                 400,
-                f"the prompt has {prompt} tokens, and the answer may have {asked.longest or 1}: expected at most "
-                f"{context}, the context of the model; shorten one of them.",
-                code="context_length_exceeded",
+                f"the prompt has {prompt} tokens: expected fewer than {context}, the context of the model; shorten it.",
+                asked.text,
+                "context_length_exceeded",
             )
         if asked.longest is None:
             return min(room, most if isinstance(asked, ChatAsked) else 16)  # as OpenAI's API
-        if asked.longest > most:
-            raise ApiError(400, f"max_tokens={asked.longest}: expected at most {most} here.", "max_tokens")
-        return asked.longest
+        name, told = asked.longest
+        if told > most:
+            raise ApiError(400, f"{name}={told}: expected at most {min(room, most)} here.", name)
+        if told > room:
+            raise ApiError(
+                400,
+                f"{name}={told}: expected at most {room} behind a prompt of {prompt} tokens, in the model's context of "
+                f"{context}.",
+                name,
+                "context_length_exceeded",
+            )
+        return told
 
     def _prompt(self, asked: Asked) -> tuple[list[int], Spans]:
         """Return the ids of a prompt, and which of them are never evicted."""
@@ -192,20 +209,21 @@ class Service(Endpoints):
         assert isinstance(asked, CompletionAsked)
         protect = tuple((first, behind) for first, behind in asked.protect)
         prompt = asked.prompt
-        if isinstance(prompt, list) and isinstance(prompt[0], str):
+        if isinstance(prompt, list) and not isinstance(prompt[0], int):
             if len(prompt) > 1:
                 raise ApiError(400, f"{len(prompt)} prompts: expected one; send the others by themselves.", "prompt")
             prompt = prompt[0]
         if isinstance(prompt, str):
             return self._checked(self.tokenizer(prompt, verbose=False)["input_ids"]), protect
-        return self._checked([int(token) for token in prompt]), protect
+        return self._checked(prompt), protect
 
     def _conversation(self, asked: ChatAsked) -> tuple[list[int], Spans]:
         if self.tokenizer.chat_template is None:
             raise ApiError(400, "the model has no chat template: use /v1/completions.", "messages")
         chat = Chat([message.for_template() for message in asked.messages], asked.variables)
         try:
-            text = chat.text(self.tokenizer)
+            chat, text = self._rendered(chat)
+            self._check_told(chat)
             if "tools" in asked.variables and text == replace(chat, variables=asked.chat_template_kwargs).text(
                 self.tokenizer
             ):
@@ -216,6 +234,47 @@ class Service(Endpoints):
         protect = spans(self.tokenizer, text, chat.messages, parts) if parts else ()
         tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # the template has its own
         return self._checked(tokens), tuple(protect)
+
+    def _rendered(self, chat: Chat) -> tuple[Chat, str]:
+        """Return what the template makes of a chat, and the chat as the template takes it.
+
+        Messages of the assistant that only call tools have no content, which many templates know, or an empty one.
+        """
+        try:
+            return chat, chat.text(self.tokenizer)
+        except UserError:
+            filled = replace(chat, messages=[{"content": ""} | message for message in chat.messages])
+            if filled == chat:
+                raise
+            return filled, filled.text(self.tokenizer)
+
+    def _check_told(self, chat: Chat) -> None:
+        """Refuse calls of tools, and what tools said, where the template leaves them out.
+
+        To tell, a word that no text has stands in the place of each of them.
+        """
+        words: dict[str, str] = {}  # by parameter
+
+        def word(param: str) -> str:
+            return words.setdefault(param, uuid.uuid4().hex)
+
+        messages = [dict(message) for message in chat.messages]
+        for place, message in enumerate(messages):
+            if message["role"] == "tool":
+                message["content"] = word(f"messages[{place}].content")
+            for number, call in enumerate(message.pop("tool_calls", [])):
+                arguments = {"text": word(f"messages[{place}].tool_calls[{number}]")}
+                called = call | {"function": call["function"] | {"arguments": arguments}}
+                message["tool_calls"] = [*message.get("tool_calls", []), called]
+        text = replace(chat, messages=messages).text(self.tokenizer) if words else ""
+        for param in words:
+            if words[param] not in text:
+                raise ApiError(
+                    400,
+                    f"{param}: the chat template of the model leaves it out: say it in the content of a message of the "
+                    "assistant or the user.",
+                    param,
+                )
 
     def _checked(self, tokens: list[int]) -> list[int]:
         if not tokens:

@@ -139,8 +139,11 @@ class Endpoints(ABC):
             raise ApiError(404, f"model={name[:200]!r}: expected {self.name!r}.", "model", "model_not_found")
 
     async def _check_key(self, http: Http) -> None:
-        given = http.headers.get("authorization", "").encode("latin-1")
-        if self.api_key is not None and not hmac.compare_digest(given, f"Bearer {self.api_key}".encode()):
+        if self.api_key is None:
+            return
+        scheme, _, given = http.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode("latin-1"), self.api_key.encode())
+        if not right or scheme.lower() != "bearer":
             raise ApiError(
                 401, "expected the header Authorization: Bearer KEY with this server's key.", code="invalid_api_key"
             )

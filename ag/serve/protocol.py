@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from ag.errors import nearest
 from ag.model.chat import Part, for_template
+from ag.serve.detokenizer import Spelling
 from ag.serve.request import Token
 from ag.serve.worker import Piece
 
@@ -118,7 +119,7 @@ class Message(BaseModel):
     reasoning_content: str | None = None  # the assistant's thoughts, as servers of reasoning models call them
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    content: str | list[TextPart] | None = Field(None, validate_default=True)
+    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = Field(None, validate_default=True)
 
     @field_validator("content")
     @classmethod
@@ -145,9 +146,10 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
-    include_obfuscation: bool = False  # padding of the answer, which this server never adds
+    include_obfuscation: Literal[False] = False  # padding of the answer, which this server never adds
 
 
+Ids = Annotated[list[int], Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -162,7 +164,7 @@ class Asked(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)  # -1: as 0, any number
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] = Field(default_factory=list)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
@@ -170,13 +172,22 @@ class Asked(BaseModel):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
+    #: The parameter with the text to continue.
+    text: ClassVar[str]
     #: The parameters that OpenAI's API has.
     known: ClassVar[frozenset[str]]
 
     @property
-    def longest(self) -> int | None:
-        """Most tokens of the answer; None: the client does not say."""
-        return self.max_tokens
+    def longest(self) -> tuple[str, int] | None:
+        """Most tokens of the answer, behind the name of the parameter that says so; None: the client does not say."""
+        return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
+
+    @field_validator("stream_options")
+    @classmethod
+    def _streams(cls, told: StreamOptions, others: ValidationInfo) -> StreamOptions:
+        if told.model_fields_set and not others.data.get("stream"):
+            raise PydanticCustomError("alone", "needs stream=true; leave it out")
+        return told
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -205,6 +216,7 @@ class Asked(BaseModel):
 class ChatAsked(Asked):
     """The parameters of ``/v1/chat/completions``."""
 
+    text = "messages"
     known = frozenset(chat_params.CompletionCreateParamsBase.__annotations__)
 
     messages: list[Message] = Field(min_length=1)
@@ -216,6 +228,13 @@ class ChatAsked(Asked):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # variables of it, such as enable_thinking
     protect: list[Part] | None = None  # parts of the chat that are never evicted; None: those of the server
 
+    @field_validator("top_logprobs")
+    @classmethod
+    def _is_asked_for(cls, told: int, others: ValidationInfo) -> int:
+        if told and not others.data.get("logprobs"):
+            raise PydanticCustomError("alone", "needs logprobs=true; add that, or leave this out")
+        return told
+
     @property
     def variables(self) -> dict[str, Any]:
         """What the chat template is told beside the messages."""
@@ -223,9 +242,10 @@ class ChatAsked(Asked):
         return self.chat_template_kwargs | ({"tools": shown} if shown else {})
 
     @property
-    def longest(self) -> int | None:
-        """Most tokens of the answer; None: the client does not say."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def longest(self) -> tuple[str, int] | None:
+        """Most tokens of the answer, behind the name of the parameter that says so; None: the client does not say."""
+        named = self.max_completion_tokens
+        return super().longest if named is None else ("max_completion_tokens", named)
 
     @property
     def best(self) -> int | None:
@@ -236,9 +256,10 @@ class ChatAsked(Asked):
 class CompletionAsked(Asked):
     """The parameters of ``/v1/completions``."""
 
+    text = "prompt"
     known = frozenset(CompletionCreateParamsBase.__annotations__)
 
-    prompt: str | Annotated[list[int], Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
+    prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
     logprobs: int | None = Field(None, ge=0, le=20)
     protect: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=list)  # tokens
 
@@ -261,7 +282,7 @@ def parse(kind: type[Asked], body: bytes) -> Any:
     if not isinstance(told, dict):
         raise ApiError(400, "the body is JSON, but not an object: expected {...}.", code="invalid_json")
     told = {name: value for name, value in told.items() if value is not None}
-    for name in set(told) - set(kind.model_fields):
+    for name in sorted(told.keys() - kind.model_fields.keys()):
         if name not in kind.known:
             hint = nearest(name, kind.model_fields)
             raise ApiError(400, f"{name[:80]!r} is no parameter{hint or '.'}", name[:80], "unknown_parameter")
@@ -270,7 +291,7 @@ def parse(kind: type[Asked], body: bytes) -> Any:
         del told[name]
     for message in told["messages"] if isinstance(told.get("messages"), list) else []:
         if isinstance(message, dict):  # what the client of openai adds to the messages of an assistant
-            for name in [name for name, value in message.items() if value is None or value == []]:
+            for name in [name for name, value in message.items() if value is None or value == [] and name != "content"]:
                 del message[name]
     try:
         return kind.model_validate(told)
@@ -280,14 +301,22 @@ def parse(kind: type[Asked], body: bytes) -> Any:
 
 def _refusal(error: ValidationError) -> ApiError:
     """Return what a client is told of the first value that does not fit."""
-    first = max(error.errors(include_url=False), key=lambda found: len(found["loc"]))  # the one kind that came nearest
-    names = [
-        part for part in first["loc"] if isinstance(part, int) or part.isidentifier() and part not in ("str", "list")
-    ]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
+    errors = error.errors(include_url=False)
+    first = max(errors, key=lambda found: len(found["loc"]))  # where a value may be of several kinds, the nearest one
+    param = _param(first["loc"])
+    alike = [found for found in errors if _param(found["loc"]) == param]
+    # why a value of the right kind does not fit, or all the kinds that would
+    told = [found["msg"] for found in alike if not found["type"].endswith("_type")] or [x["msg"] for x in alike]
+    reason = " or ".join(dict.fromkeys(told)).replace(" or Input should be ", " or ")
     missing = first["type"] == "missing"
     value = "" if missing else f"={_shown(first['input'])}"
-    return ApiError(400, f"{param}{value}: {first['msg']}.", param or None, "missing" if missing else "invalid_value")
+    return ApiError(400, f"{param}{value}: {reason}.", param or None, "missing" if missing else "invalid_value")
+
+
+def _param(place: Sequence[int | str]) -> str:
+    """Return the name of a parameter, such as ``messages[0].role``."""
+    names = [part for part in place if isinstance(part, int) or part.isidentifier() and part not in ("str", "list")]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
 
 
 def _shown(value: Any) -> str:
@@ -302,13 +331,13 @@ class Form(ABC):
 
     Args:
         asked: the request.
-        tokenizer: knows the texts of tokens.
+        tokenizer: a fast one, which knows the texts of tokens.
     """
 
     prefix: ClassVar[str]
 
     def __init__(self, asked: Asked, tokenizer: Any) -> None:
-        self.asked, self.tokenizer = asked, tokenizer
+        self.asked, self.text_of = asked, Spelling(tokenizer)
         self.head: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -330,10 +359,6 @@ class Form(ABC):
     @abstractmethod
     def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> Answer:
         """Return the answers, each in one piece."""
-
-    def text_of(self, token: int) -> str:
-        """Return the text of one token."""
-        return str(self.tokenizer.decode([token]))
 
 
 class ChatForm(Form):
@@ -364,7 +389,7 @@ class ChatForm(Form):
             choices.append(
                 Choice(
                     index=piece.number,
-                    message=ChatCompletionMessage(role="assistant", content=piece.text),
+                    message=ChatCompletionMessage(role="assistant", content=piece.text, refusal=None),
                     logprobs=None if logprobs is None else ChoiceLogprobs(content=logprobs),
                     finish_reason=piece.reason or "stop",
                 )
@@ -436,7 +461,17 @@ class CompletionForm(Form):
         )
 
     def _best(self, token: Token) -> dict[str, float]:
-        return {self.text_of(other): max(value, LOWEST) for other, value in token.best}
+        """Return the log-probabilities of the most probable tokens and of the one that was chosen.
+
+        The chosen one is named by its text, as in ``tokens``; of others that are spelled alike the most probable one
+        is, and the rest by their ids.
+        """
+        values = dict(token.best) | {token.id: token.logprob or 0.0}
+        names: dict[str, int] = {}
+        for other in [token.id, *values]:
+            names.setdefault(self.text_of(other), other)
+        texts = {other: text for text, other in names.items()}
+        return {texts.get(other, f"token_id:{other}"): max(value, LOWEST) for other, value in values.items()}
 
 
 def usage(prompt: int, written: int) -> CompletionUsage:

@@ -77,7 +77,6 @@ def run(asked: Invocation[ServeConfig]) -> int:
         access_log=False,
         server_header=False,
         lifespan="on",
-        limit_concurrency=2 * (config.queue + config.batch),  # those who would wait or be answered, and some who look
         timeout_graceful_shutdown=CLOSE_SECONDS,
     )
     Server(service, settings).run([listener])

@@ -29,9 +29,9 @@ def batcher(tiny_llama):
 
 
 @asynccontextmanager
-async def client_of(batcher, **limits):
+async def client_of(batcher, api_key=None, **limits):
     """A client, and the service that it asks."""
-    service = app.Service(batcher, "tiny", app.Limits(**limits))
+    service = app.Service(batcher, "tiny", app.Limits(**limits), api_key)
     made = service.app()
     async with made.router.lifespan_context(made):
         transport = httpx.ASGITransport(made)
@@ -146,6 +146,113 @@ def test_a_body_that_does_not_come(batcher, monkeypatch):
             return await client.post("/v1/completions", content=slow(), headers={"Content-Type": "application/json"})
 
     assert asyncio.run(work()).status_code == 408
+
+
+def test_requests_that_come_slowly_are_as_many_as_may_be(tiny_llama):
+    """Then others are told so, as by a full queue; whoever only looks is answered."""
+    model, released = tiny_llama(vocab_size=VOCABULARY), asyncio.Event()
+    batcher = Batcher(model, byte_tokenizer(), "full", ag.Pool(model, 2**22), queue=2, batch=1)
+
+    async def slow():
+        yield json.dumps(ASKED).encode()
+        await released.wait()
+
+    async def work():
+        async with client_of(batcher) as (client, service):
+            headers = {"Content-Type": "application/json"}
+            asked = [
+                asyncio.create_task(client.post("/v1/completions", content=slow(), headers=headers)) for _ in range(6)
+            ]
+            while service._coming < 6:
+                await asyncio.sleep(0.01)
+            full, health = await client.post("/v1/completions", json=ASKED), await client.get("/health")
+            released.set()
+            answers = [await one for one in asked]
+            return full, health, answers, await client.post("/v1/completions", json=ASKED)
+
+    full, health, answers, later = asyncio.run(work())
+    assert (full.status_code, full.json()["error"]["code"], health.status_code) == (429, "queue_full", 200)
+    assert int(full.headers["Retry-After"]) > 0
+    assert {answer.status_code for answer in answers} <= {200, 429} and answers[0].status_code == 200
+    assert later.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        *[(f"{scheme} a key", 200) for scheme in ("Bearer", "bearer", "BEARER", "bearer ")],
+        *[
+            (wrong, 401)
+            for wrong in ("Bearer", "a key", "Basic a key", "bearer A KEY", "bearer a key too", "Bearera key")
+        ],
+    ],
+)
+def test_the_scheme_of_a_key_has_no_case(batcher, given, status):
+    async def work():
+        async with client_of(batcher, api_key="a key") as (client, _):
+            return await client.get("/v1/models", headers={"Authorization": given})
+
+    assert asyncio.run(work()).status_code == status
+
+
+@pytest.mark.parametrize("length", [1, 10, 11, 39, 40, 500])
+@pytest.mark.parametrize("name", ["chat max_tokens", "chat max_completion_tokens", "max_tokens"])
+def test_the_longest_answer_is_the_one_that_is_named(tiny_llama, name, length):
+    """Whatever is asked, a refusal names the most that is taken, and its parameter, or a prompt that is too long."""
+    model = tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=1, max_position_embeddings=40)
+    batcher = Batcher(model, byte_tokenizer(), "full", ag.Pool(model, 2**20))
+    batcher.tokenizer.chat_template = "{{ messages[0].content }}"
+    words, most = "x" * length, min(30, 40 - length)
+    text = {"messages": [{"role": "user", "content": words}]} if "chat" in name else {"prompt": words}
+    kind, name = "chat/completions" if "chat" in name else "completions", name.rpartition(" ")[2]
+
+    async def work():
+        lengths = (10**9, 31, max(most + 1, 1), max(most, 1))
+        told = {"model": "tiny", "logit_bias": {"2": -100}} | text  # no end before the last token
+        async with client_of(batcher, answer_tokens=30) as (client, _):
+            return [await client.post(f"/v1/{kind}", json=told | {name: much}) for much in lengths]
+
+    *refused, last = asyncio.run(work())
+    if most > 0:
+        assert (last.status_code, last.json()["usage"]["completion_tokens"]) == (200, most)
+    for answer in [*refused, *([] if most > 0 else [last])]:
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == (name if most > 0 else [*text][0])
+        expected = f"expected at most {most} " if most > 0 else f"has {length} tokens: expected fewer than 40,"
+        assert expected in error["message"]
+        assert error["code"] == "context_length_exceeded" or most > 0
+
+
+def test_several_prompts_are_refused_by_their_number(batcher):
+    async def work():
+        async with client_of(batcher) as (client, _):
+            several = ["a", "b"], [[3, 4], [5]]
+            told = [await client.post("/v1/completions", json=ASKED | {"prompt": prompt}) for prompt in several]
+            one = [await client.post("/v1/completions", json=ASKED | {"prompt": x}) for x in ([3, 4], [[3, 4]])]
+            return told, one
+
+    told, one = asyncio.run(work())
+    for answer in told:
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "prompt") and "2 prompts: expected one" in error["message"]
+    assert [answer.json()["choices"] for answer in one] == [one[0].json()["choices"]] * 2
+
+
+def test_an_answer_that_a_stop_text_ended_counts_so(batcher):
+    """Not as one whose client left; the text of a chat has a refusal, which is none."""
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 90}
+    bias = {"logit_bias": {"70": 100}, "stop": [byte_tokenizer().decode([70]) * 3]}
+
+    async def work():
+        async with client_of(batcher) as (client, _):
+            answer = await client.post("/v1/chat/completions", json=asked | bias)
+            while batcher.busy or not batcher.counts.ended:
+                await asyncio.sleep(0.01)
+            return answer.json()
+
+    [choice] = asyncio.run(work())["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "", "refusal": None}
+    assert choice["finish_reason"] == "stop" and batcher.counts.ended == {"stop": 1}
 
 
 def test_a_model_without_a_template_takes_texts_alone(batcher):

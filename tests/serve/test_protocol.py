@@ -49,6 +49,50 @@ def test_any_values(kind, data):
 
 
 @pytest.mark.parametrize(
+    ("kind", "change", "param", "words"),
+    [
+        (CompletionAsked, {"prompt": []}, "prompt", ["[]", "at least 1 item"]),
+        (CompletionAsked, {"prompt": [[]]}, "prompt[0]", ["[]", "at least 1 item"]),
+        (CompletionAsked, {"prompt": 3}, "prompt", ["3", "a valid string or a valid list"]),
+        (CompletionAsked, {"stop": ""}, "stop", ["at least 1 character"]),
+        (CompletionAsked, {"stream_options": {"include_usage": True}}, "stream_options", ["stream=true"]),
+        (CompletionAsked, {"stream_options": {"include_usage": False}}, "stream_options", ["stream=true"]),
+        (
+            CompletionAsked,
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            ["True", "False"],
+        ),
+        (CompletionAsked, {"repetition_penalty": 1e-300}, "repetition_penalty", ["1e-300", "0.01"]),
+        (ChatAsked, {"messages": [{"role": "user", "content": []}]}, "messages[0].content", ["[]", "at least 1 item"]),
+        (ChatAsked, {"top_logprobs": 3}, "top_logprobs", ["3", "logprobs=true"]),
+        (ChatAsked, {"logprobs": False, "top_logprobs": 1}, "top_logprobs", ["1", "logprobs=true"]),
+        (ChatAsked, dict.fromkeys("zyxwvutsrqpfedcbah", 1), "a", ["'a' is no parameter"]),
+    ],
+)
+def test_what_a_client_is_told(kind, change, param, words):
+    """The value, and what was expected in its place: of every kind that it may be, or of the kind that it is."""
+    error = told(kind, json.dumps(RIGHT[kind] | change).encode())
+    assert error.param == param and all(word in str(error) for word in words), str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (CompletionAsked, {"stream_options": {}}),
+        (CompletionAsked, {"stream_options": None}),
+        (CompletionAsked, {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}),
+        (CompletionAsked, {"prompt": [[1, 2]]}),
+        (ChatAsked, {"top_logprobs": 0}),
+        (ChatAsked, {"logprobs": True, "top_logprobs": 3}),
+        (ChatAsked, {"messages": [{"role": "assistant", "content": "x", "tool_calls": [], "annotations": []}]}),
+    ],
+)
+def test_what_asks_for_nothing_more_is_taken(kind, change):
+    assert told(kind, json.dumps(RIGHT[kind] | change).encode()) is None
+
+
+@pytest.mark.parametrize(
     "change",
     [
         '"seed": 1' + "0" * 9000,

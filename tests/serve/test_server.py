@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -332,6 +333,16 @@ def test_a_prompt_that_no_context_and_no_pool_holds(served, client):
     assert refused.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="pool"):
         client.completions.create(model="tiny", prompt="x" * 300, max_tokens=100, n=4)
+
+
+def test_idle_connections_take_nobodys_place(served, client):
+    """More of them than requests are taken at once."""
+    host, port = served[0].removeprefix("http://").split(":")
+    with ExitStack() as stack:
+        for _ in range(2 * (60 + 64) + 10):
+            stack.enter_context(socket.create_connection((host, int(port))))
+        assert httpx.get(f"{served[0]}/health").status_code == 200
+        assert client.completions.create(model="tiny", prompt="x", max_tokens=3).usage.completion_tokens == 3
 
 
 def test_the_model_is_listed(client):

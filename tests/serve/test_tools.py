@@ -118,6 +118,42 @@ def test_tools_that_the_template_does_not_know_are_refused(asked):
     assert answers[0].json()["error"]["param"] == "tools"
 
 
+#: Templates that leave out something of tools, and what of the chat they leave out.
+SILENT = {
+    "calls": (("m.tool_calls or []", "[]"), "messages[2].tool_calls[0]"),
+    "arguments": (("c.function.arguments | tojson", "'...'"), "messages[2].tool_calls[0]"),
+    "later calls": (("m.tool_calls or []", "(m.tool_calls or [])[:1]"), "messages[2].tool_calls[1]"),
+    "results": (
+        ("{%- if m.role != 'assistant' -%}", "{%- if m.role == 'tool' %}{% elif m.role != 'assistant' -%}"),
+        "messages[3].content",
+    ),
+}
+
+
+@pytest.mark.parametrize("content", [None, "I look."])
+@pytest.mark.parametrize("name", SILENT)
+def test_what_tools_were_asked_and_said_is_told_or_refused(asked, name, content):
+    """Whether the template writes a content that is null, or cannot."""
+    chat = as_openai(CHAT[:4])
+    chat[2] |= {"content": content, "tool_calls": chat[2]["tool_calls"] * 2}
+    (old, new), param = SILENT[name]
+    assert old in TEMPLATE
+    for template in (TEMPLATE, TEMPLATE.replace("{{ m.content or '' }}", "{{ m.content + '' }}")):
+        [told], [request], _ = asked([{"messages": chat}], template=template)
+        assert told.status_code == 200 and said(request).count('<call>rain {"town": "Oslo"}</call>') == 2
+        [silent], requests, _ = asked([{"messages": chat}], template=template.replace(old, new))
+        error = silent.json()["error"]
+        assert (silent.status_code, error["param"], requests) == (400, param, [])
+        assert "chat template" in error["message"] and "content" in error["message"]
+
+
+def test_calls_and_results_without_words_are_told(asked):
+    """Nothing is left out where there is nothing to tell."""
+    chat = [*CHAT[1:2], {"role": "assistant", "tool_calls": call("{}")}, {"role": "tool", "content": ""}]
+    [answer], [request], _ = asked([{"messages": chat}])
+    assert answer.status_code == 200 and "<call>rain {}</call>" in said(request)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_turns_whose_thoughts_are_dropped_share_what_is_the_same(asked, name):
     """Each answer is that of its request alone; what is reused ends where the template writes the text anew."""
