@@ -253,11 +253,39 @@ def lm_head(model: nn.Module) -> nn.Module:
 
 
 def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
-    """Apply the language model head to final hidden states ``[..., d]``, with the model's own soft cap."""
-    base = _unwrapped(model)
-    logits: Tensor = lm_head(model)(hidden)
-    cap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+    """Compute the logits of final hidden states ``[..., d]`` as the model does: by its head, its scales, its soft cap.
+
+    The model's own forward pass runs, on a shallow copy that has the states in place of the stack of layers.
+    """
+    base, decoder = _unwrapped(model), decoder_of(model)
+    states = hidden.reshape(1, -1, hidden.shape[-1])
+    reader = next(name for name, part in base.named_children() if any(module is decoder for module in part.modules()))
+    behind = copy.copy(base)
+    behind._modules = base._modules | {reader: _Read(states)}
+    out = type(base).forward(behind, inputs_embeds=states, use_cache=False, return_dict=True)
+    logits: Tensor = out.logits
+    return logits.view(*hidden.shape[:-1], logits.shape[-1])
+
+
+class _Read:
+    """A stack of layers that has read its tokens: it returns itself as its output, which has nothing but the states."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Read:
+        return self
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    @property
+    def decoder(self) -> _Read:
+        """Stand for the part of it that some models call (OPT)."""
+        return self
 
 
 def _unwrapped(model: Any) -> Any:

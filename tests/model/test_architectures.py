@@ -23,7 +23,8 @@ from transformers.utils import logging
 
 import ag
 from ag.errors import UserError
-from ag.model.hooks import UnsupportedModelError
+from ag.model.hooks import UnsupportedModelError, decoder_of, lm_logits
+from tests.support.bounds import hold, of_logits
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 SMALL: dict[str, Any] = {
@@ -50,8 +51,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("gemma3_text", "olmo3", "cohere2", "gpt_oss"), {"layer_types": ["sliding_attention", "full_attention"]}
     ),
+    **dict.fromkeys(("granite", "granitemoe"), {"logits_scaling": 8.0}),
     "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
+#: Those whose logits are more than the product of the head: it is scaled, or capped.
+MORE_THAN_A_HEAD = {"gemma2", "vaultgemma", "granite", "granitemoe", "cohere", "cohere2", "nanochat"}
 COLUMNS = ("gates", "`h2o`", "`expected_attention`", "`positions=slot`")
 PROMPT, NEW = 40, 6
 SUMS = 32  # orders of summation may differ by so many times what rounding does to the model's own logits
@@ -180,6 +184,19 @@ def test_the_table_in_docs_is_what_runs(name: str) -> None:
 
 def test_the_table_in_docs_has_every_architecture() -> None:
     assert list(lines_of_page()) == list(ARCHITECTURES)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name, row in lines_of_page().items() if "(layers with self_attn" not in row])
+def test_logits_of_states_are_those_of_the_model(name: str) -> None:
+    model, ids = tiny(name), torch.stack([text(9, 1), text(9, 2)])
+    head = model.get_output_embeddings()
+    head.weight.mul_(30)  # so that a cap changes logits by more than rounding does
+    states = decoder_of(model)(ids, use_cache=False).last_hidden_state
+    want, bound = model(ids, use_cache=False).logits, of_logits(model, *ids)
+    hold(lm_logits(model, states), want, bound)
+    hold(lm_logits(model, states[0, 3]), want[0, 3], bound)
+    assert (float((head(states) - want).abs().max()) > bound) == (name in MORE_THAN_A_HEAD)
 
 
 def write() -> None:

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Gemma2Config
 
 import ag
 from ag.gates.gating import Observing
@@ -29,11 +30,17 @@ def states(seed, requires_grad=True):
     return torch.randn(3, 9, 64, generator=generator, dtype=torch.double).requires_grad_(requires_grad)
 
 
+def capped(cap):
+    """A model whose logits have a soft cap, with the head's size of the tiny Llama."""
+    sizes = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    config = Gemma2Config(**sizes, num_hidden_layers=1, intermediate_size=64, final_logit_softcapping=cap)
+    return AutoModelForCausalLM.from_config(config)
+
+
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("chunk", [3, 7, 1024])
 def test_token_nll_and_its_gradient(tiny_llama, chunk, cap):
-    model, hidden = head(tiny_llama()), states(1)
-    model.config.final_logit_softcapping = cap
+    model, hidden = head(tiny_llama() if cap is None else capped(cap)), states(1)
     nll, rows = losses.token_nll(model, hidden, LABELS, chunk)
     assert rows.tolist() == [0, 0, 0, 0, 1, 1, 1]
     exact = bounded(hidden).requires_grad_()
