@@ -37,6 +37,7 @@ class GatedLM(L.LightningModule):
         self.validation = Validation(self.gated_loss)
         #: Share of evicted tokens by gated layer ``[L]``, of the last training batch of this rank.
         self.evicted_in_batch: Tensor | None = None
+        self._sums: dict[str, Tensor] = {}  # of what was measured of the batches of an optimiser step
         #: Optimiser steps done before the last validation; None before the first.
         self.validated_step: int | None = None
 
@@ -56,16 +57,22 @@ class GatedLM(L.LightningModule):
         torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of a batch."""
+        """Return the loss of a batch, and log the means of the batches of this optimiser step so far."""
         if not self.gated_loss.regresses(self.global_step):
             self._forget("train/regress_loss")
         measured = self.gated_loss.train(batch, self.global_step)
         self.evicted_in_batch = measured.evicted
+        accumulate = self.config.trainer.accumulate
+        before = batch_idx % accumulate
         for name, value in measured.values.items():
             ours = name in ("loss", "regress_loss", f"{self.config.loss.objective}_loss")  # of this rank
             shown = name == "evicted" or (ours and name != "loss")
-            self.log(f"train/{name}", value, batch_size=1, sync_dist=ours, prog_bar=shown)
-        return measured.loss
+            self._sums[name] = self._sums[name] + value if before else value
+            self.log(f"train/{name}", self._sums[name] / (before + 1), batch_size=1, sync_dist=ours, prog_bar=shown)
+        if accumulate == 1:
+            return measured.loss
+        # Lightning divides by trainer.accumulate, also in the last step of an epoch, which may have fewer batches
+        return measured.loss * (accumulate / min(accumulate, self.trainer.num_training_batches - batch_idx + before))
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Measure a batch under hard flags."""

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import ag
-from ag.config import Config, LoraConfig, LossConfig, OptimConfig, WarmupConfig
+from ag.config import Config, DataConfig, LoraConfig, LossConfig, OptimConfig, TrainerConfig, WarmupConfig
 from ag.config.validate import ConfigWarning
 from ag.data.collate import Collator, Row
+from ag.data.module import Counts, DataModule
 from ag.errors import UserError
 from ag.model import base as models
 from ag.training.loggers import MetricsFile
@@ -249,6 +250,54 @@ def test_regression_steps_train_the_gates_without_a_backward_pass_of_the_model(t
     assert any(not torch.equal(p, before[name]) for name, p in module.named_parameters() if "lora_B" in name)
     measured = [[name in line for name in ("train/regress_loss", "train/lm_loss")] for line in logged(tmp_path)]
     assert measured == [[True, False]] * 3 + [[False, True]] * 2
+
+
+def test_every_step_has_the_loss_of_its_rows(tiny_llama, tmp_path):
+    """13 rows, 2 at a time and 4 times a step: 8 rows, then 4 without a full window; each is one batch."""
+    draw = torch.Generator().manual_seed(5)
+    texts = [torch.randint(3, 128, (10 + i,), generator=draw).numpy() for i in range(13)]
+    rows = [Row(text.astype(np.int32), len(text) // 2) for text in texts]
+    settings = Config(data=DataConfig(batch_size=2)).data
+    source = DataModule(rows, [[rows[0]]], Collator(0), settings, seed=0, counts=Counts())
+    steps = [[]]
+
+    class Watched(GatedLM):
+        def training_step(self, data, batch_idx):
+            steps[-1].append(data)
+            return super().training_step(data, batch_idx)
+
+        def on_before_optimizer_step(self, optimizer):
+            steps[-1].append(gradients(self))
+            steps.append([])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.gates.parameters(), lr=0.0)
+
+    options = {"loss": LossConfig(alpha=0.0), "trainer": TrainerConfig(accumulate=4)}
+    made = build(tiny_llama, **options)
+    module = Watched(made.config, made.model, made.gates)
+    options = {"logger": MetricsFile(tmp_path), "log_every_n_steps": 1, "limit_val_batches": 0}
+    options |= {"max_epochs": 2, "accumulate_grad_batches": 4, "use_distributed_sampler": False}
+    trainer(tmp_path, **options).fit(module, source)
+    assert [len(step) for step in steps] == [5, 3, 5, 3, 0]
+    made.config.trainer.accumulate = 1
+    for (*parts, got), line in zip(steps, logged(tmp_path), strict=False):
+        whole = Collator(0)([Row(tokens.numpy(), prompt) for part in parts for tokens, prompt in rows_of(part)])
+
+        def values(whole=whole):
+            made.zero_grad()
+            made.training_step(whole, 0).backward()
+            return gradients(made)
+
+        right, want = in_both(made, values)
+        made.zero_grad()
+        hold((got - want).norm(), 0.0, ROUNDINGS * float((want - right).norm()))
+        hold(line["train/lm_loss"], made.logged["train/lm_loss"], of_nats(plain(made)))
+        hold(line["train/loss"], made.logged["train/loss"], of_nats(plain(made)))
+
+
+def gradients(module):
+    return torch.cat([p.grad.flatten() for p in module.gates.parameters()])
 
 
 def divergences(module, base, data):
