@@ -93,9 +93,19 @@ def sample_mean(values: Tensor, rows: Tensor, batch: int) -> Tensor:
     Each sample weighs the same, so that a batch split over ranks or accumulated in parts of equal size gives the same
     gradient as the whole batch.
     """
+    means, there = row_means(values, rows, batch)
+    return means.sum() / there.sum().clamp_min(1)
+
+
+def row_means(values: Tensor, rows: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """Average the values ``[N]`` of tokens over each row (``rows`` ``[N]``).
+
+    Returns:
+        The means ``[B]``, 0 of a row without tokens, and which rows have tokens, ``[B]`` bool.
+    """
     sums = values.new_zeros(batch).index_add(0, rows, values)
     counts = values.new_zeros(batch).index_add(0, rows, torch.ones_like(values))
-    return (sums / counts.clamp_min(1)).sum() / (counts > 0).sum().clamp_min(1)
+    return sums / counts.clamp_min(1), counts > 0
 
 
 def gate_means(gates: AttentionGates, gating: Gating) -> dict[Mean, Tensor]:

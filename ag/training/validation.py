@@ -28,7 +28,8 @@ class Validation(nn.Module):
     def __init__(self, gated_loss: GatedLoss) -> None:
         super().__init__()
         self.gated_loss, self.loss = gated_loss, gated_loss.config.loss
-        self.nll, self.objective_mean = MeanMetric(), MeanMetric()
+        self.nll = MeanMetric()  # over tokens, for the perplexity
+        self.lm_loss, self.objective_mean = MeanMetric(), MeanMetric()  # over samples, as in training
         self.soft, self.hard = MeanMetric(), MeanMetric()
         self.accuracy, self.accuracy_norm = MultipleChoiceAccuracy(), MultipleChoiceAccuracy(normalise=True)
         if gated_loss.gates is not None:
@@ -54,17 +55,23 @@ class Validation(nn.Module):
             self.accuracy.update(nll, rows, *(batch[key] for key in keys))
             self.accuracy_norm.update(nll, rows, *(batch[key] for key in keys))
             right = ((batch["choice"] == batch["target"]) & (batch["question"] >= 0))[rows]
+
+        def samples(values: Tensor) -> Tensor:
+            means, there = losses.row_means(values[right], rows[right], len(batch["labels"]))
+            return means[there]
+
         if right.any():
             self.nll.update(nll[right])
+            self.lm_loss.update(samples(nll))
         if self.loss.objective not in MEASURED:
-            self.objective_mean.update(of.tokens(batch, hidden, teacher)[0][right])
+            self.objective_mean.update(samples(of.tokens(batch, hidden, teacher)[0]))
         if gating is not None:
             self._measure_gates(batch, gating, dense or gating, keep_samples)
 
     def compute(self) -> dict[str, Tensor]:
         """Return what was measured, by name, and give the gates the boundaries of shares."""
-        loss = nll = self.nll.compute()
-        values: dict[str, Tensor] = {"lm_loss": nll, "perplexity": nll.exp()}
+        loss = self.lm_loss.compute()
+        values: dict[str, Tensor] = {"lm_loss": loss, "perplexity": self.nll.compute().exp()}
         if self.loss.objective not in MEASURED:
             loss = values[f"{self.loss.objective}_loss"] = self.objective_mean.compute()
         if self.accuracy.update_called:  # on every rank, also on one that had no question

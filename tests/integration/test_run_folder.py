@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -150,16 +152,14 @@ def check_figures(folder: Path, case: Case) -> None:
 
 def check_sums(row: dict[str, float], config: Config) -> None:
     """Each loss is what the formulas make of its parts."""
-    gated, mean = config.train != "lora", f"gate_mean_{config.loss.mean}"
+    gated, gate_mean = config.train != "lora", f"gate_mean_{config.loss.mean}"
     if "train/eviction_loss" in row:
-        hold(row["train/eviction_loss"], abs(row[f"train/{mean}"] - BETA), 2 * EPS)
+        hold(row["train/eviction_loss"], abs(row[f"train/{gate_mean}"] - BETA), 2 * EPS)
     parts = [row.get(f"train/{name}", 0.0) for name in ("lm_loss", "kl_loss", "regress_loss", "eviction_loss")]
     hold(row["train/loss"], sum(parts), 4 * EPS * sum(parts))
     if "val/loss" in row:
-        nats = row["val/lm_loss"]
-        hold(row["val/perplexity"], math.exp(nats), (10 + nats) * EPS * math.exp(nats))  # of exp, and of what it is of
-        eviction = abs(row[f"val/{mean}"] - BETA) if gated else 0.0
-        wanted = row.get("val/kl_loss", nats) + eviction
+        eviction = abs(row[f"val/{gate_mean}"] - BETA) if gated else 0.0
+        wanted = row.get("val/kl_loss", row["val/lm_loss"]) + eviction
         hold(row["val/loss"], wanted, 4 * EPS * wanted)
         if gated and config.gate.first_layer == 0 and config.gate.sink_tokens == 0:
             hold(row["val/evicted"], 1 - row["val/gate_mean_hard"], 4 * EPS)
@@ -185,7 +185,8 @@ def check_export(run: Path, config: Config, gates: dict[str, torch.Tensor], lora
         return  # packed text has no response; bfloat16 rounds differently
 
     last = logged(run)[-1]
-    losses, held, seen = [], 0.0, 0
+    losses: list[list[float]] = []
+    held, seen = 0.0, 0
     for row in validation_rows(config):
         if row.answer is not None and row.answer.choice != row.answer.target:
             continue
@@ -198,8 +199,10 @@ def check_export(run: Path, config: Config, gates: dict[str, torch.Tensor], lora
             rest = model(ids[:, length:], past_key_values=cache)
         logits = torch.cat([start.logits[:, -1:], rest.logits[:, :-1]], 1)
         nats = torch.nn.functional.cross_entropy(logits[0], ids[0, length:], reduction="none").tolist()
-        losses += nats[row.response_start - length :]  # a question behind the prompt carries no loss
-    hold(last["val/lm_loss"], sum(losses) / len(losses), of_nats(model))
+        losses.append(nats[row.response_start - length :])  # a question behind the prompt carries no loss
+    hold(last["val/lm_loss"], mean(map(mean, losses)), of_nats(model))
+    perplexity = math.exp(mean(itertools.chain(*losses)))
+    hold(last["val/perplexity"], perplexity, (of_nats(model) + 10 * EPS) * perplexity)  # of exp, 10 roundings
     if gates and seen:
         hold(last["val/evicted"], 1 - held / seen, 2 * EPS)
 
