@@ -205,6 +205,13 @@ def check_trainer(config: Config) -> None:
     if strategy not in known:
         hint = nearest(strategy, known) or "; --help lists the keys"
         raise UserError(f"trainer.strategy={strategy}: expected auto, fsdp2 or a strategy of Lightning, as ddp{hint}")
+    how = StrategyRegistry[strategy]["init_params"] if strategy in StrategyRegistry else {}
+    if how.get("start_method", "popen") != "popen":
+        raise UserError(
+            f"trainer.strategy={strategy}: it trains in copies of this process, whose metrics would not get into the "
+            "run folder and its export: expected a strategy that starts the command once a device, such as "
+            "trainer.strategy=ddp."
+        )
     there = {
         "gpu": CUDAAccelerator.is_available() or MPSAccelerator.is_available(),
         "mps": MPSAccelerator.is_available(),

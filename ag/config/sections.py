@@ -203,7 +203,9 @@ class TrainerConfig:
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = key("auto", "what to train on")
     devices: int = key(1, "devices per node", low=1)
     num_nodes: int = key(1, "machines", low=1)
-    strategy: str = key("auto", "auto, ddp, ...: any Lightning strategy name; fsdp2: the base divided over the GPUs")
+    strategy: str = key(
+        "auto", "auto, ddp, ...: a Lightning strategy, none that forks or spawns; fsdp2: the base divided over the GPUs"
+    )
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = key(
         "32-true", "precision of the computation; trainable weights stay float32"
     )

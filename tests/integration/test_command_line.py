@@ -113,10 +113,14 @@ def test_a_run_says_nothing_of_other_projects(recipe: Path, tmp_path: Path) -> N
     assert [line for line in errors.splitlines() if not own.match(line)] == []
 
 
+FORKED = ("ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_fork_find_unused_parameters_true")
+
+
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
         ("trainer.strategy=ddpp", ("trainer.strategy=ddpp", "did you mean ddp?")),
+        *((f"trainer.strategy={name}", (f"trainer.strategy={name}:", "trainer.strategy=ddp.")) for name in FORKED),
         ("trainer.accelerator=gpu", ("trainer.accelerator=gpu", "trainer.accelerator=cpu")),
         ("trainer.strategy=fsdp", ("trainer.strategy=fsdp", "trainer.accelerator=cpu", "GPU")),
     ],
