@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
@@ -38,6 +43,27 @@ class RowGroups(Dataset[list[Row]]):
 
     def __getitem__(self, ids: list[int]) -> list[Row]:
         return [row for i in ids for row in ([self.filler] if i == FILLER else self.groups[i])]
+
+
+def _begin_worker(worker: int) -> None:
+    """Seed a data loading process as Lightning does, and let it outlive the signals that tell a run to stop.
+
+    These go to all processes of a run (from a terminal, ``timeout``, SLURM), and the one that trains needs its batches
+    until the end of the step. It alone ends its workers, by SIGTERM too.
+    """
+    pl_worker_init_function(worker)
+    for signum in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_IGN)
+    if sys.platform == "linux":  # elsewhere nobody says who sent a signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Wait for a SIGTERM of the process that trains, and end this one."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def _empty(split: str, data: DataConfig, skipped: int) -> str:
@@ -166,6 +192,7 @@ class DataModule(LightningDataModule):
             sampler=sampler,
             collate_fn=self.collator,
             num_workers=self.data.num_workers,
+            worker_init_fn=_begin_worker,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
             generator=torch.Generator(),  # else every iteration draws from the generator of the gates' noise
         )

@@ -1,5 +1,7 @@
 """Real lightning.Trainer runs: a resumed run sees exactly the rows that an uninterrupted one would see."""
 
+import multiprocessing
+import subprocess
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -117,3 +119,17 @@ def test_a_checkpoint_may_be_validated_with_another_batch_size(tmp_path):
     data, [path] = data_module(batch_size=2), checkpoints(tmp_path)
     [metrics] = trainer(tmp_path).validate(Recorder(), datamodule=data, ckpt_path=path, verbose=False)
     assert metrics["val/loss"] == 2.5
+
+
+def test_only_the_process_that_trains_ends_its_workers() -> None:
+    """By SIGTERM, as multiprocessing does at exit; signals of others, which tell the run to stop, leave them be."""
+    batches = iter(data_module(workers=1, streaming=True).train_dataloader())
+    next(batches)
+    [worker] = multiprocessing.active_children()
+    for name in ("TERM", "INT", "USR1", "TERM"):
+        subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
+        for _ in range(4):  # more than lie ready
+            assert next(batches)["input_ids"].shape == (BATCH, 2)
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == 0

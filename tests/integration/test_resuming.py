@@ -6,7 +6,10 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from ag.callbacks.checkpoint_files import checkpoints
 from ag.gates.gate import AttentionGates
 from ag.training.module import GatedLM
 from tests.support.command import column, logged, resume, runs, start, train, weights
+from tests.support.undrawn import UNDRAWN
 
 # noise in the gates and the adapters, a target that falls, optimiser steps of two batches, epochs of 12 batches
 RUN = [
@@ -154,6 +158,30 @@ def test_killed_with_workers(signum: signal.Signals, recipe: Path, whole: Path, 
     assert len(logged(run)) < STEPS
     resume(run)
     equal(run, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "ranks"), [(signal.SIGTERM, 1), (signal.SIGTERM, 2), (signal.SIGINT, 1)])
+def test_a_signal_to_all_processes(signum: signal.Signals, ranks: int, recipe: Path, tmp_path: Path) -> None:
+    """As timeout, a terminal and SLURM send it: to workers and other ranks as well, and SIGTERM twice at times."""
+    more = [] if ranks == 1 else ["data.batch_size=1", "trainer.devices=2", "trainer.strategy=ddp"]
+    words = [f"recipe={recipe}", f"output={tmp_path}", *RUN, *more, "data.num_workers=2"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, str(UNDRAWN), *words], start_new_session=True, **pipes)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(f"step 7/{STEPS} "):
+            break
+    os.killpg(process.pid, signum)
+    if signum == signal.SIGTERM:
+        os.killpg(process.pid, signum)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signum, errors
+    assert "Traceback" not in errors
+    [run] = runs(tmp_path)
+    stopped = re.search(rf"^ag\.fit: stopped by {signum.name} after step (\d+);", errors, re.M)
+    assert stopped is not None, errors
+    assert checkpoints(run)[0].name == f"step={int(stopped[1]):06d}.ckpt" and 7 <= int(stopped[1]) < STEPS
 
 
 def test_finished_run_is_left_as_it_is(recipe: Path, whole: Path, tmp_path: Path) -> None:
