@@ -123,8 +123,9 @@ class GatedLoss:
         hidden = self.hidden(batch, gating)
         if teacher is None and self.objective.needs_teacher:
             teacher = self.teacher(batch)
-        measured = batch | {"labels": losses.sampled(batch["labels"], self.config.loss.sampled_tokens)}
-        loss = losses.sample_mean(*self.tokens(measured, hidden, teacher), len(batch["input_ids"]))
+        labels = batch["labels"]
+        measured = batch | {"labels": losses.sampled(labels, self.config.loss.sampled_tokens)}
+        loss = losses.sample_mean(*self.tokens(measured, hidden, teacher), labels)
         values[name] = loss
         if gating is None or self.gates is None:
             return _measured(loss, values)

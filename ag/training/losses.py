@@ -87,14 +87,17 @@ def token_kl(
     return _in_chunks(model, divergence, chunk, hidden[rows, columns], teacher[rows, columns]), rows
 
 
-def sample_mean(values: Tensor, rows: Tensor, batch: int) -> Tensor:
+def sample_mean(values: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
     """Average the values ``[N]`` of tokens over each row (``rows`` ``[N]``), then over the rows that have tokens.
 
     Each sample weighs the same, so that a batch split over ranks or accumulated in parts of equal size gives the same
-    gradient as the whole batch.
+    gradient as the whole batch. Where the values are those of a draw (:func:`sampled`) from the tokens of ``labels``
+    ``[B, T]``, each stands for as many, with the weight that it has among all, so that the expectation is the mean.
     """
-    means, there = row_means(values, rows, batch)
-    return means.sum() / there.sum().clamp_min(1)
+    counts = (labels[:, 1:] != -100).sum(1)
+    sums = values.new_zeros(len(labels)).index_add(0, rows, values)
+    mean = (sums / counts.clamp_min(1)).sum() / (counts > 0).sum().clamp_min(1)
+    return mean * (counts.sum().to(values.dtype) / max(len(values), 1))  # by exactly 1 where nothing is drawn
 
 
 def row_means(values: Tensor, rows: Tensor, batch: int) -> tuple[Tensor, Tensor]:

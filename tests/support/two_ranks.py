@@ -31,12 +31,13 @@ class Losses(torch.nn.Module):
             observed.targets[layer] = hidden[:, : lengths.max(), :2].transpose(1, 2)
         means = losses.gate_means(self.gates, observed)
         rows, _ = observed.counted().nonzero(as_tuple=True)
+        labels = torch.nn.functional.pad(observed.counted().long() - 1, (1, 0)) * 100  # 0, and -100 of padding
         values = observed.logits[0].square().mean(1)[observed.counted()]
         return {
             "soft": losses.eviction_loss(means["soft"], 0.1),
             "hard": losses.eviction_loss(means["hard"], 0.1),
             "regression": losses.regression_loss(self.gates, observed, keep=0.5),
-            "samples": losses.sample_mean(values, rows, len(hidden)),
+            "samples": losses.sample_mean(values, rows, labels),
         }
 
 

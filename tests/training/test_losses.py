@@ -83,7 +83,7 @@ def test_token_kl_and_its_gradient(tiny_llama, chunk, trained):
 def test_no_label_at_all(tiny_llama):
     nll, rows = losses.token_nll(head(tiny_llama()), states(1), torch.full((3, 9), -100))
     assert (len(nll), len(rows)) == (0, 0)
-    assert losses.sample_mean(nll, rows, 3) == 0
+    assert losses.sample_mean(nll, rows, torch.full((3, 9), -100)) == 0
 
 
 def test_logits_of_one_chunk_exist_at_once(tiny_llama):
@@ -122,11 +122,23 @@ def test_of_sampled_labels_some_carry_loss():
 
 def test_sample_mean_weighs_rows_alike():
     values = torch.tensor([1.0, 2.0, 6.0, 10.0], requires_grad=True)
-    mean = losses.sample_mean(values, torch.tensor([0, 0, 0, 2]), 4)
+    labels = torch.full((4, 5), -100)
+    labels[0, 1:4] = labels[2, 4] = 5
+    mean = losses.sample_mean(values, torch.tensor([0, 0, 0, 2]), labels)
     assert float(mean) == (3.0 + 10.0) / 2
     mean.backward()
     want = torch.tensor([1 / 6, 1 / 6, 1 / 6, 1 / 2], dtype=torch.float64)
     hold(values.grad, want, 2 * EPS * want)  # a half of a third
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_the_mean_over_all_draws_is_the_mean_of_samples(count):
+    """Of rows of 4, 3 and no tokens: the expectation, since each draw is as likely as another."""
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0], dtype=torch.double)
+    rows, _ = losses.response_positions(LABELS)
+    draws = [list(draw) for draw in itertools.combinations(range(7), count)]
+    means = torch.stack([losses.sample_mean(values[draw], rows[draw], LABELS) for draw in draws])
+    hold(means.mean(), (15 / 4 + 112 / 3) / 2, 64 * torch.finfo(torch.double).eps * float(means.max()))
 
 
 def fake_gating(gates, valid, prompts):

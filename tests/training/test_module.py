@@ -474,7 +474,7 @@ def test_a_step_under_a_drawn_share(tiny_llama, objective, covers):
 
 
 def test_the_loss_of_sampled_tokens(tiny_llama):
-    """Those that are drawn for a step, the same ones whenever that step is taken."""
+    """Those that are drawn for a step, the same ones whenever that step is taken; each weighs as among all."""
     module = build(tiny_llama, loss=LossConfig(alpha=0.0, sampled_tokens=3))
     module._trainer = SimpleNamespace(current_epoch=1, global_rank=0, global_step=0, _results=None)
     data, found = batch(), []
@@ -483,10 +483,14 @@ def test_the_loss_of_sampled_tokens(tiny_llama):
         state = torch.get_rng_state()
         found.append(float(module.training_step(data, place).detach()))
         torch.set_rng_state(state)
-        fewer = data | {"labels": sampled(data["labels"], 3)}
-        assert (fewer["labels"] != -100).sum() == 3 < (data["labels"][:, 1:] != -100).sum()
-        whole = build_like(module, LossConfig())
-        assert found[-1] == float(whole.training_step(fewer, place).detach())
+        drawn = sampled(data["labels"], 3)[:, 1:] != -100
+        losses, _ = measure(module, data)
+        counts = [len(x) for x in losses]
+        assert drawn.sum() == 3 < sum(counts)
+        rows = zip(drawn, rows_of(data), losses, strict=True)
+        mean = sum(float(x[d[p - 1 : len(t) - 1]].sum()) / len(x) for d, (t, p), x in rows) / len(losses)
+        weights = sum(counts) / min(counts) / len(counts)  # of the three, at most
+        hold(found[-1], mean * sum(counts) / 3, of_nats(plain(module)) * weights)
     assert found[0] == found[2] != found[1]
 
 
