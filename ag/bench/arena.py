@@ -26,7 +26,7 @@ from ag.engine.step import NextToken
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.model.geometry import fingerprint
-from ag.model.hooks import AttentionCall, decoder_of
+from ag.model.hooks import AttentionCall, cache_argument, decoder_of
 
 CALIBRATION_TOKENS = 8192
 
@@ -57,6 +57,7 @@ class Arena:
         self._gates: dict[float, AttentionGates] = {}
         self._static: dict[Contestant, tuple[StaticCache, Callable[[Tensor, Cache], Tensor]]] = {}
         self._sizes = (0, 0)
+        self._called = cache_argument(type(model))  # what the model calls its cache
 
     @classmethod
     def of(cls, config: BenchConfig) -> Arena:
@@ -98,7 +99,7 @@ class Arena:
     def read(self, cache: Cache, ids: Tensor, contestant: Contestant = FULL) -> None:
         """Run the prompt ``[B, T]`` through the decoder."""
         with pinned(contestant.backend):
-            decoder_of(self.model)(input_ids=ids, past_key_values=cache, use_cache=True)
+            decoder_of(self.model)(input_ids=ids, use_cache=True, **{self._called: cache})
 
     def fill(self, cache: Cache, batch: int, length: int) -> None:
         """Put random keys and values of a prompt into a cache; a policy evicts from them as from any others."""
@@ -121,6 +122,8 @@ class Arena:
                 blind = scorer is None or isinstance(scorer, Random)
                 q = k[:, :1].expand(-1, size["num_heads"], -1, -1) if blind else draw(size["num_heads"])
                 cache.attend(_Unattended(layer.self_attn, index, q, k, v, size["head_dim"] ** -0.5, None))
+        if isinstance(cache, EvictionCache):
+            cache.unfinished = False  # a pass without hidden states ends here
 
     def decode(self, cache: Cache, token: Tensor, contestant: Contestant = FULL, room: int = 0) -> Iterator[Tensor]:
         """Generate greedily, one token ``[B, 1]`` after the other; on a card with room for so many ahead."""
@@ -138,7 +141,7 @@ class Arena:
 
     def _step(self, token: Tensor, cache: Cache) -> Tensor:
         """Return the logits ``[B, V]`` of the next token."""
-        logits: Tensor = self.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits: Tensor = self.model(input_ids=token, use_cache=True, logits_to_keep=1, **{self._called: cache}).logits
         return logits[:, -1]
 
     def _emptied(self, contestant: Contestant, batch: int, room: int) -> StaticCache:

@@ -131,6 +131,7 @@ class EvictionCache(Forward, Cache):
             UserError: before the end of a prompt, where something else is in the way, or for a state that no file can
                 have: records of a scorer that are not tensors, or a policy that :func:`ag.policy` cannot make again.
         """
+        self.check_whole()
         saved.save(self, path)
 
     @classmethod
@@ -195,7 +196,7 @@ class EvictionCache(Forward, Cache):
             How many of its columns are held. 0: none is in common, or what was evicted or recorded behind it cannot
             come back (:meth:`crop`); then the cache is as after :meth:`reset`, and reads the text anew.
         """
-        common = self.text.common(input_ids)
+        common = 0 if self.unfinished else self.text.common(input_ids)
         if common:
             try:
                 self.crop(self.text.seen - common)
@@ -212,6 +213,15 @@ class EvictionCache(Forward, Cache):
             UserError: when drafts could make something go that is then wanted back.
         """
         self.text.check_drafts()
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether drafts can be taken back; ``model.generate`` asks after the prompt."""
+        try:
+            self.text.check_drafts()
+        except UserError:
+            return False
+        return True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make the sequences those at ``beam_idx``."""
@@ -272,6 +282,7 @@ class EvictionCache(Forward, Cache):
 
     def reset(self) -> None:
         """Forget everything: the next tokens are a new prompt, of any batch size."""
+        self.unfinished, self.made_as = False, None
         for part in self.parts.values():
             part.reset()
         rereader = None if self.policy.scorer is None else self.policy.scorer.rereader
@@ -331,6 +342,7 @@ def _check_join(cache: EvictionCache, other: EvictionCache) -> None:
     if other is cache or not other.text.seen:
         raise UserError("join: expected another cache that has read its prompt; read it first.")
     for each in (cache, other):
+        each.check_whole()
         if each.text.seen < each.text.prompt_columns:
             raise UserError(
                 f"join: {each.text.seen} of {each.text.prompt_columns} columns of a prompt were read so far: "

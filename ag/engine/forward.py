@@ -32,6 +32,11 @@ class Forward(Holdings, Interceptor):
 
     #: Whether a step is being recorded at present.
     recording = False
+    #: Whether a pass has begun and not ended: some layers have its tokens, and others may not.
+    unfinished = False
+    #: Types of weights and of autocast in the first pass, and whether tensors were made under inference mode.
+    made_as: tuple[torch.dtype, torch.dtype | None] | None = None
+    inference = False
 
     @abstractmethod
     def reset(self) -> None:
@@ -61,7 +66,39 @@ class Forward(Holdings, Interceptor):
         Raises:
             UserError: when the tokens do not go on from those seen.
         """
+        self.check_whole()
         self.text.expect(valid, tokens)
+
+    def check_whole(self) -> None:
+        """Refuse a cache whose last forward pass did not end, as after Ctrl-C or an error within it.
+
+        Raises:
+            UserError: until :meth:`reset`.
+        """
+        if self.unfinished:
+            raise UserError(
+                f"{type(self).__name__}: a forward pass was broken off by an error or Ctrl-C, or runs in another "
+                "thread: some layers have its tokens, and others have not; call cache.reset() and read the text again."
+            )
+
+    def _check_kind(self, decoder: nn.Module, device: torch.device) -> None:
+        """Refuse tokens that cannot lie beside those that are held."""
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        kind = next(decoder.parameters()).dtype, autocast
+        if self.made_as is None or not self.text.seen:
+            self.made_as, self.inference = kind, False
+        if self.made_as != kind:
+            said = [f"{weights}, autocast {auto or 'off'}" for weights, auto in (self.made_as, kind)]
+            raise UserError(
+                f"{type(self).__name__}: what is held was computed in {said[0]}, and the model now computes in "
+                f"{said[1]}: go on as before, or call cache.reset() and read the text again."
+            )
+        if self.inference and not torch.is_inference_mode_enabled():
+            raise UserError(
+                f"{type(self).__name__}: a context was read under torch.inference_mode(), whose tensors cannot be "
+                "changed outside of it: go on under torch.inference_mode(), or read it under torch.no_grad()."
+            )
+        self.inference |= torch.is_inference_mode_enabled()
 
     def protect(self, spans: Sequence[Any]) -> None:
         """Let tokens stay whatever the policy says of them, until :meth:`reset`: a system prompt, say.
@@ -101,8 +138,10 @@ class Forward(Holdings, Interceptor):
         if decoder is not self.decoder:
             raise UserError("This cache was made for another model; make one with EvictionCache(model, ...).")
         self._require(length)
+        self._check_kind(decoder, device_of(decoder))
         device = device_of(decoder) if attention_mask is None else attention_mask.device
         self.text.extend(attention_mask, batch, length, device)
+        self.unfinished = True
 
     def demand(self, tokens: int) -> int:
         """Return the most pages that a pass of so many tokens of each sequence may take.
@@ -114,6 +153,7 @@ class Forward(Holdings, Interceptor):
 
     def _require(self, tokens: int) -> None:
         """Refuse a pass of so many tokens of each sequence before it begins, where the pool may have no room for it."""
+        self.check_whole()
         if self.pool is None:
             return
         pages = self.demand(tokens)
@@ -190,6 +230,7 @@ class Forward(Holdings, Interceptor):
 
         A policy that rereads lets the model repeat a prompt once it is there, and evicts then.
         """
+        self.unfinished = False
         out, again = self.text.ended(states), self.reread
         pending = again is not None and not again.active and not again.done
         if again is not None and pending and self.text.seen >= self.text.prompt_columns:

@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ag.engine.cache import EvictionCache
 from ag.errors import UserError
+from ag.model.hooks import interceptor_in
 
 #: Runs a function, or records it: returns what it computed, and what computes that again in the same memory.
 Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
@@ -121,7 +122,18 @@ def decode(
     Returns:
         The text ``[B, T + n]``; behind the end of a sequence padding.
     """
-    cache: EvictionCache = prepared["past_key_values"]
+    cache = interceptor_in(prepared)
+    if not isinstance(cache, EvictionCache):
+        raise UserError("custom_generate=decode: no ag.EvictionCache came with it; give past_key_values=cache.")
+    mode = generation_config.get_generation_mode(prepared.get("assistant_model")).value
+    refused = {
+        f"{mode} (such as num_beams={generation_config.num_beams})": mode not in ("greedy_search", "sample"),
+        "return_dict_in_generate=True": generation_config.return_dict_in_generate,
+        "inputs_embeds": prepared.get("inputs_embeds") is not None,
+    }
+    for what, given in refused.items():
+        if given:
+            raise UserError(f"custom_generate=decode does no {what}: leave custom_generate out.")
     mask, step, new = prepared.get("attention_mask"), NextToken(model, cache), slice(cache.seen_tokens, None)
     logits = model(
         input_ids=input_ids[:, new],

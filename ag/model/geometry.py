@@ -28,6 +28,8 @@ def fingerprint(model_config: PretrainedConfig) -> dict[str, Any]:
             "hidden_size": int(text.hidden_size),
             "windowed_layers": _alternating_windows(text),
         }
+    except RuntimeError as error:  # of a configuration that has several values of something, as Gemma 4's
+        raise UserError(f"{type(text).__name__}: layers differ in size, expected the same in all: {error}") from error
     except AttributeError as error:
         raise UserError(f"{type(text).__name__} is not the configuration of a decoder: {error}.") from error
 

@@ -1,11 +1,13 @@
 """How an interceptor takes part in a Hugging Face model's forward pass: hooks, attention interface, decoder and head.
 
-An *interceptor* (:class:`Interceptor`: the gates of a training step, or an eviction cache) arrives as a keyword argument:
-``gating``, or the model's own for a cache (:func:`cache_argument`). The decoder's forward passes it the padding, and runs the tokens in blocks if it asks
-for them; a hook on each attention module passes it the hidden states; the attention function passes it q, k and v.
-Without one the model's own attention runs. Nothing global changes: each attention module gets its own shallow copy of
-the configuration, whose attention implementation is ``ag``, so that recomputation under gradient checkpointing takes
-the same path.
+An *interceptor* (:class:`Interceptor`: the gates of a training step, or an eviction cache) arrives as a keyword
+argument: ``gating``, or the model's own for a cache (:func:`cache_argument`). The decoder's forward passes it the
+padding, and runs the tokens in blocks if it asks for them; a hook on each attention module passes it the hidden states;
+the attention function passes it q, k and v. After a pass every layer must have attended once, else it is an error.
+
+Without an interceptor the model's own attention runs. Nothing global changes: each attention module gets its own
+shallow copy of the configuration, whose attention implementation is ``ag``, so that recomputation under gradient
+checkpointing takes the same path. Nothing changes during a pass either: several threads may use one model.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ag.errors import UserError
@@ -33,6 +36,16 @@ from ag.kernels.softmax import PLAIN, Softmax
 from ag.model.products import ThreadedLayers
 
 IMPLEMENTATION = "ag"
+USE_ANOTHER = "use a model such as Llama, Mistral, Qwen2 or Qwen3."
+#: Implementations that need a mask to be causal, in whose place sdpa computes the same.
+BY_MASK = (None, "eager", "flex_attention")
+#: What models may say to the attention function beside what an :class:`AttentionCall` holds, without changing what that
+#: computes: positions are in the queries and keys already, and the rest concerns outputs and losses.
+HARMLESS = frozenset(
+    ["dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "cache_position"]
+    + ["use_cache", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"]
+    + ["num_items_in_batch", "token_type_ids", "mm_token_type_ids"]
+)
 
 
 class UnsupportedModelError(UserError, TypeError):
@@ -68,16 +81,16 @@ class AttentionCall:
         if left_padded or windowed or not self.softmax.plain:
             options: dict[str, Any] = {"scaling": self.scaling, "window": self.window, "softmax": self.softmax}
             return gated_attention(self.q, self.k, self.v, None, valid, **options)
-        with _own_config(self.module) as name:
-            own = ALL_ATTENTION_FUNCTIONS["sdpa" if name == "eager" else name]  # eager needs an n^2 mask to be causal
-            out: Tensor = own(self.module, self.q, self.k, self.v, None, dropout=0.0, scaling=self.scaling)[0]
+        own = causal_attention(self.module)
+        out: Tensor = own(_Own(self.module), self.q, self.k, self.v, None, dropout=0.0, scaling=self.scaling)[0]
         return out.transpose(1, 2)
 
 
 class Interceptor(ABC):
     """What to do in each layer of a forward pass."""
 
-    reached = False  # whether some layer was entered, ever
+    #: How often each layer attended in the pass at hand, or since; None: there was no pass yet.
+    attended: list[int] | None = None
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         """Start a forward pass over ``[B, T]`` new tokens; the mask is ``[B, seen + T]``, nonzero on real tokens."""
@@ -178,11 +191,15 @@ def instrument(model: nn.Module) -> Attachment:
         module.config = copy.copy(module.config)
         module.config._attn_implementation = IMPLEMENTATION
         module._ag_own_config = configs[-1][1]
-    base = _unwrapped(model)
-    handles += ThreadedLayers(base, partial(_running, base)).handles
+    base = unwrapped(model)
+    handles += [base.register_forward_pre_hook(_before_model, with_kwargs=True)]
+    handles += [ThreadedLayers(base, partial(_running, base))]
     attachment = decoder._ag_attachment = Attachment(base, handles, configs, vars(decoder).get("forward"))
     decoder.forward = partial(_decode, decoder, decoder.forward)
     base.generate = partial(_generate, base)
+    if hasattr(base, "prepare_inputs_for_generation"):
+        prepare = partial(_prepare_inputs, base)
+        base.prepare_inputs_for_generation = functools.update_wrapper(prepare, base.prepare_inputs_for_generation)
     return attachment
 
 
@@ -202,9 +219,23 @@ def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
 
 
 @functools.cache
-def cache_argument(model: type[nn.Module]) -> str:
+def cache_argument(model: Any) -> str:
     """Return what a class of models calls the cache in its forward pass: ``cache`` since transformers 5.24."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _renamed(model: type[nn.Module], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments in which an interceptor that came as a cache has the name that the model gives it."""
+    given = next((x for x in ("cache", "past_key_values") if isinstance(kwargs.get(x), Interceptor)), None)
+    if given is None or given == (name := cache_argument(model)):
+        return kwargs
+    rest = {key: value for key, value in kwargs.items() if key not in (given, name)}
+    return rest | {name: kwargs[given]}
+
+
+def _before_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    renamed = _renamed(type(model), kwargs)
+    return None if renamed is kwargs else (args, renamed)
 
 
 def restore(model: nn.Module) -> None:
@@ -218,7 +249,8 @@ def restore(model: nn.Module) -> None:
     for module, config in attachment.configs:
         module.config = config  # type: ignore[assignment]
         del module._ag_own_config
-    vars(attachment.base).pop("generate", None)
+    for name in ("generate", "prepare_inputs_for_generation"):
+        vars(attachment.base).pop(name, None)
     if getattr(vars(decoder)["forward"], "func", None) is not _decode:  # accelerate hooked the decoder since
         decoder._old_forward = attachment.forward or type(decoder).forward.__get__(decoder)
     elif attachment.forward is not None:
@@ -234,21 +266,21 @@ def decoder_of(model: nn.Module) -> Any:
     Raises:
         TypeError: when there is none, or it does not use the attention interface.
     """
-    base = _unwrapped(model)
+    base = unwrapped(model)
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
     layers = getattr(decoder, "layers", ())
     supported = isinstance(base, PreTrainedModel) and base._supports_attention_backend
     if not (supported and layers and all(getattr(layer, "self_attn", None) is not None for layer in layers)):
         raise UnsupportedModelError(
             f"{type(base).__name__} does not use the attention interface of transformers (layers with self_attn and "
-            "_supports_attention_backend); use a model that does, such as Llama, Mistral, Qwen2 or Qwen3."
+            f"_supports_attention_backend); {USE_ANOTHER}"
         )
     return decoder
 
 
 def lm_head(model: nn.Module) -> nn.Module:
     """Return the language model head."""
-    head: nn.Module = _unwrapped(model).get_output_embeddings()
+    head: nn.Module = unwrapped(model).get_output_embeddings()
     return head
 
 
@@ -257,7 +289,7 @@ def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
 
     The model's own forward pass runs, on a shallow copy that has the states in place of the stack of layers.
     """
-    base, decoder = _unwrapped(model), decoder_of(model)
+    base, decoder = unwrapped(model), decoder_of(model)
     states = hidden.reshape(1, -1, hidden.shape[-1])
     reader = next(name for name, part in base.named_children() if any(module is decoder for module in part.modules()))
     behind = copy.copy(base)
@@ -288,13 +320,16 @@ class _Read:
         return self
 
 
-def _unwrapped(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+def unwrapped(model: Any) -> Any:
+    """Return a model of transformers without the wrappers of ``torch.compile`` and PEFT."""
+    model = getattr(model, "_orig_mod", model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(model, "_orig_mod", model)
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate, and tell the cache the text and where the prompt ends, which chunks and drafts do not show."""
-    cache = interceptor_in(kwargs)
+    cache, kwargs = interceptor_in(kwargs), _renamed(type(model), kwargs)
     given = (*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
     tokens = next((x for x in given if x is not None), None)
     if cache is None or tokens is None:
@@ -308,6 +343,28 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
+def _prepare_inputs(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepare a pass of ``model.generate``, which must not go without the cache that it was given.
+
+    Phi-3 leaves its cache out where the text passes the length from which its RoPE is another one, so that everything
+    is read anew. An empty cache can take part in that.
+    """
+    kwargs = _renamed(type(model), kwargs)
+    cache: Any = interceptor_in(kwargs)
+    inputs = type(model).prepare_inputs_for_generation(model, *args, **kwargs)
+    if cache is None or interceptor_in(inputs) is not None:
+        return inputs
+    if cache.get_seq_length():
+        limit = getattr(model.config.get_text_config(), "original_max_position_embeddings", None)
+        why = f", whose RoPE is another one behind {limit} tokens," if limit else ""
+        raise UserError(
+            f"{type(model).__name__}{why} leaves its cache of {cache.get_seq_length()} tokens out to read the whole "
+            "text again, and nothing would be evicted: give the whole text to a cache that is empty (cache.reset()), "
+            "or generate less."
+        )
+    return inputs | {cache_argument(type(model)): cache}
+
+
 def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the decoder under an interceptor, or as it is when there is none."""
     named = kwargs
@@ -317,30 +374,95 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     interceptor = interceptor_in(named)
     if interceptor is None:
         return forward(*args, **kwargs)
+    named = dict(_renamed(type(decoder), named))
+    _check_pass(decoder, named)
     name = "input_ids" if named.get("inputs_embeds") is None else "inputs_embeds"
     tokens: Tensor = named[name]
     interceptor.begin(decoder, named.get("attention_mask"), tokens.shape[0], tokens.shape[1])
     interceptor.note(tokens)
     # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the interceptor knows the padding
     named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+    in_words = named.get("return_dict", getattr(decoder.config, "return_dict", True)) is not False
+    if not in_words:
+        named["return_dict"] = True  # a tuple is made of it behind the interceptor's end of the pass
+
+    def run(**more: Any) -> Any:
+        interceptor.attended = [0] * len(decoder.layers)  # type: ignore[arg-type]
+        out = forward(**named | more)
+        _check_reached(decoder, interceptor.attended)
+        return out
+
     given, blocks = named.pop("position_ids", None), interceptor.blocks()
     if blocks is None:
-        out = forward(**named, position_ids=interceptor.positions(given, None))
+        out = run(position_ids=interceptor.positions(given, None))
     else:
         parts = []
         for columns in blocks:
             index = columns.clamp_min(0).to(tokens.device)
             part = tokens.gather(1, index) if tokens.ndim == 2 else tokens.gather(1, _wide(index, tokens))
-            parts.append((columns, forward(**named | {name: part}, position_ids=interceptor.positions(given, columns))))
+            parts.append((columns, run(**{name: part}, position_ids=interceptor.positions(given, columns))))
         out = _joined(parts, tokens.shape[1])
-    if not interceptor.reached:
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__} does not hand keyword arguments on to its layers: no gate would see anything; "
-            "use a model such as Llama, Mistral, Qwen2 or Qwen3."
+    out.last_hidden_state = interceptor.finish(out.last_hidden_state)
+    return out if in_words else out.to_tuple()
+
+
+def _check_pass(decoder: Any, named: Mapping[str, Any]) -> None:
+    """Refuse a pass that asks for what an interceptor cannot give, before anything has changed."""
+    kind, mask = type(decoder).__name__, named.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise UserError(
+            f"{kind}: an attention_mask {shape}: expected [B, T], nonzero on real tokens; masks of 4 dimensions, and "
+            "those that a model makes itself (images in Gemma 3 and PaliGemma), are not supported."
         )
-    if hasattr(out, "last_hidden_state"):  # not a tuple
-        out.last_hidden_state = interceptor.finish(out.last_hidden_state)
-    return out
+    if named.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
+        raise UserError(
+            f"{kind}: output_attentions=True: the matrix of attention weights is not computed under gates or an "
+            "eviction cache; leave it out, or use a cache of transformers."
+        )
+    if "gating" in named:
+        return
+    if named.get("use_cache") is False:
+        raise UserError(f"{kind}: use_cache=False came with an eviction cache; leave one of the two out.")
+    if torch.is_grad_enabled() and _checkpoints(decoder):
+        raise UserError(_WITHOUT_CACHE.format(kind))
+
+
+#: Why a model that trains under gradient checkpointing takes no cache.
+_WITHOUT_CACHE = (
+    "{}: layers that train under gradient checkpointing throw their cache away; call model.eval() before a pass with "
+    "an eviction cache, or leave gradient checkpointing out."
+)
+
+
+def _checkpoints(decoder: Any) -> bool:
+    return any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in decoder.layers)
+
+
+def _check_reached(decoder: Any, attended: list[int]) -> None:
+    """Raise unless each layer attended exactly once under the interceptor: otherwise it saw later tokens.
+
+    Raises:
+        UnsupportedModelError: naming the layers, and the reason where it is known.
+    """
+    wrong = [index for index, times in enumerate(attended) if times != 1]
+    if not wrong:
+        return
+    kind, layer = type(decoder).__name__, decoder.layers[wrong[0]].self_attn
+    if max(attended) == 0 and _checkpoints(decoder):
+        raise UserError(_WITHOUT_CACHE.format(kind))
+    if max(attended) == 0:
+        raise UnsupportedModelError(
+            f"{kind} does not hand keyword arguments on to its layers: no gate would see anything; {USE_ANOTHER}"
+        )
+    if attended[wrong[0]] > 1:
+        raise UnsupportedModelError(
+            f"{type(layer).__name__} attends twice in layer {wrong[0]}: expected one softmax over keys; {USE_ANOTHER}"
+        )
+    raise UnsupportedModelError(
+        f"{kind}: layers {', '.join(map(str, wrong))} of {len(attended)} (a {type(layer).__name__}) did not attend "
+        f"under the gates or the cache that came with the pass: expected each to do so once; {USE_ANOTHER}"
+    )
 
 
 def _joined(parts: list[tuple[Tensor, Any]], length: int) -> Any:
@@ -406,7 +528,6 @@ def _before_attention(index: int, module: nn.Module, args: tuple[Any, ...], kwar
     kwargs.pop("gating", None)
     if interceptor is None:
         return None
-    interceptor.reached = True
     interceptor.enter_layer(index, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
     return args, kwargs | {"ag_interceptor": interceptor, "ag_layer": index}
 
@@ -425,10 +546,10 @@ def _attention(
     """Serve the attention interface: the interceptor's attention, or the model's own when there is no interceptor."""
     if ag_interceptor is None:
         eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        with _own_config(module) as name:
-            own: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-            result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **kwargs)
+        own: Any = ALL_ATTENTION_FUNCTIONS.get_interface(own_config(module)._attn_implementation, eager)
+        result: tuple[Tensor, Tensor | None] = own(_Own(module), query, key, value, attention_mask, **kwargs)
         return result
+    _check_arguments(module, attention_mask, kwargs)
     scaling = kwargs.get("scaling")
     call = AttentionCall(
         module,
@@ -440,22 +561,63 @@ def _attention(
         kwargs.get("sliding_window"),
         Softmax(kwargs.get("softcap"), kwargs.get("s_aux")),
     )
+    if ag_interceptor.attended is not None:
+        ag_interceptor.attended[ag_layer] += 1
     out = ag_interceptor.attend(call)
     rate = kwargs.get("dropout", 0.0)
     return F.dropout(out, rate, module.training).transpose(1, 2).contiguous(), None
 
 
-@contextmanager
-def _own_config(module: Any) -> Iterator[str]:
-    """Give an attention module the model's configuration back for a call of its own attention, whose name this yields.
+def _check_arguments(module: nn.Module, mask: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse what an attention module tells its attention function and an interceptor would leave out."""
+    if mask is not None and not (isinstance(mask, Tensor) and mask.numel() == 1):  # not what _decode gave
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        does = f"makes a mask or a bias of its own ({shape})"
+    elif kwargs.get("is_causal") is False:
+        does = "is not causal (is_causal=False)"
+    else:
+        unknown = [name for name, value in kwargs.items() if value is not None and name not in HARMLESS]
+        if not unknown:
+            return
+        does = f"says {', '.join(unknown)} to its attention function"
+    raise UnsupportedModelError(
+        f"{type(module).__name__} {does}, which gates and eviction caches leave out; {USE_ANOTHER}"
+    )
+
+
+def own_config(module: Any) -> PretrainedConfig:
+    """Return the configuration of an attention module as the model made it."""
+    config: PretrainedConfig = vars(module).get("_ag_own_config", module.config)
+    return config
+
+
+def causal_attention(module: nn.Module) -> Callable[..., Any]:
+    """Return the model's own attention function, or sdpa's, that is causal without a mask.
+
+    Raises:
+        UnsupportedModelError: naming an implementation of which that is not known.
+    """
+    name = own_config(module)._attn_implementation
+    own = sdpa_attention_forward if name in BY_MASK else ALL_ATTENTION_FUNCTIONS.get(name)
+    if own not in (sdpa_attention_forward, flash_attention_forward):
+        raise UnsupportedModelError(
+            f"attn_implementation={name}: nothing says whether this function is causal without a mask and attends as "
+            "sdpa does; use sdpa, eager, flex_attention or flash_attention_2."
+        )
+    return own
+
+
+class _Own:
+    """An attention module as its own attention function is to see it: with the model's configuration.
 
     Attention functions of transformers read the configuration: flash-attention by the name that stands there.
     """
-    ours, module.config = module.config, module._ag_own_config
-    try:
-        yield module.config._attn_implementation
-    finally:
-        module.config = ours
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self.config = module, own_config(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)

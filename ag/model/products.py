@@ -3,13 +3,15 @@
 PyTorch (MKL) multiplies one token's states with a weight on one core, slower than memory allows, and most of a
 decoding step on a CPU is that: there the linear layers compute by :func:`ag.kernels.gemv.gemv`, on all threads.
 Transformers' RMS norms are six operations of PyTorch's, and one where it has the formula itself; of a few numbers each
-costs its launch alone. Before and after such a pass the layers are untouched.
+costs its launch alone. From the first such pass on these layers have a ``forward`` of their own, which looks whether
+the thread at hand is in such a pass and otherwise computes what it always did.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
@@ -22,7 +24,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ag.kernels.gemv import best_version, cpu
 
-Forwards = list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]]  # attributes of layers, and what they compute
+
+class _Here(threading.local):
+    """What the pass that runs in a thread does in another way; nothing where it is no step."""
+
+    products = False
+    norms = False
+
+
+here = _Here()
 
 
 class ThreadedLayers:
@@ -32,61 +42,78 @@ class ThreadedLayers:
     """
 
     def __init__(self, model: nn.Module, modules: Callable[[dict[str, Any]], Iterable[nn.Module]]) -> None:
-        self.modules = modules
-        self.known: WeakKeyDictionary[nn.Module, tuple[Forwards, Forwards]] = WeakKeyDictionary()
-        self.active: Forwards = []
+        self.model, self.modules = model, modules
+        self.known: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self.handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             model.register_forward_hook(self._end, always_call=True),
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of the model, or a file, takes along: not the layers, which are found again."""
-        return {"modules": self.modules, "handles": self.handles}
+        """Return what a copy of the model, or a file, takes along: not the modules, which are found again."""
+        return {"model": self.model, "modules": self.modules, "handles": self.handles}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, known=WeakKeyDictionary(), active=[])
+        vars(self).update(state, known=WeakKeyDictionary())
+
+    def remove(self) -> None:
+        """Give the layers of all modules that were in such a pass their own ``forward`` back."""
+        for handle in self.handles:
+            handle.remove()
+        for layer in (layer for module in (self.model, *self.known) for layer in module.modules()):
+            own = vars(layer)
+            if getattr(own.get("forward"), "func", None) in (_product, _norm):
+                del own["forward"]
+            elif getattr(own.get("_old_forward"), "func", None) in (_product, _norm):  # accelerate came since
+                own["_old_forward"] = type(layer).forward.__get__(layer)
+        self.known.clear()
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        if torch.compiler.is_compiling():
+            return
+        here.products = here.norms = False
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return
         given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
         tokens = next((x for x in given if isinstance(x, Tensor)), None)
         if tokens is None or tokens.shape[1:2] != (1,):
             return
-        on_cpu, alone = tokens.device.type == "cpu", len(tokens) == 1 and best_version() == "cpp"
-        for module in self.modules(kwargs):
+        running = self.modules(kwargs)
+        for module in running:
             if module not in self.known:
-                self.known[module] = _products(module), _norms(module)
-            products, norms = self.known[module]
-            for own, forward in (*(products if on_cpu and alone else ()), *norms):
-                if "forward" not in own:  # something else (accelerate) may have its own
-                    own["forward"] = forward
-                    self.active.append((own, forward))
+                _install(module)
+                self.known[module] = None
+        here.norms = bool(running)
+        here.products = here.norms and tokens.device.type == "cpu" and len(tokens) == 1 and best_version() == "cpp"
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        while self.active:
-            own, forward = self.active.pop()
-            if own.get("forward") is forward:
-                del own["forward"]
+        if not torch.compiler.is_compiling():
+            here.products = here.norms = False
 
 
-def _products(module: nn.Module) -> Forwards:
-    """Return the linear layers of a module, but those whose weights a library keeps in shards or few bits."""
-    linear = [layer for layer in module.modules() if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter]
-    return [(vars(layer), partial(_product, layer)) for layer in linear]
+def _install(module: nn.Module) -> None:
+    """Give the layers of a module their other way: none that has a ``forward`` of another library (accelerate)."""
+    for layer in module.modules():
+        if "forward" in vars(layer):
+            continue
+        # a library may keep weights in shards or few bits
+        if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter:
+            layer.forward = partial(_product, layer)  # type: ignore[method-assign]
+        elif _is_rms_norm(cast(Any, type(layer))):
+            layer.forward = partial(_norm, layer)
 
 
 def _product(layer: nn.Linear, x: Tensor) -> Tensor:
     weight = layer.weight
-    if x.numel() == weight.shape[1] and cpu.unavailable(x, weight) is None:
+    if (
+        not torch.compiler.is_compiling()
+        and here.products
+        and x.numel() == weight.shape[1]
+        and not torch.is_grad_enabled()
+        and cpu.unavailable(x, weight) is None
+    ):
         return cpu.gemv(x, weight, layer.bias)
     return F.linear(x, weight, layer.bias)
-
-
-def _norms(module: nn.Module) -> Forwards:
-    """Return the norms of a module that compute what Llama's does."""
-    return [(vars(norm), partial(_norm, norm)) for norm in module.modules() if _is_rms_norm(cast(Any, type(norm)))]
 
 
 @functools.cache
@@ -102,7 +129,8 @@ def _is_rms_norm(kind: Any) -> bool:
 
 def _norm(norm: Any, x: Tensor) -> Tensor:
     """Compute a norm in one operation; on a CPU in float32 alone, where it is the same bit by bit."""
-    if x.is_cuda or x.dtype == norm.weight.dtype == torch.float32:
+    fits = not torch.compiler.is_compiling() and here.norms
+    if fits and (x.is_cuda or x.dtype == norm.weight.dtype == torch.float32):
         return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
     result: Tensor = type(norm).forward(norm, x)
     return result

@@ -10,10 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from ag.errors import UserError
-from ag.model.hooks import AttentionCall, Interceptor, UnsupportedModelError, decoder_of, device_of, rope_of, rotate
+from ag.model.hooks import (
+    USE_ANOTHER,
+    AttentionCall,
+    Interceptor,
+    UnsupportedModelError,
+    causal_attention,
+    decoder_of,
+    device_of,
+    rope_of,
+    rotate,
+    unwrapped,
+)
 
 SERVED = ("full_attention", "sliding_attention")  # layer types whose cache holds a key and a value of each token
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # of transformers, by which a model finds its attention function
+PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")  # kinds of adapters of PEFT that bring a cache of their own
 FAR, TOLERANCE = 100, 0.05  # places between two queries, and how much of a query's length rounding may change
 
 
@@ -23,7 +35,14 @@ def check_attention(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: naming the layer's class, what it does, and what was expected.
     """
-    decoder = decoder_of(model)
+    decoder, base = decoder_of(model), unwrapped(model)
+    _check_adapters(model)
+    for part in base.modules():
+        if part is not decoder and getattr(part, "get_decoder", lambda: None)() is decoder and _makes_masks(type(part)):
+            raise UnsupportedModelError(
+                f"{type(part).__name__} makes the attention masks of its {type(decoder).__name__} itself, for images "
+                "beside text: expected a model that hands the attention_mask on; load the language model alone."
+            )
     kinds = getattr(decoder.config, "layer_types", None) or SERVED[:1] * len(decoder.layers)
     for index, layer in enumerate(decoder.layers):
         module: Any = layer.self_attn
@@ -32,17 +51,41 @@ def check_attention(model: nn.Module) -> None:
             does = "computes its attention without the attention interface of transformers"
         elif kinds[index] not in SERVED:
             does = f"is of the type {kinds[index]}: expected {' or '.join(SERVED)}"
+        elif getattr(module, "is_causal", True) is False:
+            does = "lets tokens see later ones: expected causal attention"
+        elif getattr(module, "is_kv_shared_layer", False):
+            does = "takes its keys and values from another layer: expected its own"
+        elif getattr(module, "head_dim", None) != (size := getattr(decoder.layers[0].self_attn, "head_dim", None)):
+            does = f"has heads of {module.head_dim} numbers: expected {size}, as in layer 0"
         else:
+            causal_attention(module)
             continue
         raise UnsupportedModelError(
-            f"{type(decoder).__name__}: layer {index}, a {type(module).__name__}, {does}; use a model such as Llama, "
-            "Mistral, Qwen2 or Qwen3."
+            f"{type(decoder).__name__}: layer {index}, a {type(module).__name__}, {does}; {USE_ANOTHER}"
         )
     if hasattr(decoder, "embed_positions"):
         raise UnsupportedModelError(
-            f"{type(decoder).__name__} learns its positions and counts them by the mask: expected rotary ones; use a "
-            "model such as Llama, Mistral, Qwen2 or Qwen3."
+            f"{type(decoder).__name__} learns its positions and counts them by the mask: expected rotary ones; "
+            f"{USE_ANOTHER}"
         )
+
+
+def _check_adapters(model: Any) -> None:
+    """Refuse adapters of PEFT that put keys and values of their own before the text, in a cache of their own."""
+    kinds = [str(config.peft_type.value) for config in getattr(model, "peft_config", {}).values()]
+    found = [kind for kind in kinds if kind in PREFIXES]
+    if found:
+        raise UserError(
+            f"The model has an adapter of the type {found[0]}, whose keys and values come in a cache of PEFT's: "
+            "expected LoRA, or another type without a cache."
+        )
+
+
+@functools.cache
+def _makes_masks(kind: Any) -> bool:
+    """Whether the forward pass of a class calls a function that creates attention masks."""
+    names = inspect.unwrap(kind.forward).__code__.co_names
+    return any(name.startswith("create_") and "mask" in name for name in names)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Products of one token: where they run, and that nothing stays changed."""
+"""Products of one token: where they run, and that nothing stays changed when the model is given back."""
 
 import copy
 
@@ -50,7 +50,8 @@ def test_every_weight_of_a_step_and_only_then(tiny_llama, calls, dtype):
     got = step(model, cache)
     assert len(calls) == len(linear(model)) == 3 * 7 + 1
     hold(got, want, of_logits(model))
-    assert not any("forward" in vars(layer) for layer in linear(model))
+    step(model, plain)
+    assert len(calls) == len(linear(model)), "another cache, afterwards"
 
 
 def test_a_token_given_as_an_embedding(tiny_llama, calls):
@@ -95,8 +96,11 @@ def test_nothing_stays_after_an_error_or_detaching(tiny_llama, calls, monkeypatc
         with pytest.raises(ZeroDivisionError):
             step(model, cache)
     assert calls, "the first layer's products ran"
-    assert not any("forward" in vars(layer) for layer in linear(model))
+    calls.clear()
+    step(model, DynamicCache(config=model.config))
+    assert not calls, "another cache"
     ag.detach(model)
+    assert not any("forward" in vars(layer) for layer in model.modules())
     assert [len(part._forward_hooks) for part in model.modules()] == hooks
 
 
@@ -122,7 +126,8 @@ def test_gates_that_decide_on_every_token(tiny_llama, calls):
     step(model, cache, IDS)
     step(model, cache)
     assert len(calls) == len(linear(model)) + len(linear(gates)) == 22 + 3 * 2
-    assert not any("forward" in vars(layer) for layer in linear(gates))
+    ag.detach(model)
+    assert not any("forward" in vars(layer) for layer in gates.modules())
 
 
 def test_adapters_put_in_later(tiny_llama, calls):

@@ -1,0 +1,385 @@
+"""A pass under an interceptor reaches every layer once and changes nothing for others, or is refused in words."""
+
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, DynamicCache, Phi3Config, Phi3ForCausalLM
+from transformers.models.doge import DogeConfig, DogeForCausalLM
+
+import ag
+from ag.engine.step import decode
+from ag.errors import UserError
+from ag.model.hooks import HARMLESS, UnsupportedModelError, cache_argument
+from ag.model.products import here
+from tests.support.batches import read, row
+from tests.support.bounds import hold, of_logits
+from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
+
+IDS = torch.randint(3, 128, (1, 24), generator=torch.Generator().manual_seed(0))
+GREEDY = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+
+
+@torch.no_grad()
+def logits(model, ids, cache=None, **options):
+    given = {} if cache is None else {"past_key_values": cache}
+    return model(ids, **given, **options).logits
+
+
+# ---- threads
+
+
+@torch.no_grad()
+def answer(model, cache, seed):
+    """The logits of a prompt and of twelve steps, each of the token that follows the last."""
+    out = [logits(model, row(40, seed)[None], cache)[:, -1:]]
+    for _ in range(12):
+        out.append(logits(model, out[-1].argmax(-1), cache))
+    return torch.cat(out, 1)
+
+
+def test_threads_that_share_a_model_do_not_meet(tiny_llama):
+    """Two with caches of their own, one with transformers' cache, and one whose pass records gradients."""
+    model = tiny_llama(num_hidden_layers=8)
+
+    def caches():
+        return ag.EvictionCache(model, "tova", 20, "every"), ag.EvictionCache(model, "full"), DynamicCache()
+
+    model.requires_grad_(True)
+    wanted = [answer(model, cache, seed) for seed, cache in enumerate(caches())]
+    weight = model.model.layers[0].mlp.up_proj.weight
+
+    def gradient():
+        return torch.autograd.grad(model(row(1, 9)[None], use_cache=False).logits.square().sum(), weight)[0]
+
+    slope, found, wrong = gradient(), [[], [], []], []
+
+    def answers(place):
+        for _ in range(6):
+            found[place].append(answer(model, caches()[place], place))
+
+    def gradients():
+        for _ in range(60):
+            wrong.append(not torch.equal(gradient(), slope))
+
+    threads = [threading.Thread(target=answers, args=(place,)) for place in range(3)]
+    threads.append(threading.Thread(target=gradients))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for want, got in zip(wanted, found, strict=True):
+        assert [torch.equal(want, one) for one in got] == [True] * 6
+    assert wrong == [False] * 60
+
+
+# ---- every layer attends once
+
+
+@pytest.mark.parametrize("layer", range(3))
+@pytest.mark.parametrize("what", ["cache", "gating"])
+def test_a_layer_that_attends_by_itself_is_named(tiny_llama, layer, what):
+    """As where a model takes the cache from its arguments on the way."""
+    model = tiny_llama()
+    gates = gates_for(model)
+    ag.attach(model, gates)
+    name = cache_argument(type(model))
+    if what == "cache":
+        given, lost = {name: ag.EvictionCache(model, "full")}, name
+    else:
+        given, lost = (
+            {"gating": ag.Gating(gates, torch.ones_like(IDS), torch.tensor([12])), "use_cache": False},
+            "gating",
+        )
+
+    def forget(module, args, kwargs):
+        return args, kwargs | {lost: None}
+
+    handle = model.model.layers[layer].register_forward_pre_hook(forget, with_kwargs=True)
+    with torch.no_grad(), refuses(UnsupportedModelError, str(layer), "LlamaAttention"):
+        model(IDS, **given)
+    handle.remove()
+    if what == "cache":
+        with torch.no_grad(), refuses(UserError, "cache.reset()"):
+            model(IDS, **given)
+
+
+def test_a_mask_of_its_own_is_refused():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 128}
+    model = DogeForCausalLM(DogeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).eval()
+    with refuses(UnsupportedModelError, "DogeAttention", "mask"):
+        logits(model, IDS, ag.EvictionCache(model, "full"))
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "position_bias", "sinks", "cu_seq_lens_q"])
+def test_an_argument_that_an_interceptor_does_not_know_is_refused(tiny_llama, name):
+    model = tiny_llama()
+    with refuses(UnsupportedModelError, "LlamaAttention", name):
+        logits(model, IDS, ag.EvictionCache(model, "full"), **{name: torch.ones(1)})
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS - {"dropout", "scaling", "position_ids", "is_causal"}))
+def test_what_is_called_harmless_changes_nothing(tiny_llama, name):
+    """Neither here nor in the model's own attention, which is given it too."""
+    model = tiny_llama()
+    value = {"return_dict": True, "use_cache": True, "logits_to_keep": 0}.get(name)
+    value = torch.arange(24) if name == "cache_position" else value
+    want = logits(model, IDS)
+    hold(logits(model, IDS, ag.EvictionCache(model, "full"), **{name: value}), want, of_logits(model))
+
+
+def test_attention_that_is_not_causal_is_refused(tiny_llama):
+    model = tiny_llama()
+    with refuses(UnsupportedModelError, "LlamaAttention", "is_causal=False"):
+        logits(model, IDS, ag.EvictionCache(model, "full"), is_causal=False)
+    model = tiny_llama()
+    model.model.layers[1].self_attn.is_causal = False
+    with refuses(UnsupportedModelError, "layer 1", "LlamaAttention"):
+        ag.EvictionCache(model, "full")
+
+
+# ---- attention functions
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention"])
+def test_a_prompt_is_causal_whatever_the_implementation(tiny_llama, name):
+    want = logits(tiny_llama(), IDS)
+    model = tiny_llama(attn_implementation=name)
+    cache = ag.EvictionCache(model, "full")
+    hold(logits(model, IDS, cache), want, of_logits(tiny_llama()))  # which flex attention cannot compute
+
+
+def test_a_function_that_a_user_registered_is_refused(tiny_llama, monkeypatch):
+    def mine(module, query, key, value, attention_mask, scaling=None, **_):
+        out = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "mine", mine)
+    model = tiny_llama()
+    model.config._attn_implementation = "mine"
+    with refuses(UnsupportedModelError, "attn_implementation=mine", "sdpa"):
+        ag.EvictionCache(model, "full")
+    model.config._attn_implementation = "sdpa"
+    cache = ag.EvictionCache(model, "full")
+    model.config._attn_implementation = "mine"
+    with refuses(UnsupportedModelError, "attn_implementation=mine", "sdpa"):
+        logits(model, IDS, cache)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_gradient_checkpointing_takes_no_cache(tiny_llama, used):
+    """The model's layers would run without it, and see later tokens; a cache is as it was."""
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "full")
+    if used:
+        logits(model, IDS[:, :10], cache)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    model.train()
+    with refuses(UserError, "gradient checkpointing", "model.eval()"):
+        model(IDS[:, 10:], past_key_values=cache)
+    model.eval()
+    if used:
+        want = logits(model, IDS)[:, 10:]
+        hold(logits(model, IDS[:, 10:], cache), want, of_logits(model))
+
+
+# ---- a cache sees what the model reads
+
+
+@pytest.fixture
+def phi3():
+    """A tiny Phi-3 whose RoPE changes behind 32 tokens, where it drops its cache."""
+    torch.manual_seed(0)
+    factors = [1.0, 1.2, 1.4, 1.6]
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": [2 * x for x in factors]}
+    rope |= {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 128}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    limits = {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "sliding_window": None}
+    return Phi3ForCausalLM(Phi3Config(**sizes, **heads, **limits, rope_parameters=rope)).eval()
+
+
+@pytest.mark.parametrize("length", [20, 32, 33, 50])
+def test_a_cache_is_used_or_the_model_says_why_not(phi3, length):
+    cache = ag.EvictionCache(phi3, "full")
+    ids = row(length)[None]
+    crossing = length <= 32 < length + GREEDY["max_new_tokens"] - 1
+    with refuses(UserError, "Phi3ForCausalLM", "32", "cache.reset()") if crossing else nullcontext():
+        text = phi3.generate(ids, past_key_values=cache, **GREEDY)
+    if not crossing:
+        assert cache.seen_tokens == length + 5
+        assert torch.equal(text, phi3.generate(ids, **GREEDY))
+        evicting = ag.EvictionCache(phi3, "h2o", 0.5)
+        phi3.generate(ids, past_key_values=evicting, **GREEDY)
+        assert evicting.seen_tokens == length + 5 and evicting.kept_share(prompt=True) <= 0.5
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("layer", range(3))
+@pytest.mark.parametrize("turn", ["prompt", "step", "next prompt"])
+def test_a_pass_that_was_broken_off_is_not_gone_on_from(tiny_llama, layer, turn, error):
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "tova", 20, "every")
+    texts = {"prompt": [IDS], "step": [IDS, IDS[:, :1]], "next prompt": [IDS, IDS[:, :7]]}[turn]
+    for part in texts[:-1]:
+        logits(model, part, cache)
+
+    def interrupt(*_):
+        raise error
+
+    handle = model.model.layers[layer].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(error):
+        logits(model, texts[-1], cache)
+    handle.remove()
+    for use in (
+        lambda: logits(model, IDS[:, :1], cache),
+        lambda: model.generate(IDS, past_key_values=cache, **GREEDY),
+        lambda: cache.crop(1),
+        lambda: cache.save("never"),
+    ):
+        with refuses(UserError, "EvictionCache", "cache.reset()"):
+            use()
+    assert cache.rewind(IDS) == 0  # which reads the text anew
+    want = answer(model, ag.EvictionCache(model, "tova", 20, "every"), 1)
+    assert torch.equal(answer(model, cache, 1), want)
+    assert not here.products and not here.norms
+
+
+@pytest.mark.parametrize("policy", ["full", "kvzip", "h2o"])
+def test_a_tuple_ends_a_pass_as_well(tiny_llama, policy):
+    """``return_dict=False`` on the stack of layers: the last tokens' states, and what is held, are the same."""
+    model = tiny_llama()
+    mask = torch.ones_like(IDS)
+    mask[:, 20:] = 0
+    one, other = (ag.EvictionCache(model, policy, None if policy == "full" else 0.25) for _ in range(2))
+    with torch.no_grad():
+        want = model.model(IDS, attention_mask=mask, past_key_values=one).last_hidden_state
+        got = model.model(IDS, attention_mask=mask, past_key_values=other, return_dict=False)
+    assert isinstance(got, tuple) and torch.equal(got[0], want)
+    assert other.kept_share() == one.kept_share() and other.nbytes == one.nbytes
+
+
+# ---- what is refused at the call
+
+
+@pytest.mark.parametrize("how", ["forward", "generate", "prompt lookup", "assistant", "configuration"])
+def test_attention_weights_are_refused(tiny_llama, how):
+    model = tiny_llama(attn_implementation="eager")
+    cache = ag.EvictionCache(model, "full")
+    more = {"output_attentions": True, "return_dict_in_generate": True, **GREEDY}
+    more |= {
+        "prompt lookup": {"prompt_lookup_num_tokens": 2},
+        "assistant": {"assistant_model": tiny_llama(seed=1)},
+    }.get(how, {})
+    with refuses(UserError, "output_attentions=True"):
+        if how == "forward":
+            model(IDS, past_key_values=cache, output_attentions=True)
+        elif how == "configuration":
+            model.config.output_attentions = True
+            model(IDS, past_key_values=cache)
+        else:
+            model.generate(IDS, past_key_values=cache, **more)
+    model.config.output_attentions = False
+    assert cache.seen_tokens == 0 and logits(model, IDS, cache).shape == (1, 24, 128)
+
+
+def test_a_cache_that_is_not_to_be_used_is_refused(tiny_llama):
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "full")
+    for call in (
+        lambda: model(IDS, past_key_values=cache, use_cache=False),
+        lambda: model.generate(IDS, past_key_values=cache, use_cache=False, **GREEDY),
+    ):
+        with refuses(UserError, "use_cache=False"):
+            call()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 24, 24), (1, 24, 24), (24,)])
+def test_masks_of_other_dimensions_are_refused(tiny_llama, shape):
+    model = tiny_llama()
+    with refuses(UserError, str(list(shape)), "[B, T]"):
+        logits(model, IDS, ag.EvictionCache(model, "full"), attention_mask=torch.ones(shape))
+
+
+def test_weights_in_another_type_are_refused_in_words(tiny_llama):
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "h2o", 10)
+    logits(model, IDS, cache)
+    model.bfloat16()
+    with refuses(UserError, "torch.float32", "torch.bfloat16", "cache.reset()"):
+        logits(model, IDS[:, :1], cache)
+    model.float()
+    with refuses(UserError, "torch.bfloat16", "cache.reset()"), torch.autocast("cpu", torch.bfloat16):
+        logits(model, IDS[:, :1], cache)
+    assert logits(model, IDS[:, :1], cache).dtype == torch.float32
+    cache.reset()
+    assert logits(model.bfloat16(), IDS, cache).dtype == torch.bfloat16
+
+
+def test_inference_mode_is_kept_or_refused_in_words(tiny_llama):
+    model = tiny_llama()
+    cache, want = ag.EvictionCache(model, "h2o", 10), answer(model, ag.EvictionCache(model, "h2o", 10), 3)
+    with torch.inference_mode():
+        assert torch.equal(answer(model, cache, 3), want)
+    with refuses(UserError, "torch.inference_mode()", "torch.no_grad()"):
+        logits(model, IDS, cache)
+    cache.reset()
+    assert torch.equal(answer(model, cache, 3), want)
+
+
+def test_prefix_tuning_is_refused(tiny_llama):
+    from peft import PrefixTuningConfig, get_peft_model
+
+    model = get_peft_model(tiny_llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with refuses(UserError, "PREFIX_TUNING"):
+        ag.EvictionCache(model, "full")
+
+
+@pytest.mark.parametrize(
+    "given", [{"num_beams": 2}, {"return_dict_in_generate": True}, {"prompt_lookup_num_tokens": 2}]
+)
+def test_what_the_recorded_loop_does_not_do_is_refused(tiny_llama, given):
+    model = tiny_llama()
+    name = next(iter(given))
+    name = "assisted_generation" if name == "prompt_lookup_num_tokens" else name
+    with refuses(UserError, "custom_generate=decode", name):
+        model.generate(IDS, past_key_values=ag.EvictionCache(model, "full"), custom_generate=decode, **GREEDY, **given)
+
+
+def test_the_recorded_loop_takes_tokens_and_an_eviction_cache(tiny_llama):
+    model = tiny_llama()
+    embeds = model.get_input_embeddings()(IDS)
+    cache = ag.EvictionCache(model, "full")
+    with refuses(UserError, "custom_generate=decode", "inputs_embeds"):
+        model.generate(inputs_embeds=embeds, past_key_values=cache, custom_generate=decode, **GREEDY)
+    with refuses(UserError, "custom_generate=decode", "ag.EvictionCache"):
+        model.generate(IDS, custom_generate=decode, **GREEDY)
+
+
+# ---- torch.compile
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before the cache", "run before the cache"])
+def test_a_compiled_model_takes_a_cache(tiny_llama, when):
+    model = tiny_llama()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    if when == "run before the cache":
+        logits(compiled, IDS)
+    cache = ag.EvictionCache(compiled, "snapkv", 12)
+    want = read(tiny_llama(), IDS, "snapkv", 12)
+    got = logits(compiled, IDS, cache)
+    hold(got, logits(tiny_llama(), IDS), of_logits(model))
+    assert cache.kept_positions(0)[0][0].tolist() == want.kept_positions(0)[0][0].tolist()
+    torch._dynamo.reset()
