@@ -30,9 +30,7 @@ def attend_one_weights(call: AttentionCall, store: PagedStore) -> tuple[Tensor, 
     return out, weights[..., :width]
 
 
-def attend_rows(
-    call: AttentionCall, held: Rows, ranks: Tensor, *, recent: int = 0, keep: Tensor | None = None
-) -> Tensor:
+def attend_rows(call: AttentionCall, held: Rows, ranks: Tensor, *, recent: int = 0) -> Tensor:
     """Attend from queries of ranks ``[B, T]`` to everything held that is not newer, ``[B, H, T, D]``.
 
     So many queries at once that they make at most PAIRS with the slots of all rows: memory does not grow with both.
@@ -42,19 +40,18 @@ def attend_rows(
         held: the new tokens among it.
         ranks: of the queries.
         recent: distance from which on only tokens whose gate is open are visible; 0: all are.
-        keep: ``[B, Hkv, N]`` bool, what queries see beside their own tokens; None: everything.
     """
     batch, _, length, _ = call.q.shape
     rows, tokens = held.ranks.shape
     width = max(1, min(QUERY_BLOCK, PAIRS // max(1, rows * tokens)))
-    free = length == 1 and call.window is None and not recent and keep is None
+    free = length == 1 and call.window is None and not recent
     outs = []
     for q, block in zip(call.q.split(width, 2), ranks.split(width, 1), strict=True):
         if free:
             bias = None if held.valid is None else _bias(~held.valid[:, None], q)
         else:
             at = block.repeat_interleave(rows // batch, 0)[:, :, None]
-            bias = _bias(_hidden(held, at, call.window, recent, keep), q)
+            bias = _bias(_hidden(held, at, call.window, recent), q)
         if call.softmax.plain:
             outs.append(_attend_block(q, held, bias, call.scaling, together=length <= FEW))
         else:
@@ -63,7 +60,7 @@ def attend_rows(
     return torch.cat(outs, 2)
 
 
-def _hidden(held: Rows, at: Tensor, window: int | None, recent: int, keep: Tensor | None) -> Tensor:
+def _hidden(held: Rows, at: Tensor, window: int | None, recent: int) -> Tensor:
     """Return ``[R, w, N]`` bool, what queries of ranks ``at`` ``[R, w, 1]`` do not see."""
     ranks = held.ranks[:, None]
     hidden = ranks > at
@@ -71,8 +68,6 @@ def _hidden(held: Rows, at: Tensor, window: int | None, recent: int, keep: Tenso
         hidden |= ranks <= at - window
     if recent and held.gate is not None:
         hidden |= (ranks <= at - recent) & ~held.gate[:, None]
-    if keep is not None:
-        hidden |= (ranks != at) & ~keep.flatten(0, 1)[:, None]
     if held.valid is not None:
         hidden |= ~held.valid[:, None]
     return hidden

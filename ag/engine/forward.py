@@ -47,8 +47,6 @@ class Forward(Holdings, Interceptor):
         """What later tokens of a prompt see of earlier ones: all, what the gates leave, what blocks left."""
         if self.policy.block is not None:
             return "blocks"
-        if self.policy.evict_before_attend:
-            return "sparse"
         if self.gates is not None and self.policy.budget is None:
             return self.gates.config.prefill
         return "dense"

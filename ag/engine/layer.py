@@ -223,14 +223,11 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         logits = now.logits.pop(call.layer, None)
         logits = None if logits is None else logits.to(call.q.device)
         step = Step(call, now, decision, layers, fresh, self.rotation.unrotated(call, now), logits)
-        if self.policy.evict_before_attend and decision is not None and now.due is not None:
-            stages = self._observe, self._decide, self._attend, self._retain
-        else:
-            stages = self._attend, self._observe, self._decide, self._retain
+        stages = self._store, self._refer, self._attend, self._observe, self._decide, self._retain, self._settle
         idle = now.padded and not bool(now.real.any()) and (self.store is None or not bool(self.store.lengths.any()))
         if idle:  # padding alone, and nothing is held
             step.out = call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
-        for stage in () if idle else (self._store, self._refer, *stages, self._settle):
+        for stage in () if idle else stages:
             stage(step)
         if now.ends_prompt and not self._decides_again:  # no later decision needs these
             self._forget_scores()
@@ -256,7 +253,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             return None
         if deciding:
             steady = scorer is not None and scorer.needs.steady and self.policy.steps == 1 and not self.policy.strict
-            if not steady or self.policy.evict_before_attend or self._until_full is None or self._until_full >= 0:
+            if not steady or self._until_full is None or self._until_full >= 0:
                 return None
         held, looks_back = store.step_key(), self.gate_memory.step_key()
         if held is None or looks_back is None:
@@ -363,12 +360,12 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         return True
 
     def _attend(self, step: Step) -> None:
-        """Attend to what is held, or to what stays of it where that is decided."""
-        call, now, keep = step.unrotated, step.now, step.masks.get(step.call.layer)
+        """Attend to what is held."""
+        call, now = step.unrotated, step.now
         assert self.store is not None
-        if step.fresh and keep is None:
+        if step.fresh:
             step.out = step.call.dense(now.valid, now.left_padded)
-        elif self._one_by_one(step) and keep is None:
+        elif self._one_by_one(step):
             if self._weighs(step):
                 self._know_lengths(step)
                 step.out, step.weights = attend_one_weights(call, self.store)
@@ -377,7 +374,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             else:
                 step.out = attend_one(call, self.store)
         else:
-            step.out = self._attend_held(step, keep=keep)
+            step.out = self._attend_held(step)
 
     def _observe(self, step: Step) -> None:
         """Make what the scorer is shown, where something may go or the scorer follows every query."""
@@ -426,15 +423,14 @@ class EvictionLayer(CacheLayerMixin, Attributes):
     def _steps(self, step: Step) -> bool:
         """Tell whether one token of each head came since the last decision, so that the host has not to know what goes.
 
-        No more of them goes then than came. A layer with a sliding window frees what left it too, what is attended to
-        after the decision is asked for at once, and so is what ``strict`` refuses.
+        No more of them goes then than came. A layer with a sliding window frees what left it too, and what
+        ``strict`` refuses is asked for at once.
         """
         if step.one_goes is None:
             policy, now = self.policy, step.now
             each = policy.steps == 1 and now.every_due and not now.padded and self.window is None
             moves = self.store is not None and self.store.movable(self.memory)
-            at_once = policy.evict_before_attend or policy.strict
-            step.one_goes = each and moves and not at_once and self._one_by_one(step)
+            step.one_goes = each and moves and not policy.strict and self._one_by_one(step)
         return step.one_goes
 
     def _know_lengths(self, step: Step) -> None:
@@ -494,16 +490,16 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         call, held = step.call, () if self.store is None else (self.store.pool.keys, self.store.pool.values)
         return any(x.requires_grad for x in (call.q, call.k, call.v, *held))
 
-    def _attend_held(self, step: Step, *, keep: Tensor | None = None, recent: int = 0) -> Tensor:
+    def _attend_held(self, step: Step, *, recent: int = 0) -> Tensor:
         """Attend from all queries to what is held, where it lies in pages; see :func:`ag.engine.attend.attend_rows`."""
         assert self.store is not None
-        if keep is None and self.rotation.in_place and not self.store.unwritten and not self._differentiated(step):
+        if self.rotation.in_place and not self.store.unwritten and not self._differentiated(step):
             ranks = step.now.ranks.masked_fill(~step.now.real, -1) if step.now.padded else step.now.ranks
             call, rows = step.unrotated, self.store.rows
             return paged_attend(call.q, rows, ranks, call.scaling, call.window, recent or None, call.softmax)
         held = self._held(step)
         placed = replace(step.unrotated, q=self.rotation.queries(step.unrotated.q, held, step.now.ranks))
-        return attend_rows(placed, held, step.now.ranks, recent=recent, keep=keep)
+        return attend_rows(placed, held, step.now.ranks, recent=recent)
 
     def _held(self, step: Step) -> Rows:
         """Return what is held, rows padded."""

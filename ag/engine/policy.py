@@ -24,7 +24,7 @@ from ag.gates.gate import AttentionGates
 from ag.kernels.codes import KVDtype
 
 #: Options of every policy; all but the first two need a budget.
-ENGINE = ("positions", "kv_dtype", "evict_before_attend", "strict", "budget_of", "merge")
+ENGINE = ("positions", "kv_dtype", "strict", "budget_of", "merge")
 
 Option = str | int | float | bool | None
 Part = TypeVar("Part", bound=Scorer | Allocator)
@@ -39,12 +39,10 @@ class Policy:
         spec: its parts; the str of it is the text.
         budget: tokens per KV head (int) or share (float) of ``budget_of``; None: nothing is evicted, or what flags say.
         schedule: when something is evicted; see :func:`policy`.
-        options: what else was given: ``positions``, ``evict_before_attend`` and hyper-parameters of the parts.
+        options: what else was given: ``positions`` and hyper-parameters of the parts.
         positions: what keys are rotated by: their place in the text, as it is or squeezed into the model's context, or
             their slot among what a head holds; see :mod:`ag.engine.positions`.
         kv_dtype: how keys and values are held: as they come, or in codes of 8 or 4 bits.
-        evict_before_attend: whether queries attend to what is kept (and to themselves) instead of to all that is held
-            when they come.
         strict: whether a budget below what is protected is an error; else what is protected stays, and is more.
         budget_of: what a share is taken of: the prompt, or all tokens seen so far, so that the budget grows.
         merge: whether values of what stays of a prompt are fitted to what went; see :mod:`ag.engine.merge`.
@@ -59,7 +57,6 @@ class Policy:
     options: Mapping[str, Option] = field(default_factory=dict, hash=False)
     positions: Literal["original", "slot", "interpolated"] = field(default="original", compare=False)
     kv_dtype: KVDtype = field(default="float", compare=False)
-    evict_before_attend: bool = field(default=False, compare=False)
     strict: bool = field(default=False, compare=False)
     budget_of: Literal["prompt", "seen"] = field(default="prompt", compare=False)
     merge: Literal["none", "fit"] = field(default="none", compare=False)
@@ -181,12 +178,11 @@ def policy(
             text (StreamingLLM), so that a stream may run past the model's context; ``positions="interpolated"`` by
             their places, of which the far ones are squeezed once the text is longer than the context;
             ``kv_dtype="int8"`` or ``"int4"`` holds keys and values in codes of so many bits
-            (:class:`ag.kernels.codes.Codes`), and scorers see what these stand for; ``evict_before_attend=True`` lets
-            queries attend to what is kept, and to themselves, instead of to all that is held when they come (CAOTE,
-            Eq. 7); ``strict=True`` makes a budget below what is protected an error, instead of keeping what is
-            protected with a :class:`ag.errors.BudgetWarning`; ``budget_of="seen"`` makes a share one of all tokens seen
-            so far, instead of the prompt's; ``merge="fit"`` fits the values of what stays of a prompt so that attention
-            gives what all of it gave.
+            (:class:`ag.kernels.codes.Codes`), and scorers see what these stand for; ``strict=True`` makes a budget
+            below what is protected an error, instead of keeping what is protected with a
+            :class:`ag.errors.BudgetWarning`; ``budget_of="seen"`` makes a share one of all tokens seen so far, instead
+            of the prompt's; ``merge="fit"`` fits the values of what stays of a prompt so that attention gives what all
+            of it gave.
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
@@ -214,7 +210,7 @@ def policy(
         own = {name for part in made for name in option_names(part)} - {"inner"} | set(_options(type(allocator)))
         check_known(next(iter(rest)), sorted(own | set(ENGINE if made else ENGINE[:2])), "option", str(spec))
     if scorer is not None and scorer.rereader is not None:
-        _check_reread(spec, schedule, engine)
+        _check_reread(spec, schedule)
     whole = Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
     return whole if gates is None else whole.trained_with(gates)
 
@@ -363,12 +359,10 @@ def _check_type(what: str, value: Option, hint: Any) -> None:
         raise UserError(f"{what}: expected {expected}.")
 
 
-def _check_reread(spec: PolicySpec, schedule: str, engine: Mapping[str, Any]) -> None:
+def _check_reread(spec: PolicySpec, schedule: str) -> None:
     """Refuse what does not go with scores that are made once, after the prompt."""
     if schedule != "prefill":
         raise UserError(f"Policy '{spec}' scores a prompt once, after it: schedule={schedule!r}: expected prefill.")
-    if engine.get("evict_before_attend"):
-        raise UserError(f"Policy '{spec}' scores what was read before; leave evict_before_attend out.")
 
 
 def _check_schedule(schedule: str) -> None:

@@ -483,4 +483,4 @@ def _reads_at_once(cache: EvictionCache) -> bool:
     """Tell whether a prompt that is read in parts would be evicted differently, or not be read at all."""
     by_whole = cache.gates is not None and cache.gates.config.scope == "prompt"
     moves = cache.policy.positions == "slot" and cache.prompt_sees == "sparse"
-    return by_whole or moves or cache.policy.evict_before_attend
+    return by_whole or moves

@@ -166,7 +166,6 @@ REFUSED = [
     ("full", {"window": 3}, "'window' 'full' positions"),
     ("full", {"strict": False}, "'full' strict"),
     ("gates", {"recent": 5}, "recent flags"),
-    ("gates", {"evict_before_attend": True}, "evict_before_attend budget"),
     # values
     ("snapkv", {"window": 0} | BUDGET, "SnapKV: window=0"),
     ("snapkv", {"kernel": 4} | BUDGET, "SnapKV: kernel=4 odd"),
@@ -202,7 +201,6 @@ REFUSED = [
     ("expected_attention+caote", {"values": True} | BUDGET, "values=True caote"),
     ("kvzip", {"schedule": "every"} | BUDGET, "schedule='every' prefill"),
     ("kvzip", {"schedule": "blocks:8"} | BUDGET, "schedule='blocks:8' prefill"),
-    ("kvzip", {"evict_before_attend": True} | BUDGET, "evict_before_attend"),
     ("kvzip", {"chunk": 0} | BUDGET, "chunk=0"),
     ("kvzip", {"ask": "seven"} | BUDGET, "ask='seven' ids"),
     ("kvzip+criticalkv", {"normalize": True} | BUDGET, "normalize=True criticalkv"),

@@ -255,25 +255,6 @@ def test_padding_in_later_turns(llama, name, schedule, side):
     alone_too(llama, make(name, schedule), rows, passes, side)
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule", "side"),
-    covering(
-        name=["h2o", "snapkv+caote", "tova@heads", "h2o@pyramid", "gates"],
-        schedule=["prefill", "steps:3", "blocks:7+every"],
-        side=["left", "right"],
-        allowed=lambda name, schedule, **_: (
-            (schedule, name in ("h2o", "gates")) not in (("prefill", False), ("steps:3", True))
-        ),  # these two alone record nothing, or all
-    ),
-)
-def test_queries_that_attend_after_the_eviction(llama, name, schedule, side):
-    """They see what is kept and themselves."""
-    rows = [tokens[: p + 4] for tokens, p in zip(ROWS, PROMPTS, strict=True)]
-    after = alone_too(llama, make(name, schedule, 12, evict_before_attend=True), rows, by_steps(PROMPTS, [1] * 4), side)
-    before = run(llama, make(name, schedule, 12), rows, PROMPTS, side)
-    assert (after.logits[0] - before.logits[0]).abs().max() > 1e-2
-
-
 # ---- budgets
 
 

@@ -110,14 +110,13 @@ def test_refused_before_the_first_forward_pass(name, spec, options, parts):
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
-@pytest.mark.parametrize("options", [{}, {"positions": "slot"}, {"evict_before_attend": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"positions": "slot"}], ids=str)
 @pytest.mark.parametrize("passes", [[40], [20, 20], [30, 1, 1, 8]], ids=["whole", "halves", "steps"])
 def test_without_eviction_it_is_the_models_own_attention(name, options, passes):
     """Eager attention of transformers, beside a cache that is fed in one pass, in several, and token by token."""
     model, plain, row = shaped(name), shaped(name), ROWS[0][None].repeat(1, 2)[:, :40]
     plain.set_attn_implementation("eager")
-    schedule = "every" if "evict_before_attend" in options else "prefill"
-    cache, found = ag.EvictionCache(model, "h2o", 64, schedule, **options), []
+    cache, found = ag.EvictionCache(model, "h2o", 64, **options), []
     with torch.no_grad():
         for part in row.split(passes, 1):
             found.append(model(part, past_key_values=cache).logits)

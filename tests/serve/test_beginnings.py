@@ -40,7 +40,6 @@ POLICIES = {
     "flags that look back": (ag.policy("flags"), CAUSAL | {"window": 8}, True),
     "flags of the prompt": (ag.policy("flags"), {"covers": "prompt", "scope": "prompt"}, False),
     "flags, slots": (ag.policy("flags", positions="slot"), CAUSAL, False),
-    "evicts first": (ag.policy("tova", 30, "every", evict_before_attend=True), None, False),
     "blocks": (ag.policy("h2o", 30, "blocks:16"), None, False),
 }
 
@@ -54,7 +53,7 @@ def model_of(name, gates, tiny_llama, tiny_mistral, tiny_gemma3):
     return model
 
 
-QUICK = "full", "h2o, every", "snapkv", "flags", "evicts first"
+QUICK = "full", "h2o, every", "snapkv", "flags"
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in POLICIES])

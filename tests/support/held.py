@@ -24,11 +24,10 @@ from tests.support.dense import masked
 
 @dataclass
 class Arrival:
-    """Tokens that came to a layer: their ranks by sequence; what each head held with them, ranks too, and kept then."""
+    """Tokens that came to a layer: their ranks by sequence; what each head held with them, ranks too."""
 
     new: list[list[int]]
     held: list[list[list[int]]]
-    kept: list[list[list[int]]] | None = None  # after the eviction that they brought about
 
 
 @dataclass
@@ -41,18 +40,13 @@ class Run:
     logits: list[torch.Tensor] = field(default_factory=list)  # [own tokens, V] by sequence
 
     def visible(self, layer: int, row: int, length: int) -> Tensor:
-        """``[Hkv, length, length]`` bool: what each query saw of the tokens that its head held when it attended.
-
-        Under ``evict_before_attend`` it saw what was kept, and itself.
-        """
-        after = self.cache.policy.evict_before_attend
+        """``[Hkv, length, length]`` bool: what each query saw of the tokens that its head held when it attended."""
         heads = len(self.arrivals[layer][0].held[row])
         seen = torch.zeros(heads, length, length, dtype=torch.bool)
         for arrival in self.arrivals[layer]:
             for query in arrival.new[row]:
                 for head in range(heads):
-                    there = (arrival.kept if after and arrival.kept else arrival.held)[row][head]
-                    seen[head, query, [t for t in {*there, query} if t <= query]] = True
+                    seen[head, query, [t for t in {*arrival.held[row][head], query} if t <= query]] = True
         return seen
 
 
@@ -66,14 +60,7 @@ def contents(store: Any) -> list[list[list[int]]]:
 def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
     """Record every arrival of tokens at the stores of a cache."""
     arrivals: list[list[Arrival]] = [[] for _ in cache.layers]
-    append, retain = PagedStore.append, PagedStore.retain
-
-    def retaining(store: PagedStore, keep: Any, records: Any = None, *, in_order: bool = False) -> bool:
-        gone = retain(store, keep, records, in_order=in_order)
-        layer = next(i for i, x in enumerate(cache.evicting_layers) if x.store is store)
-        last = arrivals[layer][-1]
-        last.kept = contents(store) if last.kept is None else last.kept
-        return gone
+    append = PagedStore.append
 
     def recording(
         store: PagedStore, k: Tensor, v: Tensor, ranks: Tensor, keep: Tensor | None, *others: Any, **more: Any
@@ -86,11 +73,11 @@ def watched(cache: ag.EvictionCache) -> Iterator[list[list[Arrival]]]:
         new = [r[flags].tolist() for r, flags in zip(ranks, real, strict=True)]
         arrivals[layer].append(Arrival(new, contents(store)))
 
-    PagedStore.append, PagedStore.retain = recording, retaining  # type: ignore[method-assign, assignment]
+    PagedStore.append = recording  # type: ignore[method-assign, assignment]
     try:
         yield arrivals
     finally:
-        PagedStore.append, PagedStore.retain = append, retain  # type: ignore[method-assign]
+        PagedStore.append = append  # type: ignore[method-assign]
 
 
 def run(
