@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ag.engine.pool import Pool as Pool
     from ag.engine.pool import PoolFullError as PoolFullError
     from ag.engine.step import NextToken as NextToken
+    from ag.errors import BudgetWarning as BudgetWarning
     from ag.gates.attach import attach as attach
     from ag.gates.attach import detach as detach
     from ag.gates.gate import AttentionGates as AttentionGates
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "AttentionGates": "ag.gates.gate",
+    "BudgetWarning": "ag.errors",
     "EvictionCache": "ag.engine",
     "GateConfig": "ag.config.gate",
     "Gating": "ag.gates.gating",

@@ -48,8 +48,6 @@ class Decision:
         Of sequences that are not ``due`` all stays. The scorer first takes note of the layer in ``records``.
 
         Raises:
-            UserError: under ``strict=True``, when the budget is smaller than what the policy protects, and something
-                has to go.
             NonFiniteScoreError: (a FloatingPointError) when a score is not finite, naming layer and scorer.
         """
         everyone, allocator = due is None, self.policy.allocator
@@ -207,17 +205,11 @@ class Decision:
         return self._allowed
 
     def _give_way(self, ballot: Ballot) -> None:
-        """Let what is protected exceed the budget where something has to go, or refuse that."""
+        """Let what is protected exceed the budget where something has to go."""
         tight = ballot.tight
         if not bool(tight.any()):
             return
         row = int(tight.long().argmax())
-        if self.policy.strict:
-            raise UserError(
-                f"{self.policy!r}: {int(ballot.capacity[row])} tokens per KV head are fewer than the "
-                f"{int(ballot.fixed[row])} that it protects (sinks, recent, window, protect); give a larger budget, "
-                "protect less, or leave strict=True out, so that they stay."
-            )
         self._note_over(
             tight.cpu(), f"{int(ballot.fixed[row])} tokens per KV head (sinks, recent, window, protect), more"
         )
@@ -230,7 +222,7 @@ class Decision:
         if not known.any():
             warnings.warn(  # the same text for every prompt, so that Python shows it once
                 f"{self.policy!r} protects {much} than its budget allows here, and keeps them all; give a larger "
-                "budget, protect less, or strict=True, which makes it an error.",
+                "budget or protect less.",
                 BudgetWarning,
                 stacklevel=2,
             )

@@ -252,7 +252,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         if store is None or not self.rotation.in_place:
             return None
         if deciding:
-            steady = scorer is not None and scorer.needs.steady and self.policy.steps == 1 and not self.policy.strict
+            steady = scorer is not None and scorer.needs.steady and self.policy.steps == 1
             if not steady or self._until_full is None or self._until_full >= 0:
                 return None
         held, looks_back = store.step_key(), self.gate_memory.step_key()
@@ -423,14 +423,13 @@ class EvictionLayer(CacheLayerMixin, Attributes):
     def _steps(self, step: Step) -> bool:
         """Tell whether one token of each head came since the last decision, so that the host has not to know what goes.
 
-        No more of them goes then than came. A layer with a sliding window frees what left it too, and what
-        ``strict`` refuses is asked for at once.
+        No more of them goes then than came. A layer with a sliding window frees what left it too.
         """
         if step.one_goes is None:
             policy, now = self.policy, step.now
             each = policy.steps == 1 and now.every_due and not now.padded and self.window is None
             moves = self.store is not None and self.store.movable(self.memory)
-            step.one_goes = each and moves and not policy.strict and self._one_by_one(step)
+            step.one_goes = each and moves and self._one_by_one(step)
         return step.one_goes
 
     def _know_lengths(self, step: Step) -> None:

@@ -24,7 +24,7 @@ from ag.gates.gate import AttentionGates
 from ag.kernels.codes import KVDtype
 
 #: Options of every policy; all but the first two need a budget.
-ENGINE = ("positions", "kv_dtype", "strict", "budget_of", "merge")
+ENGINE = ("positions", "kv_dtype", "budget_of", "merge")
 
 Option = str | int | float | bool | None
 Part = TypeVar("Part", bound=Scorer | Allocator)
@@ -43,7 +43,6 @@ class Policy:
         positions: what keys are rotated by: their place in the text, as it is or squeezed into the model's context, or
             their slot among what a head holds; see :mod:`ag.engine.positions`.
         kv_dtype: how keys and values are held: as they come, or in codes of 8 or 4 bits.
-        strict: whether a budget below what is protected is an error; else what is protected stays, and is more.
         budget_of: what a share is taken of: the prompt, or all tokens seen so far, so that the budget grows.
         merge: whether values of what stays of a prompt are fitted to what went; see :mod:`ag.engine.merge`.
         scorer: says what a token is worth; None for ``full``.
@@ -57,7 +56,6 @@ class Policy:
     options: Mapping[str, Option] = field(default_factory=dict, hash=False)
     positions: Literal["original", "slot", "interpolated"] = field(default="original", compare=False)
     kv_dtype: KVDtype = field(default="float", compare=False)
-    strict: bool = field(default=False, compare=False)
     budget_of: Literal["prompt", "seen"] = field(default="prompt", compare=False)
     merge: Literal["none", "fit"] = field(default="none", compare=False)
     scorer: Scorer | None = field(default=None, compare=False)
@@ -178,11 +176,9 @@ def policy(
             text (StreamingLLM), so that a stream may run past the model's context; ``positions="interpolated"`` by
             their places, of which the far ones are squeezed once the text is longer than the context;
             ``kv_dtype="int8"`` or ``"int4"`` holds keys and values in codes of so many bits
-            (:class:`ag.kernels.codes.Codes`), and scorers see what these stand for; ``strict=True`` makes a budget
-            below what is protected an error, instead of keeping what is protected with a
-            :class:`ag.errors.BudgetWarning`; ``budget_of="seen"`` makes a share one of all tokens seen so far, instead
-            of the prompt's; ``merge="fit"`` fits the values of what stays of a prompt so that attention gives what all
-            of it gave.
+            (:class:`ag.kernels.codes.Codes`), and scorers see what these stand for;
+            ``budget_of="seen"`` makes a share one of all tokens seen so far, instead of the prompt's; ``merge="fit"``
+            fits the values of what stays of a prompt so that attention gives what all of it gave.
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.

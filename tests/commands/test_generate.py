@@ -301,17 +301,13 @@ def test_generated_tokens_that_go_are_not_evicted_of_the_prompt(folder):
     assert 1 - 3 / found.prompt_tokens <= found.evicted <= 1  # 3 of the 6 are recent, thus new
 
 
-def test_a_window_beyond_the_budget_is_told_in_one_line_or_refused(folder, capsys):
+def test_a_window_beyond_the_budget_is_told_in_one_line(folder, capsys):
     words = [f"gates={folder / 'export'}", "policy=snapkv", "budget=0.1", f"prompt={PROMPT}", f"max_new_tokens={NEW}"]
     assert main(words) == 0
     printed = capsys.readouterr()
     [told] = printed.err.splitlines()
     assert told.startswith("ag.generate: warning: ag.policy('snapkv', budget=0.1) protects 32 tokens per KV head")
     assert "\nover budget in 1 sequence: " in printed.out
-    assert main([*words, "options.strict=true"]) == 2
-    [refused] = capsys.readouterr().err.splitlines()
-    assert refused.startswith("ag.generate: error: ")
-    names(refused, "budget=0.1", "8 tokens", "32", "strict=True")
 
 
 def test_a_named_policy_prints_what_each_layer_holds(folder, capsys):

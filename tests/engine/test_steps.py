@@ -39,13 +39,12 @@ ALIKE = {
     "gates with a budget": (("gates", 20, "every"), {}, {"covers": "all", "kind": "mlp", "scope": "causal"}),
 }
 #: Policies of which they are not: queries that are looked back at move on, a plugin or a wrapper may do anything, and
-#: what is refused or rotated anew has to be known at once.
+#: what is rotated anew has to be known at once.
 UNLIKE = {
     "snapkv": (("snapkv", 20, "every"), {"window": 4}),
     "expected_attention": (("expected_attention", 20, "every"), {}),
     "wrapped": (("h2o+vatp", 20, "every"), {"sinks": 2}),
     "every third": (("h2o", 20, "steps:3"), {}),
-    "strict": (("h2o", 20, "every"), {"strict": True}),
     "slots": (("streaming_llm", 20, "every"), {"positions": "slot"}),
 }
 

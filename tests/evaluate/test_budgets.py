@@ -52,7 +52,6 @@ def test_one_is_a_token_and_one_point_nought_the_whole_prompt(text, budget):
     [evaluated] = cells.list_cells(translate(words).config)
     for policy in (generated, explained, compared.policy, evaluated.policy, ag.policy("h2o", budget)):
         assert (policy.budget, type(policy.budget)) == (budget, type(budget))
-        assert not policy.strict  # what is protected stays, in every command
 
 
 def test_both_ones_stand_apart_on_a_command_line_and_in_a_file(tmp_path):

@@ -130,7 +130,7 @@ def test_something_is_evicted_between_context_and_continuation(folder, tiny_llam
 
 
 @pytest.mark.slow
-def test_more_protected_than_the_budget_stays_or_is_refused(folder, tiny_llama):
+def test_more_protected_than_the_budget_stays(folder, tiny_llama):
     """Of the contexts of 34, 27 and 21 tokens the newest 28 stay: the first one loses some, the others none."""
     protecting = {"policy": "streaming_llm", "budget": 2, "sinks": 0, "recent": 28}
     with pytest.warns(BudgetWarning, match="protects .* tokens per KV head"):
@@ -139,8 +139,6 @@ def test_more_protected_than_the_budget_stays_or_is_refused(folder, tiny_llama):
     same = (flat(answers["tiny_choice"]) - flat(full["tiny_choice"])).abs().amax(1)
     same = same <= of_choices(tiny_llama())
     assert same.tolist() == [False, True, True]
-    with refuses(UserError, "2 tokens per KV head", "28", "strict=True"):
-        evaluate(folder, "ag", ("tiny_choice",), **protecting, strict=True)
 
 
 def test_gates_of_an_export(folder, tmp_path, tiny_llama):
