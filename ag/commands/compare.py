@@ -38,9 +38,6 @@ class CompareConfig(SharedModel):
         [], "what policies keep that can be told: all but full and flags", words=f"list of {BUDGET}"
     )
     schedule: str = key("prefill", "when something is evicted, for policies with a budget")
-    budget_of: Literal["prompt", "seen"] = key(
-        "prompt", "what a budget is a share of: the prompt, or all tokens seen so far, so that it grows with a text"
-    )
     kv_dtypes: list[KVDtype] = key(["float"], "how every policy holds keys and values: as they come, int8, int4")
     positions: Literal["original", "slot", "interpolated"] = key(
         "original",

@@ -81,8 +81,6 @@ class Decision:
 
         The host waits. ``held`` ``[B, Hkv]`` long on the CPU are the tokens of each row.
         """
-        if self.policy.budget_of == "seen":  # what is allowed grows
-            return -1
         heads, compete = held.shape[1], self.policy.allocator.compares_heads
         allowed = self.budgets.settled.get(seen.layer)
         if allowed is None:  # heads compete for what all of them are allowed
@@ -150,10 +148,9 @@ class Decision:
     def _ballot(self, seen: Observation, due: Tensor, records: Records | None) -> Ballot:
         scorer, allocator = self.policy.scorer, self.policy.allocator
         assert scorer is not None
-        grows = self.policy.budget_of == "seen"
         if self.budgets.over_budget is None:
             self.budgets.over_budget = torch.zeros(len(seen.q), dtype=torch.bool)
-        capacity = self.policy.capacity(seen.lengths) if grows else self._capacity(seen.prompt_lengths)
+        capacity = self._capacity(seen.prompt_lengths)
         seen = seen.deciding(due, capacity)
         if records is not None:
             scorer.note(seen, records)
@@ -168,7 +165,7 @@ class Decision:
                 )
         protected = protected if seen.stays is None else protected | seen.stays
         second, first_share = scorer.second(seen, score) or (None, 1.0)
-        ballot = Ballot(
+        return Ballot(
             score,
             protected,
             valid,
@@ -180,9 +177,6 @@ class Decision:
             first_share=first_share,
             ranks=None if seen.keys.ordered else seen.keys.ranks,
         )
-        if grows:
-            ballot.prompt_capacity = self.policy.capacity(seen.prompt_lengths)
-        return ballot
 
     def _let_through(self, ballot: Ballot, layer: int) -> None:
         """Refuse scores that are not finite, and let what is protected exceed the budget."""

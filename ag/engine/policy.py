@@ -24,7 +24,7 @@ from ag.gates.gate import AttentionGates
 from ag.kernels.codes import KVDtype
 
 #: Options of every policy; all but the first two need a budget.
-ENGINE = ("positions", "kv_dtype", "budget_of", "merge")
+ENGINE = ("positions", "kv_dtype", "merge")
 
 Option = str | int | float | bool | None
 Part = TypeVar("Part", bound=Scorer | Allocator)
@@ -37,13 +37,12 @@ class Policy:
 
     Attributes:
         spec: its parts; the str of it is the text.
-        budget: tokens per KV head (int) or share (float) of ``budget_of``; None: nothing is evicted, or what flags say.
+        budget: tokens per KV head (int) or share (float) of each prompt; None: nothing is evicted, or what flags say.
         schedule: when something is evicted; see :func:`policy`.
         options: what else was given: ``positions`` and hyper-parameters of the parts.
         positions: what keys are rotated by: their place in the text, as it is or squeezed into the model's context, or
             their slot among what a head holds; see :mod:`ag.engine.positions`.
         kv_dtype: how keys and values are held: as they come, or in codes of 8 or 4 bits.
-        budget_of: what a share is taken of: the prompt, or all tokens seen so far, so that the budget grows.
         merge: whether values of what stays of a prompt are fitted to what went; see :mod:`ag.engine.merge`.
         scorer: says what a token is worth; None for ``full``.
         allocator: shares the budget among layers and heads.
@@ -56,7 +55,6 @@ class Policy:
     options: Mapping[str, Option] = field(default_factory=dict, hash=False)
     positions: Literal["original", "slot", "interpolated"] = field(default="original", compare=False)
     kv_dtype: KVDtype = field(default="float", compare=False)
-    budget_of: Literal["prompt", "seen"] = field(default="prompt", compare=False)
     merge: Literal["none", "fit"] = field(default="none", compare=False)
     scorer: Scorer | None = field(default=None, compare=False)
     allocator: Allocator = field(default_factory=Uniform, compare=False)
@@ -133,7 +131,7 @@ class Policy:
         """Return the tokens per KV head ``[B]`` that the budget allows of ``lengths``, the mean over layers.
 
         Args:
-            lengths: ``[B]``, tokens of each prompt, or of what was seen, as ``budget_of`` says.
+            lengths: ``[B]``, tokens of each prompt.
         """
         assert self.budget is not None
         if isinstance(self.budget, int):
@@ -176,9 +174,8 @@ def policy(
             text (StreamingLLM), so that a stream may run past the model's context; ``positions="interpolated"`` by
             their places, of which the far ones are squeezed once the text is longer than the context;
             ``kv_dtype="int8"`` or ``"int4"`` holds keys and values in codes of so many bits
-            (:class:`ag.kernels.codes.Codes`), and scorers see what these stand for;
-            ``budget_of="seen"`` makes a share one of all tokens seen so far, instead of the prompt's; ``merge="fit"``
-            fits the values of what stays of a prompt so that attention gives what all of it gave.
+            (:class:`ag.kernels.codes.Codes`), and scorers see what these stand for; ``merge="fit"`` fits
+            the values of what stays of a prompt so that attention gives what all of it gave.
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
@@ -195,7 +192,6 @@ def policy(
         raise UserError(f"Policy '{spec}' needs a budget: tokens per KV head (256), or a share of the prompt (0.25).")
     _check_schedule(schedule)
     engine = _engine_options(spec, budget, rest)
-    _check_growth(spec, budget, schedule, engine)
     _check_merge(spec, schedule, engine)
     gates = AttentionGates.from_pretrained(spec.path) if spec.path else None
     scorer = _scorer(parts, rest) if spec.evicts else None
@@ -252,24 +248,6 @@ def _engine_options(spec: PolicySpec, budget: int | float | None, options: dict[
     for name, value in engine.items():
         _check_type(f"Policy '{spec}': {name}={value!r}", value, get_type_hints(Policy)[name])
     return engine
-
-
-def _check_growth(spec: PolicySpec, budget: int | float | None, schedule: str, engine: dict[str, Any]) -> None:
-    """Refuse a budget that grows with the text where it is no share, or where nothing goes after the prompt."""
-    if engine.get("budget_of") != "seen":
-        return
-    if not isinstance(budget, float):
-        raise UserError(f"Policy '{spec}': budget_of='seen' needs a share such as 0.25, not budget={budget} tokens.")
-    if schedule == "prefill":
-        raise UserError(
-            f"Policy '{spec}': budget_of='seen' has no meaning with schedule='prefill', which evicts once; give every, "
-            "steps:n or blocks:m."
-        )
-    if schedule.startswith("buffer:"):
-        raise UserError(
-            f"Policy '{spec}': budget_of='seen' with schedule={schedule!r}: a budget that grows is never exceeded by a "
-            "fixed number; give steps:n."
-        )
 
 
 def _check_merge(spec: PolicySpec, schedule: str, engine: dict[str, Any]) -> None:

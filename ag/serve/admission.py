@@ -100,11 +100,8 @@ class Admission:
 
     def _stays(self, marks: Tensor, seen: int) -> int:
         """Return what a decision leaves of a text of so many tokens: the budget, or more where more is protected."""
-        before, after = map(int, self.policy.capacity(torch.tensor([len(marks), seen])))
-        before_more = max(before, self._protected(marks, seen, before))
-        if self.policy.budget_of != "seen" or after == before:
-            return before_more
-        return max(before_more * after // before, self._protected(marks, seen, after))
+        budget = int(self.policy.capacity(torch.tensor([len(marks)])))
+        return max(budget, self._protected(marks, seen, budget))
 
     def _protected(self, marks: Tensor, tokens: int, capacity: int) -> int:
         """Return how many of so many tokens the request or the scorer protects."""

@@ -68,7 +68,6 @@ def test_a_share_is_a_share_of_the_prompt(llama):
     [
         ("buffer:0", {}, "buffer:0 buffer:n"),
         ("buffer:4+every", {}, "buffer:4+every buffer:n"),
-        ("buffer:4", {"budget_of": "seen"}, "budget_of='seen' buffer:4 steps:n"),
     ],
 )
 def test_what_is_refused(schedule, options, parts):

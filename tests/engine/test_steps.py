@@ -22,7 +22,6 @@ ALIKE = {
     "prefill": (("snapkv", 20), {"window": 4}, None),
     "full, windowed": (("full",), {"sliding_window": 12}, None),
     "h2o": (("h2o", 20, "every"), {}, None),
-    "h2o of all seen": (("h2o", 0.5, "every"), {"budget_of": "seen"}, None),
     "h2o@heads": (("h2o@heads", 20, "every"), {}, None),
     "h2o@global": (("h2o@global", 20, "every"), {}, None),
     "tova": (("tova", 20, "every"), {}, None),

@@ -22,7 +22,7 @@ POLICIES = {
     "streaming_llm": (ag.policy("streaming_llm", 30, "every"), None, True),
     "h2o": (ag.policy("h2o", 0.3), None, True),
     "h2o, every": (ag.policy("h2o", 30, "every"), None, True),
-    "h2o, steps": (ag.policy("h2o", 0.3, "steps:5", budget_of="seen"), None, True),
+    "h2o, steps": (ag.policy("h2o", 0.3, "steps:5"), None, True),
     "h2o of a window": (ag.policy("h2o", 30, window=40, normalize="count"), None, True),
     "h2o+vatp": (ag.policy("h2o+vatp", 30, sinks=2), None, True),
     "scissorhands": (ag.policy("scissorhands", 40, window=50), None, True),

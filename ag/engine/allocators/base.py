@@ -33,7 +33,6 @@ class Ballot:
         prompt: ``[B]`` long, own tokens of each prompt, of which less may be held.
         due: ``[B]`` bool, sequences of which something may go; the others keep all.
         preference: ``[B]`` float64, how much the layer wants, where the allocator asks.
-        prompt_capacity: ``[B]`` long, the capacity at the end of the prompt, where it grows since; None: it does not.
         second: ``[B, Hkv, N]`` float32, decides over the rest of a head's tokens; None: there is one score.
         first_share: share of a head's tokens that ``score`` decides over, where there are two.
         everyone: whether the host knows that all sequences are due.
@@ -47,7 +46,6 @@ class Ballot:
     prompt: Tensor
     due: Tensor
     preference: Tensor | None = None
-    prompt_capacity: Tensor | None = None
     second: Tensor | None = None
     first_share: float = 1.0
     everyone: bool = False
@@ -91,10 +89,6 @@ class Ballot:
     def exempting(self, keep: Tensor) -> Tensor:
         """Return a mask ``[B, Hkv, N]`` that keeps all of the sequences that are not due."""
         return keep if self.everyone else keep | (self.valid & ~self.due[:, None, None])
-
-    def grown(self, settled: Tensor) -> Tensor:
-        """Return a number of tokens ``[B]`` that was settled at the end of the prompt, grown as the capacity has."""
-        return settled if self.prompt_capacity is None else settled * self.capacity // self.prompt_capacity
 
     def keep(self, count: Tensor) -> Tensor:
         """Return the mask of ``count`` ``[B]`` tokens in each head, and of all where nothing is due."""
@@ -230,7 +224,7 @@ class Allocator(ABC):
 
     def keep_later(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> Tensor:
         """Return the mask ``[B, Hkv, N]`` of what stays of a layer while decoding."""
-        return ballot.keep(ballot.grown(budgets.settled[layer]))
+        return ballot.keep(budgets.settled[layer])
 
     def step(self, layer: int, ballot: Ballot, budgets: LayerBudgets, going: Going) -> None:
         """Write down what goes of a layer where one token came to each head since the last decision.
@@ -244,7 +238,7 @@ class Allocator(ABC):
             going: gets the slots ``[B, Hkv, V]``, V being 1, or Hkv where heads compete; and what was found.
         """
         if not self.compares_heads and ballot.second is None:
-            budget = ballot.grown(budgets.settled[layer])
+            budget = budgets.settled[layer]
             row_going(ballot.score, ballot.protected, ballot.valid, ballot.ranks, budget, going)
             return
         worst, fixed = ballot.worst, ballot.fixed

@@ -59,7 +59,7 @@ class Global(Allocator):
 
     def keep_later(self, layer: int, ballot: Ballot, budgets: LayerBudgets) -> Tensor:
         """Return what stays of the layer: how its total is shared among heads is decided anew each time."""
-        return ballot.over_heads(self.floor, ballot.grown(budgets.settled[layer]))
+        return ballot.over_heads(self.floor, budgets.settled[layer])
 
     def _best(self, budgets: LayerBudgets, device: torch.device) -> dict[int, Tensor]:
         """Return, by layer so far, the best of all of them ``[B, Hkv, N]``: as many as the budget of all layers."""

@@ -176,8 +176,7 @@ def _policies(
         return [policy(spec, **places | options)]
     if not budgets:
         raise UserError(f"policy {label!r} needs budgets=[...]: shares of the prompt such as 0.25, or tokens.")
-    shared: dict[str, Any] = {} if config.budget_of == "prompt" else {"budget_of": config.budget_of}
-    return [policy(spec, budget, config.schedule, **shared | places | options) for budget in budgets]
+    return [policy(spec, budget, config.schedule, **places | options) for budget in budgets]
 
 
 def _check_adapter(label: str, path: str, config: CompareConfig) -> None:

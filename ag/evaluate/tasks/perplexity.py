@@ -123,8 +123,8 @@ class Stream(Documents):
     """Perplexity of whole books while tokens are evicted, as in StreamingLLM's experiments on PG-19.
 
     The first block is the prompt. What follows comes ``step`` tokens at once, or as many as lie between two evictions
-    of the policy: with ``schedule=steps:step`` every policy is fed alike. A budget in tokens keeps the cache's size; a
-    share with ``budget_of=seen`` keeps the share, as gates do that act on every token (``gate.covers=all``).
+    of the policy: with ``schedule=steps:step`` every policy is fed alike. A budget keeps the cache's size (a share is
+    one of the first block), the flags of gates that act on every token (``gate.covers=all``) a share of the text.
 
     The kept share is the mean over all tokens after the first block of what was held after the pass that a token came
     with, as a share of the tokens seen by then; the bytes are those at the end. The tags are the curve: ``nats@N``
