@@ -48,9 +48,7 @@ class SharedPolicy(SharedDtype):
         None, "what to evict, such as h2o or gates; null: gates where there are some, else full", holds="policy"
     )
     budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null")
-    schedule: str = key(
-        "prefill", "when something is evicted: prefill, blocks:m, every, steps:n, joined by +; or buffer:n"
-    )
+    schedule: str = key("prefill", "when something is evicted: prefill, blocks:m, every, steps:n, or some joined by +")
     kv_dtype: KVDtype = key("float", "how keys and values are held: as they come, or in codes of 8 or 4 bits")
     options: dict[str, Any] = mapping("options of the policy, as options.window=16")
     adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")

@@ -74,13 +74,8 @@ class Policy:
     def steps(self) -> int | None:
         """Tokens after the prompt between evictions; None: nothing more is evicted."""
         parts = self.schedule.split("+")
-        counted = (int(part.partition(":")[2]) for part in parts if part.startswith(("steps:", "buffer:")))
+        counted = (int(part[6:]) for part in parts if part.startswith("steps:"))
         return 1 if "every" in parts else next(counted, None)
-
-    @property
-    def fills(self) -> bool:
-        """Whether something goes only when as many tokens as :attr:`steps` are held beyond the budget."""
-        return self.schedule.startswith("buffer:")
 
     @property
     def rereads(self) -> bool:
@@ -167,7 +162,6 @@ def policy(
         schedule: ``prefill``: once, after the prompt; ``blocks:m``: also within the prompt, after every m tokens, so
             that never more than the budget and a block are held; ``every``: after every forward pass behind the prompt;
             ``steps:n``: there, after every n tokens. Parts are joined by +, for example ``blocks:128+every``.
-            ``buffer:n`` stands alone: whenever n tokens more than the budget are held, at the end of the prompt too.
         options: hyper-parameters of the parts, such as ``window=32``; see their classes. ``tau="llama2-7b-chat-4k"``
             looks up the published temperatures of ``preference`` for a model and a budget in tokens. Of every policy:
             ``positions="slot"`` rotates keys and queries by their slots in the cache instead of their places in the
@@ -223,7 +217,7 @@ def _check_full(spec: PolicySpec, budget: int | float | None, schedule: str) -> 
 
 def _check_flags(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
     """Refuse what ranks tokens, which flags do not."""
-    later = schedule if re.search("every|steps|buffer", schedule) else None
+    later = schedule if re.search("every|steps", schedule) else None
     acting = (("budget=", budget), ("+", spec.wrapper), ("@", spec.allocator), ("schedule=", later))
     for sign, given in acting if spec.scorer == FLAGS else ():
         if given is not None:
@@ -341,11 +335,7 @@ def _check_reread(spec: PolicySpec, schedule: str) -> None:
 
 def _check_schedule(schedule: str) -> None:
     kinds = [part.partition(":")[0] for part in schedule.split("+")]
-    if re.fullmatch(r"buffer:[1-9]\d*", schedule):
-        return
     if not re.fullmatch(r"(prefill|every|(blocks|steps):[1-9]\d*)(\+(every|(blocks|steps):[1-9]\d*))*", schedule):
-        raise UserError(
-            f"schedule={schedule!r}: expected prefill, blocks:m, every, steps:n, or some joined by +; or buffer:n."
-        )
+        raise UserError(f"schedule={schedule!r}: expected prefill, blocks:m, every, steps:n, or some joined by +.")
     if len(set(kinds)) < len(kinds) or {"every", "steps"} <= set(kinds) or {"prefill", "blocks"} <= set(kinds):
         raise UserError(f"schedule={schedule!r}: expected at most one part for the prompt and one for what follows.")

@@ -362,15 +362,11 @@ class Text(Attributes):
             ends = count == self.prompt_lengths
             due = (count > 0) & (ends if policy.block is None else ends | (count % policy.block == 0))
             self._decided, self._decisions = lengths.minimum(self.prompt_lengths), ()
-            ended = policy.fills and bool(due.any())  # layers learn what they may hold
-            if policy.fills:
-                due &= count - policy.capacity(self.prompt_lengths) >= (policy.steps or 0)
-                self._decided = self._decided.where(due, self._decided.minimum(policy.capacity(self.prompt_lengths)))
             every = bool(due.all())
             self._alike = min(self.seen, self.prompt_columns) if every else None
-            return (due, every) if every or ended or bool(due.any()) else (None, False)
+            return (due, every) if every or bool(due.any()) else (None, False)
         steps = policy.steps or 0
-        if not padded and (self._alike is not None or (width >= steps and not policy.fills)):
+        if not padded and (self._alike is not None or width >= steps):
             if width < steps and self.seen - (self._alike or 0) < steps:
                 return None, False
             due, every = tokens.real[:, 0], True
@@ -394,14 +390,8 @@ class Text(Attributes):
         return self.valid[:, :after].sum(1) if lengths is None else lengths.to(self.valid.device)
 
     def _grown(self, lengths: Tensor) -> Tensor:
-        """Return ``[B]`` bool, which sequences, of so many own tokens ``[B]``, have grown by the schedule's steps.
-
-        Under ``buffer:n`` a sequence that holds less than its budget fills that first.
-        """
-        before = self._last_decided()
-        if self.policy.fills:
-            before = before.maximum(self.policy.capacity(self.prompt_lengths).to(before.device))
-        return lengths - before >= (self.policy.steps or 0)
+        """Return ``[B]`` bool, which sequences, of so many own tokens ``[B]``, have grown by the schedule's steps."""
+        return lengths - self._last_decided() >= (self.policy.steps or 0)
 
     def _decide(self, due: Tensor, every: bool, before: int) -> None:
         """Note a decision after the prompt, in a forward pass from ``before`` columns to those seen."""

@@ -215,7 +215,8 @@ def _trimkv(folder: Path, config: dict[str, Any]) -> Foreign:
 
     A gate's sigmoid is the share of a token's worth that is left after each token that comes. The authors' code reads a
     prompt densely; whenever ``memory_size + buffer_size`` tokens are held, the ``memory_size`` with the highest scores
-    stay. These two are settings of a run, not of the weights: they are the budget and ``schedule=buffer:n`` here.
+    stay. These two are settings of a run, not of the weights: the budget and ``schedule=steps:n`` here, which
+    does the same behind a prompt that fills both.
     """
     file, weights = folder / MODEL_CONFIG, folder / TRIMKV_WEIGHTS
     for name, known, does in (

@@ -96,7 +96,7 @@ class Admission:
             return min(prompt, self._stays(marks, prompt)) + read
         # under ``every`` a token takes the place of another one step later, and the host makes room without knowing
         more = max(steps, 2)
-        return min(prompt + read, self._stays(marks, prompt + read) + (more if self.policy.fills else min(read, more)))
+        return min(prompt + read, self._stays(marks, prompt + read) + min(read, more))
 
     def _stays(self, marks: Tensor, seen: int) -> int:
         """Return what a decision leaves of a text of so many tokens: the budget, or more where more is protected."""

@@ -68,7 +68,6 @@ def _flat(held):
         pytest.param("tova", "steps:4", "right", marks=pytest.mark.slow),
         pytest.param("random@heads", "steps:3", "left", marks=pytest.mark.slow),
         ("tova@pyramid", "blocks:7+steps:5", "right"),
-        ("random", "buffer:4", "right"),
         pytest.param("random@global", "steps:7", "left", marks=pytest.mark.slow),
     ],
 )

@@ -32,7 +32,6 @@ CASES = {
     "h2o-window": ("h2o", 12, "steps:2", {"window": 5, "normalize": "count"}, None),
     "h2o-caote": ("h2o+caote@preference", 12, "every", {"observers": 6}, None),
     "h2o-global": ("h2o@global", 0.4, "blocks:16+every", {}, None),
-    "buffer": ("streaming_llm", 20, "buffer:5", {"sinks": 2}, None),
     "scissorhands": ("scissorhands", 14, "every", {}, None),
     "cake": ("cake", 14, "every", {"window": 4}, None),
     "criticalkv": ("tova+criticalkv", 10, "every", {}, None),
