@@ -156,7 +156,6 @@ class Observation:
         tokens_seen: ``[B]`` long, tokens that each sequence has seen; None: derived from the queries.
         columns: of the input that went by, a bound of the lengths that the host knows; None: it asks.
         capacity: ``[B]`` long, tokens per KV head that the budget allows, on average over layers; None: nothing may go.
-        due: ``[B]`` bool, sequences of which something may go now; None: all.
     """
 
     keys: Keys
@@ -179,7 +178,6 @@ class Observation:
     tokens_seen: Tensor | None = None
     columns: int | None = None
     capacity: Tensor | None = None
-    due: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Take what is asked for often out of the queries."""
@@ -192,10 +190,10 @@ class Observation:
         """``[B, Hkv, N]`` long, the place of each key among its sequence's own tokens."""
         return self.keys.ranks.long()
 
-    def deciding(self, due: Tensor, capacity: Tensor) -> Observation:
-        """Return the same for a decision about the sequences that are ``due`` under a ``capacity``."""
+    def deciding(self, capacity: Tensor) -> Observation:
+        """Return the same for a decision under a ``capacity``."""
         seen = copy(self)  # with what is known already
-        seen.due, seen.capacity = due, capacity
+        seen.capacity = capacity
         return seen
 
     @property
@@ -246,21 +244,6 @@ class Observation:
     def prompt_lengths(self) -> Tensor:
         """Own tokens of each prompt, ``[B]``, which shares of a budget refer to."""
         return self.lengths if self.own_prompt is None else self.own_prompt
-
-    @property
-    def evicts(self) -> Tensor:
-        """``[B, Hkv]`` bool, heads of which something goes: due, and the prompt or what is held exceeds the budget.
-
-        A prompt that exceeded it may have left a sliding window since.
-        """
-        held = self.key_valid.sum(-1)
-        due = torch.ones_like(self.lengths, dtype=torch.bool) if self.due is None else self.due
-        due = due[:, None].expand_as(held)
-        if self.capacity is None:
-            return due
-        if self.sliding_window is None:
-            held = held.amax(1, keepdim=True).maximum(self.prompt_lengths[:, None])
-        return due & (held > self.capacity[:, None])
 
     @cached_property
     def age(self) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ag.engine.allocators.preference import PUBLISHED_TAU, Preference, official_shares, published_tau, water_fill
+from ag.engine.allocators.preference import PUBLISHED_TAU, Preference, published_tau, water_fill
 from ag.engine.allocators.pyramid import pyramid
 from ag.engine.allocators.rounding import largest_remainder
 from ag.kernels.row_worst import cpu
@@ -74,31 +74,6 @@ def test_rounding_is_exact_and_fair(data):
 
 
 # ---- pyramid
-
-
-def official_pyramid(mean, layers):
-    """PyramidKV's own integers (KVCache-Factory): the step is rounded down, so that the total overshoots."""
-    low = mean // 20
-    step = (2 * mean - low - low) // (layers - 1)
-    return [2 * mean - low - layer * step for layer in range(layers)]
-
-
-@pytest.mark.parametrize(
-    ("budget", "window", "layers", "overshoot"),
-    [(128, 8, 32, 4.6), (128, 8, 28, 5.0), (512, 32, 80, 4.5)],
-)
-def test_pyramid_by_whole_steps_overshoots_as_published(budget, window, layers, overshoot):
-    mean = budget - window
-    official, exact = (pyramid(mean, 30000, layers, official_int=x) for x in (True, False))
-    assert official == official_pyramid(mean, layers)
-    assert sum(exact) == mean * layers
-    assert 100 * (sum(official) / (mean * layers) - 1) == pytest.approx(overshoot, abs=0.05)  # the window comes on top
-
-
-def test_the_pyramid_of_a_policy_by_whole_steps():
-    """25 tokens protected and 75 shared: from 147 down to 3 in 5 steps of 28, which is 28.8 rounded down."""
-    held = Scripted("pyramid", ballots_of([300] * 6, 100, protected=25), official_int=True).run()
-    assert [[len(x) for x in layer] for layer in held] == [[25 + 147 - layer * 28] * 2 for layer in range(6)]
 
 
 @given(st.integers(1, 400), st.integers(0, 4000), st.integers(1, 40), st.sampled_from([1, 2, 3, 7, 20, 50]))
@@ -239,14 +214,6 @@ def test_cascading_equals_one_decision_at_the_end():
     assert cut > 50
 
 
-def test_the_preference_of_a_policy_by_the_rounding_of_the_code():
-    wishes, ballots = [70.0, 10.0, 10.0, 10.0], ballots_of([20] * 4, 9, preference=[70.0, 10.0, 10.0, 10.0])
-    counts = shared_as_the_code_does(wishes, 36, [20] * 4)
-    assert sum(counts) <= 36 and counts != rounded(filled(wishes, 36, [20] * 4), 36)
-    held = Scripted("preference", ballots, official_int=True).run()
-    assert held == [[best(ballot, g, n) for g in range(2)] for ballot, n in zip(ballots, counts, strict=True)]
-
-
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("allocator", ["uniform", "pyramid", "preference", "heads"])
 def test_every_allocator_keeps_exactly_the_budget(allocator, seed):
@@ -264,34 +231,3 @@ def test_every_allocator_keeps_exactly_the_budget(allocator, seed):
                 assert tokens == sorted(set(tokens))
                 assert set(range(n - protected, n)) <= set(tokens)
                 assert tokens == best(ballot, g, len(tokens) - protected)
-
-
-def shared_as_the_code_does(preference, total, caps):
-    """Section 5.4 with lists: truncate, clip, spread the excess over unsaturated layers, make up the total, clip."""
-    wanted = [int(p / sum(preference) * total) for p in preference]
-    result = [min(w, cap) for w, cap in zip(wanted, caps, strict=True)]
-
-    def spread(tokens):
-        open_layers = [i for i in range(len(caps)) if result[i] < caps[i]]
-        for place, i in enumerate(open_layers):
-            result[i] += tokens // len(open_layers) + (place < tokens % len(open_layers))
-
-    spread(sum(wanted) - sum(result))
-    spread(total - sum(result))
-    return [min(n, cap) for n, cap in zip(result, caps, strict=True)]
-
-
-def test_preference_by_the_rounding_of_the_code():
-    make, lost, differ = torch.Generator().manual_seed(0), 0, 0
-    for _ in range(400):
-        layers = int(torch.randint(1, 9, (1,), generator=make))
-        preference = torch.randn(layers, generator=make, dtype=torch.float64).mul(2).exp()
-        caps = torch.randint(5, 60, (layers,), generator=make)
-        total = int(torch.randint(1, 25 * layers, (1,), generator=make))
-        got = official_shares(preference[None], torch.tensor([total]), caps[None])[0].tolist()
-        assert got == shared_as_the_code_does(preference.tolist(), total, caps.tolist())
-        assert sum(got) <= total
-        lost += sum(got) < min(total, int(caps.sum()))
-        differ += total < int(caps.sum()) and sum(got) == total
-    assert lost > 5  # the last clip loses some where preferences are spread out
-    assert differ > 100

@@ -87,11 +87,9 @@ def test_totals_are_the_same_in_blocks(scene, block, monkeypatch):
 
 
 def test_a_decision_changes_nothing_of_what_others_see():
-    """Sequence 0 is not due, 1 holds more than the capacity, 2 does not."""
     seen = Scene(lengths=(9, 9, 4)).seen
-    view = seen.deciding(torch.tensor([False, True, True]), torch.tensor([4, 4, 4]))
-    assert view.evicts.tolist() == [[False, False], [True, True], [False, False]]
-    assert seen.due is seen.capacity is None and seen.evicts.all()
+    assert seen.deciding(torch.tensor([4, 4, 4])).capacity.tolist() == [4, 4, 4]
+    assert seen.capacity is None
 
 
 @needs_compiler

@@ -191,8 +191,6 @@ REFUSED = [
     ("snapkv@preference", {"observers": 0} | BUDGET, "Preference: observers=0"),
     ("snapkv@heads", {"floor": 1.1} | BUDGET, "Heads: floor=1.1 share"),
     ("knorm@global", {"floor": 1.5} | BUDGET, "Global: floor=1.5 share"),
-    ("cake", {"official_order": True, "pool_then_reduce": True} | BUDGET, "Cake: official_order=True pool_then_reduce"),
-    ("cake+caote", {"official_order": True} | BUDGET, "official_order caote"),
     ("cake", {"tau": "mistral-0.3-7b-32k", "budget": 0.25}, "tau"),
     ("cake", {"tau": "gpt", "budget": 128}, "tau"),
     ("expected_attention", {"future": 0} | BUDGET, "future=0"),

@@ -138,21 +138,6 @@ def test_snapkv_pools_the_prefix_only(scene, window, kernel, how, kind):
     assert protected_tokens(scene, scorer, [9] * len(scene.lengths)) == newest(scene, window)
 
 
-@pytest.mark.parametrize("kind", ["max", "avg"])
-def test_pooling_before_the_group_matters_for_max_alone(scene, kind):
-    options = {"window": 3, "kernel": 5, "pooling": kind}
-
-    def of_head(b, h):
-        before = sum(p < scene.lengths[b] - 3 for p in scene.held[b][h // scene.group])
-        values = scene.column_sums(b, h, 3)
-        return pool(values[:before], 5, kind) + [0.0] * (len(values) - before)
-
-    score = SnapKV(**options, pool_then_reduce=True).score
-    agree(scene, score, by_group(scene, of_head), skip=within(scene, 3))
-    if scene.group > 1 and max(scene.lengths) > 4 + 3:
-        assert scene.alike(score, SnapKV(**options).score) == (kind == "avg")
-
-
 def test_snapkv_protects_its_window_recents_and_sinks():
     scene = Scene(lengths=(50,))
     assert protected_tokens(scene, SnapKV(window=4, recent=7, sinks=2), [40]) == newest(scene, 7, first=2)

@@ -59,8 +59,6 @@ class Layer:
         # every query's weights as they were when it attended
         self.rows: list[list[Row]] = [[] for _ in range(self.heads)]
         self.decoding = False
-        # what each held after its last eviction, as CAKE's code has it
-        self.order: list[list[int]] = [[] for _ in range(self.kv_heads)]
 
     def arrive(self, tokens: list[int]) -> None:
         """New tokens come, attend, and are remembered."""
@@ -80,9 +78,6 @@ class Layer:
         self.forget(self.newest + 1)
         scores = self.scores()
         for head, mine in enumerate(self.held):
-            if self.options.get("official_order") and len(mine) > self.capacity:
-                first = [t for t in mine if self.newest - t >= self.options["window"]]
-                self.order[head] = sorted(first, key=lambda t, h=head: (-scores[h][t], t)) + mine[len(first) :]  # type: ignore[misc]
             safe = [t for t in mine if self.protected(t)]
             rest = sorted((t for t in mine if t not in safe), key=lambda t, h=head: (-scores[h][t], t))  # type: ignore[misc]
             self.held[head] = sorted(safe + rest[: max(0, self.capacity - len(safe))])
@@ -139,14 +134,6 @@ class Layer:
 
     def scissorhands(self, head: int) -> Row:
         last = self.options.get("window", 400)
-        if self.options.get("vatp_code"):
-            read = self.prompt if self.decoding else len(self.rows[0])
-            total: dict[int, Row] = {h: defaultdict(float) for h in self.members(head)}
-            for h in total:
-                for i, row in enumerate(self.rows[h]):
-                    for t, weight in row.items():
-                        total[h][t] += weight if i >= read else weight / last if i >= read - last else 0.0
-            return self.mean(head, total)
         if not self.options.get("count"):
             return self.mean(head, {h: self.sums(h, max(0, len(self.rows[h]) - last)) for h in self.members(head)})
         counts: dict[int, Row] = {h: defaultdict(float) for h in self.members(head)}
@@ -179,9 +166,7 @@ class Layer:
     def pool(self, head: int, score: Row, kernel: int, kind: str) -> Row:
         """Pool over the held tokens before the window; the window's own score does not matter."""
         window = self.options.get("window", 32)
-        cache = [t for t in self.order[head] if t in self.held[head]] if self.decoding else []
-        cache = cache + [t for t in self.held[head] if t not in cache]
-        before = [t for t in cache if self.newest - t >= window]
+        before = [t for t in self.held[head] if self.newest - t >= window]
         return dict.fromkeys(self.held[head], 0.0) | dict(
             zip(before, pooled([score[t] for t in before], kernel, kind), strict=True)
         )
@@ -190,8 +175,6 @@ class Layer:
         rows = self.observed(head, self.options.get("window", 32))
         sums = {h: {t: sum(row.get(t, 0.0) for row in rows[h]) for t in self.held[head]} for h in rows}
         how = self.options.get("kernel", 7), self.options.get("pooling", "max")
-        if self.options.get("pool_then_reduce"):
-            return self.mean(head, {h: self.pool(head, sums[h], *how) for h in sums})
         return self.pool(head, self.mean(head, sums), *how)
 
     def cake(self, head: int) -> Row:

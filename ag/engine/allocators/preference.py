@@ -39,13 +39,11 @@ class Preference(Allocator):
         tau1: temperature of the entropy.
         tau2: temperature of the variance.
         observers: last queries whose attention is measured; by default those of the scorer's window, where it has one.
-        official_int: round as the paper's code does: cascading may then lose tokens that a later layer cannot use.
     """
 
     tau1: float = 1.0
     tau2: float = 1.0
     observers: int = 32
-    official_int: bool = False
     shorthands: ClassVar[tuple[str, ...]] = ("tau",)
 
     def __post_init__(self) -> None:
@@ -104,8 +102,6 @@ class Preference(Allocator):
             )
         )
         total = (ballots[0].capacity.to(device) - fixed[:, 0]).clamp_min(0) * layers
-        if self.official_int:
-            return official_shares(preference, total, caps), caps
         shares = water_fill(preference, total, caps)
         if len(ballots) == layers:
             return largest_remainder(shares, total, caps), caps
@@ -139,29 +135,6 @@ def entropy_and_variance(seen: Observation, observers: int) -> tuple[Tensor, Ten
     a = rows.a * (rows.counted[:, None, :, None] & before[:, :, None])
     entropy = -(a + 1e-10).log_().mul_(a).sum((1, 2, 3))
     return entropy, (rows.moments[1] * before).sum((1, 2))
-
-
-def official_shares(preference: Tensor, total: Tensor, caps: Tensor) -> Tensor:
-    """Share a total in proportion to preferences as CAKE's code rounds it.
-
-    Shares are cut to integers and to the caps; what the caps cut off goes evenly to the layers below theirs, and so
-    does what is then missing, single tokens from layer 0 on. The last cut may lose some again.
-
-    Args:
-        preference: ``[B, L]`` float64, above 0.
-        total: ``[B]`` long.
-        caps: ``[B, L]`` long.
-
-    Returns:
-        ``[B, L]`` long.
-    """
-    wanted = (preference / preference.sum(1, keepdim=True) * total[:, None]).long()
-    shares = wanted.minimum(caps)
-    for goal in (wanted.sum(1), total):
-        room, missing = shares < caps, (goal - shares.sum(1)).clamp_min(0)[:, None]
-        layers = room.sum(1, keepdim=True).clamp_min(1)
-        shares = shares + torch.where(room, missing // layers + (room.cumsum(1) <= missing % layers), 0)
-    return shares.minimum(caps)
 
 
 def water_fill(preference: Tensor, total: Tensor, caps: Tensor) -> Tensor:

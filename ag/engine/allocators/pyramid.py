@@ -20,11 +20,9 @@ class Pyramid(LayerAllocator):
 
     Attributes:
         beta: steepness.
-        official_int: round as the paper's code does; the total is then up to 5 % too large.
     """
 
     beta: int = 20
-    official_int: bool = False
 
     def __post_init__(self) -> None:
         require(self, "beta", self.beta >= 1, "1 or more")
@@ -38,12 +36,12 @@ class Pyramid(LayerAllocator):
             own = mean - fixed
             # a prompt that fits stays; one that is not twice as long as the budget is shared evenly, as officially
             even = prompt < 2 * own
-            line = [own] * layers if even else pyramid(own, prompt - fixed, layers, self.beta, self.official_int)
+            line = [own] * layers if even else pyramid(own, prompt - fixed, layers, self.beta)
             kept.append(fixed + line[place])
         return torch.tensor(kept, device=ballot.capacity.device)
 
 
-def pyramid(mean: int, held: int, layers: int, beta: int = 20, official_int: bool = False) -> list[int]:
+def pyramid(mean: int, held: int, layers: int, beta: int = 20) -> list[int]:
     """Share ``mean * layers`` tokens along a line, lower layers getting more (PyramidKV, Cai et al. 2024).
 
     Args:
@@ -51,7 +49,6 @@ def pyramid(mean: int, held: int, layers: int, beta: int = 20, official_int: boo
         held: tokens that compete in each layer.
         layers: number of layers L.
         beta: steepness; the last layer gets ``mean // beta``. 1 is uniform.
-        official_int: descend by a whole step, as the code does; the total is then too large.
 
     Returns:
         Tokens of each layer, ``mean * layers`` in all (or all held).
@@ -62,8 +59,6 @@ def pyramid(mean: int, held: int, layers: int, beta: int = 20, official_int: boo
     high = 2 * mean - low
     if high > held:
         high, low = held, 2 * mean - held
-    if official_int:
-        return [high - index * ((high - low) // (layers - 1)) for index in range(layers)]
     step = (high - low) / (layers - 1)
     shares = torch.tensor([[high - index * step for index in range(layers)]], dtype=torch.float64)
     caps = torch.full((1, layers), held)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from types import MappingProxyType
@@ -22,7 +22,6 @@ from ag.errors import require
 DERIVED = MappingProxyType({"option": False})
 
 Group = Literal["mean", "sum", "max"]
-Reduction = Callable[[Observation, Tensor], Tensor]
 
 
 def option_names(part: type | object) -> list[str]:
@@ -193,13 +192,9 @@ class RowScorer(Scorer):
         """Smooth a score ``[B, *, N]`` over neighbours in the cache; a plain scorer returns it as it is."""
         return score
 
-    def finish(self, seen: Observation, heads: Tensor, reduce: Reduction) -> Tensor:
-        """Reduce ``[B, H, N]`` over groups, and pool."""
-        return self.pool(seen, reduce(seen, heads))
-
     def score(self, seen: Observation) -> Tensor:
         """Return the reduced score, pooled."""
-        return self.finish(seen, self.raw(seen), self.reduce)
+        return self.pool(seen, self.reduce(seen, self.raw(seen)))
 
     def heads(self, seen: Observation) -> Tensor:
         """Return the score by query head, pooled over all held tokens."""

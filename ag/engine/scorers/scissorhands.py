@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ag.engine.observe import Observation
-from ag.engine.records import Records, accumulate, latest
+from ag.engine.records import Records, latest
 from ag.engine.rows import AttentionRows, Statistic, attention
 from ag.engine.scorers.base import Needs, RowScorer
 from ag.errors import require
@@ -24,14 +24,11 @@ class Scissorhands(RowScorer):
         window: queries that count.
         count: count the queries with a weight of at least ``1 / t`` (t: keys that the query sees) instead of summing.
         recent: newest tokens that stay.
-        vatp_code: follow VATP's code: the mean over the prompt's last ``window`` queries, plus the undivided weights of
-            every later query.
     """
 
     window: int = 400
     count: bool = False
     recent: int = 10
-    vatp_code: bool = False
 
     needs = Needs(rows=True, every_query=True)
 
@@ -40,21 +37,14 @@ class Scissorhands(RowScorer):
         require(self, "window", self.window >= 1, "1 or more")
 
     def note(self, seen: Observation, records: Records, statistic: Statistic = attention) -> None:
-        """Keep the rows of the window; VATP's code adds up those of later queries."""
+        """Keep the rows of the window."""
         statistic = _above_uniform if self.count and statistic is attention else statistic
-        if self.vatp_code and seen.decoding:
-            accumulate(records, "sums", seen.total(statistic))
-        else:
-            rows = seen.rows(self.window, only_new=True)
-            latest(records, "rows", rows.counted[:, None, :, None] * statistic(rows), rows.counted, self.window)
+        rows = seen.rows(self.window, only_new=True)
+        latest(records, "rows", rows.counted[:, None, :, None] * statistic(rows), rows.counted, self.window)
 
     def sums(self, seen: Observation, statistic: Statistic = attention) -> Tensor:
         """Return the sums over the window; past weights do not change."""
-        recorded = self.recorded(seen, statistic)
-        sums = recorded["rows"].sum(2)
-        if not self.vatp_code:
-            return sums
-        return sums / self.window + recorded["sums"] if seen.decoding else sums / self.window
+        return self.recorded(seen, statistic)["rows"].sum(2)
 
 
 def _above_uniform(rows: AttentionRows) -> Tensor:

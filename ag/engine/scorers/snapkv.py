@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ag.engine.observe import Observation
 from ag.engine.rows import Statistic, attention
-from ag.engine.scorers.base import Needs, Reduction, RowScorer, pooled
+from ag.engine.scorers.base import Needs, RowScorer, pooled
 from ag.errors import require
 
 
@@ -25,13 +25,11 @@ class SnapKV(RowScorer):
         window: last queries that observe; their tokens stay and count within the budget.
         kernel: width of the pooling, odd.
         pooling: ``max`` or ``avg``.
-        pool_then_reduce: pool each query head, then reduce over the group, as kvpress does; it matters for ``max``.
     """
 
     window: int = 32
     kernel: int = 7
     pooling: Literal["max", "avg"] = "max"
-    pool_then_reduce: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,10 +49,6 @@ class SnapKV(RowScorer):
         """Pool along the tokens before the window, or along all of them."""
         inside = seen.key_valid & (seen.age >= self.window) if before_window else seen.key_valid
         return pooled(score, inside, self.kernel, self.pooling, seen.order)
-
-    def finish(self, seen: Observation, heads: Tensor, reduce: Reduction) -> Tensor:
-        """Reduce over groups and pool, in either order."""
-        return reduce(seen, self.pool(seen, heads)) if self.pool_then_reduce else super().finish(seen, heads, reduce)
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return the sinks, the window and the newest tokens."""

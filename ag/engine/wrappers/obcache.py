@@ -102,11 +102,7 @@ class OBCache(Wrapper):
     def score(self, seen: Observation) -> Tensor:
         """Return the error of the group's output."""
         sums = self.host.sums(seen, self.statistic)
-
-        def reduce(seen: Observation, heads: Tensor) -> Tensor:
-            return grouped(heads, seen, "sum" if self.group == "pre" else self.group)
-
-        return self.inner.finish(seen, sums, reduce)
+        return self.inner.pool(seen, grouped(sums, seen, "sum" if self.group == "pre" else self.group))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,8 +37,4 @@ class Vatp(Wrapper):
         norms: Tensor = torch.linalg.vector_norm(seen.v, ord=float(self.norm), dim=-1)
         if self.stage == "after":
             return self.inner.score(seen) * norms
-
-        def weighed(seen: Observation, heads: Tensor) -> Tensor:
-            return self.inner.reduce(seen, heads) * norms
-
-        return self.inner.finish(seen, self.inner.raw(seen), weighed)
+        return self.inner.pool(seen, self.inner.reduce(seen, self.inner.raw(seen)) * norms)
