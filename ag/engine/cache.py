@@ -306,8 +306,6 @@ def _check_needs(wanting: Policy, decoder: Any) -> None:
         return
     if wanting.scorer.needs.rotations:
         check_rotations(decoder, repr(wanting), "Use another policy.")
-    if wanting.merge != "none":
-        check_rotations(decoder, f"merge={wanting.merge}", "Leave it out.")
     for layer in decoder.layers if wanting.scorer.needs.output_projection else ():
         output_projection(layer.self_attn)
 

@@ -239,7 +239,6 @@ class Forward(Holdings, Interceptor):
         now = self.text.now
         if now is not None and now.reading and now.ends_prompt:
             for layer in self.evicting_layers:
-                layer.merge()
                 if layer.store is not None:
                     layer.store.trim()
         return out

@@ -20,7 +20,6 @@ from transformers.cache_utils import CacheLayerMixin
 from ag.engine.attend import attend_one, attend_one_weights, attend_rows
 from ag.engine.decide import Decision
 from ag.engine.lookback import Lookback
-from ag.engine.merge import References
 from ag.engine.observe import Keys, Observation, Queries
 from ag.engine.passes import Pass
 from ag.engine.policy import Policy
@@ -109,8 +108,6 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         self.gate_memory = GateMemory(0 if gates is None else gates.config.window)
         #: What the scorer looks back at.
         self.lookback = Lookback()
-        #: Queries of the prompt that values are fitted to, where the policy merges.
-        self.references = References()
         self.reset()
 
     def reset(self) -> None:
@@ -137,7 +134,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
 
     @property
     def _parts(self) -> dict[str, Stateful]:
-        return {"gate": self.gate_memory, "lookback": self.lookback, "references": self.references}
+        return {"gate": self.gate_memory, "lookback": self.lookback}
 
     @property
     def nbytes(self) -> int:
@@ -223,7 +220,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         logits = now.logits.pop(call.layer, None)
         logits = None if logits is None else logits.to(call.q.device)
         step = Step(call, now, decision, layers, fresh, self.rotation.unrotated(call, now), logits)
-        stages = self._store, self._refer, self._attend, self._observe, self._decide, self._retain, self._settle
+        stages = self._store, self._attend, self._observe, self._decide, self._retain, self._settle
         idle = now.padded and not bool(now.real.any()) and (self.store is None or not bool(self.store.lengths.any()))
         if idle:  # padding alone, and nothing is held
             step.out = call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
@@ -446,27 +443,6 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         step.seen = step.held = None  # the new buffers can have their memory
         for index, keep in step.masks.items():
             step.layers[index].retain(keep, step.now)
-
-    # ---- what goes leaves a trace, see ag.engine.merge
-
-    def _refer(self, step: Step) -> None:
-        """Take note of queries of the prompt, and at its end of what they see of all of it."""
-        now, call = step.now, step.unrotated
-        if self.policy.merge == "none" or step.decision is None or not now.reading:
-            return
-        self.references.note(call, now)
-        if now.ends_prompt:
-            turn = partial(self.rotation.turn, span=1, layer=call.layer)
-            self.references.look(call, self._held(step), now, turn)
-
-    def merge(self) -> None:
-        """Fit the values of what is held of a prompt, where something went, to what there was."""
-        if self.references.whole is None:
-            return
-        assert self.store is not None
-        if self.evicted_at:
-            self.store.put_values(self.references.fit(self.store.padded()))
-        self.references.reset()
 
     # ---- what the stages need
 

@@ -23,8 +23,8 @@ from ag.errors import UserError, check_known
 from ag.gates.gate import AttentionGates
 from ag.kernels.codes import KVDtype
 
-#: Options of every policy; all but the first two need a budget.
-ENGINE = ("positions", "kv_dtype", "merge")
+#: Options of every policy.
+ENGINE = ("positions", "kv_dtype")
 
 Option = str | int | float | bool | None
 Part = TypeVar("Part", bound=Scorer | Allocator)
@@ -43,7 +43,6 @@ class Policy:
         positions: what keys are rotated by: their place in the text, as it is or squeezed into the model's context, or
             their slot among what a head holds; see :mod:`ag.engine.positions`.
         kv_dtype: how keys and values are held: as they come, or in codes of 8 or 4 bits.
-        merge: whether values of what stays of a prompt are fitted to what went; see :mod:`ag.engine.merge`.
         scorer: says what a token is worth; None for ``full``.
         allocator: shares the budget among layers and heads.
         gates: gates read from a folder; None for ``gates`` alone (those attached to the model) and other scorers.
@@ -55,7 +54,6 @@ class Policy:
     options: Mapping[str, Option] = field(default_factory=dict, hash=False)
     positions: Literal["original", "slot", "interpolated"] = field(default="original", compare=False)
     kv_dtype: KVDtype = field(default="float", compare=False)
-    merge: Literal["none", "fit"] = field(default="none", compare=False)
     scorer: Scorer | None = field(default=None, compare=False)
     allocator: Allocator = field(default_factory=Uniform, compare=False)
     gates: AttentionGates | None = field(default=None, compare=False)
@@ -168,8 +166,7 @@ def policy(
             text (StreamingLLM), so that a stream may run past the model's context; ``positions="interpolated"`` by
             their places, of which the far ones are squeezed once the text is longer than the context;
             ``kv_dtype="int8"`` or ``"int4"`` holds keys and values in codes of so many bits
-            (:class:`ag.kernels.codes.Codes`), and scorers see what these stand for; ``merge="fit"`` fits
-            the values of what stays of a prompt so that attention gives what all of it gave.
+            (:class:`ag.kernels.codes.Codes`), and scorers see what these stand for.
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
@@ -186,7 +183,6 @@ def policy(
         raise UserError(f"Policy '{spec}' needs a budget: tokens per KV head (256), or a share of the prompt (0.25).")
     _check_schedule(schedule)
     engine = _engine_options(spec, budget, rest)
-    _check_merge(spec, schedule, engine)
     gates = AttentionGates.from_pretrained(spec.path) if spec.path else None
     scorer = _scorer(parts, rest) if spec.evicts else None
     allocator = _allocator(parts, scorer, budget, rest)
@@ -194,7 +190,7 @@ def policy(
     if rest:
         made = [part for part in (scorer, getattr(scorer, "inner", None)) if part is not None]
         own = {name for part in made for name in option_names(part)} - {"inner"} | set(_options(type(allocator)))
-        check_known(next(iter(rest)), sorted(own | set(ENGINE if made else ENGINE[:2])), "option", str(spec))
+        check_known(next(iter(rest)), sorted(own | set(ENGINE)), "option", str(spec))
     if scorer is not None and scorer.rereader is not None:
         _check_reread(spec, schedule)
     whole = Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
@@ -229,32 +225,20 @@ def _check_flags(spec: PolicySpec, budget: int | float | None, schedule: str) ->
 
 
 def _engine_options(spec: PolicySpec, budget: int | float | None, options: dict[str, Option]) -> dict[str, Any]:
-    """Take the options of every policy out of ``options``, and refuse those that mean nothing without a budget."""
+    """Take the options of every policy out of ``options``, and refuse others that mean nothing without a budget."""
     engine = {name: options.pop(name) for name in ENGINE if name in options}
     if spec.reads_gates and budget is None:
         known = {*BOUNDARY, *ENGINE, *option_names(SCORERS[spec.resolved().scorer])}
         for name in options:
             check_known(name, sorted(known), "option", str(spec))
-    idle = [*(options if spec.evicts else ()), *(name for name in ENGINE[2:] if name in engine)]
-    if idle and budget is None:
-        why = "without a budget the gates' flags decide" if spec.evicts else "nothing is evicted"
-        raise UserError(f"Policy '{spec}': {idle[0]} has no meaning, because {why}; leave it out.")
+    if options and spec.evicts and budget is None:
+        raise UserError(
+            f"Policy '{spec}': {next(iter(options))} has no meaning, because without a budget the gates' flags decide; "
+            "leave it out."
+        )
     for name, value in engine.items():
         _check_type(f"Policy '{spec}': {name}={value!r}", value, get_type_hints(Policy)[name])
     return engine
-
-
-def _check_merge(spec: PolicySpec, schedule: str, engine: dict[str, Any]) -> None:
-    """Refuse what shows no layer the whole prompt at once, or turns queries itself."""
-    if engine.get("merge", "none") == "none":
-        return
-    if "blocks" in schedule:
-        raise UserError(
-            f"Policy '{spec}': merge='fit' compares with all of a prompt, of which schedule={schedule!r} never holds "
-            "more than a block; use prefill, every or steps:n."
-        )
-    if engine.get("positions", "original") != "original":
-        raise UserError(f"Policy '{spec}': merge='fit' needs positions='original'.")
 
 
 def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:

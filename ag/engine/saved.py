@@ -29,7 +29,7 @@ from ag.model.geometry import fingerprint
 from ag.model.hooks import device_of
 from ag.versions import versions
 
-SCHEMA = 5
+SCHEMA = 6
 FORMAT = "ag.EvictionCache"
 
 C = TypeVar("C", bound=Forward)

@@ -352,23 +352,6 @@ class PagedStore:
         self._room = self.table.room(self._known)
         self._ahead = False
 
-    def put_values(self, values: Tensor) -> None:
-        """Write other values ``[R, N, Dv]`` of what is held, laid out as by :meth:`padded`.
-
-        Raises:
-            PoolFullError: when rows that share pages with others find none of their own; nothing has changed then.
-        """
-        self.write()
-        self._apart(values)
-        self.make_room(0, everywhere=True)
-        rows, pool = self.padded(), self.pool
-        there = torch.ones_like(rows.ranks, dtype=torch.bool) if rows.valid is None else rows.valid
-        fresh = values if pool.format is None else pool.format.values.encode(values)
-        places = self.table.index(values.shape[1])[there]
-        pool.values.flatten(0, 1).index_copy_(0, places, fresh[there].to(pool.values.dtype))
-        if self._near is not None:
-            self._near.add(rows.keys, values, rows.ranks, there)
-
     def _apart(self, *new: Tensor) -> None:
         """Where gradients go through tokens, write them to a pool of its own, of which nothing was saved for them.
 
