@@ -156,6 +156,8 @@ class Decision:
             scorer.note(seen, records)
         wish = None if seen.decoding else allocator.wish(seen)
         score, protected, valid = scorer.score(seen), scorer.protected(seen, capacity), seen.key_valid
+        if seen.sliding_window is not None:  # what other sequences hold for queries that are looked back at later
+            valid = valid | (seen.held & ~due[:, None, None])
         for what, found in (("score", score), ("protected", protected)):
             if getattr(found, "shape", None) != valid.shape:
                 gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__

@@ -346,11 +346,18 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         assert self.store is not None
         if step.now.reading:
             if self._forgets and self._closes(step):
-                self.store.settle(step.now.lengths, self._near, self.window, self.memory)
+                self.store.settle(self._first(step), self._near, self.window, self.memory, in_order=True)
                 self._settled = True
             step.held = None  # what is written can have its memory
             self.store.write()
         self.store.rest()
+
+    def _first(self, step: Step) -> Tensor:
+        """Return the rank ``[B]`` of the next query of each prompt, or of the first that is looked back at later."""
+        now = step.now
+        if step.decision is None or now.ends_prompt:
+            return now.lengths
+        return now.lengths - self.policy.lookback * (now.lengths < now.prompt_lengths)
 
     def _closes(self, step: Step) -> bool:
         """Tell whether later queries of a prompt see no more than those behind it."""
@@ -520,6 +527,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             decoding=not now.reading,
             precise=self.policy.scorer is not None and self.policy.scorer.needs.precise,
             recorded=MappingProxyType(self.memory),
+            sums=self.lookback.sums,
             rotation=partial(self.rotation.turn, layer=call.layer),
             projection=lambda: output_weight(call.module, call.q.shape[1]),
             memo=call.memo,

@@ -1,9 +1,9 @@
-"""The last queries of each sequence, which scorers such as SnapKV look back at."""
+"""The last queries of each sequence, which scorers such as SnapKV look back at, and what is summed over all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,15 +16,22 @@ from ag.stateful import Attributes
 
 @dataclass
 class Lookback(Attributes):
-    """Queries ``[B, H, w, D]`` as they are before rotations by slot, their ranks ``[B, w]`` and which are real."""
+    """What is remembered of earlier queries.
+
+    Attributes:
+        queries: the last ones ``[B, H, w, D]`` as they are before rotations by slot, their ranks ``[B, w]`` and which
+            are real; None: there are none.
+        sums: what a scorer sums over the queries of a prompt while it is read, ``[B, ...]`` by name.
+    """
 
     STATE: ClassVar[Mapping[str, Any]] = {"queries": tuple | None}
 
     queries: tuple[Tensor, Tensor, Tensor] | None = None
+    sums: dict[str, Tensor] = field(default_factory=dict)
 
     def reset(self) -> None:
         """Forget everything."""
-        self.queries = None
+        self.queries, self.sums = None, {}
 
     def before(self, new: Queries) -> Queries:
         """Return new queries with the remembered ones before them."""
@@ -47,12 +54,14 @@ class Lookback(Attributes):
 
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
+        self.sums = {name: x[indices.to(x.device)] for name, x in self.sums.items()}
         if self.queries is not None:
             q, ranks, valid = (x[indices.to(x.device)] for x in self.queries)
             self.queries = q, ranks, valid
 
     def join(self, other: Lookback) -> None:
-        """Append those of other sequences; where there are fewer, padding comes first."""
+        """Append the queries of other sequences; where there are fewer, padding comes first."""
+        self.sums = {}  # prompts are read
         if self.queries is None or other.queries is None:
             return
         most = max(self.queries[1].shape[1], other.queries[1].shape[1])

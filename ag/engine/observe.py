@@ -149,6 +149,8 @@ class Observation:
         precise: whether the logits of a prompt's last queries, and of a short prompt, are products in float64.
         recorded: what the scorer noted, tensors ``[..., N]`` whose last dimension is that of the keys (tokens that came
             since have 0); None: there are no records.
+        sums: what the scorer summed over the queries of a prompt, ``[B, ...]`` by name, which it may change while the
+            prompt is read; None: nothing is remembered.
         rotation: what :meth:`turn` rotates by; None: the model's rotations are not known.
         projection: gives :attr:`output`; None: it is not known.
         memo: where measurements are remembered, so that each is made once.
@@ -171,6 +173,7 @@ class Observation:
     decoding: bool = False
     precise: bool = False
     recorded: Mapping[str, Tensor] | None = None
+    sums: dict[str, Tensor] | None = None
     rotation: Callable[[Tensor, Tensor, int], Tensor] | None = None
     projection: Callable[[], Tensor] | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict)

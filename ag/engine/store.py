@@ -531,8 +531,16 @@ class PagedStore:
                 slots, there = slots.unsqueeze(2), there.unsqueeze(2)
             records[name] = x.gather(-1, slots.expand(*x.shape[:-1], -1)).masked_fill(~there, 0)
 
-    def settle(self, first: Tensor, recent: int | None, window: int | None, records: Records | None = None) -> None:
-        """Free what no query sees from ranks ``first`` ``[B]`` on; see :meth:`expired`."""
+    def settle(
+        self,
+        first: Tensor,
+        recent: int | None,
+        window: int | None,
+        records: Records | None = None,
+        *,
+        in_order: bool = False,
+    ) -> None:
+        """Free what no query sees from ranks ``first`` ``[B]`` on; the rest is as for :meth:`retain`."""
         ranks, _, gate = self.ledger()
         next_rank = first.to(ranks.device).repeat_interleave(self.kv_heads)[:, None]
         keep = torch.ones_like(ranks, dtype=torch.bool)
@@ -541,7 +549,7 @@ class PagedStore:
             keep = gate.bool() | (ranks > next_rank - recent)
         if window is not None:
             keep = keep & (ranks > next_rank - window)
-        self.retain(keep, records)
+        self.retain(keep, records, in_order=in_order)
 
     def crop(self, counts: Tensor, records: Records | None = None) -> None:
         """Drop the tokens whose rank is not below ``counts[b]`` ``[B]``; ``records`` as for :meth:`retain`."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
+from ag.engine.records import Records
 from ag.engine.scorers.base import Needs, Scorer, grouped
 from ag.errors import require
 from ag.kernels.softmax import weigh
@@ -23,8 +24,9 @@ class ExpectedAttention(Scorer):
     """``(mean_g softmax_p E[exp(q k_p)] + eps) ||v_p||`` for future queries ``q`` of a Gaussian.
 
     Mean and covariance of the queries are taken before their rotation, by query head, over the prompt's queries behind
-    the sinks; in blocks, and while decoding, over the new ones and as many as ``window`` before them. Both are then
-    turned by the mean of the rotations to the next ``future`` places. The logarithm of the expectation is
+    the sinks, in whatever parts it comes; behind the first decision (in blocks, and while decoding) over the new ones
+    and as many as ``window`` before them. Both are then turned by the mean of the rotations to the next ``future``
+    places. The logarithm of the expectation is
     ``z_p = s k mu' + s^2/2 k Sigma' k``, and the softmax runs over the keys behind the sinks.
 
     Sink logits of the model take part in the softmax. That logits are capped is left out: there is no closed form.
@@ -60,8 +62,8 @@ class ExpectedAttention(Scorer):
 
     @cached_property
     def needs(self) -> Needs:
-        """Earlier queries of the statistics, and what turns them."""
-        return Needs(lookback=self.window, rotations=True)
+        """All queries of a prompt, earlier ones of the statistics, and what turns them."""
+        return Needs(lookback=self.window, every_query=True, rotations=True)
 
     @classmethod
     def wrapped(cls, by_head: bool) -> Mapping[str, tuple[Any, str]]:
@@ -94,15 +96,31 @@ class ExpectedAttention(Scorer):
             logits = logits + ((keys @ spread) * keys).sum(-1) * (seen.scaling**2 / 2)
         return logits.flatten(1, 2)
 
+    def note(self, seen: Observation, records: Records) -> None:
+        """Sum up the queries of a prompt, of which its later parts are shown the last ones alone."""
+        if seen.sums is None:
+            return
+        if seen.decoding:
+            seen.sums.clear()
+            return
+        new = _moments(seen, seen.new, self.sinks)
+        sums, due = seen.sums, torch.zeros_like(new.number, dtype=torch.bool)
+        if sums:
+            new = _together(Moments(*(sums[name] for name in Moments._fields)), new)
+        if seen.capacity is not None:
+            due = torch.ones_like(due) if seen.due is None else seen.due.view_as(due)
+        past = sums["due"] | sums["past"] if sums else torch.zeros_like(due)
+        sums.update(new._asdict(), due=due, past=past)
+
     def _statistics(self, seen: Observation) -> tuple[Tensor, Tensor]:
         """Return mean ``[B, H, D]`` and covariance ``[B, H, D, D]`` of the queries without their rotation."""
-        counted = (seen.query_valid & (seen.query_ranks >= self.sinks))[:, None, :, None]
-        # A place further on, for all queries of a sequence, turns the statistics and the future places alike.
-        q = seen.turn(seen.q.float(), -seen.query_ranks[:, None]).masked_fill(~counted, 0.0)
-        number = counted.sum(2).clamp_min(1)
-        mean = q.sum(2) / number
-        centred = (q - mean[:, :, None]).masked_fill(~counted, 0.0)
-        return mean, (centred.mT @ centred) / number[..., None]
+        found = _moments(seen, seen.q.shape[2], self.sinks)
+        if seen.sums and not seen.decoding:  # all of the prompt up to its first decision
+            past = seen.sums["past"]  # [B, 1]
+            whole = (seen.sums[name] for name in Moments._fields)
+            each = zip(whole, found, strict=True)
+            found = Moments(*(recent.where(past.view(-1, *[1] * (x.ndim - 1)), x) for x, recent in each))
+        return found.mean, found.products / found.number.clamp_min(1)[..., None, None]
 
     def _future(self, seen: Observation, mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
         """Turn mean and covariance to the places that follow."""
@@ -119,6 +137,35 @@ class ExpectedAttention(Scorer):
             many = second[:, :, None].expand(-1, -1, places.shape[-1], -1, -1)
             total += _both_sides(seen, many, places).sum(2)
         return ahead, total / self.future - ahead[..., None] * ahead[..., None, :]
+
+
+class Moments(NamedTuple):
+    """Queries without their rotation, summed up."""
+
+    number: Tensor  # [B, 1]
+    mean: Tensor  # [B, H, D]
+    products: Tensor  # [B, H, D, D], of their differences to the mean
+
+
+def _moments(seen: Observation, last: int, sinks: int) -> Moments:
+    """Sum up the last so many queries that are shown, without those of the first tokens of each sequence."""
+    ranks = seen.query_ranks[:, -last:]
+    counted = (seen.query_valid[:, -last:] & (ranks >= sinks))[:, None, :, None]
+    # A place further on, for all queries of a sequence, turns the statistics and the future places alike.
+    q = seen.turn(seen.q[:, :, -last:].float(), -ranks[:, None]).masked_fill(~counted, 0.0)
+    number = counted.sum((1, 2))
+    mean = q.sum(2) / number.clamp_min(1)[..., None]
+    centred = (q - mean[:, :, None]).masked_fill(~counted, 0.0)
+    return Moments(number, mean, centred.mT @ centred)
+
+
+def _together(one: Moments, other: Moments) -> Moments:
+    """Sum up what two sums have together."""
+    number = one.number + other.number
+    share = (other.number / number.clamp_min(1))[..., None]
+    step = other.mean - one.mean
+    between = (step[..., None] * step[..., None, :]) * (one.number[..., None] * share)[..., None]
+    return Moments(number, one.mean + step * share, one.products + other.products + between)
 
 
 def _both_sides(seen: Observation, matrix: Tensor, places: Tensor, span: int = 1) -> Tensor:
