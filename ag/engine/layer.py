@@ -48,7 +48,7 @@ class Step:
         now: the pass.
         decision: decides for this layer in this pass; None: no budget decision here.
         layers: all layers of the cache; a decision may concern earlier ones.
-        fresh: whether nothing was held before.
+        fresh: whether nothing was held before, and new tokens attend to each other as the model has rotated them.
         unrotated: the call with keys as they are stored.
         logits: of the layer's gate, ``[B, Hkv, T]``; None: it was not asked.
         flags: what the gate decided of the new tokens, ``[B, Hkv, T]``; None: nothing.
@@ -217,6 +217,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             )
         self._ran = now.number
         fresh = self.store is None or (now.reading and not bool(self.store.lengths.any()))
+        fresh = fresh and not self.rotation.bends(now.seen)
         logits = now.logits.pop(call.layer, None)
         logits = None if logits is None else logits.to(call.q.device)
         step = Step(call, now, decision, layers, fresh, self.rotation.unrotated(call, now), logits)
@@ -479,9 +480,14 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             ranks = step.now.ranks.masked_fill(~step.now.real, -1) if step.now.padded else step.now.ranks
             call, rows = step.unrotated, self.store.rows
             return paged_attend(call.q, rows, ranks, call.scaling, call.window, recent or None, call.softmax)
-        held = self._held(step)
-        placed = replace(step.unrotated, q=self.rotation.queries(step.unrotated.q, held, step.now.ranks))
-        return attend_rows(placed, held, step.now.ranks, recent=recent)
+        ranks, outs = step.now.ranks, []
+        bent = self.store.padded() if self.rotation.bends(step.now.seen) else None
+        for part in [slice(None)] if bent is None else self.rotation.parts(ranks):
+            at = ranks[:, part]
+            held = self._held(step) if bent is None else self.rotation.keys(bent, at.amax(1))
+            placed = replace(step.unrotated, q=self.rotation.queries(step.unrotated.q[:, :, part], held, at))
+            outs.append(attend_rows(placed, held, at, recent=recent))
+        return torch.cat(outs, 2)
 
     def _held(self, step: Step) -> Rows:
         """Return what is held, rows padded."""
@@ -514,6 +520,9 @@ class EvictionLayer(CacheLayerMixin, Attributes):
                 whole=everything and not self.evicted_at,
                 ordered=store.ordered,
                 alike=self._alike,
+                bend=self.rotation.bending(held, shape[0])
+                if held is not None and self.rotation.bends(now.seen)
+                else None,
             ),
             queries=queries if q is queries.q else replace(queries, q=q),
             scaling=call.scaling,

@@ -50,6 +50,8 @@ class Keys:
         whole: whether the host knows that each row holds all tokens of its sequence.
         ordered: whether the host knows that the ranks of each row ascend.
         alike: whether the host knows that all heads of a sequence hold the same tokens in the same slots.
+        bend: moves keys ``[B, Hkv', n, D]`` of some heads and slots to where queries of ranks ``[B]`` meet them; None:
+            all queries meet the same.
     """
 
     stored: Callable[[], tuple[Any, ...]]
@@ -59,6 +61,7 @@ class Keys:
     whole: bool = False
     ordered: bool = True
     alike: bool = False
+    bend: Callable[[Tensor, slice, slice, Tensor], Tensor] | None = None
 
     @cached_property
     def _pair(self) -> list[Tensor]:
@@ -364,7 +367,12 @@ class Observation:
         """
         held, whole = self.key_ranks.shape[2], self.keys.whole
         q, valid = self.q[:, :, -self.new :], self.query_valid[:, -self.new :]
-        if not self.keys.ordered or (self.sliding_window is not None and not whole) or q.dtype != self.k.dtype:
+        if (
+            not self.keys.ordered
+            or self.keys.bend is not None
+            or (self.sliding_window is not None and not whole)
+            or q.dtype != self.k.dtype
+        ):
             return None
         if self.keys.full and not self.queries.padded:
             return q, valid, None
@@ -421,12 +429,16 @@ class Observation:
         keys = (held.double if precise else held.single)[:, heads, start:stop]
         q = _by_head(self.q, group, columns, heads).to(keys.dtype) * self.scaling
         batch, kv_heads, group, width, dim = q.shape
-        s = (q.reshape(batch, kv_heads, -1, dim) @ keys.mT).float().view(batch, kv_heads, group, width, -1)
-        s = self.softmax.capped(s)
         ranks, counted = (
             x[:, columns] if isinstance(columns, slice) else x.gather(1, columns)
             for x in (self.query_ranks, self.query_valid)
         )
+        if held.bend is None:
+            s = (q.reshape(batch, kv_heads, -1, dim) @ keys.mT).view(batch, kv_heads, group, width, -1)
+        else:
+            moved = (held.bend(keys, heads, slice(start, stop), ranks[:, i]) for i in range(width))
+            s = torch.stack([q[:, :, :, i] @ k.mT for i, k in enumerate(moved)], 3)
+        s = self.softmax.capped(s.float())
         if open_until < stop:
             distance = ranks[:, None, :, None] - self.key_ranks[:, heads, None, open_until:stop]
             hidden = (distance < 0) | ~held.valid[:, heads, None, open_until:stop]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,8 @@ def read_prompt(
 ) -> list[tuple[EvictionCache, Tensor]]:
     """Show a prompt to caches with different policies; those that read it densely share one forward pass.
 
-    Those that reread it in the same way share that too. Each cache is as if it had been alone.
+    Those that reread it in the same way share that too. Each cache is as if it had been alone; with padding or
+    ``position_ids`` those share a pass whose ``positions`` are the same.
     What a shared pass needs beside the caches is one layer's keys and values.
 
     Args:
@@ -52,12 +54,15 @@ def read_prompt(
         ).last_hidden_state
         return states[:, -1]
 
-    together = [cache for cache in caches if cache.prompt_sees == "dense"]
-    shared = read({"gating": _Together(together), "use_cache": False}) if together else None
-    return [
-        (cache, read({"past_key_values": cache}) if shared is None or cache.prompt_sees != "dense" else shared)
-        for cache in caches
-    ]
+    plain = position_ids is None and (attention_mask is None or bool(attention_mask.all()))
+    together: dict[str, list[EvictionCache]] = defaultdict(list)
+    for cache in caches:
+        if cache.prompt_sees == "dense" and not cache.text.rotation.bends(input_ids.shape[1]):
+            together["" if plain else cache.policy.positions].append(cache)
+    shared: dict[EvictionCache, Tensor] = {}
+    for some in together.values():
+        shared |= dict.fromkeys(some, read({"gating": _Together(some), "use_cache": False}))
+    return [(cache, shared[cache] if cache in shared else read({"past_key_values": cache})) for cache in caches]
 
 
 @dataclass
@@ -90,9 +95,7 @@ class _Together(Interceptor):
             cache.note(tokens)
 
     def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
-        for cache in self.caches:
-            cache.positions(given, columns)
-        return given
+        return [cache.positions(given, columns) for cache in self.caches][0]
 
     def finish(self, states: Tensor) -> Tensor:
         ends: list[Tensor] = [cache.finish(states) for cache in self.caches]

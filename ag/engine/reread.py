@@ -135,6 +135,12 @@ class Reread:
                 f"{now.prompt_columns} tokens from its repetition of up to {call.q.shape[2]}; use a shorter chunk, a "
                 "shorter prompt or another policy."
             )
+        if layer.rotation.bends(now.seen):
+            raise UserError(
+                f"kvzip: positions={layer.policy.positions} squeezes what is farther away than the model's context is "
+                f"long, and a prompt of {now.prompt_columns} tokens with its repetition of up to {call.q.shape[2]} is "
+                "longer; use a shorter chunk, a shorter prompt or another policy."
+            )
         assert layer.store is not None
         batch, kv_heads = call.k.shape[:2]
         held = layer.rotation.keys(layer.store.padded())

@@ -82,6 +82,21 @@ def read(model, policy, side, sizes):
     return [contents(layer.store) for layer in cache.evicting_layers], scores
 
 
+def check(policy, side, model, exact, gates=None):
+    """Read prompts whole and in chunks, and assert that scores and what is kept are the same."""
+    kept, wanted = read(model, policy, side, [max(LENGTHS)])
+    if gates is not None:
+        gates.double()
+    _, exact_scores = read(exact, policy, side, [max(LENGTHS)])
+    draw = random.Random(0)
+    for last in range(1, LOOK + 2):
+        sizes = chunks(last, draw)
+        found, scores = read(model, policy, side, sizes)
+        for layer, score in scores.items():
+            hold(score, wanted[layer], of_float32(wanted[layer], exact_scores[layer]), name=(sizes, layer))
+        assert found == kept, sizes
+
+
 @pytest.mark.filterwarnings("ignore::ag.errors.BudgetWarning")
 @pytest.mark.parametrize(
     ("name", "allocator", "window", "side"),
@@ -98,13 +113,20 @@ def test_what_is_kept_does_not_depend_on_chunks(tiny_llama, tiny_mistral, name, 
         gates = gates_for(model)
         ag.attach(model, gates)
     policy = ag.policy(f"{name.partition('-')[0]}@{allocator}", 6, **options)
-    kept, wanted = read(models[0], policy, side, [max(LENGTHS)])
-    gates.double()
-    _, exact = read(models[1].double(), policy, side, [max(LENGTHS)])
-    draw = random.Random(0)
-    for last in range(1, LOOK + 2):
-        sizes = chunks(last, draw)
-        found, scores = read(models[0], policy, side, sizes)
-        for layer, score in scores.items():
-            hold(score, wanted[layer], of_float32(wanted[layer], exact[layer]), name=(sizes, layer))
-        assert found == kept, sizes
+    check(policy, side, models[0], models[1].double(), gates)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "name",
+    ["snapkv", *(pytest.param(x, marks=pytest.mark.slow) for x in ("h2o", "tova", "expected_attention", "flags"))],
+)
+def test_nor_do_the_places_of_far_tokens(tiny_llama, name, side):
+    """Of prompts longer than the context."""
+    models, gates = [tiny_llama(max_position_embeddings=24, num_hidden_layers=2) for _ in range(2)], None
+    for model in models if name == "flags" else ():
+        gates = gates_for(model)
+        ag.attach(model, gates)
+    options = {"positions": "interpolated"} | POLICIES.get(name, {})
+    policy = ag.policy("flags", **options) if name == "flags" else ag.policy(f"{name}@uniform", 6, **options)
+    check(policy, side, models[0], models[1].double(), gates)

@@ -55,6 +55,30 @@ def test_together_is_as_alone(tiny_llama, prefix):
         hold(*logits, of_logits(model))
 
 
+@pytest.mark.parametrize("given", [True, False], ids=["position_ids", "none"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_together_is_as_alone_whatever_keys_are_rotated_by(tiny_llama, side, given):
+    """Beside each other, in a padded batch, and for one of them beyond the context."""
+    model = tiny_llama(max_position_embeddings=16).eval()
+    kinds = ["slot", "original", "interpolated", "slot"]
+    policies = [ag.policy("snapkv", n, window=4, positions=kind) for n, kind in enumerate(kinds, 8)]
+    ids = torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, slice(7) if side == "left" else slice(17, 24)] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0) if given else None
+    following, both = torch.tensor([[5], [8]]), torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    for one, (cache, last) in zip(policies, read_prompt(model, policies, ids, mask, positions), strict=True):
+        alone = EvictionCache(model, one)
+        with torch.no_grad():
+            states = decoder_of(model)(ids, mask, positions, past_key_values=alone).last_hidden_state[:, -1]
+            hold(model.lm_head(last), model.lm_head(states), of_logits(model))
+            after = [model(following, both, past_key_values=x).logits for x in (cache, alone)]
+        hold(*after, of_logits(model))
+        for layer in range(3):
+            for mine, theirs in zip(cache.kept_positions(layer), alone.kept_positions(layer), strict=True):
+                assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
+
+
 def test_what_is_measured_once_serves_all(tiny_llama, monkeypatch):
     """One pass over the queries for all sums of attention, and one look at the last 4 for score and preference."""
     model, looks = tiny_llama().eval(), []

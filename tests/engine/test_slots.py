@@ -27,20 +27,20 @@ POLICIES = {
 SCHEDULES = ("prefill", "blocks:8+every", "every")
 
 
-def by_slots(ranks):
+def by_slots(ranks, query):
     """Places of what a head holds: their index."""
     return range(len(ranks))
 
 
 def squeezed(context):
-    """Give what gives places: from the newest, those beyond half of the context in proportion."""
+    """Give what gives places: from a query's own, those beyond half of the context in proportion."""
 
-    def places(ranks):
-        far = ranks[-1] - context // 2
+    def places(ranks, query):
+        far = query - context // 2
         room = context - 1 - context // 2
         return [
             context - 1 - (d if d <= context // 2 or far <= room else context // 2 + (d - context // 2) * room / far)
-            for d in (ranks[-1] - rank for rank in ranks)
+            for d in (query - rank for rank in ranks)
         ]
 
     return places
@@ -56,18 +56,17 @@ def slot_logits(model, ids, events, places=by_slots):
     def attend(layer, _, q, k, v):
         out, group = torch.full_like(q, float("nan")), len(q) // len(k)
         for queries, held, hidden_pairs in events[layer]:
+            each = range(len(queries))
             for h in range(len(q)):
                 g = h // group
                 mine = [held[g].index(i) for i in queries]
-                turn = turned(x, torch.tensor(list(places(held[g])), dtype=q.dtype)[None])
-                asked = torch.zeros(len(held[g]), q.shape[-1], dtype=q.dtype)
-                asked[mine] = q[h, queries]
-                asked, keys = (
-                    y[0, 0] for y in apply_rotary_pos_emb(asked[None, None], k[None, None, g, held[g]], *turn)
-                )
+                turn = turned(x, torch.tensor([[*places(held[g], i)] for i in queries], dtype=q.dtype))
+                asked = torch.zeros(len(queries), 1, len(held[g]), q.shape[-1], dtype=q.dtype)
+                asked[each, 0, mine] = q[h, queries]
+                asked, keys = apply_rotary_pos_emb(asked, k[g, held[g]].expand_as(asked), *turn)
+                scores = (asked[each, 0, mine][:, None] @ keys[:, 0].mT)[:, 0] * q.shape[-1] ** -0.5
                 hidden = [[t > i or (g, i, t) in hidden_pairs for t in held[g]] for i in queries]
-                scores = (asked[mine] @ keys.T * q.shape[-1] ** -0.5).masked_fill(torch.tensor(hidden), float("-inf"))
-                out[h, queries] = scores.softmax(-1) @ v[g, held[g]]
+                out[h, queries] = scores.masked_fill(torch.tensor(hidden), float("-inf")).softmax(-1) @ v[g, held[g]]
         return out
 
     return forward(model, ids, attend)
@@ -125,13 +124,18 @@ def test_chat_turns(tiny_llama, name, schedule):
         check_slots(tiny_llama().double(), rows, feed(ag.EvictionCache(model, policy), model, rows, passes, side))
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_far_tokens_are_squeezed_into_the_context(tiny_llama, name, side):
-    """Of a context that the prompt of one row fits and that of the other does not."""
+@pytest.mark.parametrize(
+    ("name", "schedule", "side"),
+    covering(name=list(POLICIES), schedule=["blocks:8+every", "every", "prefill"], side=["left", "right"]),
+)
+def test_far_tokens_are_squeezed_into_the_context(tiny_llama, name, schedule, side):
+    """Of a context that the prompt of one row fits and that of the other does not: whole, in blocks, and in turns."""
     model, exact = (tiny_llama(max_position_embeddings=24) for _ in range(2))
-    policy = ag.policy(name, 12, "blocks:8+every", positions="interpolated", **POLICIES[name])
-    check_slots(exact.double(), ROWS, run(model, policy, ROWS, PROMPTS, side), squeezed(24))
+    policy = ag.policy(name, 12, schedule, positions="interpolated", **POLICIES[name])
+    passes = [PROMPTS, (1, 1), (4, 3), (1, 1), (0, 3)]
+    rows = [row[: sum(n[b] for n in passes)] for b, row in enumerate(ROWS)]
+    result = feed(ag.EvictionCache(model, policy), model, rows, passes, side)
+    check_slots(exact.double(), rows, result, squeezed(24))
 
 
 def test_within_the_context_nothing_is_squeezed(tiny_llama):
