@@ -151,7 +151,7 @@ class Decision:
         if self.budgets.over_budget is None:
             self.budgets.over_budget = torch.zeros(len(seen.q), dtype=torch.bool)
         capacity = self._capacity(seen.prompt_lengths)
-        seen = seen.deciding(capacity)
+        seen = seen.deciding(due, capacity)
         if records is not None:
             scorer.note(seen, records)
         wish = None if seen.decoding else allocator.wish(seen)

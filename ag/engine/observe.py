@@ -161,6 +161,7 @@ class Observation:
         tokens_seen: ``[B]`` long, tokens that each sequence has seen; None: derived from the queries.
         columns: of the input that went by, a bound of the lengths that the host knows; None: it asks.
         capacity: ``[B]`` long, tokens per KV head that the budget allows, on average over layers; None: nothing may go.
+        due: ``[B]`` bool, sequences of which something may go now; None means all.
     """
 
     keys: Keys
@@ -184,6 +185,7 @@ class Observation:
     tokens_seen: Tensor | None = None
     columns: int | None = None
     capacity: Tensor | None = None
+    due: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Take what is asked for often out of the queries."""
@@ -196,10 +198,10 @@ class Observation:
         """``[B, Hkv, N]`` long, the place of each key among its sequence's own tokens."""
         return self.keys.ranks.long()
 
-    def deciding(self, capacity: Tensor) -> Observation:
-        """Return the same for a decision under a ``capacity``."""
+    def deciding(self, due: Tensor, capacity: Tensor) -> Observation:
+        """Return the same for a decision about the sequences that are ``due`` under a ``capacity``."""
         seen = copy(self)  # with what is known already
-        seen.capacity = capacity
+        seen.due, seen.capacity = due, capacity
         return seen
 
     @property

@@ -218,10 +218,14 @@ def interceptor_in(kwargs: Mapping[str, Any]) -> Interceptor | None:
     return next((x for x in (given, *kwargs.values()) if isinstance(x, Interceptor)), None)
 
 
-@functools.cache
 def cache_argument(model: Any) -> str:
     """Return what a class of models calls the cache in its forward pass: ``cache`` since transformers 5.24."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return _cache_argument(model.forward)
+
+
+@functools.cache
+def _cache_argument(forward: Callable[..., Any]) -> str:
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def _renamed(model: type[nn.Module], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,11 @@ def check_attention(model: nn.Module) -> None:
     decoder, base = decoder_of(model), unwrapped(model)
     _check_adapters(model)
     for part in base.modules():
-        if part is not decoder and getattr(part, "get_decoder", lambda: None)() is decoder and _makes_masks(type(part)):
+        if (
+            part is not decoder
+            and getattr(part, "get_decoder", lambda: None)() is decoder
+            and _makes_masks(cast("Any", type(part)))
+        ):
             raise UnsupportedModelError(
                 f"{type(part).__name__} makes the attention masks of its {type(decoder).__name__} itself, for images "
                 "beside text: expected a model that hands the attention_mask on; load the language model alone."
