@@ -72,7 +72,7 @@ def said(model, prompt, tokens):
     ids = torch.tensor([TOKENIZER(prompt)["input_ids"]])
     cache = ag.EvictionCache(model, "h2o", 0.5)
     out = model.generate(ids, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
-    return TOKENIZER.decode(out[0, ids.shape[1] :].tolist(), skip_special_tokens=True).rstrip("\ufffd")
+    return TOKENIZER.decode(out[0, ids.shape[1] :].tolist(), skip_special_tokens=True).removesuffix("\ufffd")
 
 
 def figures(address, name):

@@ -57,8 +57,8 @@ def alone(model, prompt, tokens, share=0.5):
 
 
 def said(tokens):
-    """Text of an answer: half a character at its end is not given."""
-    return TOKENIZER.decode(tokens, skip_special_tokens=True).rstrip("\ufffd")
+    """Text of an answer: half a character at its end, which is one U+FFFD, is not given."""
+    return TOKENIZER.decode(tokens, skip_special_tokens=True).removesuffix("\ufffd")
 
 
 def metrics(address):
