@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Counts:
-    """What did not fit."""
+    """What did not fit, and what was held out."""
 
     truncated: int = 0  # rows whose prompt lost its left part
     truncated_tokens: int = 0  # tokens that those prompts lost
     skipped: int = 0  # rows left out: too short or too long (streamed training documents are not counted)
     val_skipped: int = 0  # the part of them that is of the validation
+    remedy: str = ""  # which keys let more rows in
+    held_out: int = 0  # training rows that validate instead
 
 
 @dataclass(eq=False)
@@ -66,18 +68,15 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def _empty(split: str, data: DataConfig, skipped: int) -> str:
+def _empty(split: str, data: DataConfig, skipped: int, counts: Counts) -> str:
     """Say that a split has no rows, and why: none was left, or none fitted."""
     said = f"the {split} split of {called(data)} has no rows"
     if skipped:
+        return f"{said}: {skipped} were left out, {counts.remedy}"
+    if split == "training" and counts.held_out:
         return (
-            f"{said}: {skipped} were left out, too short for a prompt and what follows it, or too long; use a lower "
-            f"data.prompt_min={data.prompt_min}, or a higher data.max_length={data.max_length}"
-        )
-    if split == "training" and data.val_samples is not None:
-        return (
-            f"{said}: all may have been held out for validation; use a lower data.val_samples={data.val_samples}, or "
-            "give a file for validation"
+            f"{said}: the first {counts.held_out} were held out for validation; use a lower "
+            f"data.val_samples={data.val_samples}, or give a validation split"
         )
     return said
 
@@ -115,9 +114,9 @@ class DataModule(LightningDataModule):
         """
         super().__init__()
         if isinstance(train, Sequence) and not train:
-            raise DataError(_empty("training", data, counts.skipped - counts.val_skipped))
+            raise DataError(_empty("training", data, counts.skipped - counts.val_skipped, counts))
         if not validation:
-            raise DataError(_empty("validation", data, counts.val_skipped))
+            raise DataError(_empty("validation", data, counts.val_skipped, counts))
         self.train_rows, self.val_rows, self.collator = train, validation, collator
         self.data, self.seed = data, seed
         self.counts = replace(counts)  # what is streamed counts on

@@ -81,8 +81,10 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> D
             "carries the loss (data.kind=text data.packing=packed: loss on all tokens)"
         )
         return module
-    first = held_out(source, data)
+    first = counts.held_out = held_out(source, data)
     limit = min(data.max_length, context)
+    longer = f"a higher data.max_length={data.max_length}" if limit < context else "a model with a longer context"
+    counts.remedy = f"without a prompt, or with no room for one beside the response; use {longer}"
 
     def rows(split: str, start: int, stop: int | None, most: int | None) -> list[Row]:
         numbered = itertools.islice(enumerate(source.read(split), start=1), start, stop)

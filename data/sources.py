@@ -95,6 +95,11 @@ class Source:
         assert self.folder is not None
         whole = [file for end in ENDINGS if (file := self.folder / f"{split}{end}").is_file()]
         shards = sorted(file for file in self.folder.glob(f"{split}-*") if file.name.endswith(ENDINGS))
+        if len(whole) + bool(shards) > 1:
+            files = ", ".join(file.name for file in whole + shards[:2])
+            raise DataError(
+                f"{self.folder} has more than one file for split {split} ({files}): keep one, or shards alone"
+            )
         if split == "train" and not whole and not shards:  # a folder of texts
             others = ("validation", "test")
             shards = sorted(file for file in self.folder.glob("*.txt") if not file.name.startswith(others))
@@ -103,7 +108,7 @@ class Source:
                 f"{self.folder} has no split {split}: expected {split}.jsonl, {split}.jsonl.gz, .json, .parquet, .csv "
                 f"or .txt, shards such as {split}-*.jsonl[.gz], or what save_to_disk wrote"
             )
-        return whole[:1] or shards
+        return whole or shards
 
     def _load_hub(self, split: str, streaming: bool) -> Iterable[Record]:
         import datasets
@@ -214,7 +219,7 @@ def _read_parquet(file: Path) -> Iterator[Record]:
         with parquet.ParquetFile(file) as content:
             for batch in content.iter_batches():
                 yield from batch.to_pylist()
-    except (OSError, ArrowException) as error:
+    except (OSError, ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{file} is damaged, or no Parquet: {error}") from error
 
 
@@ -230,21 +235,33 @@ def _load_saved(folder: Path) -> Any:
 def _read_csv(file: Path) -> Iterator[Record]:
     """Give the rows of a table with a header; every cell is text."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))
-    rows = csv.DictReader((line for _, line in _lines(file)), strict=True)
+    rows = csv.reader((line for _, line in _lines(file)), strict=True)
+    header, number = list[str](), 0
     try:
-        for row in rows:
-            if None in row or None in row.values():
-                cells = ", ".join(rows.fieldnames or ())
-                raise DataError(f"{file} line {rows.line_num} has another number of cells than its header: {cells}")
-            yield row
+        for cells in rows:
+            number = rows.line_num
+            if len(cells) < 2 and not "".join(cells).strip():
+                continue  # a blank line
+            if not header:
+                header = cells
+            elif len(cells) != len(header):
+                raise DataError(
+                    f"{file} line {number} has another number of cells than its header: {', '.join(header)}"
+                )
+            else:
+                yield dict(zip(header, cells, strict=True))
     except csv.Error as error:
-        raise DataError(f"{file} is not CSV after line {rows.line_num}: {error}") from error
+        raise DataError(f"{file} is not CSV after line {number}: {error}") from error
 
 
 def _objects(file: Path, rows: Iterator[tuple[str, Any]]) -> Iterator[Record]:
     for place, row in rows:
         if not isinstance(row, dict):
             raise DataError(f"{file} {place} is a {type(row).__name__}, expected a JSON object")
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{file} {place} has half of a pair that \\u writes one character with: {error}") from error
         yield row
 
 
@@ -254,25 +271,27 @@ def _read_array(file: Path) -> Iterator[tuple[str, Any]]:
     if not text.lstrip().startswith("["):
         yield from _read_lines(file)
         return
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{file} is not JSON: {error}") from error
-    yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+    yield from ((f"row {number}", row) for number, row in enumerate(_json(text, str(file)), start=1))
 
 
 def _read_lines(file: Path) -> Iterator[tuple[str, Any]]:
     for number, line in _lines(file):
-        try:
-            yield f"line {number}", json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{file} line {number} is not JSON: {error}") from error
+        if line.strip():
+            yield f"line {number}", _json(line, f"{file} line {number}")
+
+
+def _json(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # a number may be too long, and objects inside objects too deep
+        raise DataError(f"{place} is not JSON that can be read: {error}") from error
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     opener = gzip.open if file.suffix == ".gz" else open
     number = 0
-    with opener(file, "rt", encoding="utf-8", newline="") as lines:  # CSV has line ends inside its cells
+    # a table program may write a mark of the order of bytes first; CSV has line ends inside its cells
+    with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
         try:
             for number, line in enumerate(lines, start=1):
                 yield number, line

@@ -50,7 +50,7 @@ class Text(DataKind):
         data = config.data
         source = dataset_of(data)
         first = held_out(source, data)
-        counts = Counts()
+        counts = Counts(held_out=first)
         longest, start = min(data.max_length, context), start_tokens(tokenizer)
         cut: Packed | Windows | Repeated
         if data.packing == "packed":
@@ -117,6 +117,10 @@ def _windows(data: DataConfig, longest: int, start: list[int], seed: int, counts
             "data.prompt_max"
         )
     lengths = (*range(data.prompt_min, data.prompt_max, STEP), data.prompt_max)
+    counts.remedy = (
+        "too short for a prompt and what follows it; use a lower "
+        f"data.prompt_min={data.prompt_min} or data.continuation={data.continuation}"
+    )
     return Windows(lengths, data.continuation, start, seed, counts)
 
 
@@ -131,6 +135,7 @@ def _repeated(
             f"{STEP}: use a data.max_length of {2 * STEP + len(start) + len(again)} or more, and a model with that "
             "context"
         )
+    counts.remedy = f"too short for a passage; use a lower data.max_length={data.max_length}"
     length = room - LEAD - data.copy_max
     if 0 < data.copy_max < length:
         return Repeated(length, data.copy_max, start, again, seed, counts)

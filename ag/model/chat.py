@@ -40,7 +40,7 @@ def _called(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(inner["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     if not isinstance(arguments, dict):
         return call
@@ -84,12 +84,13 @@ class Chat:
         """
         try:
             told = json.loads(Path(path).read_text(encoding="utf-8"))
+            json.dumps(told, ensure_ascii=False).encode()  # half of a surrogate pair is no character
             row = {"messages": told} if isinstance(told, list) else told
             messages = [for_template(message) for message in row["messages"]]
             if not messages or not all(isinstance(message.get("role"), str) for message in messages):
                 raise ValueError("a message has no role, or there is none")
             return cls(messages, variables(row))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"{path}: {error!r:.200}; expected JSON in UTF-8: a list of messages with role and content, or an "
                 "object with messages and tools."

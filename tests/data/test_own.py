@@ -178,8 +178,15 @@ def test_rows_that_cannot_be_used(module, rows, template, parts):
         ("train.jsonl", LINE + b"[1]\n", "train.jsonl line 2 list JSON object"),
         ("train.jsonl", b'{"text": "\xff"}\n', "train.jsonl line 0"),
         ("train.jsonl.gz", gzip.compress(LINE * 1000)[:-9], "train.jsonl.gz line"),
+        ("train.jsonl", LINE + b'\n{"prompt": "a", "response": "\\ud83d"}\n', "train.jsonl line 3 surrogates"),
+        ("train.json", b'[{"prompt": "a", "response": ["\\uDE00"]}]', "train.json row 1 surrogates"),
+        ("train.jsonl", LINE + b'{"prompt": ' + b"1" * 5000 + b"}", "train.jsonl line 2 digits"),
+        ("train.json", b'[{"prompt": ' + b"1" * 5000 + b"}]", "train.json digits"),
+        ("train.jsonl", LINE + b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "train.jsonl line 2 recursion"),
+        ("train.json", b"[" * 5000 + b"]" * 5000, "train.json recursion"),
         ("train.csv", b"prompt,completion\na\n", "train.csv line 2 cells prompt, completion"),
         ("train.csv", b"prompt,completion\na,b\na,b,c\n", "train.csv line 3 cells"),
+        ("train.csv", b"\xef\xbb\xbf\n\nprompt,completion\n\na,b\na,b,c\n", "train.csv line 6 cells"),
         ("train.csv", b'prompt,completion\na,"b\n', "train.csv CSV line 1"),
     ],
 )
@@ -187,6 +194,40 @@ def test_files_that_are_damaged(make_config, tokenizer, tmp_path, name, content,
     (tmp_path / name).write_bytes(content)
     with refuses(DataError, *parts.split()):
         ag.data.build(make_config(kind="sft", name=str(tmp_path), val_samples=1), tokenizer, 100)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "txt"])
+def test_blank_lines_and_a_mark_of_the_order_of_bytes_hold_nothing(tmp_path, ending):
+    """Table programs write the mark before a table's header, where nobody sees it."""
+    rows = [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}]
+    lines = [json.dumps(row) for row in rows]
+    if ending == "csv":
+        lines = ["prompt,response", *(",".join(row.values()) for row in rows)]
+    elif ending == "txt":
+        lines, rows = ["a\n\nb"], [{"text": "\n \na\n\nb\n\n"}]
+    text = "\n \n" + "\n\n".join(lines) + "\n\n"
+    for mark in ("", "\ufeff"):
+        (tmp_path / f"train.{ending}").write_text(mark + text)
+        assert list(Source("x", folder=tmp_path).read("train")) == rows
+
+
+def test_files_beside_each_other_are_not_left_out_silently(tmp_path, write):
+    write(tmp_path, "train", ROWS[:2])
+    for other in ("train-00001.jsonl", "train.csv"):
+        (tmp_path / other).write_text("prompt,response\na,b\n")
+        with refuses(DataError, str(tmp_path), "train.jsonl", other):
+            Source("x", folder=tmp_path).read("train")
+        (tmp_path / other).unlink()
+    (tmp_path / "trainings.csv").write_text("a,b\n")
+    assert list(Source("x", folder=tmp_path).read("train")) == ROWS[:2]
+
+
+def test_objects_too_deep_to_be_written_as_a_chat(module):
+    deep = "x"
+    for _ in range(900):
+        deep = [deep]
+    with refuses(DataError, "row 2"):
+        module([{"messages": CHAT}, {"messages": [*CHAT, {"role": "user", "content": deep}]}], PLAIN)
 
 
 def test_the_hub(make_config, tokenizer, monkeypatch):

@@ -71,6 +71,9 @@ def test_thoughts_calls_and_tools_lie_in_the_template(tiny_tokenizer, monkeypatc
         ("[]", "messages role"),
         ('[{"content": "x"}]', "messages role"),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": "{"}', "tools"),
+        ('[{"role": "user", "content": "\\ud83d"}]', "surrogates messages"),
+        ('[{"role": "user", "content": ' + "1" * 5000 + "}]", "messages"),
+        ('[{"role": "user", "content": ' + "[" * 5000 + "]" * 5000 + "}]", "messages"),
     ],
 )
 def test_files_that_hold_no_chat(tmp_path, told, parts):
