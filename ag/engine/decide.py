@@ -111,7 +111,9 @@ class Decision:
         wrong = (found & NOT_FINITE).any(-1).any(-1)
         if wrong.any():
             self._refuse_scores(layers[int(wrong.long().argmax())])
-        self._note_over((found & OVER).any(-1).any(0), "more tokens per KV head (sinks, recent, window, protect)")
+        self._note_over(
+            (found & OVER).bool().any(-1).any(0), "more tokens per KV head (sinks, recent, window, protect)"
+        )
 
     # ---- a part of a cache, see ag.stateful.Stateful
 

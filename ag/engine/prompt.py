@@ -14,6 +14,7 @@ from ag.engine.cache import EvictionCache
 from ag.engine.policy import Policy
 from ag.engine.reread import Measured
 from ag.engine.scorers.base import Rereader
+from ag.kernels.codes import KVDtype
 from ag.model.hooks import AttentionCall, Interceptor, decoder_of
 
 
@@ -80,11 +81,12 @@ class _Together(Interceptor):
 
     def __init__(self, caches: list[EvictionCache]) -> None:
         self.caches = caches
-        # what is repeated does not depend on the budget, and slots are ranks as long as nothing went
-        known: dict[Rereader, Measured] = {}
+        # what is repeated does not depend on the budget, and slots are ranks as long as nothing went; but codes of so
+        # many bits are what is attended to
+        known: dict[KVDtype, dict[Rereader, Measured]] = defaultdict(dict)
         for cache in caches:
             if cache.reread is not None:
-                cache.reread.known = known
+                cache.reread.known = known[cache.policy.kv_dtype]
 
     def begin(self, decoder: nn.Module, attention_mask: Tensor | None, batch: int, length: int) -> None:
         for cache in self.caches:

@@ -524,14 +524,14 @@ class Text(Attributes):
         self._decided, self._decisions = torch.cat(decided), ()
         self._alike = self._counters = self._ahead = None
         seen, device = max(self.seen, other.seen), self.valid.device
-        valid = torch.cat([F.pad(x.valid.to(device), (seen - x.seen, 0)) for x in (self, other)])
-        self.valid = valid[:, _first_column(valid) :]  # without columns of texts that left
-        self.before = self.prompt_columns = self._settled = self.seen
-        self.prompt_lengths = torch.cat([x.prompt_lengths.to(device) for x in (self, other)])
         if self.protected is not None or other.protected is not None:
             none = torch.zeros(0, dtype=torch.bool, device=device)
             rows = [[none] * len(x.valid) if x.protected is None else [*x.protected.to(device)] for x in (self, other)]
             self.protected = pad_sequence([*rows[0], *rows[1]], batch_first=True)
+        valid = torch.cat([F.pad(x.valid.to(device), (seen - x.seen, 0)) for x in (self, other)])
+        self.valid = valid[:, _first_column(valid) :]  # without columns of texts that left
+        self.before = self.prompt_columns = self._settled = self.seen
+        self.prompt_lengths = torch.cat([x.prompt_lengths.to(device) for x in (self, other)])
         self._unpadded, self._right_padded, self._gaps = min(self._unpadded, other._unpadded), False, True
         self.now = self._expected = self._ids = self._ends = self._settled_for = None
 

@@ -9,6 +9,7 @@ import torch
 import ag
 from ag.engine import EvictionCache, read_prompt
 from ag.engine.observe import Observation
+from ag.engine.reread import Reread
 from ag.model.hooks import decoder_of
 from tests.support.bounds import hold, of_logits, of_pass
 from tests.support.gates_for import gates_for
@@ -90,6 +91,20 @@ def test_what_is_measured_once_serves_all(tiny_llama, monkeypatch):
     looks.clear()
     read_prompt(model, [ag.policy("cake", 0.5, window=4), ag.policy("snapkv", 0.25, window=4)], ids)
     assert len(looks) == 3
+
+
+def test_a_reread_is_of_what_is_held(tiny_llama, monkeypatch):
+    """Of codes where codes are attended to: scores are those that the cache has alone, to the bit."""
+    model, ids = tiny_llama().eval(), torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(0))
+    found, evict = [], Reread._evict
+    monkeypatch.setattr(Reread, "_evict", lambda *args: found.append(args[2].scores[1]) or evict(*args))
+    wanted = [ag.policy("kvzip", 0.5, chunk=16, kv_dtype=kind) for kind in ("float", "int8", "float")]
+    read_prompt(model, wanted, ids)
+    for one in wanted:
+        with torch.no_grad():
+            decoder_of(model)(ids, past_key_values=EvictionCache(model, one))
+    assert all(torch.equal(*pair) for pair in zip(found[:3], found[3:], strict=True))
+    assert found[0] is found[2] and not torch.equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("spec", ["full", "h2o", "snapkv@preference", "gates"])

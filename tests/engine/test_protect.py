@@ -95,6 +95,20 @@ def test_each_sequence_has_its_own(model):
     assert [held(one, i) for i in range(3)] == [alone[1], alone[0], alone[1]]
 
 
+@pytest.mark.parametrize("spans", [(SPANS, None), (None, SPANS), ([(0, 9)], SPANS), (SPANS, [(0, 9)])])
+def test_caches_that_are_joined_keep_their_own(model, spans):
+    pool, spec, rows = ag.Pool(model, 2**22), ("h2o", 20, "every"), [row(40, 1), row(29, 2)]
+    alone = [held(read(model, text, *spec, spans=own)) for text, own in zip(rows, spans, strict=True)]
+    one, other = (
+        read(model, text, *spec, spans=own, steps=0, pool=pool) for text, own in zip(rows, spans, strict=True)
+    )
+    one.join(other)
+    step = ag.NextToken(model, one)
+    for number in range(9):
+        step(torch.full((2, 1), 7 + number))
+    assert [held(one, i) for i in range(2)] == alone
+
+
 def test_they_are_saved(model, tmp_path):
     spec = ("h2o", 20, "every")
     cache = read(model, row(40), *spec, steps=0)

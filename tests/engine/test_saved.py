@@ -123,6 +123,19 @@ def test_a_loaded_cache_goes_on_as_the_saved_one(tiny_llama, tmp_path, name):
     assert columns(loaded) == columns(cache) != before
 
 
+@pytest.mark.filterwarnings("ignore::ag.errors.BudgetWarning")
+def test_what_a_step_found_over_the_budget(tiny_llama, tmp_path):
+    model, text = tiny_llama(), Text()
+    cache = ag.EvictionCache(model, "h2o", 12, "every")
+    text.begin(model, cache)
+    cache.protect([[(0, 60)], [], []])
+    text.feed(model, [cache], text.tokens(1))
+    assert cache.over_budget.tolist() == [True, False, False]
+    _, loaded = loaded_too(model, cache, tmp_path / "context.cache")
+    assert torch.equal(loaded.over_budget, cache.over_budget)
+    assert torch.equal(*text.feed(model, [cache, loaded], text.tokens(1)))
+
+
 def test_rows_that_a_window_emptied(tiny_mistral, tmp_path, monkeypatch):
     """A flagged prompt fills a window of 120; behind 121 tokens without flags a row holds three."""
     model, ids = tiny_mistral(sliding_window=120), row(260)[None]
