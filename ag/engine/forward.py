@@ -212,7 +212,16 @@ class Forward(Holdings, Interceptor):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, call: AttentionCall) -> Tensor:
-        """Hand the pass to a layer."""
+        """Hand the pass to a layer.
+
+        Raises:
+            UserError: when gradients would go through it.
+        """
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
+            raise UserError(
+                "EvictionCache: gradients do not go through a cache; run the model under torch.no_grad(), or train "
+                "without past_key_values."
+            )
         now = self.text.near(call.q.device)
         deciding = call.layer in self.sharing if now.reading else self._deciding(call.layer)
         decision = self.decision if deciding else None

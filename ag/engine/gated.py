@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,6 @@ from ag.engine.layer import EvictionLayer, Step
 from ag.engine.policy import Policy
 from ag.engine.positions import Original
 from ag.gates.gate import AttentionGates
-from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
 
 
@@ -64,11 +61,8 @@ class GatedLayer(EvictionLayer):
     def _sparse(self, step: Step) -> Tensor:
         """Attend among the tokens of a prompt, as they come with their flags."""
         call, config, flags = step.call, self.gates.config, step.flags
-        attend: Callable[..., Tensor] = gated_prefill
         assert flags is not None
-        if any(x.requires_grad for x in (call.q, call.k, call.v)):
-            flags, attend = flags.float(), gated_attention
-        return attend(
+        return gated_prefill(
             *(call.q, call.k, call.v, flags),
             key_valid=step.now.valid,
             scaling=call.scaling,

@@ -314,7 +314,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         if keep is None:
             self._open = self._open + width if gate is None else 0
         if self._forgets and not now.reading and not (self._settled and stays and width == 1):
-            one = self._settled and width == 1 and self.rotation.in_place and not self._differentiated(step)
+            one = self._settled and width == 1 and self.rotation.in_place
             if one and self.store.movable(self.memory):  # it takes the place of the one that it no longer sees
                 reach = Reach(self._near, self.window)  # of padding: gone before
                 self.store.append(call.k, call.v, now.ranks, keep, gate, reach, self.memory)
@@ -456,8 +456,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
 
     def _one_by_one(self, step: Step) -> bool:
         """Tell whether one query per sequence can meet the stored rows where they lie."""
-        one = step.call.q.shape[2] == 1 and not step.now.reading
-        return one and self.rotation.in_place and not self._differentiated(step)
+        return step.call.q.shape[2] == 1 and not step.now.reading and self.rotation.in_place
 
     def _weighs(self, step: Step) -> bool:
         """Tell whether the scorer is to be shown the attention of one query to all that is held."""
@@ -466,17 +465,10 @@ class EvictionLayer(CacheLayerMixin, Attributes):
             return False
         return step.now.due is not None or scorer.needs.every_query
 
-    def _differentiated(self, step: Step) -> bool:
-        """Tell whether gradients go through the new tokens or what is held; kernels for one token have none."""
-        if not torch.is_grad_enabled():
-            return False
-        call, held = step.call, () if self.store is None else (self.store.pool.keys, self.store.pool.values)
-        return any(x.requires_grad for x in (call.q, call.k, call.v, *held))
-
     def _attend_held(self, step: Step, *, recent: int = 0) -> Tensor:
         """Attend from all queries to what is held, where it lies in pages; see :func:`ag.engine.attend.attend_rows`."""
         assert self.store is not None
-        if self.rotation.in_place and not self.store.unwritten and not self._differentiated(step):
+        if self.rotation.in_place and not self.store.unwritten:
             ranks = step.now.ranks.masked_fill(~step.now.real, -1) if step.now.padded else step.now.ranks
             call, rows = step.unrotated, self.store.rows
             return paged_attend(call.q, rows, ranks, call.scaling, call.window, recent or None, call.softmax)

@@ -122,14 +122,6 @@ class Pool:
         """Return the same one: copies of a cache share its pages until one of them writes."""
         return self
 
-    def part(self, pages: Tensor) -> Pool:
-        """Return a pool of its own that grows and has copies of these pages ``[n]``, which nobody holds yet."""
-        pool = Pool.growing(*self.token, self.kv_dtype)
-        pool.keys, pool.values, pool.ranks = (x[pages.to(x.device)] for x in (self.keys, self.values, self.ranks))
-        pool.gates = {kind: x[pages.to(x.device)] for kind, x in self.gates.items()}
-        pool._references = torch.zeros(len(pages), dtype=torch.int32)
-        return pool
-
     def check(self, decoder: Any) -> None:
         """Refuse a model, by its stack of layers, whose keys and values it was not made for.
 
@@ -193,11 +185,6 @@ class Pool:
     def size(self) -> int:
         """Pages, free ones included."""
         return len(self.keys)
-
-    @property
-    def tables(self) -> int:
-        """Tables that have pages of it."""
-        return len(self._tables)
 
     @property
     def free(self) -> int:
@@ -295,10 +282,6 @@ class Pool:
         self._free = []
         for table in self._tables:
             table.renumber(numbers)
-
-    def renew(self) -> None:
-        """Copy everything, so that what autograd has saved of it does not change when something is written."""
-        self._replace(Tensor.clone)
 
     def _resize(self, size: int) -> None:
         """Make more pages."""

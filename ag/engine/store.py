@@ -20,7 +20,6 @@ from ag.engine.pool import PAGE, Pool, pages_for
 from ag.engine.records import Records, fit
 from ag.engine.select import closing_order
 from ag.engine.table import PageTable
-from ag.errors import UserError
 from ag.kernels.codes import RECENT, SINKS, Near, resized
 from ag.kernels.pages import New, Pages, Reach, coded, decoded
 from ag.kernels.pool_append import pool_append
@@ -228,7 +227,6 @@ class PagedStore:
                 self._known = None
             return
         assert reach is None
-        self._apart(k, v)
         new = Rows(
             keys=k.flatten(0, 1),
             values=v.flatten(0, 1),
@@ -271,7 +269,6 @@ class PagedStore:
         """Add one new token of each sequence, none where its rank is below 0."""
         if self._prompt is not None:
             self.write()
-        self._apart(k, v)
         evicting, victims = reach is not None or self._going is not None, None
         # what goes is known to the device alone, so that the host looks where a page may have ended
         ahead = reach is not None or (evicting and (self._reserved or k.device.type != "cpu"))
@@ -318,7 +315,6 @@ class PagedStore:
         if self._prompt is not None:
             new, self._prompt = self._prompt, None
             try:
-                self._apart(new.keys, new.values)
                 self._add(new)
             except BaseException:
                 self._prompt = new
@@ -351,26 +347,6 @@ class PagedStore:
         self._known = before + more
         self._room = self.table.room(self._known)
         self._ahead = False
-
-    def _apart(self, *new: Tensor) -> None:
-        """Where gradients go through tokens, write them to a pool of its own, of which nothing was saved for them.
-
-        Raises:
-            UserError: when they were to go through codes.
-        """
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (*new, self.pool.keys, self.pool.values)):
-            if self.pool.format is not None:
-                raise UserError(
-                    f"kv_dtype={self.pool.kv_dtype}: gradients do not go through keys and values in codes; use "
-                    "kv_dtype=float, or torch.no_grad()."
-                )
-            self.leave_pool()
-            self.pool.renew()
-
-    def leave_pool(self) -> None:
-        """Move what is held into a pool of its own, so that gradients through it concern no other store."""
-        self.write()
-        self.table.leave_pool()
 
     def make_room(self, tokens: int, *, everywhere: bool = False, ahead: int = 0) -> None:
         """Give every row pages for so many more tokens, and copies of its own of shared pages that are written then.
@@ -447,7 +423,6 @@ class PagedStore:
         most = max(counts)
         if not most:
             return False
-        self._apart()
         lengths = self.lengths
         few = not (in_order or self._in_order) and most <= FEW and sum(counts) * PAGE <= int(lengths.sum())
         if few and self.movable(records):
@@ -488,7 +463,6 @@ class PagedStore:
 
     def evict(self, victims: Tensor, records: Records | None = None) -> None:
         """Free the tokens in slots ``[R, V]`` int32, -1 for none; the last tokens of their rows take these slots."""
-        self._apart()
         self.make_room(0, everywhere=True)
         pool_append(self.rows, None, victims, self._noted(records))
         self.ordered, self._known = False, None

@@ -210,21 +210,6 @@ class PageTable:
             self._changed()
         self.keep(needed)
 
-    def leave_pool(self) -> None:
-        """Move all pages into a pool of their own."""
-        if not self.pool.fixed and self.pool.tables == 1:
-            return
-        old, pages = self.pool, self.numbers()
-        order = pages.unique()
-        self.pool = old.part(order)
-        self.pool.enlist(self)
-        numbers = torch.zeros(old.size, dtype=torch.long)
-        numbers[order] = torch.arange(len(order))
-        self.renumber(numbers)
-        self.pool.share(self.numbers())
-        old.give(pages)
-        self.shared = len(order) < len(pages)
-
     # ---- rows
 
     def select(self, rows: Tensor) -> None:

@@ -106,6 +106,7 @@ def test_another_text_that_is_longer(tiny_llama, column, value):
     model.generate(other, past_key_values=cache, **GREEDY)
 
 
+@torch.no_grad()
 def test_texts_that_go_on(tiny_llama):
     """One token more; after a crop; after a prompt read by hand; with other sequences selected; sampled twice."""
     model = tiny_llama()
@@ -131,6 +132,7 @@ def test_texts_that_go_on(tiny_llama):
     model.generate(torch.cat([some, some[:, :2]], 1), past_key_values=drawn, **options)
 
 
+@torch.no_grad()
 def test_forward_passes_by_hand_name_the_way_out(tiny_llama):
     model = tiny_llama()
     cache = ag.EvictionCache(model, "h2o", budget=8)
@@ -183,6 +185,7 @@ def test_crop_gives_back_what_gates_of_a_prompt_allow(tiny_llama):
         cache.crop(-3)
 
 
+@torch.no_grad()
 def test_a_cache_belongs_to_one_model_batch_and_mask(tiny_llama):
     model, ids = tiny_llama(), row(20)[None]
     gates = gates_for(model)

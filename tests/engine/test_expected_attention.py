@@ -139,6 +139,7 @@ def test_what_stays_of_the_global_layers_of_gemma_3():
             assert cache.kept_positions(layer)[0][g].tolist() == sorted(order.indices[:20].tolist())
 
 
+@torch.no_grad()
 def test_places_that_begin_later_change_nothing(tiny_llama):
     """Left padding without position_ids moves all tokens of a sequence on by as many places."""
     model, row = tiny_llama(), torch.randint(3, 128, (1, 30), generator=torch.Generator().manual_seed(1))

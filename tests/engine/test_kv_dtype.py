@@ -149,12 +149,6 @@ def test_a_pool_leaves_room_for_what_lies_beside_it(tiny_llama):
         Pool(model, 5000, "int4", sequences=10)
 
 
-def test_gradients_do_not_go_through_codes(tiny_llama):
-    model = tiny_llama()
-    with refuses(UserError, "kv_dtype=int8", "kv_dtype=float", "torch.no_grad()"):
-        model(row(20)[None], past_key_values=ag.EvictionCache(model, "full", kv_dtype="int8"))
-
-
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.28), ("int4", 0.16)])
 def test_bytes_of_a_head_of_64(kind, most):
     """Of a row of 4,096 tokens: codes, scales, ranks and what lies beside them, of what float32 takes."""

@@ -121,6 +121,7 @@ def test_layers_without_a_window_are_measured_in_a_model_that_also_has_windows(t
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
 def test_sequences_of_a_batch_are_repeated_apart(tiny_llama, monkeypatch, side):
     """Other lengths, other numbers of chunks: each is scored, and keeps, what it does alone."""
     model, found = tiny_llama(), scores_of(monkeypatch)
@@ -140,6 +141,7 @@ def test_sequences_of_a_batch_are_repeated_apart(tiny_llama, monkeypatch, side):
             assert [(x - first).tolist() for x in cache.kept_positions(layer)[b]] == [x.tolist() for x in held[layer]]
 
 
+@torch.no_grad()
 def test_a_prompt_in_parts_that_are_padding_of_a_sequence(tiny_llama):
     """Chunks of a prompt padded on the right: the shorter sequence is repeated from where it ended."""
     model, held = tiny_llama(), []
@@ -155,6 +157,7 @@ def test_a_prompt_in_parts_that_are_padding_of_a_sequence(tiny_llama):
     assert held[0] == held[1]
 
 
+@torch.no_grad()
 def test_nothing_of_a_repetition_stays(tiny_llama):
     """With a budget of everything the cache is that of full, to the bit, and goes on like it."""
     model = tiny_llama()
@@ -198,6 +201,7 @@ def test_preference_measures_the_prompts_last_queries(tiny_llama):
     assert shares[0] == shares[1]
 
 
+@torch.no_grad()
 def test_prefill_and_repetition_are_shared_with_other_policies(tiny_llama):
     model, passes = tiny_llama(), []
     alike = [ag.policy("kvzip", 0.5, **OPTIONS), ag.policy("kvzip@heads", 0.3, **OPTIONS)]
@@ -268,6 +272,7 @@ def test_a_prompt_of_sinks_alone_is_not_repeated(tiny_llama):
     assert read(tiny_llama(), ROW[:, :3], "kvzip", 0.5).kept_share() == 1
 
 
+@torch.no_grad()
 def test_embeddings_drafts_and_windows_are_refused(tiny_llama, tiny_mistral):
     model = tiny_llama()
     with refuses(UserError, "input_ids", "inputs_embeds"):

@@ -63,23 +63,6 @@ def test_a_store_may_go_in_the_midst_of_anything(tiny_llama, midst):
     assert pool.free == 20
 
 
-def test_gradients_concern_no_other_store(tiny_llama):
-    """A store through which gradients go takes its tokens out of the pool."""
-    pool = Pool(tiny_llama(), 20 * PAGE * TOKEN)
-    one, other = (PagedStore(1, 2, pool) for _ in range(2))
-    for store in (one, other):
-        store.append(*tokens(20), None)
-        store.write()
-    one.leave_pool()
-    assert one.pool is not pool and pool.free == 20 - 4
-    k, v, ranks = tokens(1, 20)
-    k = k.clone().requires_grad_()
-    one.append(k, v, ranks, None)
-    (gradient,) = torch.autograd.grad(one.padded().keys.square().sum(), k)
-    assert torch.equal(gradient, 2 * k.detach())
-    assert not pool.keys.requires_grad
-
-
 # ---- caches that share a pool
 
 

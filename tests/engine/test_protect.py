@@ -77,6 +77,7 @@ def test_flags_are_set_for_them(model, covers):
     assert all(kept >= INSIDE for kept in held(read(model, row(40), "flags")))
 
 
+@torch.no_grad()
 def test_each_sequence_has_its_own(model):
     """In a batch, selected, joined, saved, and alone: the same tokens."""
     spans, rows, spec = [SPANS, [(0, 2)], []], [row(40, seed) for seed in range(3)], ("h2o", 20, "every")
@@ -95,6 +96,7 @@ def test_each_sequence_has_its_own(model):
     assert [held(one, i) for i in range(3)] == [alone[1], alone[0], alone[1]]
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("spans", [(SPANS, None), (None, SPANS), ([(0, 9)], SPANS), (SPANS, [(0, 9)])])
 def test_caches_that_are_joined_keep_their_own(model, spans):
     pool, spec, rows = ag.Pool(model, 2**22), ("h2o", 20, "every"), [row(40, 1), row(29, 2)]
@@ -109,6 +111,7 @@ def test_caches_that_are_joined_keep_their_own(model, spans):
     assert [held(one, i) for i in range(2)] == alone
 
 
+@torch.no_grad()
 def test_they_are_saved(model, tmp_path):
     spec = ("h2o", 20, "every")
     cache = read(model, row(40), *spec, steps=0)

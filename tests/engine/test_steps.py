@@ -193,13 +193,6 @@ def test_scores_that_are_not_finite_are_found_within_sixteen_steps(read):
             step(tokens(1, number))
 
 
-def test_gradients_are_not_recorded(read):
-    model, cache = read(*ALIKE["full"], 1)
-    step = ag.NextToken(model, cache, lambda run: 1 / 0)
-    for number in range(4):
-        assert step(tokens(1, number)).requires_grad
-
-
 @pytest.mark.parametrize("given", [(1, 2), (1,)])
 def test_one_token_of_each_sequence_behind_a_prompt(read, tiny_llama, given):
     model, cache = read(*ALIKE["full"], 1)

@@ -118,6 +118,7 @@ def test_an_attached_model_runs_no_more_operations_than_the_plain_one(tiny_llama
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@torch.no_grad()
 def test_hooks_of_accelerate_run_with_the_cache_and_survive_detach(tiny_llama, when):
     """They replace the decoder's forward, before or after this library does."""
     model, ids, calls = tiny_llama(), torch.arange(3, 23)[None], []

@@ -11,6 +11,7 @@ from tests.support.bounds import hold, of_logits, premise
 TEXT = " ".join(f"the {a} {b} sleeps" for a in ("old", "grey", "small", "loud") for b in ("cat", "dog", "bird")) * 3
 
 
+@torch.no_grad()
 def by_hand(model, policy, prompt, following, step):
     """The logits before each token that follows, fed so many at once; the first is the prompt's last."""
     cache = ag.EvictionCache(model, policy)

@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import ag
 from ag.errors import UserError
@@ -160,6 +161,7 @@ def test_bad_options(name, options, parts, tiny_tokenizer, write):
 
 
 @pytest.mark.parametrize("question", ["after", "before"])
+@torch.no_grad()
 def test_run(tiny_llama, tiny_tokenizer, question):
     """What is generated is what plain generation gives that reads the prompt, and then the question as a later turn."""
     model = tiny_llama()
