@@ -32,6 +32,7 @@ MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # that a template may leave out
 SYMBOL = 0x100000  # the first symbol: characters that Unicode leaves to private use
+BLANK = r"[\s\"\\\x00-\x1f]"  # a blank, or what JSON escapes
 
 
 class Said(NamedTuple):
@@ -132,12 +133,13 @@ class _Rendered:
     ) -> None:
         self.tokenizer, self.chat, self.taught, self.place, self.options = tokenizer, chat, taught, place, options
         self.said: list[Said] = []
-        self.letters = _letters(str(tokenizer.get_chat_template(tools=options.get("tools"))))
+        self.stays = _stays(str(tokenizer.get_chat_template(tools=options.get("tools"))))
         self.hidden = [self._hide(turn, message) for turn, message in enumerate(chat)]
         self.text, self.cover = self._render(chat), self._render(self.hidden)
         self.places: list[list[int]] = [[] for _ in self.said]  # of each symbol
-        for at in self._symbols(self.cover):
-            self.places[ord(self.cover[at]) - SYMBOL].append(at)
+        for at, one in enumerate(self.cover):
+            if self._is_symbol(one):
+                self.places[ord(one) - SYMBOL].append(at)
 
     def tokens(self) -> tuple[list[int], npt.NDArray[np.bool_]]:
         """Return the tokens, and which of them carry loss.
@@ -166,9 +168,10 @@ class _Rendered:
                 return [hide(inner, needed) for inner in value]
             if not isinstance(value, str):
                 return value
-            symbol, letters = chr(SYMBOL + len(self.said)), [match[1] or "" for match in self.letters.finditer(value)]
-            self.said.append(Said(turn, "".join(letters), needed))
-            return self.letters.sub(lambda match: symbol if match[1] else match[0], value)
+            symbol, pieces = chr(SYMBOL + len(self.said)), self.stays.split(value)
+            self.said.append(Said(turn, "".join(pieces[::2]), needed))
+            pieces[::2] = [symbol * len(letters) for letters in pieces[::2]]
+            return "".join(pieces)
 
         def hide_call(call: Any) -> Any:
             inner, before = call.get("function", call), len(self.said)
@@ -189,18 +192,17 @@ class _Rendered:
             out["tool_calls"] = [hide_call(call) for call in calls]
         return out
 
-    def _symbols(self, text: str) -> list[int]:
-        """Return where in a text with symbols these are."""
-        return [at for at, one in enumerate(text) if SYMBOL <= ord(one) < SYMBOL + len(self.said)]
+    def _is_symbol(self, letter: str) -> bool:
+        return SYMBOL <= ord(letter) < SYMBOL + len(self.said)
 
-    def _turns(self, text: str) -> list[int]:
+    def _turns(self, cover: str) -> list[int]:
         """Return the turns that a text with symbols is of, letter by letter."""
-        return [self.said[ord(text[at]) - SYMBOL].turn for at in self._symbols(text)]
+        return [self.said[ord(one) - SYMBOL].turn for one in cover if self._is_symbol(one)]
 
     def _check_text(self) -> None:
         """Require that the template writes the turns that carry loss, and leaves out thoughts before them at most."""
         pairs = enumerate(zip(self.text, self.cover, strict=False))
-        changed = next((at for at, (one, other) in pairs if one != other and not self._symbols(other)), None)
+        changed = next((at for at, (one, other) in pairs if one != other and not self._is_symbol(other)), None)
         if changed is not None or len(self.text) != len(self.cover):
             turn = (self._turns(self.cover[:changed]) or [0])[-1]
             raise self._refused(turn, "writes other words around turn {} when that turn says other words")
@@ -258,14 +260,13 @@ class _Rendered:
         Returns:
             Where it ends in the text, and what the template writes behind it in the rendering.
         """
-        symbols = self._symbols(part)
-        if not symbols:
+        at = next((at for at in reversed(range(len(part))) if self._is_symbol(part[at])), None)
+        if at is None:
             return 0, part
-        last = part[symbols[-1]]
-        places = self.places[ord(last) - SYMBOL]
+        places = self.places[ord(part[at]) - SYMBOL]
         if not places:
             raise self._refused(turn, "changes what comes before turn {} when others follow")
-        return places[min(part.count(last), len(places)) - 1] + 1, part[symbols[-1] + 1 :]
+        return places[min(part.count(part[at]), len(places)) - 1] + 1, part[at + 1 :]
 
     def _check_loss(self, loss: npt.NDArray[np.bool_], offsets: npt.NDArray[Any]) -> None:
         """Require loss on all that is said in the turns that are to carry it, and on nothing that others say."""
@@ -298,8 +299,8 @@ def _common(one: str, other: str) -> int:
 
 
 @lru_cache(maxsize=8)
-def _letters(template: str) -> re.Pattern[str]:
-    """Return a pattern whose first group is a letter that a symbol may stand for.
+def _stays(template: str) -> re.Pattern[str]:
+    """Return what no symbol stands for, as the group of a pattern.
 
     Blanks stay, which templates strip, and so does what JSON escapes and each string of the template, such as
     ``</think>``, which it may look for.
@@ -309,5 +310,5 @@ def _letters(template: str) -> re.Pattern[str]:
         for token in Environment().lexer.tokenize(template)
         if token.type == "string" and re.search(r"[^\w\s]", token.value)
     }
-    stays = "|".join(re.escape(one) for one in sorted(strings, key=len, reverse=True) if one)
-    return re.compile(rf"(?:{stays or '(?!)'}|[\s\"\\\x00-\x1f])|(.)", re.DOTALL)
+    pieces = [re.escape(one) for one in sorted(strings, key=len, reverse=True) if one]
+    return re.compile(f"({'|'.join([*pieces, BLANK])})")

@@ -3,7 +3,9 @@
 Each word of a message has the message's number in it, so that the words show whose tokens carry loss.
 """
 
+import copy
 import importlib.util
+import itertools
 import random
 import re
 from pathlib import Path
@@ -13,10 +15,12 @@ import pytest
 
 from ag.data.chats import encode, is_marked
 from ag.data.sources import DataError
-from tests.data.conftest import byte_level
+from tests.data.conftest import SENTENCES, byte_level
 from tests.support.refused import names, refuses
+from tests.support.spaced import spaced
 
 _TRL = importlib.util.find_spec("trl")
+NO_TRL = pytest.param("", marks=pytest.mark.skip("needs trl: pip install -c constraints.txt trl"))
 SHIPPED = sorted(Path(_TRL.submodule_search_locations[0]).glob("chat_templates/*.jinja")) if _TRL else []
 
 TURN = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
@@ -122,7 +126,7 @@ def as_parts(chat):
 
 
 def parted(tokenizer, row, text):
-    """The text of a row's tokens and, letter by letter, whether it carries loss."""
+    """For each letter of a row's text whether its tokens carry loss."""
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     assert row.tokens.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
     carries = [set() for _ in text]
@@ -132,13 +136,25 @@ def parted(tokenizer, row, text):
     return carries
 
 
+def check(tokenizer, row, chat, taught):
+    """Require loss on each word of the turns that are taught, and on no other; thoughts need not be written."""
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    carries, found = parted(tokenizer, row, text), set()
+    for match in re.finditer(r"([wt])(\d+)n\d+x", text):
+        assert set.union(*carries[slice(*match.span())]) == {int(match[2]) in taught}, (match[0], text)
+        found.add(match[0])
+    for turn in taught:
+        said = str(chat[turn].get("content", "")).rpartition("</think>")[2] + str(chat[turn].get("tool_calls"))
+        assert set(re.findall(r"w\d+n\d+x", said)) <= found
+
+
 def runs(tokenizer, row):
     """The texts that carry loss."""
     edges = np.flatnonzero(np.diff([0, *row.loss.astype(int), 0])).reshape(-1, 2)
     return [tokenizer.decode(row.tokens[first:behind]) for first, behind in edges]
 
 
-@pytest.mark.parametrize("name", TEMPLATES or [pytest.param("", marks=pytest.mark.skip("needs trl"))])
+@pytest.mark.parametrize("name", TEMPLATES if SHIPPED else [*TEMPLATES, NO_TRL])
 def test_the_loss_is_on_what_the_assistant_says(tokenizer, monkeypatch, name):
     """All of it and nothing that others say; or the chat is refused, which says of which turn."""
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES[name])
@@ -155,16 +171,7 @@ def test_the_loss_is_on_what_the_assistant_says(tokenizer, monkeypatch, name):
                 assert kind == "calls" or kind == "system" and "System role not supported" in str(error), error
                 assert not name.startswith(("qwen3_", "nemotron")) or "_vl" in name, error
                 continue
-            text = tokenizer.apply_chat_template(chat, tokenize=False)
-            carries = parted(tokenizer, row, text)
-            found = set()
-            for match in re.finditer(r"([wt])(\d+)n\d+x", text):
-                turn = int(match[2])
-                assert set.union(*carries[slice(*match.span())]) == {turn in taught}, (kind, match[0], text)
-                found.add(match[0])
-            for turn in taught:
-                said = str(chat[turn].get("content", "")).rpartition("</think>")[2] + str(chat[turn].get("tool_calls"))
-                assert set(re.findall(r"w\d+n\d+x", said)) <= found
+            check(tokenizer, row, chat, taught)
             assert row.prompt_length == int(row.loss.argmax())
             if not is_marked(tokenizer) and kind == "plain":
                 before = tokenizer.apply_chat_template(chat[: taught[0]], tokenize=False, add_generation_prompt=True)
@@ -184,6 +191,19 @@ def test_a_turn_is_what_is_written_of_it(tokenizer, monkeypatch, name):
                 chat += [{"role": "user", "content": one}, {"role": "assistant", "content": one}]
             row = encode(tokenizer, chat, "row 1", end=[], options={})
             assert runs(tokenizer, row) == [earlier.format(said[0]), earlier.format(said[1]), last.format(said[2])]
+
+
+@pytest.mark.parametrize("kind", ["always", "first", "prepended", "unigram"])
+def test_tokenizers_that_put_spaces_before_texts(monkeypatch, kind):
+    tokenizer = copy.deepcopy(spaced(kind, "\n".join(SENTENCES)))
+    tags = {tag for template, *_ in COMMON.values() for tag in TAG.findall(template)}
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(tags)})
+    for name, (template, *_) in COMMON.items():
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        for number, drawn in itertools.product(range(3), ("plain", "system", "spaces", "letters")):
+            chat = draw(random.Random(f"{name}/{drawn}/{number}"), drawn)
+            row = encode(tokenizer, chat, "row 1", end=[], options={})
+            check(tokenizer, row, chat, [i for i, message in enumerate(chat) if message["role"] == "assistant"])
 
 
 @pytest.mark.parametrize(
