@@ -1,7 +1,8 @@
 """Sessions with environments of their own: nox -s lint|types|tests|docs|package. Commands: scripts/checks.sh.
 
-``nox -s "tests-3.11(oldest)" -- -m "not slow"`` runs the tests on the oldest supported torch and transformers; words
-after ``--`` go to pytest.
+``nox -s "tests-3.11(oldest)" -- -m "not slow"`` runs the tests on the oldest supported torch and transformers,
+``(pinned)`` on the versions of constraints.txt, and ``(newest)`` on the newest releases of everything that
+pyproject.toml lets in, whatever the pins say; words after ``--`` go to pytest.
 """
 
 import re
@@ -19,13 +20,14 @@ OLDEST = {
 #: Pins that fit only the newest torch or transformers; pip finds others beside an older one.
 FOLLOWING = {"torch": ("torch", "setuptools"), "transformers": ("transformers", "tokenizers", "huggingface_hub")}
 CASES = [
-    nox.param((), id="newest"),
+    nox.param((), id="pinned"),
+    nox.param(None, id="newest"),
     nox.param(("torch", "transformers"), id="oldest"),
     nox.param(("torch",), id="old-torch"),
     nox.param(("transformers",), id="old-transformers"),
 ]
 
-nox.options.sessions = ["lint", "types", "tests-3.11(newest)", "docs", "package"]
+nox.options.sessions = ["lint", "types", "tests-3.11(pinned)", "docs", "package"]
 nox.options.error_on_missing_interpreters = True
 
 
@@ -51,8 +53,15 @@ def types(session: nox.Session) -> None:
 
 @nox.session(python=["3.11", "3.12", "3.13"])
 @nox.parametrize("old", CASES)
-def tests(session: nox.Session, old: tuple[str, ...]) -> None:
-    """Run the tests on the pinned packages, or with the oldest torch or transformers that are supported."""
+def tests(session: nox.Session, old: tuple[str, ...] | None) -> None:
+    """Run the tests on the pinned packages, with the oldest torch or transformers that are supported, or without pins.
+
+    Which torch comes (CPU or CUDA) is pip's to say, by PIP_EXTRA_INDEX_URL.
+    """
+    if old is None:
+        session.install("--upgrade", "--upgrade-strategy", "eager", "-e", ".[dev]")
+        check(session)
+        return
     loose = {name for package in old for name in FOLLOWING[package]}
     pins = [line for line in Path("constraints.txt").read_text().splitlines() if line.partition("==")[0] not in loose]
     constraints = Path(session.create_tmp()) / "constraints.txt"

@@ -41,6 +41,7 @@ def answer(model, cache, seed):
     return torch.cat(out, 1)
 
 
+@pytest.mark.slow
 def test_threads_that_share_a_model_do_not_meet(tiny_llama):
     """Two with caches of their own, one with transformers' cache, and one whose pass records gradients."""
     model = tiny_llama(num_hidden_layers=8)
@@ -372,14 +373,15 @@ def test_the_recorded_loop_takes_tokens_and_an_eviction_cache(tiny_llama):
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["before the cache", "run before the cache"])
 def test_a_compiled_model_takes_a_cache(tiny_llama, when):
-    model = tiny_llama()
+    model = tiny_llama(num_hidden_layers=1)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     if when == "run before the cache":
         logits(compiled, IDS)
     cache = ag.EvictionCache(compiled, "snapkv", 12)
-    want = read(tiny_llama(), IDS, "snapkv", 12)
+    plain = tiny_llama(num_hidden_layers=1)
+    want = read(plain, IDS, "snapkv", 12)
     got = logits(compiled, IDS, cache)
-    hold(got, logits(tiny_llama(), IDS), of_logits(model))
+    hold(got, logits(plain, IDS), of_logits(plain))
     assert cache.kept_positions(0)[0][0].tolist() == want.kept_positions(0)[0][0].tolist()
     torch._dynamo.reset()

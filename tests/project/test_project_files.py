@@ -71,7 +71,10 @@ def test_every_session_that_a_workflow_runs_exists():
     assert {"lint", "types", "docs", "package", "tests-3.11(oldest)"} <= ran
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pythons = {x.rpartition(" ")[2] for x in project["classifiers"] if re.search(r":: 3\.\d", x)}
-    assert {name[6:10] for name in ran if name.endswith("(newest)")} == pythons
+    assert {name[6:10] for name in ran if name.endswith("(pinned)")} == pythons
+    scheduled = [loaded(path) for path in WORKFLOWS if "schedule" in loaded(path).get("on", {})]
+    cases = [case for work in scheduled for case in work["jobs"]["tests"]["strategy"]["matrix"]["include"]]
+    assert {case["packages"] for case in cases} == {"oldest", "newest"}
 
 
 def test_sessions_run_the_commands_of_the_test_script():
