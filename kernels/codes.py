@@ -27,7 +27,8 @@ class Codes:
     """How ``width`` numbers are written: a code of so many bits for each, in groups with a scale and an offset each.
 
     A number is ``offset + scale code``. The offset is the group's least number and the scale its range over the number
-    of steps, both float16; what lies beyond that type becomes its largest number.
+    of steps, both float16; what lies beyond that type becomes its largest number. A group with a number that is not
+    finite becomes NaN, so that a model that overflows is noticed.
 
     Attributes:
         bits: 8 or 4.
@@ -57,7 +58,8 @@ class Codes:
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the bytes ``[..., nbytes]`` uint8 of numbers ``[..., width]``: codes, then scales and offsets."""
-        x = x.float().clamp(-LARGEST, LARGEST)
+        x = x.float()
+        x = x.clamp(-LARGEST, LARGEST).where(x.isfinite(), torch.nan)
         spare = self._groups * self.group - self.width
         whole = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], spare)], -1)
         groups = whole.unflatten(-1, (self._groups, self.group))
@@ -69,6 +71,7 @@ class Codes:
         codes = (groups - offset.float()[..., None]) * per_step[..., None]
         codes = codes.round().clamp(0, 2**self.bits - 1).to(torch.uint8).flatten(-2)[..., : self.width]
         pairs = torch.stack([scale, offset], -1).flatten(-2)
+        pairs = pairs.masked_fill(pairs.isnan(), torch.nan)  # of NaNs the one whose bytes C++ writes
         return torch.cat([codes if self.bits == 8 else _packed(codes), pairs.contiguous().view(torch.uint8)], -1)
 
     def decode(self, data: Tensor) -> Tensor:

@@ -30,9 +30,10 @@ inline float widen(BFloat16 x) { return as_float(static_cast<uint32_t>(x.bits) <
 inline float widen(Half x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x.bits);
-#else  // exact for finite numbers, subnormal ones among them: the exponent is moved, then rebiased by a product
-  const float size = as_float(static_cast<uint32_t>(x.bits & 0x7fff) << 13) * 0x1p112f;
-  return x.bits & 0x8000 ? -size : size;
+#else  // exact, of subnormal numbers too: the exponent is moved, then rebiased by a product; infinity and NaN stay such
+  const uint32_t size = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
+  const float wide = (x.bits & 0x7c00) == 0x7c00 ? as_float(size | 0x7f800000) : as_float(size) * 0x1p112f;
+  return x.bits & 0x8000 ? -wide : wide;
 #endif
 }
 
@@ -60,14 +61,14 @@ inline void narrow(float x, BFloat16* out) {
   out->bits = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// To the nearest, ties to even, of a number that is not beyond the type.
+// To the nearest, ties to even, of a number that is not beyond the type; NaN stays NaN.
 inline void narrow(float x, Half* out) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
   const uint32_t normal = (size + 0xfff + (size >> 13 & 1) - (112 << 23)) >> 13;
   const uint32_t subnormal = static_cast<uint32_t>(std::nearbyint(as_float(size) * 0x1p24f));  // below 2^-14
-  out->bits = static_cast<uint16_t>(sign | (size < 113 << 23 ? subnormal : normal));
+  out->bits = x != x ? 0x7e00 : static_cast<uint16_t>(sign | (size < 113 << 23 ? subnormal : normal));
 }
 
 // e^x for x <= 0, relative error below 1e-6: 2^n times a polynomial on [-log(2)/2, log(2)/2]. Below -87, where numbers
@@ -124,7 +125,8 @@ inline Lanes load(const BFloat16* x) { return reinterpret_cast<Lanes>(lane_bits(
 inline Lanes load(const Half* x) {
   const LaneBits bits = lane_bits(x);
   const Lanes size = reinterpret_cast<Lanes>((bits & 0x7fff) << 13) * 0x1p112f;
-  return reinterpret_cast<Lanes>(reinterpret_cast<LaneBits>(size) | (bits & 0x8000) << 16);
+  const LaneBits beyond = reinterpret_cast<LaneBits>((bits & 0x7c00) == 0x7c00) & 0x7f800000;  // infinity and NaN
+  return reinterpret_cast<Lanes>(reinterpret_cast<LaneBits>(size) | beyond | (bits & 0x8000) << 16);
 }
 
 // The same lanes, in a register: compilers would read them from memory again for each product.

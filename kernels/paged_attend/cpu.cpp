@@ -151,7 +151,7 @@ void attend(const Rows& rows, const float* q, const int32_t* at, int64_t row, in
   }
   for (int64_t i = 0; i < queries; ++i)
     for (int64_t d = 0; d < width; ++d)
-      out[(row * all + first + i) * width + d] = block.sum[i] > 0 ? room.out[i * width + d] / block.sum[i] : 0.0f;
+      out[(row * all + first + i) * width + d] = block.sum[i] == 0 ? 0.0f : room.out[i * width + d] / block.sum[i];
 }
 
 }  // namespace

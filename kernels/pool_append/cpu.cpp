@@ -21,13 +21,14 @@ void encode(const Column& c, const float* x, char* token) {
   std::memset(token, 0, pairs - token);
   for (int64_t first = 0; first < c.width; first += c.group, pairs += 4) {
     const int64_t end = std::min(first + c.group, c.width);
-    float least = LARGEST, most = -LARGEST;
+    float least = LARGEST, most = -LARGEST, none = 0;  // NaN where a number is not finite, which then all are
     for (int64_t d = first; d < end; ++d) {
+      none += 0 * x[d];
       least = std::min(least, x[d]);
       most = std::max(most, x[d]);
     }
     Half pair[2];  // scale and offset
-    narrow(std::max(least, -LARGEST) + 0.0f, &pair[1]);
+    narrow(std::max(least, -LARGEST) + none, &pair[1]);
     const float offset = widen(pair[1]);
     narrow((std::min(most, LARGEST) - offset) / steps + 0.0f, &pair[0]);
     const float scale = widen(pair[0]), per_step = scale > 0 ? 1 / scale : 0;

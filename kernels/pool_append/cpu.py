@@ -49,4 +49,7 @@ def _numbers(*values: int) -> ctypes.Array[ctypes.c_int64]:
 
 def unavailable(pages: Pages, *others: Tensor) -> str | None:
     """Return why the C++ version cannot write into rows and buffers, or None."""
+    for codes in pages.format[:2] if pages.format is not None else ():
+        if codes.dtype not in native.TYPES:
+            return f"codes are made of numbers of {codes.dtype}, not of float32, bfloat16 or float16"
     return KERNEL.unavailable(*pages.columns, pages.table, pages.lengths, *(pages.near or ()), *others, in_place=True)

@@ -20,6 +20,7 @@ from tests.support.paged import (
     places,
 )
 
+reference = pytest.param(pool_append.reference_pool_append, id="reference")
 KINDS = ["int8", "int4"]
 FORMATS = [(8, 64), (4, 32), (4, 64)]
 compiled = needs(paged_decode.cpu.KERNEL)
@@ -102,6 +103,30 @@ def test_cpp_writes_the_same_bytes(width, dtype, name, kind):
         written.append([*(column.flatten(0, 1)[at] for column in pages.columns), *(y.nan_to_num() for y in near)])
     for mine, wanted in zip(*written, strict=True):
         assert torch.equal(mine, wanted)
+
+
+@pytest.mark.parametrize("append", [pytest.param(pool_append.cpu.pool_append, marks=compiled, id="cpp"), reference])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_group_with_a_number_that_is_not_finite_becomes_nan(value, dtype, append):
+    """It alone: a model that overflows is to be noticed."""
+    x = drawn("normal", 2, 128).to(dtype).view(1, 2, 128)
+    x[0, 1, 70] = value
+    pages = coded(pages_of([0] * 2, page=4, dim=128, dtype=dtype), "int8")
+    append(pages, New(x, -x, torch.tensor([3])), None, [], None)
+    for column, codes in zip(pages.columns[:2], pages.format[:2], strict=True):
+        first, second = (codes.decode(column.flatten(0, 1)[places(pages, row)])[0] for row in range(2))
+        assert first.isfinite().all() and second[:64].isfinite().all() and second[64:].isnan().all()
+
+
+def test_codes_of_float64_are_those_that_pytorch_writes(fresh):
+    x = drawn("normal", 6, 64).double().view(1, 6, 64)
+    pages, wanted = (coded(pages_of([0] * 6, dim=64, dtype=torch.float64), "int8") for _ in range(2))
+    pool_append.pool_append(pages, New(x, -x, torch.tensor([3])))
+    pool_append.reference_pool_append(wanted, New(x, -x, torch.tensor([3])))
+    at = torch.cat([places(pages, row) for row in range(6)])
+    for mine, right in zip(pages.columns, wanted.columns, strict=True):
+        assert torch.equal(mine.flatten(0, 1)[at], right.flatten(0, 1)[at])
 
 
 CASES = {

@@ -16,10 +16,11 @@ from ag.kernels.paged_attend import cpu as attend_cpu
 from ag.kernels.paged_attend.reference import reference_paged_attend
 from ag.kernels.paged_decode import cpu as paged_cpu
 from ag.kernels.paged_decode import reference_paged_decode
+from ag.kernels.softmax import PLAIN
 from tests.support.bounds import bounded, hold
 from tests.support.compiled import needs
 from tests.support.hard import HARD, SCALING, check_columns, check_gated_attention, hard
-from tests.support.paged import attended, hold_rows, in_pages, places
+from tests.support.paged import attended, filled, hold_rows, in_pages, places
 
 needs_compiler = needs(paged_cpu.KERNEL)
 
@@ -78,3 +79,31 @@ def test_paged_attend(name, attend):
     s = (bounded(q[0]).unflatten(0, (2, -1)) @ bounded(k[0])[:, None].mT) * SCALING
     want = s.masked_fill(hidden, float("-inf")).softmax(-1) @ bounded(v[0])[:, None]
     hold(got, want.flatten(0, 1)[None])
+
+
+def attend_once(version):
+    """A version of ``paged_attend`` called as one of ``paged_decode`` is."""
+    return lambda q, pages, scaling: version(q, pages, torch.full((1, 1), 50), scaling, None, None, PLAIN)
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        pytest.param(paged_cpu.paged_decode, id="decode-cpp", marks=needs_compiler),
+        pytest.param(reference_paged_decode, id="decode-reference"),
+        pytest.param(attend_once(attend_cpu.paged_attend), id="attend-cpp", marks=needs(attend_cpu.KERNEL)),
+        pytest.param(attend_once(reference_paged_attend), id="attend-reference"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("column", ["keys", "values"])
+def test_what_is_not_finite_shows(column, value, dtype, decode):
+    """In every number of what sees it, and nowhere else: a model that overflows is to be noticed."""
+    q, pages = filled([40, 30], 4, dim=64, dtype=dtype)
+    pages.ranks.flatten()[torch.cat([places(pages, 0), places(pages, 1)])] = torch.arange(70, dtype=torch.int32) % 40
+    before = decode(q, pages, SCALING)
+    getattr(pages, column).flatten(0, 1)[places(pages, 0)[7]] = value
+    after = decode(q, pages, SCALING)
+    assert before.isfinite().all() and not after[:, :2].isfinite().any()
+    assert torch.equal(after[:, 2:], before[:, 2:])
