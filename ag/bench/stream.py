@@ -41,7 +41,7 @@ class Runner:
         generated = arena.decode(self.cache, self.token)
         times = seconds_of(arena.device, lambda: next(generated), steps)
         if self.grows:
-            self.cache.crop(steps)
+            self.cache.crop(-steps)
         self.first_bytes = self.first_bytes or kv_bytes(self.cache)
         self.seconds += times
         return sum(times)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
 from collections.abc import Sequence
 from typing import Any, NoReturn, Self
@@ -26,7 +27,7 @@ from ag.errors import UserError
 from ag.gates.attach import alike, attached_gates, check_geometry, move_to_layers
 from ag.gates.gate import AttentionGates
 from ag.model.geometry import fingerprint
-from ag.model.hooks import decoder_of, instrument
+from ag.model.hooks import decoder_of, instrument, virtual_tokens
 from ag.model.projection import output_projection
 from ag.model.support import check_attention, check_rotations
 
@@ -70,6 +71,7 @@ class EvictionCache(Forward, Cache):
         if self.policy.by_gates and self.gates is None:
             self.gates = _attached(model, self.policy)
         check_attention(model)
+        virtual_tokens(model)  # refuses prefixes
         self.decoder = decoder_of(model)
         if pool is not None:
             pool.check(self.decoder)
@@ -165,16 +167,20 @@ class EvictionCache(Forward, Cache):
     # ---- going back, other sequences, other texts
 
     def crop(self, tokens_to_remove: int | Sequence[int]) -> None:
-        """Forget the newest tokens.
+        """Forget the newest tokens, back to those that came since something was evicted.
 
         Args:
-            tokens_to_remove: columns, a negative number being the same as a positive one; or for each sequence how many
-                of its own tokens: drafts of which a batch accepts unequal numbers.
+            tokens_to_remove: -n for the last n columns; or for each sequence how many of its own tokens: drafts of
+                which a batch accepts unequal numbers.
 
         Raises:
-            UserError: when what was evicted since, or what the scorer recorded, cannot be restored.
+            UserError: when what was evicted since, or what the scorer recorded, cannot be restored; for a positive
+                number, as in transformers.
         """
-        remove = abs(tokens_to_remove) if isinstance(tokens_to_remove, int) else tokens_to_remove
+        remove: int | Sequence[int]
+        remove = tokens_to_remove if isinstance(tokens_to_remove, Sequence) else -operator.index(tokens_to_remove)
+        if isinstance(remove, int) and remove < 0:
+            raise UserError(f"crop({-remove}): expected a negative number: crop(-n) forgets the last n columns.")
         if remove == 0 or (not isinstance(remove, int) and not any(remove)):
             return
         self._require(0)
@@ -199,7 +205,7 @@ class EvictionCache(Forward, Cache):
         common = 0 if self.unfinished else self.text.common(input_ids)
         if common:
             try:
-                self.crop(self.text.seen - common)
+                self.crop(common - self.text.seen)
                 return common
             except UserError:
                 pass
@@ -227,12 +233,16 @@ class EvictionCache(Forward, Cache):
         """Make the sequences those at ``beam_idx``."""
         self.batch_select_indices(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Make the sequences those at ``indices``."""
+    def batch_select_indices(self, indices: Tensor | Sequence[int] | Sequence[bool]) -> None:
+        """Make the sequences those at ``indices``, or those where a mask is True; an empty cache stays as it is."""
+        if not self.text.seen:
+            return
+        device = indices.device if isinstance(indices, Tensor) else None
+        places = torch.arange(len(self.valid), device=device)[indices, ...]
         for part in self.parts.values():
-            part.select(indices)
+            part.select(places)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
+    def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
         """Repeat each sequence."""
         self.batch_select_indices(torch.arange(len(self.valid)).repeat_interleave(repeats))
 

@@ -55,14 +55,14 @@ class Forward(Holdings, Interceptor):
         """Take note of the text that is to come, whole or in parts: the prompt, or the same text grown longer.
 
         ``model.generate`` calls it. Without it the first forward pass is the prompt. While a prompt is being read, the
-        rest of it may become another one.
+        rest of it may become another one. What comes must have the padding that is announced here.
 
         Args:
             valid: ``[B, T]`` bool, False on padding.
-            tokens: ``[B, T]`` ids, where they are known.
+            tokens: ids ``[B, T]``, or of those alone that were not seen; None: they are not known.
 
         Raises:
-            UserError: when the tokens do not go on from those seen.
+            UserError: when the text does not go on from the one seen.
         """
         self.check_whole()
         self.text.expect(valid, tokens)
@@ -113,8 +113,8 @@ class Forward(Holdings, Interceptor):
         """
         self.text.protect(spans)
 
-    def saw(self, tokens: Tensor) -> None:
-        """Take note of the text ``[B, T]`` that went by; ``model.generate`` calls it."""
+    def saw(self, tokens: Tensor | None) -> None:
+        """Take note of the text ``[B, T]`` that went by, None where it is not known; ``model.generate`` calls it."""
         self.text.saw(tokens)
 
     def modules(self) -> list[nn.Module]:
@@ -232,13 +232,12 @@ class Forward(Holdings, Interceptor):
         return out
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def finish(self, states: Tensor) -> Tensor:
-        """Put each sequence's own last token in the last column, where ``model.generate`` looks for it; trim memory.
+    def finish(self) -> None:
+        """Trim memory behind a prompt.
 
         A policy that rereads lets the model repeat a prompt once it is there, and evicts then.
         """
-        self.unfinished = False
-        out, again = self.text.ended(states), self.reread
+        self.unfinished, again = False, self.reread
         pending = again is not None and not again.active and not again.done
         if again is not None and pending and self.text.seen >= self.text.prompt_columns:
             with self._whole_prompt(), self.text.aside():
@@ -250,7 +249,6 @@ class Forward(Holdings, Interceptor):
             for layer in self.evicting_layers:
                 if layer.store is not None:
                     layer.store.trim()
-        return out
 
     # ---- steps, see ag.engine.step
 

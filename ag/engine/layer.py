@@ -356,7 +356,9 @@ class EvictionLayer(CacheLayerMixin, Attributes):
     def _first(self, step: Step) -> Tensor:
         """Return the rank ``[B]`` of the next query of each prompt, or of the first that is looked back at later."""
         now = step.now
-        if step.decision is None or now.ends_prompt:
+        if now.ends_prompt:  # each is over, in whichever part its last token came
+            return now.prompt_lengths
+        if step.decision is None:
             return now.lengths
         return now.lengths - self.policy.lookback * (now.lengths < now.prompt_lengths)
 

@@ -15,7 +15,7 @@ from ag.engine.policy import Policy
 from ag.engine.reread import Measured
 from ag.engine.scorers.base import Rereader
 from ag.kernels.codes import KVDtype
-from ag.model.hooks import AttentionCall, Interceptor, decoder_of
+from ag.model.hooks import AttentionCall, Interceptor, check_end, decoder_of
 
 
 @torch.no_grad()
@@ -37,14 +37,19 @@ def read_prompt(
         model: causal language model in evaluation mode.
         policies: one for each cache.
         input_ids: ``[B, T]``.
-        attention_mask: ``[B, T]``, nonzero on real tokens; None without padding.
+        attention_mask: ``[B, T]``, nonzero on real tokens, the last column among them; None without padding.
         position_ids: ``[B, T]``; None: counted from the first column.
         protect: tokens that stay in each of the caches; see :meth:`ag.EvictionCache.protect`.
 
     Returns:
         For each policy its cache, and the final hidden states ``[B, d]`` of the last token of each prompt.
+
+    Raises:
+        UserError: when a prompt ends with padding.
     """
     decoder = decoder_of(model)
+    if attention_mask is not None:
+        check_end(attention_mask)
     caches = [EvictionCache(model, policy) for policy in policies]
     for cache in caches if protect else ():
         cache.protect(protect)
@@ -99,9 +104,9 @@ class _Together(Interceptor):
     def positions(self, given: Tensor | None, columns: Tensor | None) -> Tensor | None:
         return [cache.positions(given, columns) for cache in self.caches][0]
 
-    def finish(self, states: Tensor) -> Tensor:
-        ends: list[Tensor] = [cache.finish(states) for cache in self.caches]
-        return ends[0]
+    def finish(self) -> None:
+        for cache in self.caches:
+            cache.finish()
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         for cache in self.caches:

@@ -120,7 +120,7 @@ class Reread:
             past_key_values=cache,
             use_cache=True,
         )
-        cache.crop(width)
+        cache.crop(-width)
 
     def enter_layer(self, hidden: Tensor) -> None:
         """Look at the hidden states ``[B, m, d]`` that enter the attention of a layer."""

@@ -18,9 +18,11 @@ from ag.engine.policy import Policy
 from ag.engine.positions import Original
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
+from ag.model.hooks import hides
 from ag.stateful import Attributes
 
 AHEAD = 1024  # columns that steps have memory for at once
+AGAIN = "to continue, give the whole text so far and what follows; for another text call cache.reset() first"
 
 
 class Text(Attributes):
@@ -42,28 +44,21 @@ class Text(Attributes):
     #: ``[B, L]`` bool, which of the first L own tokens never go, whatever the policy; None: none is protected so.
     protected: Tensor | None
     _unpadded: int  # columns that came without padding: each sequence has at least so many own tokens
-    _right_padded: bool  # whether some sequence ends with padding in the last forward pass
-    _gaps: bool  # whether one did in any
-    _expected: Tensor | None  # what model.generate said of the prompt to come, [B, T] bool
-    _ids: Tensor | None  # what it said of the text so far, [B, T]
-    _ends: Tensor | None  # final hidden states [B, d] of the last own tokens, while parts of a prompt come
+    _by_rank: bool  # whether columns are not the places of tokens: a join or a crop by sequence has moved them
+    _prompt: Tensor | None  # [B, T] bool, False on padding: the prompt of which parts are still to come; else None
+    _expected: tuple[Tensor, Tensor | None] | None  # mask and ids of the announced text, until a pass begins with it
+    _ids: Tensor | None  # the text so far [B, T], as far as model.generate said it
     _number: int  # of the last pass
-    _decided: Tensor  # [B] own tokens when the prompt was decided about
-    #: Decisions since then that crop may undo, and the one before them: columns before and after the forward pass, and
-    #: own tokens [B] when each sequence was last decided about; None: those of the columns after it.
-    _decisions: tuple[tuple[int, int, Tensor | None], ...]
-    _alike: int | None  # columns when all sequences were last decided about, unless some were padded since
+    _decided: Tensor  # [B] own tokens when each sequence was last decided about
     _settled: int  # columns when flags could last evict: before the last forward pass, or after the prompt
     _counters: tuple[Tensor, Tensor] | None  # ranks [B, 1] and lengths [B] of the last step, which count on in place
     _ahead: Tensor | None  # [B, n] bool, whose first columns ``valid`` is, and of which the others are True
-    _settled_for: Tensor | None  # [B], most own tokens already evicted for, kept across crops; None: never cropped
 
     STATE: ClassVar[Mapping[str, Any]] = {
         **dict.fromkeys(("valid", "prompt_lengths", "_decided"), Tensor),
         **dict.fromkeys(("before", "prompt_columns", "_unpadded", "_number", "_settled"), int),
-        **dict.fromkeys(("_right_padded", "_gaps"), bool),
-        **dict.fromkeys(("protected", "_expected", "_ids", "_ends", "_settled_for"), Tensor | None),
-        "_decisions": tuple,
+        **dict.fromkeys(("protected", "_ids"), Tensor | None),
+        "_by_rank": bool,
     }
 
     def __init__(
@@ -74,12 +69,11 @@ class Text(Attributes):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.now = self.protected = self._expected = self._ids = self._ends = self._settled_for = None
+        self.now = self.protected = self._prompt = self._expected = self._ids = None
         self.valid, self.prompt_lengths = torch.empty(0, 0, dtype=torch.bool), torch.empty(0, dtype=torch.long)
         self.before = self.prompt_columns = self._unpadded = self._number = self._settled = 0
-        self._right_padded = self._gaps = False
-        self._decided, self._decisions = torch.empty(0, dtype=torch.long), ()
-        self._alike = self._counters = self._ahead = None
+        self._by_rank, self._decided = False, torch.empty(0, dtype=torch.long)
+        self._counters = self._ahead = None
 
     @property
     def seen(self) -> int:
@@ -90,40 +84,49 @@ class Text(Attributes):
 
     def expect(self, valid: Tensor, tokens: Tensor | None) -> None:
         """Take note of the text that is to come; see :meth:`ag.engine.forward.Forward.expect`."""
-        if tokens is not None:
+        seen, columns = self.seen, valid.shape[1]
+        given = columns if tokens is None else tokens.shape[1]
+        if given not in (columns, columns - seen):
+            raise UserError(
+                f"model.generate was given {given} tokens and an attention_mask of {columns} columns, and this cache "
+                f"has seen {seen}: expected a mask of {given} columns for the whole text, or of {seen + given} where "
+                "these are the new tokens alone."
+            )
+        if seen and columns <= seen:
+            raise UserError(f"model.generate was given {columns} tokens, and this cache has seen {seen}: {AGAIN}.")
+        self._check_past(valid)
+        if given < columns:
+            tokens = None  # they do not say what went before
+        elif tokens is not None:
             self._check_goes_on(tokens)
-            self._ids = tokens
-        if not self.seen:
-            self._expected = valid
-        elif self.seen < min(self.prompt_columns, valid.shape[1]):  # another prompt goes on from what was read
-            self.prompt_columns, self.prompt_lengths = valid.shape[1], valid.sum(1)
+        self._expected = valid, tokens
 
-    def saw(self, tokens: Tensor) -> None:
-        """Take note of the text ``[B, T]`` that went by."""
-        if self._ids is not None and len(self._ids) == len(tokens) == len(self.valid):  # no beams
+    def saw(self, tokens: Tensor | None) -> None:
+        """Take note of the text ``[B, T]`` that went by, None where it is not known; what was announced is over."""
+        self._expected = None
+        if tokens is None or self._ids is None:
+            return
+        if len(self._ids) == len(tokens) == len(self.valid):  # no beams
             self._ids = tokens
 
     def _check_goes_on(self, tokens: Tensor) -> None:
-        seen = self.seen
-        again = "to continue, give the whole text so far and what follows; for another text call cache.reset() first"
-        if seen and tokens.shape[1] <= seen:
-            raise UserError(
-                f"model.generate was given {tokens.shape[1]} tokens, and this cache has seen {seen}: {again}."
-            )
-        if not seen or self._ids is None or len(self._ids) != len(tokens):
+        """Refuse a text ``[B, T]`` that begins otherwise than the one that went by, as far as that is known."""
+        if not self.seen or self._ids is None or len(self._ids) != len(tokens):
             return
-        before = self._ids[:, :seen].to(tokens.device)
+        before = self._ids[:, : self.seen].to(tokens.device)
         differs = (before != tokens[:, : before.shape[1]]).any(0)
         if bool(differs.any()):
             raise UserError(
                 f"The tokens that model.generate was given differ from those that this cache has seen, from column "
-                f"{int(differs.long().argmax())} on: {again}."
+                f"{int(differs.long().argmax())} on: {AGAIN}."
             )
 
     def common(self, tokens: Tensor) -> int:
         """Return how many columns, less than all, a text ``[B, T]`` begins with as the one that went by did."""
-        most = min(self.seen, tokens.shape[1] - 1)
-        if self._ids is None or len(self._ids) != len(tokens) or most < 1:
+        if self._ids is None or len(self._ids) != len(tokens):
+            return 0
+        most = min(self.seen, self._ids.shape[1], tokens.shape[1] - 1)
+        if most < 1:
             return 0
         differs = (self._ids[:, :most].to(tokens.device) != tokens[:, :most]).any(0)
         return int(differs.long().argmax()) if bool(differs.any()) else most
@@ -139,32 +142,63 @@ class Text(Attributes):
     def extend(self, mask: Tensor | None, batch: int, length: int, device: torch.device) -> None:
         """Add the columns of a forward pass of ``[batch, length]`` tokens, and make the pass of all of them.
 
-        ``mask`` ``[B, seen + length]`` is nonzero on real tokens; None: there is no padding.
+        ``mask`` ``[B, seen + length]`` is nonzero on real tokens; None: there is no padding among these.
+
+        Raises:
+            UserError: for tokens that do not go on from those seen, or not as announced; nothing has changed then.
         """
-        new, seen = self._real(mask, batch, length, device), self.seen
-        coming = length if seen or self._expected is None else self._expected.shape[1]
+        seen = self.seen
+        new, padded = self._real(mask, batch, length, device)
+        if length == 1 and not padded and self.ends and self.rotation.in_place:
+            self._announced()
+            self._step(new)
+            return
+        prompt = self._read(new) if seen < self.prompt_columns or not seen else None
+        coming = length if seen or prompt is None else prompt.shape[1]
         if self.gates is not None and self.gates.config.scope == "prompt" and length < coming:
             raise UserError(
                 f"{self.policy!r}: gates of gate.scope=prompt read the prompt in one forward pass, and {length} of "
                 f"{coming} tokens came; leave prefill_chunk_size out, or use gates of gate.scope=causal."
             )
-        padded = mask is not None and not bool(new.all())
-        if length == 1 and not padded and self.ends and self.rotation.in_place:
-            self._step(new)
-            return
+        if not seen and self.protected is not None:
+            self.protected = _of_each(self.protected, new)
+        self._announced()
         self.before = seen
         self._counters = self._ahead = None
-        if not seen:
-            self._begin_prompt(new)
+        if prompt is not None:
+            self.prompt_columns, self.prompt_lengths = prompt.shape[1], prompt.sum(1)
         self.valid = torch.cat([self.valid.to(new.device), new], 1) if seen else new
+        self._prompt = prompt if self.seen < self.prompt_columns else None
         self.prompt_lengths = self.prompt_lengths.to(new.device)
-        if self.seen >= self.prompt_columns > seen:
-            self.prompt_lengths = self.valid[:, : self.prompt_columns].sum(1)
-        self._right_padded = padded and not bool(new[:, -1].all())
-        self._gaps |= self._right_padded
         self._unpadded += 0 if padded else length
         tokens = Tokens(ranks=(self.valid.cumsum(1) - 1)[:, seen:], real=new)
         self._made(tokens, padded=padded, reading=seen < self.prompt_columns)
+
+    def _announced(self) -> None:
+        """Go over to the text that was announced."""
+        if self._expected is not None and self._expected[1] is not None:
+            self._ids = self._expected[1]
+        self._expected = None
+
+    def _read(self, new: Tensor) -> Tensor:
+        """Return the prompt ``[B, T]`` bool, False on padding, of which these tokens ``[B, w]`` are the next ones.
+
+        It is the one that was announced, or these tokens alone.
+        """
+        seen, announced = self.seen, None if self._expected is None else self._expected[0]
+        if announced is None or announced.shape[1] <= seen:
+            announced = self._prompt if seen else new
+        assert announced is not None
+        prompt = announced.to(new.device)
+        if len(prompt) != len(new) and len(new) % len(prompt) == 0:  # beams: each prompt comes several times
+            prompt = prompt.repeat_interleave(len(new) // len(prompt), 0)
+        told = prompt[:, seen : seen + new.shape[1]]
+        if not torch.equal(told, new[:, : told.shape[1]]):
+            raise UserError(
+                f"attention_mask: columns {seen} to {seen + told.shape[1] - 1} of the prompt have other padding than "
+                "was announced; give model.generate the attention_mask, or cache.expect the one that comes."
+            )
+        return prompt
 
     def _step(self, new: Tensor) -> None:
         """Make the pass of one token of each sequence, behind the prompt: the same operations on the same memory."""
@@ -178,7 +212,7 @@ class Text(Attributes):
         seen = self.seen
         self.reserve(1)
         assert self._ahead is not None
-        self.valid, self._right_padded, self._settled = self._ahead[:, : seen + 1], False, seen
+        self.valid, self._settled = self._ahead[:, : seen + 1], seen
         self.before = seen
         self._unpadded += 1
         ranks, lengths = self._counted()
@@ -216,29 +250,45 @@ class Text(Attributes):
             )
             self._ahead[:, : self.seen] = self.valid
 
-    def _real(self, mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
-        """Return which new tokens are not padding, ``[B, length]`` bool."""
+    def _real(self, mask: Tensor | None, batch: int, length: int, device: torch.device) -> tuple[Tensor, bool]:
+        """Return which new tokens are not padding, ``[B, length]`` bool, and whether some are."""
         if self.seen and batch != len(self.valid):
             raise UserError(
                 f"This cache holds {len(self.valid)} sequences, not {batch}; for another text call cache.reset() first."
             )
         if mask is None:
-            return torch.ones(batch, length, dtype=torch.bool, device=device)
+            return torch.ones(batch, length, dtype=torch.bool, device=device), False
         if mask.ndim != 2 or mask.shape[1] != self.seen + length:
             raise UserError(
                 f"attention_mask {tuple(mask.shape)}: expected {(batch, self.seen + length)}, one entry for each "
                 "token seen and coming; for another text call cache.reset() first."
             )
-        return mask[:, self.seen :].bool()
+        said, new = mask.bool().split([self.seen, length], 1)
+        found = [new.all(), *([(said == self.valid.to(mask.device)).all()] if self.seen else [])]
+        whole, *same = torch.stack(found).tolist()  # the host waits once
+        if not all(same):
+            self._check_past(mask)
+        return new, not whole
 
-    def _begin_prompt(self, new: Tensor) -> None:
-        whole = new if self._expected is None else self._expected.to(new.device)
-        self._expected = None
-        if len(whole) != len(new):  # beams: each prompt comes several times
-            whole = whole.repeat_interleave(len(new) // len(whole), 0)
-        self.prompt_columns, self.prompt_lengths = whole.shape[1], whole.sum(1)
-        if self.protected is not None:
-            self.protected = _of_each(self.protected, new)
+    def _check_past(self, mask: Tensor) -> None:
+        """Refuse a mask that says something else of columns seen than the one that came with them."""
+        if not self.seen:
+            return
+        if len(mask) != len(self.valid):
+            raise UserError(
+                f"attention_mask {tuple(mask.shape)}: this cache holds {len(self.valid)} sequences; for another text "
+                "call cache.reset() first."
+            )
+        differs = mask[:, : self.seen].bool() != self.valid.to(mask.device)
+        if not bool(differs.any()):
+            return
+        row, column = differs.nonzero()[0].tolist()
+        read, now = ("a token", "padding") if self.valid[row, column] else ("padding", "a token")
+        raise UserError(
+            f"attention_mask: column {column} of sequence {row} came as {read}, and is {now} now: expected the mask to "
+            "go on from cache.valid. cache.crop([n, ...]) takes the newest n tokens of each sequence back, such as the "
+            "padding behind a shorter answer; for another text call cache.reset() first."
+        )
 
     def blocks(self) -> Iterator[Tensor] | None:
         """Cut a prompt into the blocks of the schedule, and what comes with it (a draft) off; None: it stays whole.
@@ -284,7 +334,7 @@ class Text(Attributes):
             reading=reading,
             ends_prompt=ends,
             padded=padded,
-            left_padded=padded and not bool(tokens.real[:, 0].all()),
+            left_padded=padded and hides(tokens.real),
             seen=self.seen,
             prompt_columns=self.prompt_columns,
             prompt_lengths=self.prompt_lengths,
@@ -313,30 +363,16 @@ class Text(Attributes):
         assert self.now is not None
         if self.now.positions is not None:
             return self.now.positions
-        if self._gaps:  # transformers goes on counting from the padding
+        if self._by_rank:
             return self.now.ranks if self.now.step else self.now.ranks.clamp_min(0)
         if columns is None:
             plain = given is None and self.now.step and self._unpadded == self.seen
             return self.now.ranks if plain else given  # the same memory at each step
         if given is None:
             given = torch.arange(self.before, self.seen, device=columns.device)[None]
-        return given.expand(len(columns), -1).gather(1, columns.clamp_min(0))
-
-    def ended(self, states: Tensor) -> Tensor:
-        """Return final hidden states ``[B, T, d]`` with that of each sequence's own last token in the last column.
-
-        Columns of padding have no meaning, so that nothing is lost; those on the right would otherwise be continued.
-        """
-        more = self.seen < self.prompt_columns  # a later part may hold nothing but padding of a sequence
-        if not (more or self._right_padded):
-            return states
-        real = self.valid[:, self.before :].to(states.device)
-        last = real.long().cumsum(1).argmax(1)
-        ends = states[torch.arange(len(states), device=states.device), last]
-        if self._ends is not None:
-            ends = ends.where(real.any(1, keepdim=True), self._ends.to(states.device))
-        self._ends = ends if more else None
-        return torch.cat([states[:, :-1], ends[:, None]], 1) if self._right_padded else states
+        several = given.shape[:-2]  # of models with several positions for each token, such as Qwen2-VL
+        index = columns.clamp_min(0).expand(*several, -1, -1)
+        return given.expand(*several, len(columns), -1).gather(-1, index)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -354,49 +390,25 @@ class Text(Attributes):
         In a prompt those which it, or a block of it, ends; later those that have grown by the steps of the schedule.
         None: of none. Where all sequences are alike the host knows it.
         """
-        policy, width = self.policy, tokens.ranks.shape[1]
+        policy = self.policy
         if policy.budget is None or policy.rereads or not (reading or policy.steps is not None):
             return None, False
         if reading:
             count, lengths = tokens.counts, self.valid.sum(1)
             ends = count == self.prompt_lengths
             due = (count > 0) & (ends if policy.block is None else ends | (count % policy.block == 0))
-            self._decided, self._decisions = lengths.minimum(self.prompt_lengths), ()
+            self._decided = lengths.minimum(self.prompt_lengths)
             every = bool(due.all())
-            self._alike = min(self.seen, self.prompt_columns) if every else None
             return (due, every) if every or bool(due.any()) else (None, False)
-        steps = policy.steps or 0
-        if not padded and (self._alike is not None or width >= steps):
-            if width < steps and self.seen - (self._alike or 0) < steps:
-                return None, False
-            due, every = tokens.real[:, 0], True
-        else:
-            self._alike = None if padded else self._alike
-            due = self._grown(self.valid.sum(1))
-            if not bool(due.any()):
-                return None, False
-            every = bool(due.all())
-        evicted_at = max(layer.evicted_at for layer in self.layers)
-        while len(self._decisions) > 1 and self._decisions[1][1] <= evicted_at:  # crop cannot reach it
-            self._decisions = self._decisions[1:]
-        self._decide(due, every, self.before)
-        return due, every
-
-    def _last_decided(self) -> Tensor:
-        """Return ``[B]``, own tokens of each sequence when it was last decided about."""
-        if not self._decisions:
-            return self._decided.to(self.valid.device)
-        _, after, lengths = self._decisions[-1]
-        return self.valid[:, :after].sum(1) if lengths is None else lengths.to(self.valid.device)
-
-    def _grown(self, lengths: Tensor) -> Tensor:
-        """Return ``[B]`` bool, which sequences, of so many own tokens ``[B]``, have grown by the schedule's steps."""
-        return lengths - self._last_decided() >= (self.policy.steps or 0)
-
-    def _decide(self, due: Tensor, every: bool, before: int) -> None:
-        """Note a decision after the prompt, in a forward pass from ``before`` columns to those seen."""
-        lengths = None if every else self.valid.sum(1).where(due, self._last_decided())
-        self._decisions, self._alike = (*self._decisions, (before, self.seen, lengths)), self.seen if every else None
+        if policy.steps == 1:  # the host knows it
+            due = tokens.real.any(1) if padded else tokens.real[:, 0]
+            return due, not padded or bool(due.all())
+        lengths, before = self._counted()[1], self._decided.to(tokens.real.device)
+        due = lengths - before >= (policy.steps or 0)
+        if not bool(due.any()):
+            return None, False
+        self._decided = lengths.where(due, before)
+        return due, bool(due.all())
 
     # ---- going back
 
@@ -437,12 +449,13 @@ class Text(Attributes):
         self._check_recent(what, counts)
         if self.policy.budget is not None:
             self._check_evicted(what, left)
-        self._settled_for, self._settled = self._settled_lengths(), min(self._settled, left)
         if not isinstance(remove, int):
-            self._gaps, self._ids = True, None
+            self._by_rank, self._ids = True, None
+        if left < self.prompt_columns:
+            self.prompt_lengths = self.prompt_lengths.minimum(counts.to(self.prompt_lengths.device))
         self.valid, self._unpadded = valid, max(0, self._unpadded - most)
-        self._alike = self._counters = self._ahead = None
-        self.prompt_columns = min(self.prompt_columns, self.seen)
+        self._counters = self._ahead = None
+        self._settled, self.prompt_columns = min(self._settled, self.seen), min(self.prompt_columns, self.seen)
         return counts
 
     def _without(self, remove: Sequence[int]) -> Tensor:
@@ -456,15 +469,9 @@ class Text(Attributes):
         return self.valid & (own <= (most - torch.tensor([*remove], device=own.device))[:, None])
 
     def crop(self, counts: Tensor) -> None:
-        """Take decisions back that belong to columns which are there no longer; nothing went in them."""
-        gone = sum(after > self.seen for _, after, _ in self._decisions)
-        if not gone:
-            return
-        before, *_ = self._decisions[-gone]
-        self._decisions = self._decisions[:-gone]
-        due = self._grown(counts)
-        if before < self.seen and bool(due.any()):  # the rest of that forward pass brings one about too
-            self._decide(due, bool(due.all()), before)
+        """Count the schedule's steps from here, where the last decision, in which nothing went, was behind."""
+        if len(self._decided):
+            self._decided = self._decided.minimum(counts.to(self._decided.device))
 
     def _check_evicted(self, what: str, left: int) -> None:
         """Refuse to go back to a state of which something was evicted under a budget since."""
@@ -487,7 +494,7 @@ class Text(Attributes):
         The next query of a text of n tokens sees all ranks from n + 1 - r on. Below that what had settled for n tokens
         has only those that stay for another reason.
         """
-        settled = self._settled_lengths()
+        settled = self.valid[:, : self._settled].sum(1)
         for name, recent, last in self._recents():
             first = settled + 1 - recent if last is None else (settled + 1 - recent).minimum(last)
             if bool(((first > 0) & (left + 1 - recent < first)).any()):
@@ -508,11 +515,6 @@ class Text(Attributes):
         if config.window and later:
             yield "gate.window", config.window, None
 
-    def _settled_lengths(self) -> Tensor:
-        """Return ``[B]``, the most own tokens of each sequence that something was evicted for."""
-        settled = self.valid[:, : self._settled].sum(1)
-        return settled if self._settled_for is None else settled.maximum(self._settled_for.to(settled.device))
-
     # ---- other sequences, other texts
 
     def join(self, other: Text) -> None:
@@ -520,10 +522,9 @@ class Text(Attributes):
 
         What was read so far counts as the prompt: none of it is taken back, and positions go on with each text.
         """
-        decided = [x._last_decided().to(self.valid.device) for x in (self, other)]
-        self._decided, self._decisions = torch.cat(decided), ()
-        self._alike = self._counters = self._ahead = None
+        self._counters = self._ahead = None
         seen, device = max(self.seen, other.seen), self.valid.device
+        self._decided = torch.cat([x._decided.to(device) for x in (self, other)])
         if self.protected is not None or other.protected is not None:
             none = torch.zeros(0, dtype=torch.bool, device=device)
             rows = [[none] * len(x.valid) if x.protected is None else [*x.protected.to(device)] for x in (self, other)]
@@ -532,23 +533,19 @@ class Text(Attributes):
         self.valid = valid[:, _first_column(valid) :]  # without columns of texts that left
         self.before = self.prompt_columns = self._settled = self.seen
         self.prompt_lengths = torch.cat([x.prompt_lengths.to(device) for x in (self, other)])
-        self._unpadded, self._right_padded, self._gaps = min(self._unpadded, other._unpadded), False, True
-        self.now = self._expected = self._ids = self._ends = self._settled_for = None
+        self._unpadded, self._by_rank = min(self._unpadded, other._unpadded), True
+        self.now = self._expected = self._ids = None
 
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
         self._counters = self._ahead = None
         if self._ids is not None and len(self._ids) != len(self.valid):  # beams are more than the text has rows
             self._ids = None
-        for name in ("valid", "prompt_lengths", "protected", "_ids", "_settled_for"):
+        for name in ("valid", "prompt_lengths", "protected", "_ids", "_prompt"):
             x = getattr(self, name)
             setattr(self, name, None if x is None else x[indices.to(x.device)])
         if len(self._decided):
             self._decided = self._decided[indices.to(self._decided.device)]
-        self._decisions = tuple(
-            (before, after, None if lengths is None else lengths[indices.to(lengths.device)])
-            for before, after, lengths in self._decisions
-        )
         self.now = None if self.now is None else self.now.select(indices)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -556,9 +553,6 @@ class Text(Attributes):
         super().load_state_dict(state)
         if self.valid.dtype != torch.bool or self.valid.ndim != 2:
             raise ValueError("valid")
-        kinds = (int, int, Tensor | None)
-        if not all(len(x) == 3 and all(map(isinstance, x, kinds)) for x in self._decisions):
-            raise ValueError("_decisions")
         if self.protected is not None and (self.protected.dtype, len(self.protected)) != (torch.bool, len(self.valid)):
             raise ValueError("protected")
 

@@ -13,7 +13,7 @@ from ag.kernels.column_max import column_max
 from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
-from ag.model.hooks import AttentionCall, Interceptor
+from ag.model.hooks import AttentionCall, Interceptor, hides
 from ag.model.projection import output_weight, projected_norms
 
 
@@ -21,13 +21,13 @@ class Dense(Interceptor):
     """Causal attention to every token of the same document, by the model's own implementation where possible.
 
     Args:
-        valid: ``[B, T]``, nonzero on real tokens; padding on either side. None without padding.
+        valid: ``[B, T]``, nonzero on real tokens; padding anywhere. None without padding.
         first: ``[B, T]`` long, the column where the document of each token begins. Tokens before it are invisible, and
             positions count from it, so that a document is computed as if it were alone. None: a row is one document.
     """
 
     def __init__(self, valid: Tensor | None = None, first: Tensor | None = None) -> None:
-        self.left_padded = valid is not None and not bool(valid[:, 0].all())
+        self.left_padded = valid is not None and hides(valid.bool())
         self.valid = None if valid is None or bool(valid.all()) else valid.bool()
         self.first = None if first is None or not bool(first.any()) else first
 

@@ -75,7 +75,7 @@ class AttentionCall:
 
         Args:
             valid: ``[B, T]`` bool, or None without padding.
-            left_padded: whether some row starts with padding (padding on the right is never seen).
+            left_padded: whether some token comes behind padding, see :func:`hides`.
         """
         windowed = self.window is not None and self.q.shape[2] > self.window
         if left_padded or windowed or not self.softmax.plain:
@@ -84,6 +84,11 @@ class AttentionCall:
         own = causal_attention(self.module)
         out: Tensor = own(_Own(self.module), self.q, self.k, self.v, None, dropout=0.0, scaling=self.scaling)[0]
         return out.transpose(1, 2)
+
+
+def hides(valid: Tensor) -> bool:
+    """Tell whether ``[B, T]`` bool, False on padding, hides anything: padding that no token follows is never seen."""
+    return bool((~valid[:, :-1] & valid[:, 1:]).any())
 
 
 class Interceptor(ABC):
@@ -117,21 +122,24 @@ class Interceptor(ABC):
         """
         return given
 
-    def finish(self, states: Tensor) -> Tensor:
-        """Return the final hidden states ``[B, T, d]`` of the new tokens as the model's head is to see them."""
-        return states
+    def finish(self) -> None:
+        """End a forward pass, behind its last layer."""
+        return None
 
     def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
         """Announce the whole text: what was seen of it, and the rest, which comes in one or several passes.
 
         Args:
             valid: ``[B, T]`` bool, False on padding.
-            tokens: ``[B, T]`` ids, where they are known.
+            tokens: ids ``[B, T]``, or of the rest alone; None: they are not known.
         """
         return None
 
-    def saw(self, tokens: Tensor) -> None:
-        """Record the text ``[B, T]`` after generation; its last token may not have been read yet."""
+    def saw(self, tokens: Tensor | None) -> None:
+        """Forget what was announced, and record the text ``[B, T]`` after generation; None: it is not known.
+
+        Its last token may not have been read yet.
+        """
         return None
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
@@ -334,17 +342,85 @@ def unwrapped(model: Any) -> Any:
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate, and tell the cache the text and where the prompt ends, which chunks and drafts do not show."""
     cache, kwargs = interceptor_in(kwargs), _renamed(type(model), kwargs)
-    given = (*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
-    tokens = next((x for x in given if x is not None), None)
+    given = (kwargs.get("inputs_embeds"), *args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
+    tokens: Tensor | None = next((x for x in given if x is not None), None)
     if cache is None or tokens is None:
         return type(model).generate(model, *args, **kwargs)
     mask, ids = kwargs.get("attention_mask"), tokens if tokens.ndim == 2 else None
-    cache.expect(torch.ones(tokens.shape[:2], dtype=torch.bool) if mask is None else mask.bool(), ids)
-    output = type(model).generate(model, *args, **kwargs)
-    text = getattr(output, "sequences", output)
-    if ids is not None and isinstance(text, Tensor):
+    valid = _inferred(model, tokens, kwargs) if mask is None else mask.bool()
+    check_end(valid)
+    virtual = virtual_tokens(getattr(model.prepare_inputs_for_generation, "__self__", model))
+    if virtual:
+        _check_virtual(model, cache, kwargs)
+        valid = F.pad(valid, (virtual, 0), value=True)
+    cache.expect(valid, None if virtual else ids)
+    text = None
+    try:
+        output = type(model).generate(model, *args, **kwargs)
+        found = getattr(output, "sequences", output)
+        text = found if ids is not None and ids.shape[1] == valid.shape[1] and isinstance(found, Tensor) else None
+        return output
+    finally:
         cache.saw(text)
-    return output
+
+
+def check_end(mask: Tensor) -> None:
+    """Refuse a mask under which the text of some sequence ends before the last column, from which it is continued."""
+    if mask.ndim != 2 or not bool(mask[:, -1:].all()):
+        raise UserError(
+            f"attention_mask {tuple(mask.shape)}: expected [B, T] without padding in its last column, from which a text "
+            'is continued; give tokenizer(..., padding_side="left").'
+        )
+
+
+def _inferred(model: Any, tokens: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the mask ``[B, T]`` bool that transformers infers where none is given: ``pad_token_id`` is padding."""
+    pad, ends = (_setting(model, name, kwargs) for name in ("pad_token_id", "eos_token_id"))
+    known = pad is not None and pad not in (ends if isinstance(ends, list | tuple) else [ends])
+    text = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    return tokens.ne(pad) if known and tokens.ndim == 2 else text
+
+
+def virtual_tokens(model: Any) -> int:
+    """Return how many embeddings PEFT puts before the tokens of a prompt, as prompt tuning and p-tuning do.
+
+    Raises:
+        UnsupportedModelError: for an adapter that comes in a cache of its own.
+    """
+    config = getattr(model, "active_peft_config", None)
+    if config is None or not config.is_prompt_learning:
+        return 0
+    if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE"):
+        raise UnsupportedModelError(
+            f"{config.peft_type.value}: PEFT hands its prefix to the model in a cache of its own, in place of any "
+            "other; use prompt tuning, p-tuning or LoRA."
+        )
+    count: int = config.num_virtual_tokens
+    return count
+
+
+def _check_virtual(model: Any, cache: Interceptor, kwargs: Mapping[str, Any]) -> None:
+    """Refuse what PEFT does not do with virtual tokens, with no cache whatever."""
+    kind: Any = type(model)
+    name, prepare = cache_argument(kind), model.prepare_inputs_for_generation
+    if name not in prepare.__code__.co_consts:
+        does = f"puts them before every token, as it does not find the cache, which this transformers calls {name}"
+        fix = "use a transformers that calls it past_key_values, or a newer PEFT"
+    elif _setting(model, "prefill_chunk_size", kwargs) is not None:
+        does, fix = "reads one token of each chunk", "leave prefill_chunk_size out"
+    elif getattr(cache, "seen_tokens", 0):
+        does, fix = "takes them for tokens of the text that goes on", "call cache.reset(), and give the whole text"
+    else:
+        return
+    raise UserError(f"model.generate behind virtual tokens: PEFT {does}; {fix}.")
+
+
+def _setting(model: Any, name: str, kwargs: Mapping[str, Any]) -> Any:
+    """Return a setting of ``model.generate``: its argument, or what the given configuration says, or the model's."""
+    if name in kwargs:
+        return kwargs[name]
+    found = (getattr(config, name, None) for config in (kwargs.get("generation_config"), model.generation_config))
+    return next((x for x in found if x is not None), None)
 
 
 def _prepare_inputs(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -406,7 +482,7 @@ def _decode(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
             part = tokens.gather(1, index) if tokens.ndim == 2 else tokens.gather(1, _wide(index, tokens))
             parts.append((columns, run(**{name: part}, position_ids=interceptor.positions(given, columns))))
         out = _joined(parts, tokens.shape[1])
-    out.last_hidden_state = interceptor.finish(out.last_hidden_state)
+    interceptor.finish()
     return out if in_words else out.to_tuple()
 
 

@@ -60,12 +60,12 @@ class Rereading(Observing):
         out: Tensor = self._cache.attend(call)
         return out
 
-    def finish(self, states: Tensor) -> Tensor:
+    def finish(self) -> None:
         """Let the model repeat the rows, and take the scores."""
         assert self._cache.reread is not None
         known: dict[Rereader, Measured] = {}
         self._cache.reread.known = known
-        self._cache.finish(states)
+        self._cache.finish()
         [measured] = known.values()
         self.scores = measured.scores
         for layer, scores in self.scores.items():
@@ -73,7 +73,6 @@ class Rereading(Observing):
                 at = self._ranks.to(scores.device)[:, None].expand(-1, scores.shape[1], -1)
                 log = F.pad(scores, (0, at.shape[-1] - scores.shape[-1])).gather(2, at).clamp_min(1e-12).log()
                 self.targets[layer] = log[..., : self._end]
-        return states
 
     def has_target(self) -> Tensor:
         """Return ``[B, T']`` bool: the tokens that were repeated."""

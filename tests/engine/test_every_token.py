@@ -54,12 +54,13 @@ def trained(model, gates, row, prompt=None):
     return logits, {layer: gates.flags(found)[0] for layer, found in gating.logits.items()}
 
 
-def expecting(model, lengths, side, schedule="prefill"):
-    """A cache that was told the whole prompt, padded on a side."""
-    cache, longest = ag.EvictionCache(model, ag.policy("gates", schedule=schedule)), max(lengths)
-    places = torch.arange(longest)
-    n = torch.tensor(lengths)[:, None]
-    cache.expect(places >= longest - n if side == "left" else places < n)
+def expecting(model, passes, side, schedule="prefill"):
+    """A cache that was told the whole prompt, which comes in passes that are padded on a side."""
+    cache, masks = ag.EvictionCache(model, ag.policy("gates", schedule=schedule)), []
+    for lengths in passes:
+        places, n = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
+        masks.append(places >= max(lengths) - n if side == "left" else places < n)
+    cache.expect(torch.cat(masks, 1))
     return cache
 
 
@@ -85,7 +86,7 @@ def test_logits_are_those_of_the_training_forward(family, kind, passes, side, re
     whole, blocks = passes.startswith(("chunks", "blocks")), passes.startswith("blocks")
     cache = ag.EvictionCache(model, "gates")
     if whole:
-        cache = expecting(model, LENGTHS, side, passes if blocks else "prefill")
+        cache = expecting(model, PASSES[passes], side, passes if blocks else "prefill")
     result = feed(cache, model, rows, PASSES[passes], side)
     for b, row in enumerate(rows):
         assert len(result.logits[b]) == len(row)
@@ -115,7 +116,7 @@ def test_any_gates_chunks_and_turns(tiny_llama, case, side, seed):
     gates = everywhere(model, seed=seed, **changes)
     schedule = "prefill" if chunk is None else f"blocks:{chunk}"
     rows = rows_of([sum(n) for n in zip(lengths, *later, strict=True)], seed)
-    result = feed(expecting(model, lengths, side, schedule), model, rows, [lengths, *later], side)
+    result = feed(expecting(model, [lengths], side, schedule), model, rows, [lengths, *later], side)
     for b, row in enumerate(rows):
         want, flags = trained(model, gates, row)
         hold(result.logits[b], want, of_logits(model))
@@ -129,7 +130,7 @@ def test_a_prompt_that_is_read_densely_in_parts(tiny_llama):
     model, rows, prompts = tiny_llama(), rows_of([60, 45]), [40, 25]
     gates = everywhere(model, prefill="dense")
     passes = [[16, 1], [16, 16], [8, 8], *[[1, 1]] * 20]
-    result = feed(expecting(model, prompts, "left"), model, rows, passes)
+    result = feed(expecting(model, passes[:3], "left"), model, rows, passes)
     for row, prompt, got in zip(rows, prompts, result.logits, strict=True):
         hold(got, trained(model, gates, row, prompt)[0], of_logits(model))
 
@@ -212,7 +213,7 @@ def test_copies_crops_and_beams(tiny_llama):
 
     def draft(cache, size):
         model(torch.full((len(cache.valid), size), 5), past_key_values=cache)
-        cache.crop(size)
+        cache.crop(-size)
 
     for asked, sizes in (((0, 1), [23]), ((1, 0), [1] * 23)):
         ask(copy.deepcopy(cache), (0, 1), asked, sizes)
@@ -246,7 +247,7 @@ def test_crop_beyond_a_pass_of_several_tokens(tiny_llama, order):
     cache = ag.EvictionCache(model, "gates")
     feed(cache, model, rows, [prompts, *[[1, 1]] * 12, [5, 5]])
     cache.reorder_cache(torch.tensor(order))
-    cache.crop(8)
+    cache.crop(-8)
     ids = torch.stack([rows[i][prompts[i] + 9 :] for i in order])
     mask, got = cache.valid.long(), []
     for part in ids.split([1] * 10 + [10], 1):
@@ -267,9 +268,9 @@ def test_crop_refuses_what_is_gone_and_loses_nothing(tiny_llama):
             model(part[None], past_key_values=cache)
         with refuses(UserError, "crop(-2)", "9 recent tokens", "gate.recent_tokens"):
             cache.crop(-2)
-        cache.crop(1)
+        cache.crop(-1)
         with refuses(UserError, "crop(-1)", "9 recent tokens"):
-            cache.crop(1)
+            cache.crop(-1)
         got = model(row[None, 31:], past_key_values=cache).logits[0]
     hold(got, trained(model, gates, row)[0][31:], of_logits(model))
     short = ag.EvictionCache(model, "gates")
@@ -277,7 +278,7 @@ def test_crop_refuses_what_is_gone_and_loses_nothing(tiny_llama):
         for token in row[:8]:
             model(token[None, None], past_key_values=short)
         with refuses(UserError, "crop(-2)", "3 recent tokens", "gate.window"):
-            short.crop(2)
+            short.crop(-2)
 
 
 GREEDY = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}

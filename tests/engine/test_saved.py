@@ -162,14 +162,14 @@ def test_what_crop_takes_back_and_refuses_after_loading(tiny_llama, tmp_path, na
     text.begin(model, cache)
     for size in [1] * 9:
         text.feed(model, [cache], text.tokens(size))
-    cache.crop(1)
+    cache.crop(-1)
     text.mask = text.mask[:, :-1]
     text.feed(model, [cache], text.tokens(2))
     cache.save(tmp_path / "c")
 
     def outcome(each, number):
         try:
-            each.crop(number)
+            each.crop(-number)
         except UserError as error:
             return str(error)
         mask = torch.cat([text.mask[:, : text.mask.shape[1] - number], torch.ones(3, 4, dtype=torch.long)], 1)

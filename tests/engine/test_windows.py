@@ -94,11 +94,11 @@ def test_crop_within_a_pass_and_beyond(tiny_mistral, spec):
         model(ids[:, PROMPT : PROMPT + 1], past_key_values=each)
     model(torch.cat([ids[:, PROMPT + 1 : PROMPT + 3], wrong[:, :6]], 1), past_key_values=cache)  # a draft
     model(ids[:, PROMPT + 1 : PROMPT + 3], past_key_values=straight)
-    cache.crop(6)
+    cache.crop(-6)
     states = [[contents(layer.store) for layer in each.evicting_layers] for each in (cache, straight)]
     assert states[0] == states[1]
     with refuses(UserError, "crop(-3)"):
-        copy.deepcopy(cache).crop(3)  # a token that the draft's first query no longer saw is wanted back
+        copy.deepcopy(cache).crop(-3)  # a token that the draft's first query no longer saw is wanted back
     for t in range(PROMPT + 3, PROMPT + NEW):
         one, other = (model(ids[:, t : t + 1], past_key_values=each).logits for each in (cache, straight))
         hold(one, other.double(), of_logits(model))

@@ -95,8 +95,9 @@ class Worked(Task):
         for start in range(0, len(samples), self.batch):
             group = samples[start : start + self.batch]
             longest = max(len(sample.prompt) for sample in group)
-            ids = [sample.prompt + [0] * (longest - len(sample.prompt)) for sample in group]
-            mask = [[i < len(sample.prompt) for i in range(longest)] for sample in group]
+            lacking = [longest - len(sample.prompt) for sample in group]
+            ids = [[0] * n + sample.prompt for n, sample in zip(lacking, group, strict=True)]
+            mask = [[i >= n for i in range(longest)] for n in lacking]
             caches = read_prompt(model, policies, torch.tensor(ids, device=device), torch.tensor(mask, device=device))
             outcomes: list[tuple[int, Outcome]] = []
             for index in range(len(policies)):
