@@ -368,8 +368,8 @@ def check_end(mask: Tensor) -> None:
     """Refuse a mask under which the text of some sequence ends before the last column."""
     if mask.ndim != 2 or not bool(mask[:, -1:].all()):
         raise UserError(
-            f"attention_mask {tuple(mask.shape)}: expected [B, T] without padding in its last column, from which a text "
-            'is continued; give tokenizer(..., padding_side="left").'
+            f"attention_mask {tuple(mask.shape)}: expected [B, T] without padding in its last column, from which a "
+            'text is continued; give tokenizer(..., padding_side="left").'
         )
 
 
