@@ -16,6 +16,7 @@ from ag.callbacks.progress import progress_bar
 from ag.callbacks.stop import StopOnSignal, Stopped, how_to_continue
 from ag.callbacks.summary import ParameterSummary
 from ag.callbacks.throughput import Throughput
+from ag.callbacks.validations import ValidateAfterSteps
 from ag.config import Config
 
 __all__ = ["AtomicCheckpointIO", "NonFiniteError", "Stopped", "build", "how_to_continue", "newest_valid"]
@@ -38,6 +39,8 @@ def build(config: Config, run_dir: Path, told: Callable[[], int] | None = None) 
         Figures(run_dir),
         RunCheckpoint(run_dir, config.checkpoint.every_steps, config.checkpoint.keep_last, config.checkpoint.monitor),
     ]
+    if config.trainer.val_every:
+        callbacks.append(ValidateAfterSteps(config.trainer.val_every))
     if config.checkpoint.patience:
         # right after the validation, so that its checkpoint holds the updated count
         patience = config.checkpoint.patience

@@ -12,7 +12,7 @@ import torch
 
 from ag.callbacks import AtomicCheckpointIO, newest_valid
 from ag.training.loggers import read_metrics
-from tests.support.tiny_run import fit, weights
+from tests.support.tiny_run import Tiny, fit, weights
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 
@@ -59,6 +59,28 @@ def test_resumed_equals_unbroken(tmp_path: Path, accumulate: int) -> None:
 
     assert logged("cut") == logged("whole")
     assert [row["step"] for row in logged("cut")] == list(range(1, 12 // accumulate + 1))
+
+
+@pytest.mark.parametrize("failing", [5, 7, 8, 9, 11])
+def test_validations_lie_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    """Steps of 4 and 2 batches in each epoch: each of them is validated, and a run that failed goes on exactly."""
+    trainer = {"max_epochs": 2, "accumulate": 4, "val_every": 1}
+    _, whole = fit(tmp_path / "whole", trainer=trainer)
+    calls, step = iter(range(1000)), Tiny.training_step
+
+    def broken(self: Tiny, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if next(calls) == failing:
+            raise RuntimeError("a bug")
+        return step(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a bug"):
+        patch.setattr(Tiny, "training_step", broken)
+        fit(tmp_path / "cut", trainer=trainer)
+    _, resumed = fit(tmp_path / "cut", trainer=trainer, ckpt_path=newest_valid(tmp_path / "cut"))
+    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
+    for run in ("whole", "cut"):
+        rows = read_metrics(tmp_path / run / "metrics.csv")
+        assert [row["step"] for row in rows if "val/loss" in row] == [1, 2, 3, 4]
 
 
 def test_resuming_keeps_the_best_of_before(tmp_path: Path) -> None:
