@@ -150,7 +150,7 @@ def by_batcher(config: Config, policy: str, todo: list[Ask]) -> Found:
         model.eval(),
         tokenizer,
         made,
-        ag.Pool(model, config.memory, made.kv_dtype, config.batch),
+        ag.Pool(model, config.memory, made.kv_dtype),
         batch=config.batch,
         prompt_lookup=config.prompt_lookup,
     )

@@ -7,8 +7,8 @@
 
 #include "pages.h"
 
-// Tokens of one column, of WIDTH channels in codes of BITS bits, GROUP of which share a scale and an offset.
-template <int BITS, int WIDTH, int GROUP>
+// Tokens of one column, of WIDTH channels in codes, GROUP of which share a scale and an offset.
+template <int WIDTH>
 struct Codes {
   static constexpr int GROUPS = WIDTH / GROUP;
   static constexpr int64_t MOST = 64;  // tokens whose weights are scaled at once
@@ -19,7 +19,7 @@ struct Codes {
   // Make numbers of the scales and offsets.
   void split(int64_t count) const {
     for (int64_t t = 0; t < count; ++t) {
-      const char* halves = tokens + t * bytes + WIDTH * BITS / 8;
+      const char* halves = tokens + t * bytes + WIDTH;
       float* pair = pairs + t * GROUPS * 2;
       constexpr int SOME = GROUPS == 1 ? 2 : 4;
       for (int64_t i = 0; i < GROUPS * 2; i += SOME) widen_some<SOME>(halves + 2 * i, pair + i);
@@ -29,16 +29,14 @@ struct Codes {
   // LANES codes of a token from channel d on, made numbers.
   __attribute__((always_inline)) Lanes at(int64_t t, int64_t d) const {
     const uint8_t* codes = reinterpret_cast<const uint8_t*>(tokens + t * bytes);
-    if constexpr (BITS == 8) return __builtin_convertvector(lane_bytes(codes + d), Lanes);
-    const LaneInts both = lane_bytes(codes + d / CODES * (CODES / 2) + d % (CODES / 2));
-    return __builtin_convertvector(d % CODES < CODES / 2 ? both & 15 : both >> 4, Lanes);
+    return __builtin_convertvector(lane_bytes(codes + d), Lanes);
   }
 };
 
 // scores[n * ROW + t] = <q_n, k_t>, of N queries; meanwhile `step` bytes a token are fetched from `next` on, where there
 // is something. Not inlined: compilers unroll the loops in a function of its own alone.
-template <int N, int64_t ROW, int BITS, int WIDTH, int GROUP>
-__attribute__((noinline)) void dot(const float* q, const Codes<BITS, WIDTH, GROUP>& keys, int64_t count, float* scores,
+template <int N, int64_t ROW, int WIDTH>
+__attribute__((noinline)) void dot(const float* q, const Codes<WIDTH>& keys, int64_t count, float* scores,
                                    const char* next, int64_t step) {
   constexpr int GROUPS = WIDTH / GROUP;
   float whole[N];  // sums of the queries' channels
@@ -81,11 +79,11 @@ __attribute__((noinline)) void dot(const float* q, const Codes<BITS, WIDTH, GROU
 }
 
 // out[n][...] += sum_t weights[n * ROW + t] v_t[...], of N queries; fetches like `dot`.
-template <int N, int64_t ROW, int BITS, int WIDTH, int GROUP>
-__attribute__((noinline)) void mix(const float* weights, const Codes<BITS, WIDTH, GROUP>& values, int64_t count,
+template <int N, int64_t ROW, int WIDTH>
+__attribute__((noinline)) void mix(const float* weights, const Codes<WIDTH>& values, int64_t count,
                                    float* out, const char* next, int64_t step) {
-  constexpr int64_t AT_ONCE = GROUP < BLOCKS * LANES ? GROUP : BLOCKS * LANES, B = AT_ONCE / LANES;
-  constexpr int64_t MOST = Codes<BITS, WIDTH, GROUP>::MOST;
+  constexpr int64_t AT_ONCE = BLOCKS * LANES, B = BLOCKS;
+  constexpr int64_t MOST = Codes<WIDTH>::MOST;
   float scaled[N][MOST], offsets[N];
   for (int64_t first = 0; first < count; first += MOST)
     for (int64_t d = 0; d < WIDTH; d += AT_ONCE) {
@@ -117,20 +115,18 @@ __attribute__((noinline)) void mix(const float* weights, const Codes<BITS, WIDTH
     }
 }
 
-constexpr int MOST_GROUPS = 4;  // of a token in the formats below
+constexpr int MOST_GROUPS = 2;  // of a token in what follows
 
 // Call work(codes) with the tokens from one on, of which `count` are read, and return true; false where a column has
-// other codes than the formats of ag.kernels.codes, or another width than most heads have. GROUP4: that of 4 bits.
-template <int GROUP4, typename Work>
+// another width than most heads have.
+template <typename Work>
 bool with_codes(const Column& c, const char* tokens, int64_t count, float* pairs, const Work& work) {
   const auto take = [&](auto codes) {
     codes.split(count);
     work(codes);
     return true;
   };
-  if (c.bits == 8 && c.width == 64 && c.group == 64) return take(Codes<8, 64, 64>{tokens, c.bytes, pairs});
-  if (c.bits == 8 && c.width == 128 && c.group == 64) return take(Codes<8, 128, 64>{tokens, c.bytes, pairs});
-  if (c.bits == 4 && c.width == 64 && c.group == GROUP4) return take(Codes<4, 64, GROUP4>{tokens, c.bytes, pairs});
-  if (c.bits == 4 && c.width == 128 && c.group == GROUP4) return take(Codes<4, 128, GROUP4>{tokens, c.bytes, pairs});
+  if (c.width == 64) return take(Codes<64>{tokens, c.bytes, pairs});
+  if (c.width == 128) return take(Codes<128>{tokens, c.bytes, pairs});
   return false;
 }

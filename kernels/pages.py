@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ag.kernels.codes import Format, Near, near_places
+from ag.kernels.codes import Format
 from ag.kernels.native import TYPES
 
 
@@ -26,7 +26,6 @@ class Pages(NamedTuple):
     table: Tensor  # [R, most] int32; behind a row's last page anything
     lengths: Tensor  # [R] int32
     format: Format | None = None  # of keys and values; None: they lie there as they came
-    near: Near | None = None  # what is read in place of codes; None: nothing
 
     @property
     def columns(self) -> list[Tensor]:
@@ -52,7 +51,7 @@ class Pages(NamedTuple):
         coded = self.format
         if self.dtypes != (q.dtype, q.dtype):
             return "queries, keys and values differ in type"
-        if coded is not None and any(codes.code_bytes % 2 for codes in coded[:2]):
+        if coded is not None and any(codes.width % 2 for codes in coded[:2]):
             return "codes of a token take an odd number of bytes"
         return None
 
@@ -66,23 +65,14 @@ def gathered(table: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]
 
 def read(pages: Pages, index: Tensor) -> tuple[Tensor, Tensor]:
     """Return the keys ``[R, N, D]`` and values ``[R, N, Dv]`` of the rows' tokens at places ``[R, N]`` of the pool."""
-    keys, values, ranks = (x.flatten(0, 1)[index] for x in (pages.keys, pages.values, pages.ranks))
-    return decoded(pages, keys, values, ranks)
+    return decoded(pages, *(x.flatten(0, 1)[index] for x in (pages.keys, pages.values)))
 
 
-def decoded(pages: Pages, keys: Tensor, values: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of tokens ``[R, N, ...]`` that were read from columns, of ``ranks`` ``[R, N]``."""
+def decoded(pages: Pages, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of tokens ``[R, N, ...]`` that were read from columns."""
     if pages.format is None:
         return keys, values
-    keys, values, near = pages.format.keys.decode(keys), pages.format.values.decode(values), pages.near
-    if near is not None:
-        places = near_places(ranks.clamp_min(0), near.ranks.shape[1]).long()
-        there = (near.ranks.gather(1, places) == ranks)[:, :, None]
-        keys, values = (
-            x.gather(1, places[:, :, None].expand(*places.shape, x.shape[2])).where(there, y)
-            for x, y in ((near.keys, keys), (near.values, values))
-        )
-    return keys, values
+    return pages.format.keys.decode(keys), pages.format.values.decode(values)
 
 
 def coded(pages: Pages, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,31 +82,14 @@ def coded(pages: Pages, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return pages.format.keys.encode(keys), pages.format.values.encode(values)
 
 
-def put_near(pages: Pages, new: New) -> None:
-    """Write one new token of each row beside the pages, where the newest lie there; the device is not waited for."""
-    if pages.near is None:
-        return
-    ranks = new.ranks.repeat_interleave(len(pages.table) // len(new.ranks))[:, None]
-    places = near_places(ranks.clamp_min(0), pages.near.ranks.shape[1])
-    for column, x in zip(pages.near, (new.keys.flatten(0, 1), new.values.flatten(0, 1), ranks[:, 0]), strict=True):
-        at = places if column.ndim == 2 else places[:, :, None].expand(-1, 1, column.shape[2])
-        there = (ranks >= 0).view(-1, *[1] * (column.ndim - 1))
-        column.scatter_(1, at, x.to(column.dtype)[:, None].where(there, column.gather(1, at)))
-
-
 def native(pages: Pages) -> ctypes.Array[ctypes.c_int64]:
     """Return what ``struct Pages`` of ``pages.h`` consists of: numbers of 8 bytes, some of them addresses."""
-    coded, near = pages.format, pages.near
-    kinds = (None, None) if coded is None else (coded.keys, coded.values)
     numbers: list[int] = []
-    columns = zip((pages.keys, pages.values), pages.channels, pages.dtypes, kinds, strict=True)
-    for i, (column, width, dtype, codes) in enumerate(columns):
-        numbers += column.data_ptr(), width, TYPES.get(dtype, -1)
-        numbers += (0, 0) if codes is None else (codes.bits, codes.group)
-        numbers += column.stride(1) * column.element_size(), 0 if near is None else near[i].data_ptr()
+    for column, width, dtype in zip((pages.keys, pages.values), pages.channels, pages.dtypes, strict=True):
+        numbers += column.data_ptr(), width, TYPES.get(dtype, -1), pages.format is not None
+        numbers.append(column.stride(1) * column.element_size())
     numbers += pages.ranks.data_ptr(), pages.table.data_ptr(), pages.lengths.data_ptr()
     numbers += len(pages.table), pages.table.stride(0), pages.keys.shape[1]
-    numbers += (0, 0) if near is None else (near.ranks.data_ptr(), near.ranks.shape[1])
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 

@@ -13,7 +13,7 @@ from ag.kernels import codes
 # products by (6 + n) 2^-23 sum |ab|: n, as float32 operations in any order, and 6 more. The interpreter multiplies in
 # float32 whatever stands here.
 FLOAT32 = tl.constexpr("tf32x3")
-SINKS, CODES = tl.constexpr(codes.SINKS), tl.constexpr(codes.CODES)
+GROUP = tl.constexpr(codes.GROUP)
 
 
 @triton.jit
@@ -48,43 +48,19 @@ def load_places(column, at, there, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def near(near_ranks, ranks, row, there, NEAR: tl.constexpr):
-    """Return where beside the pages of a row its tokens of these ranks would lie, and which of them do."""
-    place = tl.where(ranks < SINKS, ranks, SINKS + (ranks - SINKS) % (NEAR - SINKS))
-    place = row * NEAR + tl.where(there, place, 0)
-    return place, there & (tl.load(near_ranks + place) == ranks)
-
-
-@triton.jit
-def load_tokens(column, at, there, beside, place, close, dtype: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                BITS: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """Load what :func:`load_places` does, of a column of numbers (0 ``BITS``) or of codes: ag.kernels.codes.Codes.
-
-    Where ``beside`` has a token ``close``, at a ``place`` of :func:`near`, it comes from there.
-    """
-    if BITS == 0:
+def load_tokens(column, at, there, dtype: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CODED: tl.constexpr):
+    """Load what :func:`load_places` does, of a column of numbers or of codes: ag.kernels.codes.Codes."""
+    if not CODED:
         x = load_places(column, at, there, D, DP)
     else:
         dims = tl.arange(0, DP)
         groups: tl.constexpr = (D + GROUP - 1) // GROUP
-        size: tl.constexpr = (D * BITS + 7) // 8
-        token = at * (size + 4 * groups)
+        token = at * (D + 4 * groups)
         mask = there[:, None] & (dims < D)[None, :]
-        if BITS == 8:
-            code = tl.load(column + token[:, None] + dims[None, :], mask=mask, other=0)
-        else:
-            block = dims // CODES * CODES
-            half = (tl.minimum(D - block, CODES) + 1) // 2
-            half = tl.maximum(half, 1)  # behind the last channel
-            low = dims - block < half
-            byte = block // 2 + (dims - block) % half
-            code = tl.load(column + token[:, None] + byte[None, :], mask=mask, other=0)
-            code = tl.where(low[None, :], code & 15, code >> 4)
-        pairs = (column + size).to(tl.pointer_type(tl.float16)) + token[:, None] // 2 + (dims // GROUP * 2)[None, :]
+        code = tl.load(column + token[:, None] + dims[None, :], mask=mask, other=0)
+        pairs = (column + D).to(tl.pointer_type(tl.float16)) + token[:, None] // 2 + (dims // GROUP * 2)[None, :]
         scale, offset = tl.load(pairs, mask=mask, other=0.0), tl.load(pairs + 1, mask=mask, other=0.0)
         x = (code.to(tl.float32) * scale.to(tl.float32) + offset.to(tl.float32)).to(dtype)
-        if beside is not None:
-            x = tl.where(close[:, None], load_places(beside, place, close, D, DP), x)
     return x
 
 

@@ -44,7 +44,7 @@ class Tuned:
         every, prune = list(self.configs.values()), {"early_config_prune": self._of_entry}
         self.timed = triton.autotune(every, key=key, prune_configs_by=prune, cache_results=True)(kernel)
         self.fastest: dict[tuple[Any, ...], Settings] = {}
-        self._bits = kernel.arg_names.index("BITS") if "BITS" in kernel.arg_names else None
+        self._coded = kernel.arg_names.index("CODED") if "CODED" in kernel.arg_names else None
         self._dims = [kernel.arg_names.index(name) for name in ("D", "E") if name in kernel.arg_names]
 
     def entry(self, q: torch.Tensor, *dims: int, codes: bool = False) -> list[Tiles]:
@@ -53,7 +53,7 @@ class Tuned:
 
     def tiles(self, arguments: Sequence[Any]) -> list[Tiles]:
         """Return the table's tiles for the arguments of a launch, the one that is taken first."""
-        codes = self._bits is not None and arguments[self._bits] > 0
+        codes = self._coded is not None and arguments[self._coded]
         return self.entry(arguments[0], *(arguments[i] for i in self._dims), codes=codes)
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
@@ -84,7 +84,7 @@ class Tuned:
 
     def _of_entry(self, _: list[triton.Config], named: dict[str, Any], **__: Any) -> list[triton.Config]:
         dims = [named[name] for name in ("D", "E") if name in named]
-        return [self.configs[tiles] for tiles in self.entry(named["q"], *dims, codes=named.get("BITS", 0) > 0)]
+        return [self.configs[tiles] for tiles in self.entry(named["q"], *dims, codes=named.get("CODED", False))]
 
 
 def _config(tiles: Tiles) -> triton.Config:

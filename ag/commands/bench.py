@@ -39,7 +39,7 @@ class BenchConfig(SharedModel):
     )
     schedule: str = key("prefill", "when policies evict")
     kv_dtypes: list[KVDtype] = key(
-        ["float"], "how this engine's caches hold keys and values, a row each: as they come, int8, int4"
+        ["float"], "how this engine's caches hold keys and values, a row each: as they come, int8"
     )
     uneven: bool = key(False, "decode: heads keep different numbers of tokens, which policy=random then draws")
     fill: bool | None = key(

@@ -38,7 +38,7 @@ class CompareConfig(SharedModel):
         [], "what policies keep that can be told: all but full and flags", words=f"list of {BUDGET}"
     )
     schedule: str = key("prefill", "when something is evicted, for policies with a budget")
-    kv_dtypes: list[KVDtype] = key(["float"], "how every policy holds keys and values: as they come, int8, int4")
+    kv_dtypes: list[KVDtype] = key(["float"], "how every policy holds keys and values: as they come, int8")
     positions: Literal["original", "slot", "interpolated"] = key(
         "original",
         "what every policy rotates keys by: places in the text, slots in the cache, or interpolated: places, of which "

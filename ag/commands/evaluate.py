@@ -31,7 +31,7 @@ class EvaluateConfig(Shared):
     )
     budgets: list[Any] = key([], "what policies keep that can be told, so also gates", words=f"list of {BUDGET}")
     schedule: str = key("prefill", "when something is evicted, for policies with a budget")
-    kv_dtypes: list[KVDtype] = key(["float"], "how every policy holds keys and values: as they come, int8, int4")
+    kv_dtypes: list[KVDtype] = key(["float"], "how every policy holds keys and values: as they come, int8")
     samples: int | None = key(None, "validate on the first N rows or documents, instead of the run's number", low=1)
     prompt: int | None = key(None, "tokens of each prompt, instead of the run's (plain documents)", low=1)
     continuation: int | None = key(None, "tokens scored after it, instead of the run's (plain documents)", low=1)

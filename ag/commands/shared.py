@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ag.config.sections import BUDGET, key, mapping
 from ag.plugins import load
 
-KVDtype = Literal["float", "int8", "int4"]  # as in ag.kernels.codes, which loads torch
+KVDtype = Literal["float", "int8"]  # as in ag.kernels.codes, which loads torch
 MODEL = "hub id, local folder, alias (smollm2, gemma3-270m), or random:llama-8b (random:PATH.json): random weights"
 
 
@@ -49,7 +49,7 @@ class SharedPolicy(SharedDtype):
     )
     budget: Any = key(None, "what the policy keeps", words=f"{BUDGET} | null")
     schedule: str = key("prefill", "when something is evicted: prefill, blocks:m, every, steps:n, or some joined by +")
-    kv_dtype: KVDtype = key("float", "how keys and values are held: as they come, or in codes of 8 or 4 bits")
+    kv_dtype: KVDtype = key("float", "how keys and values are held: as they come, or in codes of 8 bits")
     options: dict[str, Any] = mapping("options of the policy, as options.window=16")
     adapter: bool = key(True, "put the export's LoRA adapter on the model; false: it is merged into the model already")
     model: str | None = key(None, "hub id, local folder or alias, instead of the base model that the export names")

@@ -351,7 +351,6 @@ class EvictionLayer(CacheLayerMixin, Attributes):
                 self._settled = True
             step.held = None  # what is written can have its memory
             self.store.write()
-        self.store.rest()
 
     def _first(self, step: Step) -> Tensor:
         """Return the rank ``[B]`` of the next query of each prompt, or of the first that is looked back at later."""

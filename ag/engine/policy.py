@@ -42,7 +42,7 @@ class Policy:
         options: what else was given: ``positions`` and hyper-parameters of the parts.
         positions: what keys are rotated by: their place in the text, as it is or squeezed into the model's context, or
             their slot among what a head holds; see :mod:`ag.engine.positions`.
-        kv_dtype: how keys and values are held: as they come, or in codes of 8 or 4 bits.
+        kv_dtype: how keys and values are held: as they come, or in codes of 8 bits.
         scorer: says what a token is worth; None for ``full``.
         allocator: shares the budget among layers and heads.
         gates: gates read from a folder; None for ``gates`` alone (those attached to the model) and other scorers.
@@ -165,8 +165,8 @@ def policy(
             ``positions="slot"`` rotates keys and queries by their slots in the cache instead of their places in the
             text (StreamingLLM), so that a stream may run past the model's context; ``positions="interpolated"`` by
             their places, of which the far ones are squeezed once the text is longer than the context;
-            ``kv_dtype="int8"`` or ``"int4"`` holds keys and values in codes of so many bits
-            (:class:`ag.kernels.codes.Codes`), and scorers see what these stand for.
+            ``kv_dtype="int8"`` holds keys and values in codes of 8 bits (:class:`ag.kernels.codes.Codes`), and scorers
+            see what these stand for.
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.

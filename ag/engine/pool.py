@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ag.errors import UserError
-from ag.kernels.codes import RECENT, SINKS, Format, KVDtype, Near
+from ag.kernels.codes import Format, KVDtype
 from ag.model.geometry import fingerprint
 from ag.model.hooks import decoder_of, device_of
 
@@ -58,10 +58,8 @@ class Pool:
         model: causal language model, whose keys and values it holds; all layers have one geometry, and lie on one
             device.
         nbytes: most that it may take; it takes that at once.
-        kv_dtype: ``float``: keys and values as the model makes them; ``int8``, ``int4``: codes of so many bits, see
+        kv_dtype: ``float``: keys and values as the model makes them; ``int8``: codes of 8 bits, see
             :class:`ag.kernels.codes.Codes`.
-        sequences: that caches hold at most at once. Beside codes of 4 bits each has its newest tokens as they came, for
-            which so much of ``nbytes`` is left (:attr:`near_nbytes` of each KV head of each layer).
 
     Raises:
         UserError: when ``nbytes`` is less than one page.
@@ -71,7 +69,7 @@ class Pool:
     values: Tensor  # [P, 16, Dv], likewise
     ranks: Tensor  # [P, 16] int32
 
-    def __init__(self, model: nn.Module, nbytes: int, kv_dtype: KVDtype = "float", sequences: int = 0) -> None:
+    def __init__(self, model: nn.Module, nbytes: int, kv_dtype: KVDtype = "float") -> None:
         if kv_dtype not in get_args(KVDtype):
             raise UserError(f"Pool: kv_dtype={kv_dtype!r}: expected {' or '.join(get_args(KVDtype))}.")
         decoder = decoder_of(model)
@@ -79,13 +77,11 @@ class Pool:
         self.geometry: dict[str, Any] | None = fingerprint(decoder.config)
         token = torch.empty(0, self.geometry["head_dim"], dtype=decoder.dtype, device=device_of(decoder))
         self._make(token, token, kv_dtype)
-        beside = sequences * len(decoder.layers) * self.geometry["num_kv_heads"] * self.near_nbytes
-        pages = (nbytes - beside) // self.page_nbytes()
+        pages = nbytes // self.page_nbytes()
         if pages < 1:
-            near = f" beside {beside} for the newest tokens of {sequences} sequences" if beside else ""
             raise UserError(
-                f"Pool: nbytes={nbytes}: expected at least {beside + self.page_nbytes()}, which is one page of {PAGE} "
-                f"tokens of a KV head{near}; give more."
+                f"Pool: nbytes={nbytes}: expected at least {self.page_nbytes()}, which is one page of {PAGE} tokens of "
+                "a KV head; give more."
             )
         self._resize(pages)
         self.fixed = True
@@ -167,19 +163,6 @@ class Pool:
     def token_nbytes(self) -> int:
         """Bytes of a key and a value as the model makes them."""
         return sum(x.shape[1] * x.element_size() for x in self.token)
-
-    @property
-    def near_nbytes(self) -> int:
-        """Bytes that a row takes beside its pages, for what it holds of the newest and first tokens as they came."""
-        near = self.near(1)
-        return 0 if near is None else sum(x.nbytes for x in near)
-
-    def near(self, rows: int, count: int = SINKS + RECENT) -> Near | None:
-        """Return room for so many near tokens of rows; None: codes alone are read, or there are none."""
-        if self.format is None or not self.format.near:
-            return None
-        keys, values = (x.new_zeros(rows, count, x.shape[1]) for x in self.token)
-        return Near(keys, values, torch.full((rows, count), -1, dtype=torch.int32, device=keys.device))
 
     @property
     def size(self) -> int:

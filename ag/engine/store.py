@@ -20,7 +20,6 @@ from ag.engine.pool import PAGE, Pool, pages_for
 from ag.engine.records import Records, fit
 from ag.engine.select import closing_order
 from ag.engine.table import PageTable
-from ag.kernels.codes import RECENT, SINKS, Near, resized
 from ag.kernels.pages import New, Pages, Reach, coded, decoded
 from ag.kernels.pool_append import pool_append
 
@@ -73,7 +72,6 @@ class PagedStore:
         #: Slots [R, V] int32 of tokens that go when the next one comes, and the records that go with them.
         self._going: tuple[Tensor, Records] | None = None
         self._slots_going: Tensor | None = None  # the memory of those slots, the same at each step
-        self._near = pool.near(rows)  # what is read in place of codes; None: nothing
         weakref.finalize(self, self.table.drop).atexit = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedStore:
@@ -82,7 +80,6 @@ class PagedStore:
         new = copy(self)
         memo[id(self)] = new
         new.table, new._lengths, new._slots_going = self.table.copy(), self._lengths.clone(), None
-        new._near = None if self._near is None else Near(*(x.clone() for x in self._near))
         weakref.finalize(new, new.table.drop).atexit = False
         return new
 
@@ -99,7 +96,7 @@ class PagedStore:
         pool, gate = self.pool, self.gate_type
         column = None if gate is None else pool.gate(gate)
         rows = self.table.on_device, self._lengths
-        return Pages(pool.keys, pool.values, pool.ranks, column, *rows, pool.format, self._near)
+        return Pages(pool.keys, pool.values, pool.ranks, column, *rows, pool.format)
 
     @property
     def lengths(self) -> Tensor:
@@ -137,11 +134,10 @@ class PagedStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages taken, one that several rows share counts once, and of what lies beside them."""
+        """Bytes of the pages taken, one that several rows share counts once."""
         if self._prompt is not None:
             return self._prompt.keys.nbytes + self._prompt.values.nbytes
-        near = sum(x.nbytes for x in self._near or ())
-        return self.table.taken() * self.pool.page_nbytes(self.gate_type) + near
+        return self.table.taken() * self.pool.page_nbytes(self.gate_type)
 
     @property
     def unwritten(self) -> bool:
@@ -158,7 +154,7 @@ class PagedStore:
             return self._prompt
         parts, valid = self._gathered(self.rows.columns, width)
         keys, values, ranks, *gate = parts
-        keys, values = decoded(self.rows, keys, values, ranks)
+        keys, values = decoded(self.rows, keys, values)
         return Rows(keys, values, ranks, valid, *gate)
 
     def ledger(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -238,12 +234,7 @@ class PagedStore:
             self._prompt = _to_front(new)
         else:
             self.write()
-            self._add(new, seen=True)
-
-    def rest(self) -> None:
-        """Give back what a pass of several tokens needs beside the pages."""
-        if self._near is not None and self._near.ranks.shape[1] > SINKS + RECENT:
-            self._near = resized(self._near, SINKS + RECENT)
+            self._add(new)
 
     def _said(self, gate: Tensor | None, shape: torch.Size) -> Tensor | None:
         """Return what is stored of a gate beside new tokens ``[B, Hkv, T]``; where it was not asked 1 of each."""
@@ -320,17 +311,14 @@ class PagedStore:
                 self._prompt = new
                 raise
 
-    def _add(self, new: Rows, *, seen: bool = False) -> None:
-        """Write tokens ``[R, T]`` behind those of the rows; those ``seen`` in this pass are so as they came."""
+    def _add(self, new: Rows) -> None:
+        """Write tokens ``[R, T]`` behind those of the rows."""
         count, length = new.ranks.shape
         before = self.lengths
         more = torch.full((count,), length) if new.valid is None else new.valid.sum(1).cpu()
         self.table.take(before, more)
         device, columns = self._lengths.device, self.rows.columns
         fresh = [*coded(self.rows, new.keys, new.values), new.ranks, *(() if new.gate is None else (new.gate,))]
-        if self._near is not None:
-            self._near = resized(self._near, SINKS + RECENT + length) if seen else self._near
-            self._near.add(new.keys, new.values, new.ranks, new.valid)
         run = self.table.run(length) if new.valid is None and not bool(before.any()) else None
         if run is not None:  # a prompt of rows in one run
             for column, x in zip(columns, fresh, strict=True):
@@ -384,7 +372,7 @@ class PagedStore:
         pages = self.table.step_key()
         if self._prompt is not None or self._room < 1 or pages is None:
             return None
-        columns = (x.data_ptr() for x in (*self.rows.columns, self._lengths, *(self._near or ())))
+        columns = (x.data_ptr() for x in (*self.rows.columns, self._lengths))
         return *columns, *pages, self._going is None, self._counted is None
 
     def stepped(self) -> None:
@@ -530,8 +518,6 @@ class PagedStore:
         held, *_ = self.ledger()
         limit = counts.to(held.device).repeat_interleave(self.kv_heads)[:, None]
         self.retain(held < limit, records)
-        if self._near is not None:
-            self._near.ranks.masked_fill_(self._near.ranks >= limit, -1)
 
     def trim(self) -> None:
         """Give pages back that no row needs, and memory where there is much of it that nobody needs."""
@@ -548,7 +534,6 @@ class PagedStore:
         self.write()
         rows = (indices.cpu()[:, None] * self.kv_heads + torch.arange(self.kv_heads)).flatten()
         self.table.select(rows)
-        self._near = None if self._near is None else Near(*(x[rows.to(x.device)] for x in self._near))
         self.batch = len(indices)
         self._lengths = self._lengths[rows.to(self._lengths.device)]
         self._known = None if self._known is None else self._known[rows]
@@ -558,8 +543,6 @@ class PagedStore:
         self.write()
         other.write()
         self.table.join(other.table)
-        if self._near is not None and other._near is not None:
-            self._near = Near(*(torch.cat(pair) for pair in zip(self._near, other._near, strict=True)))
         self._known = torch.cat([self.lengths, other.lengths])
         self._lengths = torch.cat([self._lengths, other._lengths])
         self.batch += other.batch
@@ -577,19 +560,14 @@ class PagedStore:
         index, there = self.table.index(int(lengths.max())), self._taken(int(lengths.max()))
         keys, values, ranks, *gate = (x.flatten(0, 1)[index[there]].detach() for x in self.rows.columns)
         held = {"keys": keys, "values": values, "ranks": ranks, "gate": gate[0] if gate else None}
-        near = {} if self._near is None else {"near": tuple(self._near)}
         token = {} if self.pool.format is None else {"token": self.pool.token}
-        return {**held, **near, **token, "lengths": lengths, "ordered": self.ordered}
+        return {**held, **token, "lengths": lengths, "ordered": self.ordered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state of another store over; this one is empty. See :class:`ag.stateful.Stateful`."""
-        names = {*COLUMNS, "lengths", "ordered", *(() if self._near is None else ("near",))}
-        names |= {"token"} if self.pool.format is not None else set()
+        names = {*COLUMNS, "lengths", "ordered", *(() if self.pool.format is None else ("token",))}
         if state.keys() != names:
             raise KeyError(*(state.keys() ^ names))
-        near = state.get("near", ())
-        if [(x.dtype, x.shape) for x in near] != [(x.dtype, x.shape) for x in self._near or ()]:
-            raise ValueError("near")
         columns = [state[name] for name in COLUMNS[: 3 + (self.gate_type is not None)]]
         lengths, ordered = state["lengths"].cpu(), state["ordered"]
         wanted = [(x.dtype, (len(columns[2]), *x.shape[2:])) for x in self.rows.columns]
@@ -607,8 +585,6 @@ class PagedStore:
         for column, x in zip(self.rows.columns, columns, strict=True):
             column.view(-1, *column.shape[2:]).index_copy_(0, index[there], x)
         self._room = self.table.room(lengths)
-        for mine, x in zip(self._near or (), near, strict=True):
-            mine.copy_(x)
 
 
 def _check_rows(ranks: Tensor, lengths: Tensor, *, ordered: bool) -> None:

@@ -27,7 +27,7 @@ def serving(config: ServeConfig, api_key: str | None) -> Service:
         model,  # type: ignore[arg-type]  # of PEFT, which passes all on
         tokenizer,
         chosen,
-        Pool(model, config.memory_bytes, chosen.kv_dtype, config.batch),
+        Pool(model, config.memory_bytes, chosen.kv_dtype),
         prefill_tokens=config.prefill_tokens,
         batch=config.batch,
         queue=config.queue,

@@ -108,7 +108,6 @@ void attend(const Rows& rows, const float* q, const int32_t* at, int64_t row, in
   const Pages& pages = rows.pages;
   const int64_t all = rows.group * rows.count, dim = pages.keys.width, width = pages.values.width;
   const int64_t queries = std::min(QUERIES, all - first), length = pages.lengths[row];
-  const int32_t far = pages.far(row);
   Block block;
   block.lanes = (queries + LANES - 1) / LANES * LANES;
   std::fill(room.q.begin(), room.q.end(), 0.0f);
@@ -135,7 +134,7 @@ void attend(const Rows& rows, const float* q, const int32_t* at, int64_t row, in
     if (room.parts.empty()) continue;
     for (const Part& p : room.parts) {
       fetch(pages.values.data + p.start * pages.values.bytes, p.count * pages.values.bytes);
-      const float* keys = numbers(pages, pages.keys, row, p, far, room.read.data());
+      const float* keys = numbers(pages.keys, p, room.read.data());
       float* of_part = s + p.offset * QUERIES;
       dots(block.lanes, room.q.data(), keys, p.count, dim, of_part);
       for (int64_t t = 0; t < p.count && rows.cap; ++t) bend(of_part + t * QUERIES, block.lanes, *rows.cap);
@@ -144,7 +143,7 @@ void attend(const Rows& rows, const float* q, const int32_t* at, int64_t row, in
     weigh(room.parts, width, block, s, room.out.data());
     for (const Part& p : room.parts) {
       const float* of_part = s + p.offset * QUERIES;
-      const float* values = numbers(pages, pages.values, row, p, far, room.read.data());
+      const float* values = numbers(pages.values, p, room.read.data());
       for (int64_t i = 0; i < queries; i += 4)  // the last ones may be no queries, whose weights are 0
         mix<4, 1, QUERIES>(of_part + i, values, p.count, width, room.out.data() + i * width);
     }

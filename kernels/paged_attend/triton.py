@@ -8,19 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ag.kernels.dispatch import interpreting
-from ag.kernels.paged_decode.triton import CHUNKS, cap2, code_arguments, combine
+from ag.kernels.paged_decode.triton import CHUNKS, cap2, combine
 from ag.kernels.pages import Pages
 from ag.kernels.softmax import PLAIN, Softmax
-from ag.kernels.tiles import FLOAT32, bend, load_rows, load_tokens, mix, near, places
+from ag.kernels.tiles import FLOAT32, bend, load_rows, load_tokens, mix, places
 from ag.kernels.tuned import LOG2E, Tuned, logits2, padded, size_class
 
 
 @triton.jit(do_not_specialize=["stride", "chunk", "chunks", "blocks", "size", "window", "recent", "T", "GT"])
 def _attend(q, keys, values, gate, table, lengths, at, partial, lse, scale, stride, chunk, chunks, blocks, size,
             window, recent, T, GT, heads, QUERIES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
-            EP: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr,
-            VALUE_GROUP: tl.constexpr, held, near_keys, near_values, near_ranks, NEAR: tl.constexpr,
-            cap, ROWS: tl.constexpr):  # fmt: skip
+            EP: tl.constexpr, PAGE: tl.constexpr, CODED: tl.constexpr, held, cap, ROWS: tl.constexpr):  # fmt: skip
     """Attend from a block of the GT queries of a row to one chunk of it; nothing is left of chunks behind its end."""
     item = tl.program_id(0)
     piece, block = item % chunks, item // chunks % blocks
@@ -40,10 +38,7 @@ def _attend(q, keys, values, gate, table, lengths, at, partial, lse, scale, stri
         slots = n + tl.arange(0, ROWS)
         there = slots < stop
         where = places(table, slots, there, PAGE)
-        place, close = where, there
-        if NEAR > 0:
-            place, close = near(near_ranks, tl.load(held + where, mask=there, other=0), row, there, NEAR)
-        k = load_tokens(keys, where, there, near_keys, place, close, q.dtype.element_ty, D, DP, BITS, KEY_GROUP)
+        k = load_tokens(keys, where, there, q.dtype.element_ty, D, DP, CODED)
         s = tl.dot(queries, tl.trans(k), input_precision=FLOAT32) * scale
         s = bend(s, cap)
         rank = tl.load(held + where, mask=there, other=0)[None, :]
@@ -54,7 +49,7 @@ def _attend(q, keys, values, gate, table, lengths, at, partial, lse, scale, stri
             opened = tl.load(gate + where, mask=there, other=0)[None, :] != 0
             seen = seen & (opened | (rank > own - recent))
         s = tl.where(seen, s, float("-inf"))
-        v = load_tokens(values, where, there, near_values, place, close, q.dtype.element_ty, E, EP, BITS, VALUE_GROUP)
+        v = load_tokens(values, where, there, q.dtype.element_ty, E, EP, CODED)
         total, largest, mixed = mix(s, v, total, largest, mixed)
     empty = total == 0.0
     mixed = mixed / tl.where(empty, 1.0, total)[:, None]
@@ -65,7 +60,7 @@ def _attend(q, keys, values, gate, table, lengths, at, partial, lse, scale, stri
     tl.store(lse + left, sums, mask=number < GT)
 
 
-ATTEND = Tuned(_attend, ["QUERIES", "D", "E", "BITS", "size"])
+ATTEND = Tuned(_attend, ["QUERIES", "D", "E", "CODED", "size"])
 
 
 @torch.compiler.disable
@@ -98,7 +93,7 @@ def triton_paged_attend(
             *(q.contiguous(), pages.keys.contiguous(), pages.values.contiguous(), gates, pages.table, lengths),
             *(ranks.int().contiguous(), partial, lse, scaling * LOG2E, pages.table.stride(0), chunk, chunks, blocks),
             *(size_class(slots), window, recent, count, queries, rows // batch, block),
-            *(dim, padded(dim), width, padded(width), page, *code_arguments(pages), cap2(softmax)),
+            *(dim, padded(dim), width, padded(width), page, pages.format is not None, pages.ranks, cap2(softmax)),
         )
     with torch.cuda.device_of(q):
         combine[(rows * queries,)](

@@ -91,13 +91,12 @@ void attend(const Pages& pages, const float* q, int64_t group, int64_t slots, in
     for (int64_t i = 0; i < pieces; ++i) {
       const Chunk c = chunks[i];
       float *mixes = partials.data() + i * partial, *maxima = mixes + group * width, *sums = maxima + group;
-      const int32_t far = pages.far(c.row);
       parts.clear();
       for (int64_t slot = c.offset, end = c.offset + c.count; slot < end; slot += parts.back().count)
         parts.push_back(pages.part(c.row, slot, end, c.offset));
       const int64_t number = static_cast<int64_t>(parts.size());
       // All pages of keys are visited, then those of values: work(N, g, part, tokens, next, step) of N queries from g on.
-      const auto visit = [&](int64_t turn, auto group4, const auto& work) {
+      const auto visit = [&](int64_t turn, const auto& work) {
         const auto column = [&](int64_t n) -> const Column& { return n < number ? pages.keys : pages.values; };
         const auto part = [&](int64_t n) -> const Part& { return parts[n % number]; };
         const Column& here = column(turn);
@@ -108,18 +107,17 @@ void attend(const Pages& pages, const float* q, int64_t group, int64_t slots, in
           by_four(group, [&](auto some, int64_t g) { work(some, g, p, tokens, g ? nullptr : next, step); });
         };
         const char* tokens = here.data + p.start * here.bytes;
-        if (here.bits && !pages.some_near(p, far) && with_codes<group4>(here, tokens, p.count, pairs.data(), all)) return;
-        all(numbers(pages, here, c.row, p, far, room.data()));
+        if (here.coded && with_codes(here, tokens, p.count, pairs.data(), all)) return;
+        all(numbers(here, p, room.data()));
       };
       for (int64_t j = 0; j < number; ++j)
-        visit(j, std::integral_constant<int, 32>(),
-              [&](auto some, int64_t g, const Part& p, const auto& keys, const char* next, int64_t step) {
-                const float* queries = q + (c.row * group + g) * dim;
-                float* of_part = scores.data() + g * CHUNK + p.offset;
-                if constexpr (std::is_pointer_v<std::decay_t<decltype(keys)>>)
-                  dot<some>(queries, keys, p.count, dim, of_part, next, step);
-                else dot<some, CHUNK>(queries, keys, p.count, of_part, next, step);
-              });
+        visit(j, [&](auto some, int64_t g, const Part& p, const auto& keys, const char* next, int64_t step) {
+          const float* queries = q + (c.row * group + g) * dim;
+          float* of_part = scores.data() + g * CHUNK + p.offset;
+          if constexpr (std::is_pointer_v<std::decay_t<decltype(keys)>>)
+            dot<some>(queries, keys, p.count, dim, of_part, next, step);
+          else dot<some, CHUNK>(queries, keys, p.count, of_part, next, step);
+        });
       for (int64_t g = 0; g < group; ++g) {
         float* s = scores.data() + g * CHUNK;
         if (cap) bend(s, c.count, *cap);
@@ -135,14 +133,13 @@ void attend(const Pages& pages, const float* q, int64_t group, int64_t slots, in
         sums[g] = sum;
       }
       for (int64_t j = number; j < 2 * number; ++j)
-        visit(j, std::integral_constant<int, 64>(),
-              [&](auto some, int64_t g, const Part& p, const auto& values, const char* next, int64_t step) {
-                const float* s = scores.data() + g * CHUNK + p.offset;
-                float* of_part = mixes + g * width;
-                if constexpr (std::is_pointer_v<std::decay_t<decltype(values)>>)
-                  mix<some, CHUNK, 1>(s, values, p.count, width, of_part, next, step);
-                else mix<some, CHUNK>(s, values, p.count, of_part, next, step);
-              });
+        visit(j, [&](auto some, int64_t g, const Part& p, const auto& values, const char* next, int64_t step) {
+          const float* s = scores.data() + g * CHUNK + p.offset;
+          float* of_part = mixes + g * width;
+          if constexpr (std::is_pointer_v<std::decay_t<decltype(values)>>)
+            mix<some, CHUNK, 1>(s, values, p.count, width, of_part, next, step);
+          else mix<some, CHUNK>(s, values, p.count, of_part, next, step);
+        });
       for (int64_t g = 0; g < group && weights; ++g)
         std::copy_n(scores.data() + g * CHUNK, c.count, weights + (c.row * group + g) * slots + c.offset);
     }

@@ -41,4 +41,4 @@ def unavailable(pages: Pages, *others: Tensor, kernel: native.Kernel = KERNEL) -
     keys, values = pages.dtypes
     if keys not in native.TYPES or values != keys:
         return f"keys of {keys} and values of {values} are not both float32, bfloat16 or float16"
-    return kernel.unavailable(*pages.columns, *(pages.near or ()), *others, in_place=True)
+    return kernel.unavailable(*pages.columns, *others, in_place=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ag.kernels.dispatch import interpreting
 from ag.kernels.pages import Pages
 from ag.kernels.softmax import PLAIN, Softmax
-from ag.kernels.tiles import FLOAT32, bend, load_rows, load_tokens, mix, near, places
+from ag.kernels.tiles import FLOAT32, bend, load_rows, load_tokens, mix, places
 from ag.kernels.tuned import LOG2E, Tuned, logits2, padded, size_class
 
 CHUNKS = 1024  # about how many chunks all rows are cut into that fill the table: a few for each processor of a card
@@ -20,8 +20,7 @@ PIECE = 1024  # weights that a program normalises
 @triton.jit(do_not_specialize=["stride", "chunk", "chunks", "size", "N"])
 def _split(q, keys, values, table, lengths, partial, lse, weights, scale, stride, chunk, chunks, size, N, G,
            GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr,
-           BITS: tl.constexpr, KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr, held, near_keys, near_values,
-           near_ranks, NEAR: tl.constexpr, cap, ROWS: tl.constexpr):  # fmt: skip
+           CODED: tl.constexpr, cap, ROWS: tl.constexpr):  # fmt: skip
     """Attend from the G queries of a row to one chunk of it; nothing is left of chunks behind its end.
 
     Where somebody wants the ``weights``, their places get the logits, which the other kernel normalises.
@@ -41,17 +40,14 @@ def _split(q, keys, values, table, lengths, partial, lse, weights, scale, stride
         slots = n + tl.arange(0, ROWS)
         there = slots < stop
         at = places(table, slots, there, PAGE)
-        place, close = at, there
-        if NEAR > 0:
-            place, close = near(near_ranks, tl.load(held + at, mask=there, other=0), row, there, NEAR)
-        k = load_tokens(keys, at, there, near_keys, place, close, q.dtype.element_ty, D, DP, BITS, KEY_GROUP)
+        k = load_tokens(keys, at, there, q.dtype.element_ty, D, DP, CODED)
         s = tl.dot(queries, tl.trans(k), input_precision=FLOAT32) * scale
         s = bend(s, cap)
         s = tl.where(there[None, :], s, float("-inf"))
         if weights is not None:
             mask = (heads < G)[:, None] & there[None, :]
             tl.store(weights + (row * G + heads)[:, None] * N + slots[None, :], s, mask=mask)
-        v = load_tokens(values, at, there, near_values, place, close, q.dtype.element_ty, E, EP, BITS, VALUE_GROUP)
+        v = load_tokens(values, at, there, q.dtype.element_ty, E, EP, CODED)
         total, largest, mixed = mix(s, v, total, largest, mixed)
     dims = tl.arange(0, EP)
     mask = (heads < G)[:, None] & (dims < E)[None, :]
@@ -96,14 +92,7 @@ def combine(partial, lse, lengths, out, weights, sinks, chunk, chunks, N, pieces
         tl.store(weights + slots, tl.exp2(logits - largest) / total, mask=slots < N)
 
 
-SPLIT = Tuned(_split, ["GP", "D", "E", "BITS", "size"])
-
-
-def code_arguments(pages: Pages) -> tuple[Tensor | int | None, ...]:
-    """Return what a kernel is told of codes: bits, groups of keys and values, ranks, near tokens and how many."""
-    coded, beside = pages.format, pages.near
-    bits, groups = (0, (1, 1)) if coded is None else (coded.keys.bits, (coded.keys.group, coded.values.group))
-    return bits, *groups, pages.ranks, *(beside or (None, None, None)), 0 if beside is None else beside.ranks.shape[1]
+SPLIT = Tuned(_split, ["GP", "D", "E", "CODED", "size"])
 
 
 def cap2(softmax: Softmax) -> float | None:
@@ -136,7 +125,7 @@ def triton_paged_decode(
             lambda meta: (rows * chunks,),
             *(q.contiguous(), pages.keys.contiguous(), pages.values.contiguous(), pages.table, lengths, partial, lse),
             *(weights, scaling * LOG2E, pages.table.stride(0), chunk, chunks, size_class(slots), longest, group),
-            *(padded(group), dim, padded(dim), width, padded(width), page, *code_arguments(pages), cap2(softmax)),
+            *(padded(group), dim, padded(dim), width, padded(width), page, pages.format is not None, cap2(softmax)),
         )
     piece = 16 if interpreting() else PIECE
     pieces = max(1, triton.cdiv(longest, piece))

@@ -15,12 +15,10 @@ namespace {
 
 // The bytes of a token's codes; see ag.kernels.codes.Codes.
 void encode(const Column& c, const float* x, char* token) {
-  constexpr float LARGEST = 65504;
-  const float steps = static_cast<float>((1 << c.bits) - 1);
-  char* pairs = token + (c.width * c.bits + 7) / 8;
-  std::memset(token, 0, pairs - token);
-  for (int64_t first = 0; first < c.width; first += c.group, pairs += 4) {
-    const int64_t end = std::min(first + c.group, c.width);
+  constexpr float LARGEST = 65504, STEPS = 255;
+  char* pairs = token + c.width;
+  for (int64_t first = 0; first < c.width; first += GROUP, pairs += 4) {
+    const int64_t end = std::min(first + GROUP, c.width);
     float least = LARGEST, most = -LARGEST, none = 0;  // NaN where a number is not finite, which then all are
     for (int64_t d = first; d < end; ++d) {
       none += 0 * x[d];
@@ -30,19 +28,13 @@ void encode(const Column& c, const float* x, char* token) {
     Half pair[2];  // scale and offset
     narrow(std::max(least, -LARGEST) + none, &pair[1]);
     const float offset = widen(pair[1]);
-    narrow((std::min(most, LARGEST) - offset) / steps + 0.0f, &pair[0]);
+    narrow((std::min(most, LARGEST) - offset) / STEPS + 0.0f, &pair[0]);
     const float scale = widen(pair[0]), per_step = scale > 0 ? 1 / scale : 0;
     std::memcpy(pairs, pair, sizeof pair);
     for (int64_t d = first; d < end; ++d) {
       const float number = std::max(-LARGEST, std::min(x[d], LARGEST));
       const float nearest = std::nearbyint((number - offset) * per_step);
-      const uint8_t code = static_cast<uint8_t>(std::max(0.0f, std::min(nearest, steps)));
-      if (c.bits == 8) {
-        token[d] = static_cast<char>(code);
-      } else {
-        const int64_t block = d / CODES * CODES, half = (std::min(CODES, c.width - block) + 1) / 2, i = d - block;
-        token[block / 2 + i % half] |= static_cast<char>(i < half ? code : code << 4);
-      }
+      token[d] = static_cast<char>(static_cast<uint8_t>(std::max(0.0f, std::min(nearest, STEPS))));
     }
   }
 }
@@ -50,19 +42,13 @@ void encode(const Column& c, const float* x, char* token) {
 // New tokens [R, width] of a column.
 void write(const Column& c, const char* fresh, int64_t row, int64_t place, std::vector<float>& room) {
   char* token = c.data + place * c.bytes;
-  if (!c.bits) {  // of any type
+  if (!c.coded) {  // of any type
     std::memcpy(token, fresh + row * c.bytes, c.bytes);
     return;
   }
   room.resize(c.width);
   widen_all(c.type, fresh + row * c.width * c.number_bytes(), c.width, room.data());
   encode(c, room.data(), token);
-}
-
-// The same beside the pages.
-void write_near(const Column& c, const char* fresh, int64_t row, int64_t place) {
-  const int64_t bytes = c.width * c.number_bytes();
-  std::memcpy(c.near + place * bytes, fresh + row * bytes, bytes);
 }
 
 // The slots of what the query of a token of this rank no longer sees, the highest first, -1 for none: the token of rank
@@ -118,12 +104,6 @@ extern "C" void pool_append(const Pages* into, char* gate, int64_t gate_bytes, c
     int64_t length = pages.lengths[row];
     const int64_t rank = new_ranks ? new_ranks[row / heads] : -1;
     bool waiting = rank >= 0;
-    if (waiting && pages.places) {
-      const int64_t place = row * pages.places + near_place(rank, pages.places);
-      write_near(pages.keys, new_keys, row, place);
-      write_near(pages.values, new_values, row, place);
-      pages.near_ranks[place] = static_cast<int32_t>(rank);
-    }
     const auto put = [&](int64_t slot) {
       const int64_t b = token(slot);
       write(pages.keys, new_keys, row, b, room);

@@ -39,7 +39,7 @@ def pool_append(
         records[0].shape[2] if records else 0,
         *(1 if ranks is None else len(pages.table) // len(ranks), recent or 0, window or 0),
     )
-    increment_version([*pages.columns, pages.lengths, *records, *(pages.near or ())])  # autograd does not see the call
+    increment_version([*pages.columns, pages.lengths, *records])  # autograd does not see the call
 
 
 @functools.cache
@@ -49,7 +49,7 @@ def _numbers(*values: int) -> ctypes.Array[ctypes.c_int64]:
 
 def unavailable(pages: Pages, *others: Tensor) -> str | None:
     """Return why the C++ version cannot write into rows and buffers, or None."""
-    for codes in pages.format[:2] if pages.format is not None else ():
+    for codes in pages.format or ():
         if codes.dtype not in native.TYPES:
             return f"codes are made of numbers of {codes.dtype}, not of float32, bfloat16 or float16"
-    return KERNEL.unavailable(*pages.columns, pages.table, pages.lengths, *(pages.near or ()), *others, in_place=True)
+    return KERNEL.unavailable(*pages.columns, pages.table, pages.lengths, *others, in_place=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ag.kernels.pages import New, Pages, Reach, coded, put_near
+from ag.kernels.pages import New, Pages, Reach, coded
 
 
 def reference_pool_append(
@@ -25,7 +25,6 @@ def reference_pool_append(
         fresh = [*coded(pages, new.keys.flatten(0, 1), new.values.flatten(0, 1)), ranks]
         if pages.gate is not None:
             fresh.append(torch.ones_like(ranks) if new.gate is None else new.gate.flatten())
-        put_near(pages, new)
     if reach is not None:
         assert new is not None
         victims = out_of_reach(pages, new.ranks, reach)

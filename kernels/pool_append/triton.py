@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ag.kernels.pages import New, Pages, Reach, coded, put_near
+from ag.kernels.pages import New, Pages, Reach, coded
 from ag.kernels.tiles import places
 
 SEARCHED = 1024  # ranks that a program looks at together
@@ -141,7 +141,6 @@ def triton_pool_append(
     most = 2 if reach is not None else 0 if victims is None else victims.shape[1]
     fresh: tuple[Tensor | None, ...] = (None, None, None)
     if new is not None:
-        put_near(pages, new)
         fresh = *(x.contiguous() for x in coded(pages, new.keys, new.values)), new.ranks.contiguous()
     moves = torch.empty(rows, most + 1, 2, dtype=torch.int32, device=keys.device)
     with torch.cuda.device_of(keys):

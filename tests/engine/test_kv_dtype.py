@@ -10,14 +10,12 @@ import ag
 from ag.engine.pool import PAGE, Pool
 from ag.engine.store import PagedStore
 from ag.errors import UserError
-from ag.kernels.codes import RECENT, SINKS, Format
+from ag.kernels.codes import Format
 from ag.kernels.pages import gathered, read
 from tests.support.batches import padded, row, step
 from tests.support.gates_for import gates_for
 from tests.support.paged import numbers_of
 from tests.support.refused import refuses
-
-KINDS = ["int8", "int4"]
 
 
 @pytest.fixture
@@ -45,14 +43,13 @@ def seen(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_what_queries_see(tiny_llama, seen, kind, side):
-    """Of 4 bits the tokens of a pass, the newest before it and the first one as they came; all others from codes."""
+def test_what_queries_see(tiny_llama, seen, side):
+    """Of every token what its codes stand for, those of the pass too."""
     model = tiny_llama(num_hidden_layers=1)  # whose keys and values depend on nothing that is held
     batch = padded([row(40), row(33)], side)
-    plain, cache = ag.EvictionCache(model, "full"), ag.EvictionCache(model, "full", kv_dtype=kind)
+    plain, cache = ag.EvictionCache(model, "full"), ag.EvictionCache(model, "full", kv_dtype="int8")
     mask = batch["attention_mask"]
     for each in (plain, cache):
         step(model, each, batch["input_ids"], mask)
@@ -65,23 +62,18 @@ def test_what_queries_see(tiny_llama, seen, kind, side):
             step(model, each, ids, mask)
         came, got = seen
         assert came.keys() == got.keys() and len(came) == 2 * int(mask.sum())
-        made = Format.of(kind, *next(iter(came.values())))
+        made = Format.of("int8", *next(iter(came.values())))
         for (r, rank), pair in came.items():
-            newest = int(mask[r // 2].sum()) - 1
-            near = kind == "int4" and (rank < SINKS or rank > newest - RECENT - (count if count > 1 else 0))
-            for codes, x, y in zip(made, pair, got[r, rank], strict=False):
+            for codes, x, y in zip(made, pair, got[r, rank], strict=True):
                 want = numbers_of(codes, codes.encode(x)[None])
-                assert torch.equal(x, y) if near else ((want.exact[0] - y).abs() <= want.error[0]).all()
-    for each in (plain, cache):
-        assert each.evicting_layers[0].store._near is None or len(each.evicting_layers[0].store._near.ranks[0]) == 9
+                assert ((want.exact[0] - y).abs() <= want.error[0]).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_drafts_that_are_taken_back(tiny_llama, kind):
-    """Codes are those of a cache that never saw them; of near tokens only those are lost whose place they took."""
+def test_drafts_that_are_taken_back(tiny_llama):
+    """Codes are those of a cache that never saw them."""
     model, ids = tiny_llama(), row(60)[None]
-    never, cache = (ag.EvictionCache(model, "full", kv_dtype=kind) for _ in range(2))
+    never, cache = (ag.EvictionCache(model, "full", kv_dtype="int8") for _ in range(2))
     for each in (never, cache):
         model(ids[:, :40], past_key_values=each)
     model(ids[:, 40:52], past_key_values=cache)
@@ -90,17 +82,14 @@ def test_drafts_that_are_taken_back(tiny_llama, kind):
         for column, other in zip(mine.store.state_dict().values(), theirs.store.state_dict().values(), strict=True):
             if isinstance(column, torch.Tensor):
                 assert torch.equal(column, other)
-        near = mine.store._near
-        assert near is None or (near.ranks[:, :SINKS] == 0).all() and (near.ranks[:, SINKS:] < 40).all()
     again, wanted = (model(ids[:, 52:53], past_key_values=each).logits for each in (cache, never))
-    assert torch.equal(again, wanted) if kind == "int8" else not torch.equal(again, wanted)
+    assert torch.equal(again, wanted)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_copies_beams_and_joined_sequences_go_on_alone(tiny_llama, kind):
+def test_copies_beams_and_joined_sequences_go_on_alone(tiny_llama):
     model = tiny_llama()
-    pool = Pool(model, 2**20, kind)
+    pool = Pool(model, 2**20, "int8")
     caches = [ag.EvictionCache(model, "tova", 20, "every", pool=pool) for _ in range(2)]
     for number, cache in enumerate(caches):
         model(row(30, number)[None], past_key_values=cache)
@@ -124,55 +113,35 @@ def test_a_policy_holds_what_its_pool_holds(tiny_llama):
     pool = Pool(model, 2**20, "int8")
     assert ag.EvictionCache(model, "full", pool=pool).policy == ag.policy("full", kv_dtype="int8")
     assert ag.EvictionCache(model, "full", kv_dtype="int8", pool=pool).policy.kv_dtype == "int8"
-    with refuses(UserError, "kv_dtype='int4'", "int8", "ag.Pool(model, nbytes, 'int4')"):
-        ag.EvictionCache(model, "full", kv_dtype="int4", pool=pool)
-    with refuses(UserError, "kv_dtype='int2'", "float", "int8", "int4"):
-        ag.EvictionCache(model, "full", kv_dtype="int2")
-    with refuses(UserError, "kv_dtype='half'", "float", "int8", "int4"):
+    with refuses(UserError, "kv_dtype='int8'", "float", "ag.Pool(model, nbytes, 'int8')"):
+        ag.EvictionCache(model, "full", kv_dtype="int8", pool=Pool(model, 2**20))
+    with refuses(UserError, "kv_dtype='int4'", "float", "int8"):
+        ag.EvictionCache(model, "full", kv_dtype="int4")
+    with refuses(UserError, "kv_dtype='half'", "float", "int8"):
         Pool(model, 2**20, "half")
     assert "kv_dtype='int8'" in repr(ag.policy("gates", kv_dtype="int8"))
 
 
-@torch.no_grad()
-def test_a_pool_leaves_room_for_what_lies_beside_it(tiny_llama):
-    model, given = tiny_llama(), 2**20
-    page = Pool(model, given, "int4").page_nbytes()
-    rows, token = 3 * 2, 4 * (16 + 16) + 4  # of a sequence: layers and KV heads; and a near token with its rank
-    pool = Pool(model, given, "int4", sequences=10)
-    assert pool.near_nbytes == (SINKS + RECENT) * token
-    assert pool.size == (given - 10 * rows * pool.near_nbytes) // page < given // page
-    assert Pool(model, given, "int8", sequences=10).size == Pool(model, given, "int8").size
-    cache = ag.EvictionCache(model, "full", pool=pool)
-    model(row(20)[None], past_key_values=cache)
-    assert cache.nbytes == rows * (2 * page + pool.near_nbytes)
-    with refuses(UserError, "nbytes=5000", f"{page + 10 * rows * pool.near_nbytes}", "10 sequences"):
-        Pool(model, 5000, "int4", sequences=10)
-
-
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.28), ("int4", 0.16)])
-def test_bytes_of_a_head_of_64(kind, most):
-    """Of a row of 4,096 tokens: codes, scales, ranks and what lies beside them, of what float32 takes."""
+def test_bytes_of_a_head_of_64():
+    """Of a row of 4,096 tokens: codes, scales and ranks, of what float32 takes."""
     k = torch.randn(1, 1, 4096, 64)
-    stores = [PagedStore(1, 1, Pool.growing(k, k, x)) for x in ("float", kind)]
+    stores = [PagedStore(1, 1, Pool.growing(k, k, x)) for x in ("float", "int8")]
     for store in stores:
         store.append(k, k, torch.arange(4096)[None], None)
         store.write()
-        store.rest()
     plain, coded = (store.nbytes for store in stores)
     assert plain == 4096 * (2 * 64 * 4 + 4)
-    token = {"int8": 2 * (64 + 4) + 4, "int4": 32 + 8 + 32 + 4 + 4}[kind]
-    assert coded == 4096 * token + stores[1].pool.near_nbytes <= most * plain
+    assert coded == 4096 * (2 * (64 + 4) + 4) <= 0.28 * plain
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_flags_and_windows(tiny_llama, tiny_mistral, kind):
+def test_flags_and_windows(tiny_llama, tiny_mistral):
     """A token that comes takes the place of the one that no query sees, in codes too."""
     model = tiny_llama()
     ag.attach(model, gates_for(model, covers="all", recent_tokens=5))
     windowed = tiny_mistral(sliding_window=10)
     for llm, policy in ((model, "gates"), (windowed, "full")):
-        caches = [ag.EvictionCache(llm, policy, kv_dtype=x) for x in ("float", kind)]
+        caches = [ag.EvictionCache(llm, policy, kv_dtype=x) for x in ("float", "int8")]
         for cache in caches:
             llm(row(30)[None], past_key_values=cache)
             for token in row(20, 1):

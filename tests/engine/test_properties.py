@@ -51,7 +51,7 @@ def cases(draw):
         options["observers"] = draw(st.integers(1, 4))
     prompts = draw(st.lists(st.integers(6, 17), min_size=1, max_size=2))
     budget = draw(st.one_of(st.integers(6, 12), st.sampled_from([0.9, 1.0])))
-    options["kv_dtype"] = draw(st.sampled_from(["float", "float", "int8", "int4"]))
+    options["kv_dtype"] = draw(st.sampled_from(["float", "float", "int8"]))
     policy = ag.policy(f"{body}@{allocator}", budget, draw(st.sampled_from(schedules)), **options)
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     return geometry, policy, prompts, draw(st.sampled_from(["left", "right"])), dtype, draw(st.integers(0, 3))

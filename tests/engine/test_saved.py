@@ -22,9 +22,8 @@ from tests.support.refused import refuses
 RING = {"covers": "all", "window": 6, "recent_tokens": 7}
 CASES = {
     "full": ("full", None, "prefill", {}, None),
-    "full-int4": ("full", None, "prefill", {"kv_dtype": "int4"}, None),
     "h2o-int8": ("h2o", 12, "every", {"kv_dtype": "int8"}, None),
-    "ring-int4": ("gates", None, "blocks:8", {"kv_dtype": "int4"}, RING),
+    "ring-int8": ("gates", None, "blocks:8", {"kv_dtype": "int8"}, RING),
     "snapkv": ("snapkv", 12, "prefill", {"window": 4}, None),
     "snapkv-slots": ("snapkv@heads", 12, "every", {"window": 4, "positions": "slot"}, None),
     "pyramidkv-steps": ("pyramidkv", 0.5, "steps:3", {"window": 3, "beta": 4}, None),
@@ -85,9 +84,7 @@ def loaded_too(model, cache, file):
 
 FAST = {
     "full",
-    "full-int4",
     "h2o-int8",
-    "buffer",
     "h2o-caote",
     "snapkv-slots",
     "over-budget",

@@ -5,7 +5,7 @@ import torch
 
 from ag.errors import UserError
 from ag.kernels import paged_attend, paged_decode, pool_append
-from ag.kernels.codes import LARGEST, Codes, Format
+from ag.kernels.codes import GROUP, LARGEST, STEPS, Codes, Format
 from ag.kernels.pages import New
 from tests.kernels import test_paged_attend
 from tests.support.compiled import needs
@@ -21,8 +21,6 @@ from tests.support.paged import (
 )
 
 reference = pytest.param(pool_append.reference_pool_append, id="reference")
-KINDS = ["int8", "int4"]
-FORMATS = [(8, 64), (4, 32), (4, 64)]
 compiled = needs(paged_decode.cpu.KERNEL)
 DECODES = [
     pytest.param(paged_decode.reference_paged_decode, id="reference"),
@@ -58,20 +56,19 @@ WIDTHS = [64, 80, 128, 33, 5, 1]
 
 @pytest.mark.parametrize("name", HARD)
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(("bits", "group"), FORMATS)
-def test_a_number_is_as_near_as_its_group_allows(bits, group, width, name):
+def test_a_number_is_as_near_as_its_group_allows(width, name):
     """Within half a step, and what scale and offset lose in 16 bits: 2^-11 of each, or 2^-25 of subnormal ones."""
-    x, codes = drawn(name, 9, width), Codes(bits, width, group, torch.float32)
+    x, codes = drawn(name, 9, width), Codes(width, torch.float32)
     data = codes.encode(x)
     assert data.shape == (9, codes.nbytes) and data.dtype == torch.uint8
-    wanted, steps = x.double().clamp(-LARGEST, LARGEST), 2**bits - 1
-    for first in range(0, width, group):
-        mine = wanted[:, first : first + group]
+    wanted = x.double().clamp(-LARGEST, LARGEST)
+    for first in range(0, width, GROUP):
+        mine = wanted[:, first : first + GROUP]
         least, most = mine.amin(1, keepdim=True), mine.amax(1, keepdim=True)
         half = 2**-11
-        step = (most - least) / steps
-        lost = half * least.abs() + half * (most - least) + (steps + 1) * 2**-25
-        got = numbers_of(codes, data)[:, first : first + group]
+        step = (most - least) / STEPS
+        lost = half * least.abs() + half * (most - least) + (STEPS + 1) * 2**-25
+        got = numbers_of(codes, data)[:, first : first + GROUP]
         bound = step / 2 * (1 + 2 * half) + lost + got.error + torch.finfo(torch.float32).eps * mine.abs()
         assert ((got.exact - mine).abs() <= bound).all()
     got = numbers_of(codes, data)
@@ -79,28 +76,25 @@ def test_a_number_is_as_near_as_its_group_allows(bits, group, width, name):
 
 
 def test_bytes_of_a_token():
-    """Of a head of 64 numbers: 64 or 32 bytes of codes, and a scale and an offset of 2 bytes each for a group."""
+    """Of a head of 64 numbers: 64 bytes of codes, and a scale and an offset of 2 bytes each."""
     token = torch.empty(0, 64)
     assert Format.of("float", token, token) is None
-    assert [codes.nbytes for codes in Format.of("int8", token, token)[:2]] == [64 + 4, 64 + 4]
-    assert [codes.nbytes for codes in Format.of("int4", token, token)[:2]] == [32 + 2 * 4, 32 + 4]
+    assert [codes.nbytes for codes in Format.of("int8", token, token)] == [64 + 4, 64 + 4]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", HARD)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
 @compiled
-def test_cpp_writes_the_same_bytes(width, dtype, name, kind):
+def test_cpp_writes_the_same_bytes(width, dtype, name):
     x = drawn(name, 6, width).to(dtype).view(1, 6, width)
     written = []
     for append in (pool_append.cpu.pool_append, pool_append.reference_pool_append):
-        pages = coded(pages_of([0] * 6, page=4, dim=width, dtype=dtype), kind)
+        pages = coded(pages_of([0] * 6, page=4, dim=width, dtype=dtype), "int8")
         append(pages, New(x, -x, torch.tensor([3])), None, [], None)
         assert pages.lengths.tolist() == [1] * 6
         at = torch.cat([places(pages, row) for row in range(6)])
-        near = () if pages.near is None else pages.near
-        written.append([*(column.flatten(0, 1)[at] for column in pages.columns), *(y.nan_to_num() for y in near)])
+        written.append([column.flatten(0, 1)[at] for column in pages.columns])
     for mine, wanted in zip(*written, strict=True):
         assert torch.equal(mine, wanted)
 
@@ -144,11 +138,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("version", DECODES)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_decoding(case, kind, version):
+def test_decoding(case, version):
     q, pages = filled(**{"dim": 64, **case})
-    pages = coded(pages, kind)
+    pages = coded(pages, "int8")
     weights = torch.full((*q.shape[:2], pages.table.shape[1] * pages.keys.shape[1]), torch.nan)
     out = version(q, pages, 0.3, weights)
     outs, shares = attended(q, pages, 0.3)
@@ -158,28 +151,25 @@ def test_decoding(case, kind, version):
 
 
 @pytest.mark.parametrize("version", ATTENDS)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["empty_row", "tile_borders", "window_and_recent", "pages_of_5", "G7-D80-Dv48"])
-def test_several_queries(case, kind, version):
+def test_several_queries(case, version):
     q, pages, *rest = test_paged_attend.given(**{"dim": 64, **test_paged_attend.CASES[case]})
-    test_paged_attend.check(version, q, coded(pages, kind), *rest)
+    test_paged_attend.check(version, q, coded(pages, "int8"), *rest)
 
 
 @compiled
-@pytest.mark.parametrize("kind", KINDS)
-def test_cpp_depends_neither_on_threads_nor_on_where_pages_lie(kind):
+def test_cpp_depends_neither_on_threads_nor_on_where_pages_lie():
     q, pages = filled([700, 30, 300], 6, dim=64)
-    check_threads_and_pages(lambda x: paged_decode.cpu.paged_decode(q, x, 0.3), coded(pages, kind))
+    check_threads_and_pages(lambda x: paged_decode.cpu.paged_decode(q, x, 0.3), coded(pages, "int8"))
     arguments = test_paged_attend.given([90, 200], 4, 17, dim=64)
     check_threads_and_pages(
-        lambda x: paged_attend.cpu.paged_attend(arguments[0], x, *arguments[2:]), coded(arguments[1], kind)
+        lambda x: paged_attend.cpu.paged_attend(arguments[0], x, *arguments[2:]), coded(arguments[1], "int8")
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_operation_picks_a_version(fresh, kind):
+def test_the_operation_picks_a_version(fresh):
     q, pages = filled([40, 9], 2, dim=64)
-    pages = coded(pages, kind)
+    pages = coded(pages, "int8")
     hold_rows(paged_decode.paged_decode(q, pages, 0.3), attended(q, pages, 0.3)[0])
     with pytest.raises(TypeError, match="expected torch.float32"):
         x = torch.zeros(1, 2, 64).half()

@@ -13,7 +13,7 @@ from ag.kernels.paged_decode import paged_decode
 from ag.kernels.paged_decode.triton import triton_paged_decode
 from ag.kernels.pages import New
 from ag.kernels.pool_append import pool_append, reference_pool_append
-from tests.kernels import test_codes, test_paged_attend
+from tests.kernels import test_paged_attend
 from tests.support.paged import attended, coded, filled, hold_rows, pages_of, places
 
 CASES = {
@@ -24,29 +24,26 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", test_codes.KINDS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_decoding(case, kind):
+def test_decoding(case):
     q, pages = filled(**case)
-    pages = coded(pages, kind)
+    pages = coded(pages, "int8")
     weights = torch.full((*q.shape[:2], pages.table.shape[1] * pages.keys.shape[1]), torch.nan)
     out = triton_paged_decode(q, pages, 0.3, weights)
     hold_rows(out, attended(q, pages, 0.3, q.dtype)[0])  # weights of a tile are rounded for its product
     hold_rows(weights, attended(q, pages, 0.3, q.dtype)[1])
 
 
-@pytest.mark.parametrize("kind", test_codes.KINDS)
 @pytest.mark.parametrize("case", ["empty_row", "window_and_recent"])
-def test_several_queries(case, kind):
+def test_several_queries(case):
     q, pages, *rest = test_paged_attend.given(**{"dim": 32, **test_paged_attend.CASES[case]})
-    test_paged_attend.check(triton_paged_attend, q, coded(pages, kind), *rest)
+    test_paged_attend.check(triton_paged_attend, q, coded(pages, "int8"), *rest)
 
 
-@pytest.mark.parametrize("kind", test_codes.KINDS)
-def test_tokens_come_and_go(kind, fresh, caplog):
+def test_tokens_come_and_go(fresh, caplog):
     """What is written is the reference's, to the bit."""
     caplog.set_level("INFO", logger="ag.kernels.dispatch")
-    mine, wanted = (coded(pages_of([0] * 4, page=4, spare=5, dim=48), kind) for _ in range(2))
+    mine, wanted = (coded(pages_of([0] * 4, page=4, spare=5, dim=48), "int8") for _ in range(2))
     for rank in range(12):
         x = torch.randn(2, 2, 48, generator=torch.Generator().manual_seed(rank))
         new = New(x, -x, torch.tensor([rank, -1 if rank == 5 else rank]))
@@ -58,8 +55,6 @@ def test_tokens_come_and_go(kind, fresh, caplog):
     at = torch.cat([places(mine, row) for row in range(4)])
     for x, y in zip(mine.columns, wanted.columns, strict=True):
         assert torch.equal(x.flatten(0, 1)[at], y.flatten(0, 1)[at])
-    for x, y in zip(mine.near or (), wanted.near or (), strict=True):
-        assert torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
 def test_odd_bytes_are_left_to_others(fresh, caplog):

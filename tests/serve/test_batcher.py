@@ -71,17 +71,16 @@ def test_answers_are_those_of_each_request_alone(tiny_llama, tiny_tokenizer, nam
     assert batcher._spare(pool.size) and pool.free == pool.size
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_requests_share_a_pool_of_codes(tiny_llama, tiny_tokenizer, kind):
+def test_requests_share_a_pool_of_codes(tiny_llama, tiny_tokenizer):
     """Prompts that are read whole, one after the other, are answered as by a cache of their own."""
     model, policy, draw = model_for(tiny_llama, "every"), POLICIES["every"], random.Random(1)
-    pool = ag.Pool(model, 2**18, kind, sequences=8)
+    pool = ag.Pool(model, 2**18, "int8")
     batcher = Batcher(model, tiny_tokenizer, policy, pool, prefill_tokens=64, batch=8)
     requests = [Request(tokens=text(draw, draw.randrange(20, 60)), max_tokens=12) for _ in range(12)]
     for request in requests[:3]:  # read whole, and answered one by one
         [stream] = batcher.submit(request)
         finish(batcher)
-        assert read(stream) == alone(model, policy.held_as(kind), request)
+        assert read(stream) == alone(model, policy.held_as("int8"), request)
     streams = [stream for request in requests[3:] for stream in batcher.submit(request)]
     finish(batcher)
     assert all(1 <= len(read(stream)) <= 12 and stream.reason in ("stop", "length") for stream in streams)

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ag.kernels.codes import CODES, RECENT, SINKS, Codes, Format, KVDtype, Near
+from ag.kernels.codes import GROUP, Codes, Format, KVDtype
 from ag.kernels.pages import Pages
 from ag.kernels.softmax import PLAIN, Softmax
 from tests.support.bounded import Bounded, bounded
@@ -71,49 +71,30 @@ def filled(lengths: Sequence[int], heads: int, batch: int = 1, seed: int = 0, **
 
 
 def coded(pages: Pages, kind: KVDtype) -> Pages:
-    """The same rows in codes, tokens ranked in any order; beside them the near ones as they came, if any."""
+    """The same rows in codes, tokens ranked in any order."""
     made = Format.of(kind, pages.keys, pages.values)
     assert made is not None
     ranks, lengths = pages.ranks.clone(), pages.lengths.tolist()
     keys, values = (x.nan_to_num() for x in (pages.keys, pages.values))
-    near = None
-    if made.near:
-        shape = len(lengths), SINKS + RECENT
-        beside = [torch.full((*shape, x.shape[2]), float("nan"), dtype=x.dtype) for x in (keys, values)]
-        near = Near(beside[0], beside[1], torch.full(shape, -1, dtype=torch.int32))
     for row, length in enumerate(lengths):
         at = places(pages, row)
         mine = torch.randperm(length, generator=torch.Generator().manual_seed(row)).int()
         ranks.flatten()[at] = mine if not bool((ranks.flatten()[at] >= 0).all()) else ranks.flatten()[at]
-        held = ranks.flatten()[at]
-        for slot, rank in enumerate(held.tolist()):
-            if near is not None and (rank < SINKS or rank > int(held.max()) - RECENT):
-                place = rank if rank < SINKS else SINKS + (rank - SINKS) % RECENT
-                near.keys[row, place], near.values[row, place] = (x.flatten(0, 1)[at[slot]] for x in (keys, values))
-                near.ranks[row, place] = rank
     written = made.keys.encode(keys), made.values.encode(values)
-    return pages._replace(keys=written[0], values=written[1], ranks=ranks, format=made, near=near)
+    return pages._replace(keys=written[0], values=written[1], ranks=ranks, format=made)
 
 
 def numbers_of(codes: Codes, data: Tensor) -> Bounded:
     """What bytes ``[n, bytes]`` stand for, ``[n, width]``, channel by channel."""
     table = data.numpy()
     scales = (
-        torch.from_numpy(table[:, codes.code_bytes :].ravel())
+        torch.from_numpy(table[:, codes.width :].ravel())
         .view(torch.float16)
         .double()
-        .view(len(data), -(-codes.width // codes.group), 2)
+        .view(len(data), -(-codes.width // GROUP), 2)
     )
-    found = torch.zeros(len(data), codes.width, dtype=torch.float64)
-    for d in range(codes.width):
-        if codes.bits == 8:
-            column = table[:, d]
-        else:
-            block = d // CODES * CODES
-            half = (min(CODES, codes.width - block) + 1) // 2
-            column = table[:, block // 2 + (d - block) % half] >> 4 * ((d - block) // half) & 15
-        found[:, d] = torch.from_numpy(column.astype("float64"))
-    scale, offset = (x.repeat_interleave(codes.group, 1)[:, : codes.width] for x in scales.unbind(2))
+    found = torch.from_numpy(table[:, : codes.width].astype("float64"))
+    scale, offset = (x.repeat_interleave(GROUP, 1)[:, : codes.width] for x in scales.unbind(2))
     numbers = cast("Bounded", bounded(found) * bounded(scale) + bounded(offset))
     rounded = numbers.exact.abs() * (0 if codes.dtype == torch.float32 else torch.finfo(codes.dtype).eps / 2)
     return Bounded(numbers.exact, numbers.error + rounded, numbers.eps)  # a version may read them in their own type
@@ -125,11 +106,6 @@ def tokens(pages: Pages, row: int, dtype: torch.dtype = torch.float32) -> list[B
     if pages.format is None:
         return [bounded(x, dtype) for x in held]
     found = [numbers_of(codes, x) for codes, x in zip((pages.format.keys, pages.format.values), held, strict=True)]
-    for slot, rank in enumerate(read(pages, pages.ranks, row).tolist()):
-        for column, x in zip(pages.near or (), found, strict=False):
-            assert pages.near is not None
-            for place in (pages.near.ranks[row] == rank).nonzero().flatten().tolist():
-                x.exact[slot], x.error[slot] = column[row, place].double(), 0
     return [x.at(dtype) for x in found]
 
 
@@ -185,7 +161,7 @@ def check_threads_and_pages(run: Callable[[Pages], Tensor], pages: Pages) -> Non
     back[order] = torch.arange(len(order), dtype=torch.int32)
     gate = None if pages.gate is None else pages.gate[order]
     keys, values, ranks = pages.keys[order], pages.values[order], pages.ranks[order]
-    rest = pages.lengths, pages.format, pages.near
+    rest = pages.lengths, pages.format
     outputs.append(run(Pages(keys, values, ranks, gate, back[pages.table.long()], *rest)))
     for output in outputs[1:]:
         assert torch.equal(output, outputs[0])
