@@ -253,3 +253,36 @@ def test_release_refuses_a_dirty_tree_and_an_empty_changelog(copy):
     done = release(copy, "2.0.0")
     assert done.returncode == 2 and "Unreleased" in done.stderr
     assert 'version = "1.9.0rc2"' in (copy / "pyproject.toml").read_text()
+
+
+def taken():
+    """The lines of the table of names that other libraries may take away: names, library, file and test."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## What other libraries may take away")[2]
+    rows = re.findall(r"^\| (`.*) \| (\w+) \| (\S+) \| (\S+) \|$", text.partition("\n## ")[0], re.MULTILINE)
+    return [(re.findall(r"`(\w+)`", names), library, file, test) for names, library, file, test in rows]
+
+
+@pytest.mark.parametrize(("names", "library", "file", "test"), taken(), ids=str)
+def test_what_other_libraries_may_take_away_is_used_where_the_table_says(names, library, file, test):
+    assert library in ("transformers", "accelerate", "PEFT", "Lightning", "torch", "Optuna", "datasets")
+    text = (ROOT / file).read_text()
+    assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
+    assert (ROOT / test).is_file()
+
+
+def test_private_attributes_of_other_libraries_are_in_the_table():
+    """Those that code reads of something else than itself, and that no file of ours defines."""
+    listed = {name for names, *_ in taken() for name in names}
+    files = [path for folder in ("ag", "data", "callbacks", "kernels") for path in (ROOT / folder).rglob("*.py")]
+    trees = [ast.parse(path.read_text()) for path in files]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    ours |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    ours |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    read = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr) and ast.unparse(node.value) != "self"
+    }
+    assert "_results" in read and "_pad_token_tensor" in read
+    assert read - ours - listed == {"_exit", "_fields"}  # Python's own
