@@ -6,10 +6,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, GenerationMixin
+from peft import PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from transformers import DynamicCache, GenerationMixin, LlamaForCausalLM
 
 import ag
 from ag.errors import UserError
+from ag.model.hooks import cache_argument
 from tests.support.batches import columns, padded, row
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
@@ -247,3 +249,57 @@ def test_a_refused_call_leaves_no_expectation(llama):
 def test_a_prompt_for_several_policies_that_ends_with_padding(llama):
     with refuses(UserError, "attention_mask", "padding_side"):
         ag.engine.read_prompt(llama, ["full", "h2o"], **padded([row(9), row(5)], "right"))
+
+
+# ---- virtual tokens of PEFT
+
+VIRTUAL = {
+    "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=20),
+    "p-tuning": lambda: PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=20, encoder_hidden_size=32),
+}
+GENERATES = cache_argument(LlamaForCausalLM) == "past_key_values"  # the name by which PEFT looks for a cache
+
+
+@pytest.mark.parametrize("kind", VIRTUAL)
+@pytest.mark.parametrize("how", ["by hand", "generate"])
+def test_virtual_tokens_are_part_of_the_prompt(tiny_llama, kind, how):
+    """Half of what arrives is held, and the last tokens are no draft: 25 of 20 and 30."""
+    model = get_peft_model(tiny_llama(), VIRTUAL[kind]()).eval()
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, :10] = 0
+    text, cache = {"input_ids": IDS[:2, :30], "attention_mask": mask}, ag.EvictionCache(model, "snapkv", 0.5, window=4)
+    if how == "by hand":
+        with torch.no_grad():
+            model(**text, past_key_values=cache)
+    elif not GENERATES:
+        with refuses(UserError, "PEFT", "cache"):
+            model.generate(**text, past_key_values=cache, **GREEDY)
+        assert cache.seen_tokens == 0
+        return
+    else:
+        model.generate(**text, past_key_values=cache, **GREEDY | {"max_new_tokens": 1})
+    for heads in columns(cache):
+        assert [[len(head) for head in row] for row in heads] == [[25, 25], [20, 20]]
+        assert all(set(range(46, 50)) <= set(head) for row in heads for head in row)
+    if how == "generate":
+        with refuses(UserError, "virtual tokens", "cache.reset()"):
+            model.generate(torch.cat([IDS[:2, :30]] * 2, 1), past_key_values=cache, **GREEDY)
+        assert cache.seen_tokens == 50
+        cache.reset()
+        with refuses(UserError, "prefill_chunk_size"):
+            model.generate(**text, past_key_values=cache, **GREEDY, prefill_chunk_size=8)
+        assert cache.seen_tokens == 0
+        full = (ag.EvictionCache(model, "full"), DynamicCache())
+        got, want = (model.generate(**text, past_key_values=each, **GREEDY | LOGITS).logits for each in full)
+        hold(torch.stack(got), torch.stack(want), of_logits(model.get_base_model()))
+
+
+def test_a_prefix_in_a_cache_of_its_own_is_refused(tiny_llama):
+    base = tiny_llama()
+    model = get_peft_model(base, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=20)).eval()
+    with refuses(UserError, "PREFIX_TUNING"):
+        ag.EvictionCache(model, "full")
+    cache = ag.EvictionCache(base, "full")
+    with refuses(UserError, "PREFIX_TUNING"):
+        model.generate(IDS[:1], past_key_values=cache, **GREEDY)
+    assert cache.seen_tokens == 0
