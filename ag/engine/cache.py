@@ -221,6 +221,11 @@ class EvictionCache(Forward, Cache):
         self.text.check_drafts()
 
     @property
+    def is_initialized(self) -> bool:
+        """Whether something was read."""
+        return self.text.seen > 0
+
+    @property
     def is_croppable(self) -> bool:
         """Whether drafts can be taken back; ``model.generate`` asks after the prompt."""
         try:
@@ -243,8 +248,9 @@ class EvictionCache(Forward, Cache):
             part.select(places)
 
     def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
-        """Repeat each sequence."""
-        self.batch_select_indices(torch.arange(len(self.valid)).repeat_interleave(repeats))
+        """Repeat each sequence, so many times or each as often as a tensor ``[B]`` says."""
+        if self.text.seen:
+            self.batch_select_indices(torch.arange(len(self.valid)).repeat_interleave(repeats))
 
     def release(self, sequences: Sequence[int]) -> None:
         """Forget some sequences, whose memory is free then; the others move up. A cache without any is as new.
