@@ -1,0 +1,42 @@
+"""New tokens behind those of their rows in blocks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ag.kernels.dispatch import no_triton, pick
+from ag.kernels.kv_append import cpu
+from ag.kernels.kv_append.reference import reference_kv_append
+from ag.kernels.pages import Pages
+
+
+def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | None = None) -> None:
+    """Write new tokens behind those of their rows, and count them in ``pages.lengths``, in place.
+
+    Args:
+        pages: the rows; each has blocks for its new tokens, and shares none of what is written with another row.
+        k: keys ``[B, Hkv, T, D]`` of the type that the pool holds, or that its codes are made of; any strides.
+        v: values ``[B, Hkv, T, Dv]``, likewise.
+        ranks: ``[B, T]`` long, the place of each token in its sequence; tokens of a rank below 0 are not written.
+        gate: ``[B, Hkv, T]``, the gate output of each token; None writes 1 where the pool has a gate column.
+
+    Raises:
+        TypeError: when keys or values have another type than the pool's.
+        UserError: when AG_KERNELS names a version that cannot run here.
+    """
+    if (k.dtype, v.dtype) != pages.dtypes:
+        raise TypeError(
+            f"new keys and values of {k.dtype} and {v.dtype}: expected {pages.dtypes[0]} and {pages.dtypes[1]} as held"
+        )
+    version = pick(
+        "kv_append",
+        {
+            "triton": no_triton(pages.keys, pages.values, dtype=k.dtype),
+            "cpp": cpu.unavailable(pages, k),
+            "reference": None,
+        },
+    )
+    append = {"cpp": cpu.kv_append}.get(version, reference_kv_append)
+    if version == "triton":
+        from ag.kernels.kv_append.triton import triton_kv_append as append
+    append(pages, k, v, ranks, gate)

@@ -1,0 +1,102 @@
+"""New tokens behind those of their rows: every version against lists."""
+
+import pytest
+import torch
+
+from ag.kernels.codes import Format
+from ag.kernels.kv_append import cpu, kv_append, reference_kv_append
+from tests.support.compiled import needs
+from tests.support.paged import pages_of, read
+
+VERSIONS = [
+    pytest.param(reference_kv_append, id="reference"),
+    pytest.param(cpu.kv_append, id="cpp", marks=needs(cpu.KERNEL)),
+    pytest.param(kv_append, id="picked"),
+]
+CASES = {
+    "one": {"tokens": 1},
+    "many": {"tokens": 37},
+    "padding": {"tokens": 9, "absent": 0.4},
+    "nothing": {"tokens": 3, "absent": 1.0},
+    "one_token_blocks": {"page": 1},
+    "odd_blocks": {"page": 3, "width": 7, "dim": 5},
+    "bfloat16": {"dtype": torch.bfloat16, "gate": torch.bool},
+    "float64": {"dtype": torch.float64},
+    "probabilities": {"gate": torch.float32, "absent": 0.2},
+    "not_asked": {"gate": torch.float32, "said": False},
+    "flags_not_asked": {"gate": torch.bool, "said": False},
+    "strided": {"strided": True, "tokens": 6},
+    "large": {"tokens": 700, "page": 16},
+}
+
+
+def check(append, case, seed=0):
+    """Append twice, and compare every column with lists of what came."""
+    c = {"batch": 2, "heads": 3, "tokens": 5, "absent": 0.0, "page": 4, "dim": 4, "width": 4} | case
+    dtype, gate = c.get("dtype", torch.float32), c.get("gate")
+    generator = torch.Generator().manual_seed(seed)
+    count, spare = c["batch"] * c["heads"], -(-2 * c["tokens"] // c["page"]) + 1
+    pages = pages_of([0] * count, c["page"], spare, c["dim"], c["width"], dtype, gate, seed=seed)
+    rows, seen = [[] for _ in range(count)], [0] * c["batch"]
+    for _ in range(2):
+        there = torch.rand(c["batch"], c["tokens"], generator=generator) >= c["absent"]
+        ranks = torch.full(there.shape, -1)
+        for b in range(c["batch"]):
+            for t in range(c["tokens"]):
+                if there[b, t]:
+                    ranks[b, t], seen[b] = seen[b], seen[b] + 1
+        shape = c["batch"], c["heads"], c["tokens"]
+        k, v = (torch.randn(*shape, n, generator=generator).to(dtype) for n in (c["dim"], c["width"]))
+        if c.get("strided"):
+            k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+        said = torch.rand(shape, generator=generator) if gate and c.get("said", True) else None
+        said = said > 0.5 if said is not None and gate == torch.bool else said
+        append(pages, k, v, ranks, said)
+        for row in range(count):
+            b, h = divmod(row, c["heads"])
+            for t in range(c["tokens"]):
+                if there[b, t]:
+                    one = 1.0 if said is None else float(said[b, h, t])
+                    rows[row].append((k[b, h, t], v[b, h, t], int(ranks[b, t]), one))
+    assert pages.lengths.tolist() == [len(row) for row in rows]
+    for r, row in enumerate(rows):
+        for column, at in ((pages.keys, 0), (pages.values, 1)):
+            want = torch.stack([token[at] for token in row]) if row else column.new_zeros(0, column.shape[2])
+            assert torch.equal(read(pages, column, r), want)
+        assert read(pages, pages.ranks, r).tolist() == [token[2] for token in row]
+        if pages.gate is not None:
+            assert read(pages, pages.gate, r).tolist() == [token[3] for token in row]
+
+
+@pytest.mark.parametrize("append", VERSIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_rows_equal_lists(append, case):
+    if append is reference_kv_append and case == "large":
+        pytest.skip("thousands of tokens one by one take the reference half a minute")
+    check(append, CASES[case], len(case))
+
+
+@pytest.mark.parametrize("append", VERSIONS[1:])
+@pytest.mark.parametrize(("bits", "dim"), [("int8", 5), ("int8", 64), ("int4", 6), ("int4", 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_are_the_same_bytes_in_every_version(append, bits, dim, dtype):
+    generator = torch.Generator().manual_seed(dim)
+    k, v = (torch.randn(1, 2, 7, dim, generator=generator).to(dtype) * 3 for _ in range(2))
+    k[0, 0, 2] = 0.25  # a group without a range
+    coded = Format.of(bits, k, v)
+    written = []
+    for version in (reference_kv_append, append):
+        pages = pages_of([0, 0], 4, 3, coded.keys.nbytes, coded.values.nbytes, torch.float32)
+        empty = (torch.zeros(x.shape, dtype=torch.uint8) for x in (pages.keys, pages.values))
+        pages = pages._replace(format=coded._replace(near=False), **dict(zip(("keys", "values"), empty, strict=True)))
+        version(pages, k, v, torch.tensor([[0, 1, -1, 2, 3, -1, 4]]))
+        written.append([read(pages, x, row) for x in (pages.keys, pages.values) for row in (0, 1)])
+    assert all(torch.equal(x, y) for x, y in zip(*written, strict=True))
+    assert len(written[0][0]) == 5
+
+
+def test_another_type_is_refused():
+    pages, k = pages_of([0]), torch.zeros(1, 1, 2, 4, dtype=torch.float16)
+    with pytest.raises(TypeError, match=r"float16.*float32"):
+        kv_append(pages, k, k, torch.zeros(1, 2, dtype=torch.long))
+    assert pages.lengths.tolist() == [0]

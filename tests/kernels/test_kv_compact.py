@@ -1,0 +1,126 @@
+"""What goes leaves rows in blocks: every version against lists."""
+
+import pytest
+import torch
+
+from ag.kernels.kv_compact import Worst, cpu, kv_compact, reference_kv_compact
+from tests.support.compiled import needs
+from tests.support.paged import pages_of, places, read
+
+VERSIONS = [
+    pytest.param(reference_kv_compact, id="reference"),
+    pytest.param(cpu.kv_compact, id="cpp", marks=needs(cpu.KERNEL)),
+    pytest.param(kv_compact, id="picked"),
+]
+CASES = {
+    "plain": {},
+    "one_goes": {"count": 1},
+    "ties": {"ties": True},
+    "one_score_of_all_heads": {"of_head": False, "ties": True},
+    "protected": {"sinks": 2, "recent": 5},
+    "more_protected_than_stays": {"sinks": 6, "recent": 9, "left": 4},
+    "spans": {"stays": True, "sinks": 1},
+    "expired": {"expired": 8, "sinks": 3},
+    "records": {"records": (2, 5)},
+    "bfloat16": {"dtype": torch.bfloat16, "gate": torch.bool, "width": 7},
+    "probabilities": {"gate": torch.float32, "page": 3},
+    "one_token_blocks": {"page": 1, "records": (1,)},
+    "wide": {"lengths": (3000, 2500, 2900, 0, 3000, 1), "page": 16, "records": (1,)},
+}
+
+
+def rows_of(c, generator, seed):
+    """Rows of random tokens in random order, with what is stored of each token as a list by row."""
+    lengths, dtype = c["lengths"], c.get("dtype", torch.float32)
+    pages = pages_of(lengths, c["page"], 1, 4, c["width"], dtype, c.get("gate"), seed=seed)
+    slots = pages.table.shape[1] * c["page"]
+    records = [torch.zeros(len(lengths), width, slots) for width in c["records"]]
+    for row, length in enumerate(lengths):
+        at = places(pages, row)
+        for column in pages.columns[:2]:
+            column.flatten(0, 1)[at] = torch.randn(length, column.shape[2], generator=generator).to(dtype)
+        pages.ranks.flatten()[at] = (torch.randperm(length + 3, generator=generator)[:length]).int()
+        if pages.gate is not None:
+            pages.gate.flatten()[at] = (torch.rand(length, generator=generator) > 0.5).to(pages.gate.dtype)
+        for record in records:
+            record[row, :, :length] = torch.randn(record.shape[1], length, generator=generator)
+    return pages, records
+
+
+def contents(pages, records, row):
+    """Return what a row holds, slot by slot."""
+    columns = [read(pages, x, row).flatten(1) if x.ndim > 2 else read(pages, x, row)[:, None] for x in pages.columns]
+    length = int(pages.lengths[row])
+    numbers = [x[row, :, :length].T for x in records]
+    return [tuple(float(n) for x in (*columns, *numbers) for n in x[slot]) for slot in range(length)]
+
+
+def drawn(case, seed):
+    c = {"lengths": (20, 17, 0, 23, 20, 1), "page": 4, "width": 4, "records": ()} | case
+    generator = torch.Generator().manual_seed(seed)
+    return c, generator, *rows_of(c, generator, seed)
+
+
+@pytest.mark.parametrize("compact", VERSIONS)
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("case", ["plain", "records", "bfloat16", "probabilities", "one_token_blocks"])
+def test_a_mask_keeps_what_it_marks(compact, case, share):
+    _, generator, pages, records = drawn(CASES[case], 3)
+    keep = torch.rand(len(pages.table), pages.table.shape[1] * pages.keys.shape[1], generator=generator) < share
+    before = [contents(pages, records, row) for row in range(len(keep))]
+    compact(pages, keep, records)
+    for row, tokens in enumerate(before):
+        kept = [token for slot, token in enumerate(tokens) if keep[row, slot]]
+        stayed, moved = kept[: len(kept)], contents(pages, records, row)
+        assert sorted(moved) == sorted(stayed)
+        for slot in range(len(kept)):  # what need not move lies where it lay
+            assert not keep[row, slot] or moved[slot] == tokens[slot]
+    assert all(bool((x[row, :, int(pages.lengths[row]) :] == 0).all()) for x in records for row in range(len(keep)))
+
+
+@pytest.mark.parametrize("compact", VERSIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_worst_go(compact, case):
+    c, generator, pages, records = drawn(CASES[case], len(case))
+    if compact is reference_kv_compact and case == "wide":
+        pytest.skip("ten thousand tokens one by one take the reference a minute")
+    batch, heads, slots = 3, 2, pages.table.shape[1] * c["page"]
+    score = torch.randn(batch, heads if c.get("of_head", True) else 1, slots, generator=generator)
+    score = score.round() if c.get("ties") else score
+    most = pages.ranks.max() + 1
+    stays = torch.rand(batch, int(most) - 2, generator=generator) < 0.2 if c.get("stays") else None
+    left = torch.tensor([c.get("left", max(x - c.get("count", 6), 0)) for x in c["lengths"]]).int()
+    whole = lambda n: torch.full((batch,), n)  # noqa: E731
+    sinks, recent_from = whole(c.get("sinks", 0)), whole(int(most) - c.get("recent", 0))
+    expired_to, found = whole(c.get("expired", 0) - 1), torch.zeros(1, dtype=torch.int32)
+    want = []
+    for row in range(len(pages.table)):
+        b, h = divmod(row, heads)
+        tokens, ranks = contents(pages, records, row), read(pages, pages.ranks, row).tolist()
+        going = []
+        for slot, rank in enumerate(ranks):
+            expired = rank <= int(expired_to[b])
+            span = stays is not None and rank < stays.shape[1] and bool(stays[b, rank])
+            if expired or not (rank < sinks[b] or rank >= recent_from[b] or span):
+                number = float("-inf") if expired else float(score[b, h % score.shape[1], slot])
+                going.append((number, -rank, slot))
+        gone = {slot for *_, slot in sorted(going)[: max(len(ranks) - int(left[row]), 0)]}
+        want.append(sorted(token for slot, token in enumerate(tokens) if slot not in gone))
+    compact(pages, Worst(left, score, sinks, recent_from, expired_to, found, stays), records)
+    assert [sorted(contents(pages, records, row)) for row in range(len(want))] == want
+    assert int(found) == 0
+
+
+@pytest.mark.parametrize("compact", VERSIONS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_scores_that_are_not_finite_are_found(compact, value):
+    for protected, slot, expected in ((0, 3, 1), (5, 3, 0), (0, 19, 1)):
+        pages = pages_of([20])
+        pages.ranks.flatten()[places(pages, 0)] = torch.arange(20).int()
+        score = torch.zeros(1, 1, 32)
+        score[0, 0, slot] = value
+        score[0, 0, 25] = value  # a free slot
+        found = torch.zeros(1, dtype=torch.int32)
+        last = torch.tensor([20])
+        compact(pages, Worst(torch.tensor([19]).int(), score, torch.tensor([protected]), last, last * 0 - 1, found))
+        assert int(found) == expected
