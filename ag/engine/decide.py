@@ -13,6 +13,7 @@ from ag.engine.allocators.base import Ballot, LayerBudgets
 from ag.engine.observe import Observation
 from ag.engine.policy import Policy
 from ag.engine.records import Records
+from ag.engine.select import closing_order
 from ag.errors import BudgetWarning, UserError
 from ag.kernels.row_worst import NOT_FINITE, OVER
 from ag.kernels.row_worst.reference import Going
@@ -32,6 +33,7 @@ class Decision:
 
     def __init__(self, policy: Policy, layers: list[int]) -> None:
         self.policy, self.budgets = policy, LayerBudgets(layers)
+        self.closing = closing_order
         self.reset()
 
     def reset(self) -> None:
@@ -110,7 +112,7 @@ class Decision:
             x.zero_()
         wrong = (found & NOT_FINITE).any(-1).any(-1)
         if wrong.any():
-            self._refuse_scores(layers[int(wrong.long().argmax())])
+            self.refuse_scores(layers[int(wrong.long().argmax())])
         self._note_over(
             (found & OVER).bool().any(-1).any(0), "more tokens per KV head (sinks, recent, window, protect)"
         )
@@ -180,6 +182,7 @@ class Decision:
             second=second,
             first_share=first_share,
             ranks=None if seen.keys.ordered else seen.keys.ranks,
+            closing=self.closing,
         )
 
     def _let_through(self, ballot: Ballot, layer: int) -> None:
@@ -187,10 +190,11 @@ class Decision:
         finite = ballot.worst.finite.all(1)
         if bool((ballot.over | ~finite).any()):  # the host waits once for what is rare
             if not bool((finite | ~ballot.due).all()):
-                self._refuse_scores(layer)
+                self.refuse_scores(layer)
             self._give_way(ballot)
 
-    def _refuse_scores(self, layer: int) -> NoReturn:
+    def refuse_scores(self, layer: int) -> NoReturn:
+        """Raise for a score that is not finite."""
         raise NonFiniteScoreError(
             f"{type(self.policy.scorer).__name__}.score of {self.policy!r} gave NaN or infinity in layer {layer}: "
             "expected finite numbers for all tokens that compete; look at the scorer and at the weights."
@@ -212,6 +216,13 @@ class Decision:
             tight.cpu(), f"{int(ballot.fixed[row])} tokens per KV head (sinks, recent, window, protect), more"
         )
         ballot.capacity = ballot.fixed.where(tight, ballot.capacity)
+
+    def note_over(self, over: Tensor, fixed: Tensor) -> None:
+        """Take note of sequences ``[B]`` that protect ``fixed`` ``[B]`` tokens per KV head, more than the budget."""
+        if self.budgets.over_budget is None:
+            self.budgets.over_budget = torch.zeros(len(over), dtype=torch.bool)
+        much = f"{int(fixed[int(over.long().argmax())])} tokens per KV head (sinks, recent, window, protect), more"
+        self._note_over(over, much)
 
     def _note_over(self, over: Tensor, much: str) -> None:
         """Take note of sequences ``[B]`` that protect more than the budget, and warn of the first ones."""

@@ -88,3 +88,21 @@ def closing_order(keep: Tensor) -> Tensor:
     place = torch.where(keep, kept, kept[..., -1:] + (~keep).cumsum(-1)) - 1  # cheaper than a stable sort
     slots = torch.arange(keep.shape[-1], device=keep.device).expand_as(place)
     return torch.empty_like(place).scatter_(-1, place, slots)[..., : int(keep.sum(-1).max())]
+
+
+def filling_order(keep: Tensor) -> Tensor:
+    """Return from which slots ``[B, Hkv, N']`` those of rows come once the holes are filled by the last kept tokens.
+
+    N' is the most that a head keeps; of a head that keeps fewer the rest may be any slots that it does not keep.
+    """
+    slots = torch.arange(keep.shape[-1], device=keep.device)
+    kept = keep.sum(-1, keepdim=True)
+    inside = slots < kept
+    first = (inside & keep, inside & ~keep, ~inside & keep)
+    stays, holes, movers = (x.long() for x in first)
+    nth_mover = torch.zeros_like(holes).scatter_add_(-1, (movers.cumsum(-1) - 1).clamp_min(0), slots * movers)
+    source = torch.where(stays.bool(), slots, nth_mover.gather(-1, (holes.cumsum(-1) - 1).clamp_min(0)))
+    spare = (~keep).long().cumsum(-1).sub(1).clamp_min(0)
+    others = torch.zeros_like(holes).scatter_add_(-1, spare, slots * ~keep)
+    source = torch.where(inside, source, others.gather(-1, (slots - kept).clamp_min(0)))
+    return source[..., : int(kept.max())]

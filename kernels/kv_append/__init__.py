@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ag.kernels.dispatch import no_triton, pick
+from ag.kernels.dispatch import pick
 from ag.kernels.kv_append import cpu
+from ag.kernels.kv_append.chunked import chunked_kv_append
 from ag.kernels.kv_append.reference import reference_kv_append
 from ag.kernels.pages import Pages
 
@@ -31,12 +32,10 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, ranks: Tensor, gate: Tensor | 
     version = pick(
         "kv_append",
         {
-            "triton": no_triton(pages.keys, pages.values, dtype=k.dtype),
             "cpp": cpu.unavailable(pages, k),
+            "chunked": None,
             "reference": None,
         },
     )
-    append = {"cpp": cpu.kv_append}.get(version, reference_kv_append)
-    if version == "triton":
-        from ag.kernels.kv_append.triton import triton_kv_append as append
-    append(pages, k, v, ranks, gate)
+    versions = {"cpp": cpu.kv_append, "chunked": chunked_kv_append, "reference": reference_kv_append}
+    versions[version](pages, k, v, ranks, gate)

@@ -14,7 +14,7 @@ namespace {
 // One token `fresh` into place `at` of a column; `room` holds its numbers in float32 while codes are made of them.
 void put(const Column& c, const char* fresh, int64_t at, std::vector<float>& room) {
   char* token = c.data + at * c.bytes;
-  if (!c.bits) {  // of any type
+  if (!c.coded) {  // of any type
     std::memcpy(token, fresh, c.bytes);
     return;
   }

@@ -20,12 +20,12 @@ KERNEL = native.Kernel(Path(__file__).with_name("cpu.cpp"))
 def kv_compact(pages: Pages, keep: Tensor | Worst, records: Sequence[Tensor] = ()) -> None:
     """Do what :func:`ag.kernels.kv_compact.kv_compact` does, on the CPU."""
     mask: Tensor | None = None
-    chosen: list[Tensor | int | None] = [None] * 3 + [0, 0] + [None] * 5 + [0]
+    chosen: list[Tensor | int | None] = [None, None, None, 0, 0, None, None, None, None, None, 0]
     if isinstance(keep, Worst):
         score = keep.score if keep.score.stride(2) == 1 else keep.score.contiguous()
         of_head = 0 if score.shape[1] == 1 else score.stride(1)
-        chosen = [keep.count, None, score, score.stride(0), of_head, keep.sinks, keep.recent_from, keep.expired_to]
-        chosen += [keep.found, keep.stays, 0 if keep.stays is None else keep.stays.shape[1]]
+        chosen = [keep.stays, None, score, score.stride(0), of_head, keep.sinks, keep.recent_from, keep.expired_to]
+        chosen += [keep.found, keep.protected, 0 if keep.protected is None else keep.protected.shape[1]]
     else:
         mask = keep.contiguous()
         chosen[1], chosen[3] = mask, mask.shape[1]

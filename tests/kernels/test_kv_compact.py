@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from ag.kernels.kv_compact import Worst, cpu, kv_compact, reference_kv_compact
+from ag.kernels.kv_compact.chunked import chunked_kv_compact
 from tests.support.compiled import needs
 from tests.support.paged import pages_of, places, read
 
 VERSIONS = [
     pytest.param(reference_kv_compact, id="reference"),
     pytest.param(cpu.kv_compact, id="cpp", marks=needs(cpu.KERNEL)),
+    pytest.param(chunked_kv_compact, id="chunked"),
     pytest.param(kv_compact, id="picked"),
 ]
 CASES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -37,6 +37,7 @@ class Ballot:
         first_share: share of a head's tokens that ``score`` decides over, where there are two.
         everyone: whether the host knows that all sequences are due.
         ranks: ``[B, Hkv, N]`` long, in whose order tokens with equal scores are kept; None: they lie in that order.
+        closing: returns which slots ``[B, Hkv, N']`` the slots of a row are filled from once a mask alone is held.
     """
 
     score: Tensor
@@ -50,6 +51,7 @@ class Ballot:
     first_share: float = 1.0
     everyone: bool = False
     ranks: Tensor | None = None
+    closing: Callable[[Tensor], Tensor] = closing_order
 
     @cached_property
     def worst(self) -> Worst:
@@ -118,10 +120,14 @@ class Ballot:
 
     def after(self, keep: Tensor) -> Ballot:
         """Return this ballot restricted to ``keep``, closed up as the store closes a prompt up."""
-        order = closing_order(keep)
+        order = self.closing(keep)
         parts = {name: x.gather(-1, order) for name, x in vars(self).items() if name in BY_TOKEN and x is not None}
         standing = parts.pop("standing", None)
-        left = replace(self, **parts, valid=keep.gather(-1, order))
+        ranks = self.ranks
+        if self.closing is not closing_order:
+            ranks = torch.arange(keep.shape[-1], device=keep.device).expand_as(keep) if ranks is None else ranks
+            ranks = ranks.gather(-1, order)
+        left = replace(self, **parts, valid=keep.gather(-1, order), ranks=ranks)
         if standing is not None:
             left.standing = standing  # no worse one moves up
         return left

@@ -66,7 +66,8 @@ class Global(Allocator):
         votes = budgets.votes.values()
         sure = [
             select(
-                vote.score, vote.protected, vote.valid, at_least(vote.capacity, self.floor, vote.protected & vote.valid)
+                *(vote.score, vote.protected, vote.valid),
+                *(at_least(vote.capacity, self.floor, vote.protected & vote.valid), vote.order),
             )
             for vote in votes
         ]
@@ -76,8 +77,25 @@ class Global(Allocator):
         )
         allowed = [vote.capacity.to(device) * vote.valid.shape[1] for vote in votes]
         total = torch.stack(allowed).sum(0) + (len(budgets.layers) - len(allowed)) * allowed[-1]
-        best = select(score, always, held, total[:, None])[:, 0].split([vote.valid[0].numel() for vote in votes], 1)
+        best = select(score, always, held, total[:, None], _order(list(votes), device))[:, 0].split(
+            [vote.valid[0].numel() for vote in votes], 1
+        )
         return {
             layer: vote.exempting(part.view_as(vote.valid).to(vote.valid.device))
             for (layer, vote), part in zip(budgets.votes.items(), best, strict=True)
         }
+
+
+def _order(votes: list[Ballot], device: torch.device) -> Tensor | None:
+    """Return the slots ``[B, 1, N]`` of all layers in the order of layers, heads and ranks; None: as they lie."""
+    if all(vote.ranks is None for vote in votes):
+        return None
+    parts, first = [], 0
+    for vote in votes:
+        heads, slots = vote.valid.shape[1:]
+        order = (
+            torch.arange(slots, device=device).expand_as(vote.valid) if vote.order is None else vote.order.to(device)
+        )
+        parts.append((order + first + torch.arange(heads, device=device)[:, None] * slots).flatten(1))
+        first += heads * slots
+    return torch.cat(parts, 1)[:, None]

@@ -147,14 +147,20 @@ class Scorer(ABC):
         lowest = score.masked_fill(~seen.key_valid, float("inf")).amin(-1, keepdim=True)
         return (score - lowest).masked_fill(~seen.key_valid, 0.0).repeat_interleave(seen.group, 1)
 
-    def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
-        """Return ``[B, Hkv, N]`` bool: tokens that stay whatever their score.
+    def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:
+        """Return how many first and how many newest tokens of a sequence stay whatever their score.
 
         Args:
-            seen: the layer.
             capacity: ``[B]`` long, tokens per KV head that the budget allows, on average over layers.
+
+        Returns:
+            Two numbers, or tensors ``[B]`` long.
         """
-        return seen.ends(self.sinks, self.recent)
+        return self.sinks, self.recent
+
+    def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
+        """Return ``[B, Hkv, N]`` bool, the tokens that :meth:`limits` protects."""
+        return seen.ends(*self.limits(capacity))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,7 @@ class Gates(Scorer):
             return seen.gate
         return seen.gate.clamp_max(0.0) * (seen.age + 2)  # 1 is stored where a gate was not asked
 
-    def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
+    def limits(self, capacity: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sinks and the newest tokens."""
         sinks = torch.full_like(capacity, self.trained_sinks if self.sinks is None else self.sinks)
         if self.recent is None:
@@ -78,4 +78,4 @@ class Gates(Scorer):
             recent = recent.minimum((capacity - sinks).clamp_min(0))
         else:
             recent = torch.full_like(capacity, self.recent)
-        return seen.ends(sinks, recent)
+        return sinks, recent

@@ -66,10 +66,7 @@ class H2O(RowScorer):
         since = seen.lengths[:, None, None] - seen.key_ranks.maximum(first[:, None, None])
         return since.clamp_min(1).repeat_interleave(seen.group, 1)
 
-    def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
+    def limits(self, capacity: Tensor) -> tuple[int, int | Tensor]:
         """Return the sinks and the newest tokens."""
         recent = self.recent
-        if isinstance(recent, float):
-            key = "recent", recent, capacity.device
-            return seen.ends(self.sinks, seen.once_a_pass(key, lambda: (capacity * recent).long()))
-        return seen.ends(self.sinks, recent)
+        return self.sinks, (capacity * recent).long() if isinstance(recent, float) else recent

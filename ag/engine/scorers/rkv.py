@@ -84,6 +84,6 @@ class RKV(Scorer):
         mean = alike / valid.sum(-1, keepdim=True).clamp_min(1)
         return mean.masked_fill(~valid, float("-inf")).softmax(-1).nan_to_num(0.0)  # a head that holds nothing: 0
 
-    def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
-        """Return the sinks, the window and the newest tokens."""
-        return seen.ends(self.sinks, max(self.window, self.recent))
+    def limits(self, capacity: Tensor) -> tuple[int, int]:
+        """Return the sinks, and the window or the newest tokens."""
+        return self.sinks, max(self.window, self.recent)

@@ -50,6 +50,6 @@ class SnapKV(RowScorer):
         inside = seen.key_valid & (seen.age >= self.window) if before_window else seen.key_valid
         return pooled(score, inside, self.kernel, self.pooling, seen.order)
 
-    def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
-        """Return the sinks, the window and the newest tokens."""
-        return seen.ends(self.sinks, max(self.window, self.recent))
+    def limits(self, capacity: Tensor) -> tuple[int, int]:
+        """Return the sinks, and the window or the newest tokens."""
+        return self.sinks, max(self.window, self.recent)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self, get_type_hints
 
+import torch
 from torch import Tensor
 
 from ag.engine.observe import Observation
@@ -71,6 +72,15 @@ class Wrapper(Scorer):
         """Return the same on an inner scorer that protects what the training of its gates did."""
         return replace(self, inner=self.inner.trained_with(sinks, recent))
 
-    def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
-        """Return what the inner scorer protects, and what this one does."""
-        return self.inner.protected(seen, capacity) | super().protected(seen, capacity)
+    def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:
+        """Return what the inner scorer protects, and this one where that is more."""
+        return more(self.inner.limits(capacity), super().limits(capacity))
+
+
+def more(mine: tuple[int | Tensor, ...], theirs: tuple[int | Tensor, ...]) -> tuple[int | Tensor, int | Tensor]:
+    """Return the larger ones of two pairs of numbers, each a number or ``[B]``."""
+    first, second = (
+        max(a, b) if isinstance(a, int) and isinstance(b, int) else torch.as_tensor(a).maximum(torch.as_tensor(b))
+        for a, b in zip(mine, theirs, strict=True)
+    )
+    return first, second

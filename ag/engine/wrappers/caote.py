@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ag.engine.observe import Observation
 from ag.engine.scorers.base import Needs, RowScorer, grouped
-from ag.engine.wrappers.base import Wrapper
+from ag.engine.wrappers.base import Wrapper, more
 
 SMALLEST = 1e-12  # weight of all other tokens below which a token counts as the only one
 
@@ -41,9 +41,9 @@ class Caote(Wrapper):
         """What the base needs, precisely."""
         return replace(self.inner.needs, precise=True)
 
-    def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
-        """Return what the base protects, and the newest token."""
-        return super().protected(seen, capacity) | seen.ends(0, 1)
+    def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:
+        """Return what the base protects, and at least the newest token."""
+        return more(super().limits(capacity), (0, 1))
 
     def score(self, seen: Observation) -> Tensor:
         """Return the change of the group's output."""
