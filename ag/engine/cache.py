@@ -27,9 +27,9 @@ from ag.errors import UserError
 from ag.gates.attach import alike, attached_gates, check_geometry, move_to_layers
 from ag.gates.gate import AttentionGates
 from ag.model.geometry import fingerprint
-from ag.model.hooks import decoder_of, instrument, virtual_tokens
+from ag.model.hooks import decoder_of, instrument
 from ag.model.projection import output_projection
-from ag.model.support import check_attention, check_rotations
+from ag.model.support import check_attention, check_ranks, check_rotations
 
 
 class EvictionCache(Forward, Cache):
@@ -71,7 +71,6 @@ class EvictionCache(Forward, Cache):
         if self.policy.by_gates and self.gates is None:
             self.gates = _attached(model, self.policy)
         check_attention(model)
-        virtual_tokens(model)  # refuses prefixes
         self.decoder = decoder_of(model)
         if pool is not None:
             pool.check(self.decoder)
@@ -320,6 +319,8 @@ def _check_needs(wanting: Policy, decoder: Any) -> None:
     """Refuse a model that does not show what the scorer of a policy asks for."""
     if wanting.scorer is None:
         return
+    if wanting.rereads:
+        check_ranks(decoder, repr(wanting))
     if wanting.scorer.needs.rotations:
         check_rotations(decoder, repr(wanting), "Use another policy.")
     for layer in decoder.layers if wanting.scorer.needs.output_projection else ():
@@ -341,6 +342,7 @@ def _layer(
 
 def _check_join(cache: EvictionCache, other: EvictionCache) -> None:
     """Refuse a cache whose sequences cannot be appended."""
+    check_ranks(cache.decoder, "join")
     same = (
         ("model", cache.decoder is other.decoder),
         ("policy", cache.policy == other.policy),

@@ -227,8 +227,8 @@ class Forward(Holdings, Interceptor):
         decision = self.decision if deciding else None
         with self._whole_prompt():
             out = self.evicting_layers[call.layer].run(call, now, decision, self.evicting_layers)
-        if self.reread is not None and self.reread.active and call.layer in self.sharing:
-            self.reread.measure(self.evicting_layers[call.layer], call, now)
+        if self.reread is not None and call.layer in self.sharing:
+            self.reread.look(self.evicting_layers[call.layer], call, now)
         return out
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -127,7 +127,19 @@ class Reread:
         if self.active and self.scorer.normalize:
             self._norms = torch.linalg.vector_norm(hidden.float(), dim=-1)
 
-    def measure(self, layer: EvictionLayer, call: AttentionCall, now: Pass) -> None:
+    def look(self, layer: EvictionLayer, call: AttentionCall, now: Pass) -> None:
+        """Look at a layer's attention: of the prompt, which has no scores yet, or of a repetition, which makes them."""
+        if self.active:
+            self._measure_repeated(layer, call, now)
+        elif not self.done:
+            q, k, v = (x[:, :, :0] for x in (call.q, call.k, call.v))
+            self._measured.calls[call.layer] = AttentionCall(  # without what others that share the pass add to it
+                call.module, call.layer, q, k, v, call.scaling, call.window, call.softmax
+            )
+            shape = *call.k.shape[:2], now.prompt_columns
+            self._measured.scores[call.layer] = torch.zeros(shape, device=call.k.device)
+
+    def _measure_repeated(self, layer: EvictionLayer, call: AttentionCall, now: Pass) -> None:
         """Measure what the queries of a repetition pay the chunk that they repeat, in a layer that holds both."""
         if call.window is not None and now.seen > call.window:
             raise UserError(
@@ -159,12 +171,7 @@ class Reread:
             largest = largest * projected_norms(v.float(), output_weight(call.module, q.shape[1]), 2)
         scored = (mine & (slots >= self.scorer.sinks))[:, None].expand(-1, kv_heads, -1)
         best = largest.unflatten(1, (kv_heads, -1)).amax(2).float().masked_fill(~scored, 0.0)
-        scores = self._measured.scores
-        if call.layer not in scores:
-            scores[call.layer] = best.new_zeros(batch, kv_heads, now.prompt_columns)
-            none = slice(0)
-            self._measured.calls[call.layer] = replace(call, q=q[:, :, none], k=k[:, :, none], v=v[:, :, none], memo={})
-        scores[call.layer].scatter_reduce_(2, slots[:, None].expand_as(best), best, "amax")
+        self._measured.scores[call.layer].scatter_reduce_(2, slots[:, None].expand_as(best), best, "amax")
 
     def _slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the slots ``[B, P]`` of the sinks and of the chunk, padded on the left, and which exist."""

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from ag.engine.cache import EvictionCache
 from ag.errors import UserError
 from ag.model.hooks import interceptor_in
+from ag.model.support import check_ranks
 
 #: Runs a function, or records it: returns what it computed, and what computes that again in the same memory.
 Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
@@ -41,6 +42,7 @@ class NextToken:
     """
 
     def __init__(self, model: nn.Module, cache: EvictionCache, record: Record | None = None) -> None:
+        check_ranks(cache.decoder, "NextToken")
         self.model, self.cache = model, cache
         on_card = all(x.device.type == "cuda" for x in model.parameters())
         self._record = cuda_graph if record is None and on_card else record

@@ -19,6 +19,7 @@ from ag.engine.positions import Original
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.model.hooks import hides
+from ag.model.support import check_ranks
 from ag.stateful import Attributes
 
 AHEAD = 1024  # columns that steps have memory for at once
@@ -450,6 +451,7 @@ class Text(Attributes):
         if self.policy.budget is not None:
             self._check_evicted(what, left)
         if not isinstance(remove, int):
+            check_ranks(self.rotation.decoder, f"crop({what})")
             self._by_rank, self._ids = True, None
         if left < self.prompt_columns:
             self.prompt_lengths = self.prompt_lengths.minimum(counts.to(self.prompt_lengths.device))

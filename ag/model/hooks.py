@@ -36,6 +36,7 @@ from ag.kernels.softmax import PLAIN, Softmax
 from ag.model.products import ThreadedLayers
 
 IMPLEMENTATION = "ag"
+PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")  # kinds of adapters of PEFT that bring a cache of their own
 USE_ANOTHER = "use a model such as Llama, Mistral, Qwen2 or Qwen3."
 #: Implementations that need a mask to be causal, in whose place sdpa computes the same.
 BY_MASK = (None, "eager", "flex_attention")
@@ -349,7 +350,7 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     mask, ids = kwargs.get("attention_mask"), tokens if tokens.ndim == 2 else None
     valid = _inferred(model, tokens, kwargs) if mask is None else mask.bool()
     check_end(valid)
-    virtual = virtual_tokens(getattr(model.prepare_inputs_for_generation, "__self__", model))
+    virtual = _virtual_tokens(getattr(model.prepare_inputs_for_generation, "__self__", model))
     if virtual:
         _check_virtual(model, cache, kwargs)
         valid = F.pad(valid, (virtual, 0), value=True)
@@ -381,7 +382,7 @@ def _inferred(model: Any, tokens: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
     return tokens.ne(pad) if known and tokens.ndim == 2 else text
 
 
-def virtual_tokens(model: Any) -> int:
+def _virtual_tokens(model: Any) -> int:
     """Return how many embeddings PEFT puts before the tokens of a prompt, as prompt tuning and p-tuning do.
 
     Raises:
@@ -390,7 +391,7 @@ def virtual_tokens(model: Any) -> int:
     config = getattr(model, "active_peft_config", None)
     if config is None or not config.is_prompt_learning:
         return 0
-    if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE"):
+    if config.peft_type in PREFIXES:
         raise UnsupportedModelError(
             f"{config.peft_type.value}: PEFT hands its prefix to the model in a cache of its own, in place of any "
             "other; use prompt tuning, p-tuning or LoRA."

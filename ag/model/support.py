@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ag.errors import UserError
 from ag.model.hooks import (
+    PREFIXES,
     USE_ANOTHER,
     AttentionCall,
     Interceptor,
@@ -25,7 +26,6 @@ from ag.model.hooks import (
 
 SERVED = ("full_attention", "sliding_attention")  # layer types whose cache holds a key and a value of each token
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # of transformers, by which a model finds its attention function
-PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")  # kinds of adapters of PEFT that bring a cache of their own
 FAR, TOLERANCE = 100, 0.05  # places between two queries, and how much of a query's length rounding may change
 
 
@@ -115,6 +115,21 @@ def check_rotations(decoder: Any, what: str, instead: str) -> None:
         raise UnsupportedModelError(f"{what}: {type(decoder).__name__} {attachment.unturned}. {instead}")
 
 
+def several_positions(decoder: Any) -> bool:
+    """Tell whether a token has several positions (time, height, width), as in Qwen2-VL: its rank is none of them."""
+    return "mrope_section" in (getattr(decoder.config, "rope_parameters", None) or {})
+
+
+def check_ranks(decoder: Any, what: str) -> None:
+    """Raise ``UserError`` for what takes the length of a sequence for its next position, where it is another one."""
+    if several_positions(decoder):
+        raise UserError(
+            f"{what}: tokens of {type(decoder).__name__} have several positions (time, height, width), so that the "
+            "next one of a text does not follow from its length; leave this out, or use a model with one position a "
+            "token."
+        )
+
+
 def check_turns(decoder: Any, positions: str) -> None:
     """Raise ``UserError`` unless all layers can rotate anew: by one RoPE, see :func:`check_rotations`, no windows."""
     check_rotations(decoder, f"positions={positions}", "Use positions=original.")
@@ -137,6 +152,8 @@ def _unturned(decoder: Any) -> str:
 
     Layers are tried: some models rotate in some of their layers only, or a part of each key, which no name tells.
     """
+    if several_positions(decoder):
+        return "rotates each key by several positions; expected one for each token"
     rotary: Any = getattr(decoder, "rotary_emb", None)
     kinds = getattr(rotary, "rope_type", None)
     for index, layer in enumerate(decoder.layers):

@@ -10,7 +10,7 @@ import ag
 from ag.engine.scorers.kvzip import KVzip
 from ag.errors import UserError
 from ag.model.hooks import decoder_of
-from tests.support.batches import padded, positions, read
+from tests.support.batches import columns, padded, positions, read
 from tests.support.bounds import hold, of_logits, of_pass
 from tests.support.dense import masked
 from tests.support.refused import refuses
@@ -155,6 +155,18 @@ def test_a_prompt_in_parts_that_are_padding_of_a_sequence(tiny_llama):
             model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
         held.append([[x.tolist() for x in row] for layer in range(3) for row in cache.kept_positions(layer)])
     assert held[0] == held[1]
+
+
+@pytest.mark.parametrize("lengths", [(4,), (2, 4), (3, 20)])
+def test_prompts_of_sinks_alone(tiny_llama, lengths):
+    """Nothing of them is repeated, and nothing can go, which is said; a longer text beside them loses its share."""
+    model, rows = tiny_llama(), [ROW[0, :n] for n in lengths]
+    cache = ag.EvictionCache(model, "kvzip@uniform", 0.5, **OPTIONS | {"sinks": 4})
+    with pytest.warns(ag.BudgetWarning), torch.no_grad():
+        model(**padded(rows), past_key_values=cache)
+    assert cache.over_budget.tolist() == [n < 20 for n in lengths]
+    for heads in columns(cache):
+        assert [len(head) for row in heads for head in row] == [n if n < 20 else 10 for n in lengths for _ in range(2)]
 
 
 @torch.no_grad()
