@@ -245,7 +245,7 @@ def test_a_pass_that_was_broken_off_is_not_gone_on_from(tiny_llama, layer, turn,
     for use in (
         lambda: logits(model, IDS[:, :1], cache),
         lambda: model.generate(IDS, past_key_values=cache, **GREEDY),
-        lambda: cache.crop(1),
+        lambda: cache.crop(-1),
         lambda: cache.save("never"),
     ):
         with refuses(UserError, "EvictionCache", "cache.reset()"):
