@@ -342,7 +342,6 @@ def _layer(
 
 def _check_join(cache: EvictionCache, other: EvictionCache) -> None:
     """Refuse a cache whose sequences cannot be appended."""
-    check_ranks(cache.decoder, "join")
     same = (
         ("model", cache.decoder is other.decoder),
         ("policy", cache.policy == other.policy),
@@ -358,6 +357,7 @@ def _check_join(cache: EvictionCache, other: EvictionCache) -> None:
     if other is cache or not other.text.seen:
         raise UserError("join: expected another cache that has read its prompt; read it first.")
     for each in (cache, other):
+        each.text.check_by_rank("join")
         each.check_whole()
         if each.text.seen < each.text.prompt_columns:
             raise UserError(

@@ -13,7 +13,6 @@ from transformers.generation.streamers import BaseStreamer
 from ag.engine.cache import EvictionCache
 from ag.errors import UserError
 from ag.model.hooks import interceptor_in
-from ag.model.support import check_ranks
 
 #: Runs a function, or records it: returns what it computed, and what computes that again in the same memory.
 Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
@@ -42,7 +41,6 @@ class NextToken:
     """
 
     def __init__(self, model: nn.Module, cache: EvictionCache, record: Record | None = None) -> None:
-        check_ranks(cache.decoder, "NextToken")
         self.model, self.cache = model, cache
         on_card = all(x.device.type == "cuda" for x in model.parameters())
         self._record = cuda_graph if record is None and on_card else record
@@ -68,6 +66,7 @@ class NextToken:
                 f"NextToken: tokens {list(tokens.shape)} after {cache.seen_tokens} columns: expected [B, 1] behind a "
                 "prompt; read that by model(ids, past_key_values=cache)."
             )
+        cache.text.check_by_rank("NextToken")
         recordable = self._record is not None and not torch.is_grad_enabled()
         before, self._key = self._key, cache.step_key() if recordable else None
         if self._record is None or self._key is None or self._key != before:

@@ -46,6 +46,7 @@ class Text(Attributes):
     protected: Tensor | None
     _unpadded: int  # columns that came without padding: each sequence has at least so many own tokens
     _by_rank: bool  # whether columns are not the places of tokens: a join or a crop by sequence has moved them
+    _by_column: bool  # whether the newest tokens had their columns for positions, padding counted
     _prompt: Tensor | None  # [B, T] bool, False on padding: the prompt of which parts are still to come; else None
     _expected: tuple[Tensor, Tensor | None] | None  # mask and ids of the announced text, until a pass begins with it
     _ids: Tensor | None  # the text so far [B, T], as far as model.generate said it
@@ -59,7 +60,7 @@ class Text(Attributes):
         **dict.fromkeys(("valid", "prompt_lengths", "_decided"), Tensor),
         **dict.fromkeys(("before", "prompt_columns", "_unpadded", "_number", "_settled"), int),
         **dict.fromkeys(("protected", "_ids"), Tensor | None),
-        "_by_rank": bool,
+        **dict.fromkeys(("_by_rank", "_by_column"), bool),
     }
 
     def __init__(
@@ -73,7 +74,8 @@ class Text(Attributes):
         self.now = self.protected = self._prompt = self._expected = self._ids = None
         self.valid, self.prompt_lengths = torch.empty(0, 0, dtype=torch.bool), torch.empty(0, dtype=torch.long)
         self.before = self.prompt_columns = self._unpadded = self._number = self._settled = 0
-        self._by_rank, self._decided = False, torch.empty(0, dtype=torch.long)
+        self._by_rank = self._by_column = False
+        self._decided = torch.empty(0, dtype=torch.long)
         self._counters = self._ahead = None
 
     @property
@@ -364,6 +366,7 @@ class Text(Attributes):
         assert self.now is not None
         if self.now.positions is not None:
             return self.now.positions
+        self._by_column = given is None and not self._by_rank
         if self._by_rank:
             return self.now.ranks if self.now.step else self.now.ranks.clamp_min(0)
         if columns is None:
@@ -374,6 +377,16 @@ class Text(Attributes):
         several = given.shape[:-2]  # of models with several positions for each token, such as Qwen2-VL
         index = columns.clamp_min(0).expand(*several, -1, -1)
         return given.expand(*several, len(columns), -1).gather(-1, index)
+
+    def check_by_rank(self, what: str) -> None:
+        """Refuse what goes on at each sequence's length where positions are others: several, or columns of padding."""
+        check_ranks(self.rotation.decoder, what)
+        if self._by_column and self._unpadded < self.seen and not bool(self.valid.all()):
+            raise UserError(
+                f"{what}: the text was read under padding and without position_ids, so that its positions count the "
+                "padding: give position_ids=(attention_mask.cumsum(1) - 1).clamp_min(0) from the prompt on, as "
+                "model.generate does."
+            )
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -451,8 +464,8 @@ class Text(Attributes):
         if self.policy.budget is not None:
             self._check_evicted(what, left)
         if not isinstance(remove, int):
-            check_ranks(self.rotation.decoder, f"crop({what})")
-            self._by_rank, self._ids = True, None
+            self.check_by_rank(f"crop({what})")
+            self._by_rank, self._by_column, self._ids = True, False, None
         if left < self.prompt_columns:
             self.prompt_lengths = self.prompt_lengths.minimum(counts.to(self.prompt_lengths.device))
         self.valid, self._unpadded = valid, max(0, self._unpadded - most)
@@ -535,7 +548,7 @@ class Text(Attributes):
         self.valid = valid[:, _first_column(valid) :]  # without columns of texts that left
         self.before = self.prompt_columns = self._settled = self.seen
         self.prompt_lengths = torch.cat([x.prompt_lengths.to(device) for x in (self, other)])
-        self._unpadded, self._by_rank = min(self._unpadded, other._unpadded), True
+        self._unpadded, self._by_rank, self._by_column = min(self._unpadded, other._unpadded), True, False
         self.now = self._expected = self._ids = None
 
     def select(self, indices: Tensor) -> None:

@@ -161,6 +161,42 @@ def test_padding_behind_a_shorter_answer(llama):
     hold(torch.stack(got.logits), torch.stack(want.logits), of_logits(llama))
 
 
+@pytest.mark.parametrize("what", ["NextToken", "join", "crop"])
+@torch.no_grad()
+def test_what_goes_on_at_the_length_of_a_text(llama, what):
+    """It is refused behind padding that the positions of a prompt count; else logits are those of transformers."""
+    new, mask, pool = IDS[:2, 20:21], torch.ones(2, 21, dtype=torch.long), ag.Pool(llama, 2**20)
+    mask[1, :7] = 0
+    at = (mask.cumsum(1) - 1).clamp_min(0)
+
+    def read(cache, counted):
+        told = {} if counted else {"position_ids": at[:, :20]}
+        llama(IDS[:2, :20], attention_mask=mask[:, :20], **told, past_key_values=cache)
+        return cache
+
+    def go_on(cache, other):
+        if what == "NextToken":
+            return ag.NextToken(llama, cache)(new)
+        if what == "join":
+            cache.join(other)
+            return llama(new.repeat(2, 1), past_key_values=cache).logits[:, -1]
+        llama(new, attention_mask=mask, position_ids=at[:, 20:], past_key_values=cache)
+        cache.crop([1, 1])
+        return llama(new, past_key_values=cache).logits[:, -1]
+
+    theirs = read(DynamicCache(), counted=False)
+    want = llama(new, attention_mask=mask, position_ids=at[:, 20:], past_key_values=theirs).logits[:, -1]
+    for counted in (True, False):
+        ours = [read(ag.EvictionCache(llama, "full", pool=pool), counted) for _ in range(2)]
+        if not counted:
+            got = go_on(*ours)
+            hold(got, want.repeat(len(got) // 2, 1), of_logits(llama))
+            continue
+        with refuses(UserError, what, "position_ids"):
+            ours[0].crop([1, 2]) if what == "crop" else go_on(*ours)
+        assert [cache.valid.tolist() for cache in ours] == [mask[:, :20].bool().tolist()] * 2
+
+
 # ---- what transformers infers
 
 

@@ -68,7 +68,7 @@ def test_what_takes_lengths_for_positions_is_refused(model):
     with refuses(UserError, "crop([1, 0])", "positions"):
         one.crop([1, 0])
     with refuses(UserError, "NextToken", "positions"):
-        ag.NextToken(model, one)
+        ag.NextToken(model, one)(IDS[:, :1])
     assert one.valid.shape == other.valid.shape == (2, 20)
     one.crop(-3)
     assert one.seen_tokens == 17
