@@ -69,7 +69,6 @@ def test_every_type_of_transformers_is_served_right_or_refused() -> None:
     strange = {name: said for name, said in found.items() if said not in ("untried", "refused", "served")}
     assert strange == {}
     assert sum(said != "untried" for said in found.values()) >= 30
-    assert found.get("doge", "refused") == "refused"
 
 
 @pytest.mark.parametrize("name", ["gemma3", "paligemma", "gemma4_text", "gemma3n_text"])

@@ -46,7 +46,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("smollm3", "cohere", "cohere2", "gpt_oss", "gpt_neox", "starcoder2", "stablelm"), {}),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "helium", "nemotron", "exaone4", "ernie4_5", "seed_oss"), {}),
     **dict.fromkeys(("arcee", "apertus", "hunyuan_v1_dense", "persimmon", "bitnet", "afmoe", "nanochat"), {}),
-    **dict.fromkeys(("opt", "gpt_bigcode", "diffllama", "jetmoe", "minimax", "falcon"), {}),
+    **dict.fromkeys(("opt", "gpt_bigcode", "diffllama", "doge", "jetmoe", "minimax", "falcon"), {}),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), MLA),
     **dict.fromkeys(
         ("gemma3_text", "olmo3", "cohere2", "gpt_oss"), {"layer_types": ["sliding_attention", "full_attention"]}
