@@ -60,7 +60,11 @@ def test_a_pass_takes_a_cache_under_either_name(tiny_llama, name, inner):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"custom_generate": decode}, {"prefill_chunk_size": 8}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"num_beams": 2}, {"custom_generate": decode}, {"prefill_chunk_size": 8}],
+    ids=["greedy", "beams", "decode", "chunks"],
+)
 def test_generate_takes_a_cache_under_either_name(tiny_llama, name, how):
     model = tiny_llama()
     cache = ag.EvictionCache(model, "full")

@@ -110,7 +110,7 @@ class ExpectedAttention(Scorer):
         if seen.capacity is not None:
             due = torch.ones_like(due) if seen.due is None else seen.due.view_as(due)
         past = sums["due"] | sums["past"] if sums else torch.zeros_like(due)
-        sums.update(new._asdict(), due=due, past=past)
+        sums.update(zip(Moments._fields, new, strict=True), due=due, past=past)
 
     def _statistics(self, seen: Observation) -> tuple[Tensor, Tensor]:
         """Return mean ``[B, H, D]`` and covariance ``[B, H, D, D]`` of the queries without their rotation."""
