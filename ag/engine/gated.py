@@ -26,7 +26,7 @@ class GatedLayer(EvictionLayer):
         """Attend to what is flagged or recent; in a prompt that is read densely to everything."""
         assert self.store is not None
         dense = self._dense_prompt(step)
-        if step.fresh:
+        if step.fresh and not step.now.gaps:
             step.out = step.call.dense(step.now.valid, step.now.left_padded) if dense else self._sparse(step)
         elif self._one_by_one(step):
             step.out = attend_one(step.unrotated, self.store)

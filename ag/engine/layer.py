@@ -194,10 +194,10 @@ class EvictionLayer(CacheLayerMixin, Attributes):
 
     def judge(self, gate: AttentionGate, hidden: Tensor, now: Pass) -> Tensor:
         """Return the logits ``[B, Hkv, T]`` of the layer's gate for the tokens of a pass, ``hidden`` ``[B, T, d]``."""
-        if now.remember or self.gate_memory:
+        if now.remember or self.gate_memory or (now.gaps and gate.config.window):  # a window counts columns
             logits = gate.step(hidden, now.ranks, now.valid, self.gate_memory)
         else:
-            logits = cast("Tensor", gate(hidden, now.valid, now.left_padded))
+            logits = cast("Tensor", gate(hidden, now.valid, now.left_padded or now.gaps))
         if now.reading:  # no token of a prompt is taken back
             self.gate_memory.settle()
         if not now.remember:
@@ -369,7 +369,7 @@ class EvictionLayer(CacheLayerMixin, Attributes):
         """Attend to what is held."""
         call, now = step.unrotated, step.now
         assert self.store is not None
-        if step.fresh:
+        if step.fresh and not now.gaps:
             step.out = step.call.dense(now.valid, now.left_padded)
         elif self._one_by_one(step):
             if self._weighs(step):

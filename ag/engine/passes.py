@@ -86,6 +86,7 @@ class Pass(Tokens):
         ends_prompt: whether the prompt is over after them.
         padded: whether some of them do not exist.
         left_padded: whether some of those come first.
+        gaps: whether some of those lie between tokens of a sequence, whose distance is not that of their columns then.
         seen: columns of the input that went by with the forward pass.
         prompt_columns: columns of the prompt.
         prompt_lengths: ``[B]`` long, own tokens of each prompt, as far as they are known.
@@ -107,6 +108,7 @@ class Pass(Tokens):
     ends_prompt: bool
     padded: bool
     left_padded: bool
+    gaps: bool = False
     seen: int
     prompt_columns: int
     prompt_lengths: Tensor

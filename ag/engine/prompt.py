@@ -14,6 +14,8 @@ from ag.engine.cache import EvictionCache
 from ag.engine.policy import Policy
 from ag.engine.reread import Measured
 from ag.engine.scorers.base import Rereader
+from ag.errors import UserError
+from ag.gates.memory import has_gaps
 from ag.kernels.codes import KVDtype
 from ag.model.hooks import AttentionCall, Interceptor, check_end, decoder_of
 
@@ -37,7 +39,7 @@ def read_prompt(
         model: causal language model in evaluation mode.
         policies: one for each cache.
         input_ids: ``[B, T]``.
-        attention_mask: ``[B, T]``, nonzero on real tokens, the last column among them; None without padding.
+        attention_mask: ``[B, T]``, nonzero on real tokens, zeros on the left alone; None without padding.
         position_ids: ``[B, T]``; None: counted from the first column.
         protect: tokens that stay in each of the caches; see :meth:`ag.EvictionCache.protect`.
 
@@ -45,11 +47,13 @@ def read_prompt(
         For each policy its cache, and the final hidden states ``[B, d]`` of the last token of each prompt.
 
     Raises:
-        UserError: when a prompt ends with padding.
+        UserError: when padding is elsewhere than on the left.
     """
     decoder = decoder_of(model)
     if attention_mask is not None:
         check_end(attention_mask)
+        if has_gaps(attention_mask.bool()):
+            raise UserError("attention_mask: padding between tokens of a prompt: expected it on the left alone.")
     caches = [EvictionCache(model, policy) for policy in policies]
     for cache in caches if protect else ():
         cache.protect(protect)

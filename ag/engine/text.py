@@ -18,7 +18,7 @@ from ag.engine.policy import Policy
 from ag.engine.positions import Original
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
-from ag.model.hooks import hides
+from ag.gates.memory import has_gaps
 from ag.model.support import check_ranks
 from ag.stateful import Attributes
 
@@ -337,7 +337,8 @@ class Text(Attributes):
             reading=reading,
             ends_prompt=ends,
             padded=padded,
-            left_padded=padded and hides(tokens.real),
+            left_padded=padded and not bool(tokens.real[:, 0].all()),
+            gaps=padded and has_gaps(tokens.real),
             seen=self.seen,
             prompt_columns=self.prompt_columns,
             prompt_lengths=self.prompt_lengths,

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ag.config.gate import GateConfig
 from ag.errors import UserError
 from ag.gates.calibration import Calibration
-from ag.gates.memory import GateMemory
+from ag.gates.memory import GateMemory, has_gaps
 from ag.kernels.gated_attention import gated_attention
 from ag.model.geometry import fingerprint
 from ag.plugins import part
@@ -117,7 +117,7 @@ class AttentionGate(nn.Module):
         q, k, v = self._projected(hidden)
         before = bool(memory)
         memory.add(k, v, ranks, real)
-        if before:
+        if before or (self.config.window and real is not None and has_gaps(real)):
             mixed = memory.attend(self._by_head(q), ranks)
         else:
             q, k, v = map(self._by_head, (q, k, v))

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
+from ag.gates.memory import has_gaps
 from ag.kernels.column_max import column_max
 from ag.kernels.column_sums import column_sums
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.gated_prefill import gated_prefill
-from ag.model.hooks import AttentionCall, Interceptor, hides
+from ag.model.hooks import AttentionCall, Interceptor
 from ag.model.projection import output_weight, projected_norms
 
 
@@ -21,13 +22,18 @@ class Dense(Interceptor):
     """Causal attention to every token of the same document, by the model's own implementation where possible.
 
     Args:
-        valid: ``[B, T]``, nonzero on real tokens; padding anywhere. None without padding.
+        valid: ``[B, T]``, nonzero on real tokens; padding on either side. None without padding.
         first: ``[B, T]`` long, the column where the document of each token begins. Tokens before it are invisible, and
             positions count from it, so that a document is computed as if it were alone. None: a row is one document.
     """
 
     def __init__(self, valid: Tensor | None = None, first: Tensor | None = None) -> None:
-        self.left_padded = valid is not None and hides(valid.bool())
+        if valid is not None and has_gaps(valid.bool()):
+            raise UserError(
+                "Padding between tokens of a row: expected it on the left or the right, as columns say how far tokens "
+                "are apart; documents share a row by packing."
+            )
+        self.left_padded = valid is not None and not bool(valid[:, 0].all())
         self.valid = None if valid is None or bool(valid.all()) else valid.bool()
         self.first = None if first is None or not bool(first.any()) else first
 

@@ -15,6 +15,11 @@ from ag.stateful import Attributes
 QUERY_BLOCK = 256  # queries that meet the remembered tokens at once
 
 
+def has_gaps(valid: Tensor) -> bool:
+    """Tell whether padding lies between tokens of some row of ``[B, T]`` bool, False on padding."""
+    return bool((~valid[:, :-1] & valid[:, 1:] & (valid.cumsum(1) > 0)[:, :-1]).any())
+
+
 @dataclass
 class GateMemory(Attributes):
     """Keys and values that the gate of one layer looks back at.

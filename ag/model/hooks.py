@@ -76,7 +76,7 @@ class AttentionCall:
 
         Args:
             valid: ``[B, T]`` bool, or None without padding.
-            left_padded: whether some token comes behind padding, see :func:`hides`.
+            left_padded: whether some row starts with padding (padding on the right is never seen).
         """
         windowed = self.window is not None and self.q.shape[2] > self.window
         if left_padded or windowed or not self.softmax.plain:
@@ -85,11 +85,6 @@ class AttentionCall:
         own = causal_attention(self.module)
         out: Tensor = own(_Own(self.module), self.q, self.k, self.v, None, dropout=0.0, scaling=self.scaling)[0]
         return out.transpose(1, 2)
-
-
-def hides(valid: Tensor) -> bool:
-    """Tell whether ``[B, T]`` bool, False on padding, hides anything: padding that no token follows is never seen."""
-    return bool((~valid[:, :-1] & valid[:, 1:]).any())
 
 
 class Interceptor(ABC):

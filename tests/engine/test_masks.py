@@ -197,6 +197,50 @@ def test_what_goes_on_at_the_length_of_a_text(llama, what):
         assert [cache.valid.tolist() for cache in ours] == [mask[:, :20].bool().tolist()] * 2
 
 
+BESIDE_GAPS = [
+    ("tiny_llama", "h2o", 8, {}, {}),
+    ("tiny_llama", "snapkv@heads", 8, {"window": 4}, {}),
+    ("tiny_llama", "tova", 8, {"schedule": "blocks:7+every"}, {}),
+    ("tiny_llama", "streaming_llm", 8, {"positions": "slot"}, {}),
+    ("tiny_llama", "flags", None, {}, {"recent_tokens": 5, "sink_tokens": 2}),
+    ("tiny_llama", "flags", None, {}, {"recent_tokens": 5, "window": 6, "covers": "all", "prefill": "dense"}),
+    ("tiny_llama", "gates", 8, {}, {"window": 6}),
+    ("tiny_llama", "gates", 8, {}, {"scope": "prompt"}),
+    ("tiny_mistral", "full", None, {}, {}),
+    ("tiny_mistral", "flags", None, {}, {"recent_tokens": 5}),
+]
+
+
+@pytest.mark.parametrize(("family", "spec", "budget", "options", "gates"), BESIDE_GAPS)
+@torch.no_grad()
+def test_a_sequence_with_gaps_is_as_alone(request, family, spec, budget, options, gates):
+    """Whatever counts distances, counts tokens: the model's windows, recents of gates, and scorers."""
+    model = request.getfixturevalue(family)()
+    if spec in ("flags", "gates"):
+        ag.attach(model, gates_for(model, **gates))
+    mask = torch.ones(3, 30, dtype=torch.long)
+    mask[0, [3, 4, 9, 20, 21, 22]], mask[1, :7], mask[1, 12:19] = 0, 0, 0
+    new, at = row(9, 5).view(3, 3), (torch.cat([mask, torch.ones(3, 3)], 1).cumsum(1).long() - 1).clamp_min(0)
+
+    def fed(ids, mask, new, at):
+        cache, out, length = ag.EvictionCache(model, ag.policy(spec, budget, **options)), [], ids.shape[1]
+        for part in (ids, *new.split(1, 1)):
+            seen = cache.seen_tokens
+            whole = torch.cat([mask, torch.ones(len(mask), seen + part.shape[1] - length, dtype=torch.long)], 1)
+            places = at[:, seen : seen + part.shape[1]]
+            out.append(model(part, attention_mask=whole, position_ids=places, past_key_values=cache).logits)
+        return torch.cat(out, 1), columns(cache)
+
+    logits, held = fed(IDS[:, :30], mask, new, at)
+    for b in range(3):
+        own = mask[b].nonzero().flatten()
+        ids, places = IDS[b : b + 1, own], torch.arange(len(own) + 3)[None]
+        want, kept = fed(ids, torch.ones_like(ids), new[b : b + 1], places)
+        hold(logits[b][torch.cat([own, torch.arange(30, 33)])], want[0], of_logits(model))
+        told = [*own.tolist(), 30, 31, 32]
+        assert [layer[b] for layer in held] == [[[told[t] for t in head] for head in layer[0]] for layer in kept]
+
+
 # ---- what transformers infers
 
 
@@ -291,9 +335,15 @@ def test_a_refused_call_leaves_no_expectation(llama):
     assert llama.generate(other, past_key_values=cache, **GREEDY).shape == (1, 22)
 
 
-def test_a_prompt_for_several_policies_that_ends_with_padding(llama):
+def test_a_prompt_for_several_policies_is_padded_on_the_left(llama):
     with refuses(UserError, "attention_mask", "padding_side"):
-        ag.engine.read_prompt(llama, ["full", "h2o"], **padded([row(9), row(5)], "right"))
+        ag.engine.read_prompt(llama, ["full", ag.policy("h2o", 4)], **padded([row(9), row(5)], "right"))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 4] = 0
+    with refuses(UserError, "attention_mask", "left"):
+        ag.engine.read_prompt(llama, ["full", ag.policy("h2o", 4)], IDS[:2, :9], mask)
+    with refuses(UserError, "packing"):
+        ag.Gating(gates_for(llama), mask)
 
 
 # ---- virtual tokens of PEFT
