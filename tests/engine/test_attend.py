@@ -31,7 +31,7 @@ def drawn(batch, heads, kv_heads, queries, tokens, dim=8, *, uneven=True):
     return q, Rows(k, v, ranks, valid if uneven else None, gate), at
 
 
-def by_hand(q, held, at, window=None, recent=0, keep=None):
+def by_hand(q, held, at, window=None, recent=0):
     """Pair by pair, in float64."""
     out, rows = torch.zeros_like(q), len(held.ranks)
     for b, h, j in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
@@ -42,7 +42,7 @@ def by_hand(q, held, at, window=None, recent=0, keep=None):
             inside = held.valid is None or bool(held.valid[row, t])
             inside = inside and distance >= 0 and (window is None or distance < window)
             inside = inside and (not recent or bool(held.gate[row, t]) or distance < recent)
-            if inside and (keep is None or bool(keep.flatten(0, 1)[row, t]) or distance == 0):
+            if inside:
                 seen.append(t)
         weights = (SCALING * held.keys[row, seen] @ q[b, h, j]).softmax(-1)
         out[b, h, j] = (weights[None] @ held.values[row, seen])[0]
@@ -64,13 +64,11 @@ OPTIONS = {"plain": {}, "window": {"window": 7}, "flags": {"recent": 4}, "all": 
 
 @pytest.mark.parametrize("pairs", [attend.PAIRS, 700, 1], ids=["at once", "few at once", "one by one"])
 @pytest.mark.parametrize("queries", [3, attend.FEW + 3])
-@pytest.mark.parametrize("name", [*OPTIONS, "keep"])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_what_each_query_sees(monkeypatch, name, queries, pairs):
     monkeypatch.setattr(attend, "PAIRS", pairs)
     q, held, at = drawn(2, 4, 2, queries, 30)
-    options = dict(OPTIONS.get(name, {}))
-    if name == "keep":
-        options["keep"] = torch.rand(2, 2, 30, generator=torch.Generator().manual_seed(1)) < 0.5
+    options = dict(OPTIONS[name])
     want = by_hand(*exactly(q, held), at, **options)
     found = attend.attend_rows(call_of(q, held, options.pop("window", None)), held, at, **options)
     hold(found, want)

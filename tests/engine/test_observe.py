@@ -87,9 +87,10 @@ def test_totals_are_the_same_in_blocks(scene, block, monkeypatch):
 
 
 def test_a_decision_changes_nothing_of_what_others_see():
-    seen = Scene(lengths=(9, 9, 4)).seen
-    assert seen.deciding(torch.tensor([4, 4, 4])).capacity.tolist() == [4, 4, 4]
-    assert seen.capacity is None
+    seen, due = Scene(lengths=(9, 9, 4)).seen, torch.tensor([True, False, True])
+    deciding = seen.deciding(due, torch.tensor([4, 4, 4]))
+    assert deciding.capacity.tolist() == [4, 4, 4] and deciding.due is due
+    assert seen.capacity is None and seen.due is None
 
 
 @needs_compiler

@@ -124,9 +124,9 @@ class Ballot:
         parts = {name: x.gather(-1, order) for name, x in vars(self).items() if name in BY_TOKEN and x is not None}
         standing = parts.pop("standing", None)
         ranks = self.ranks
-        if self.closing is not closing_order:
-            ranks = torch.arange(keep.shape[-1], device=keep.device).expand_as(keep) if ranks is None else ranks
-            ranks = ranks.gather(-1, order)
+        if ranks is None and self.closing is not closing_order:  # so far they lay in order
+            ranks = torch.arange(keep.shape[-1], device=keep.device).expand_as(keep)
+        ranks = None if ranks is None else ranks.gather(-1, order)
         left = replace(self, **parts, valid=keep.gather(-1, order), ranks=ranks)
         if standing is not None:
             left.standing = standing  # no worse one moves up

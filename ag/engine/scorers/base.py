@@ -160,7 +160,7 @@ class Scorer(ABC):
 
     def protected(self, seen: Observation, capacity: Tensor) -> Tensor:
         """Return ``[B, Hkv, N]`` bool, the tokens that :meth:`limits` protects."""
-        return seen.ends(*self.limits(capacity))
+        return seen.ends(*seen.once_a_pass(("limits", self, capacity.device), lambda: self.limits(capacity)))
 
 
 @dataclass(frozen=True, kw_only=True)
