@@ -298,15 +298,6 @@ def test_rows_say_in_how_many_samples_more_is_protected_than_the_budget_allows(c
     assert capsys.readouterr().err == ""
 
 
-def test_a_policy_that_insists_has_the_reason_in_its_row(config, quiet):
-    options = {"h2o+vatp": {"sinks": 8, "strict": True}}
-    comparison = compare(config(policies=["full", "h2o+vatp"], policy_options=options, budgets=[10, 30]), quiet)
-    full, small, large = comparison.results
-    assert "fewer than the 13 that it protects" in small.summary.problem and small.summary.mean is None
-    assert large.summary.problem is None and large.summary.kept == pytest.approx(30 / 40)
-    assert small.paired is None and large.paired.n == 6
-
-
 def test_a_score_that_is_no_number_is_a_problem(config, quiet, monkeypatch):
     def run(self, model, tokenizer, policies, samples):
         for index in range(len(policies)):
