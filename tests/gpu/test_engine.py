@@ -126,17 +126,15 @@ def test_a_step_that_evicts_does_not_wait(tiny_llama, triton_untuned, policy):
     assert cache.evicting_layers[0].store.lengths.tolist() == [20] * 4
 
 
-@pytest.mark.parametrize("why", ["strict", "mask"])
-def test_what_has_to_wait(tiny_llama, triton_untuned, why):
-    """A step that may have to be refused, and one with a mask."""
+def test_what_has_to_wait(tiny_llama, triton_untuned):
+    """A step with a mask."""
     model = tiny_llama(**FEW).to(DEVICE)
-    given = {"spec": "tova", "budget": 20, "schedule": "every", "strict": True} if why == "strict" else {"spec": "full"}
-    cache, new = ag.EvictionCache(model, **given), tokens(1, 1)
+    cache, new = ag.EvictionCache(model, "full"), tokens(1, 1)
     step(model, cache, tokens(1, 40))
     step(model, cache, new)
-    mask = {"attention_mask": torch.ones(1, 42, dtype=torch.long, device=DEVICE)} if why == "mask" else {}
-    with pytest.raises(RuntimeError, match="synchronizing"), no_waiting(model, cache, new, *mask.values()):
-        step(model, cache, new, **mask)
+    mask = torch.ones(1, 42, dtype=torch.long, device=DEVICE)
+    with pytest.raises(RuntimeError, match="synchronizing"), no_waiting(model, cache, new, mask):
+        step(model, cache, new, attention_mask=mask)
 
 
 def test_the_stand_in_for_a_card_tells_its_tensors_from_the_hosts():

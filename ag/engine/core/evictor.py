@@ -76,7 +76,7 @@ class Evictor:
         store.put_records(layer, records)
         score = self.scorer.score(seen)
         sinks, recent = (torch.as_tensor(x).expand_as(capacity) for x in self.scorer.limits(capacity))
-        fixed = num_protected(batch, sinks, recent)
+        fixed = num_protected(batch, sinks, recent, seen.sliding_window)
         expired_to = torch.full_like(capacity, -1)
         keep = capacity.maximum(fixed)
         if seen.sliding_window is not None:
@@ -114,11 +114,15 @@ class Evictor:
         return capacity if settled is None else settled.cpu()
 
 
-def num_protected(batch: ForwardBatch, sinks: Tensor, recent: Tensor) -> Tensor:
-    """Return how many tokens of each sequence never go, ``[B]`` long: so many first and newest ones, and spans."""
-    ends = batch.num_tokens.minimum(sinks + recent)
+def num_protected(batch: ForwardBatch, sinks: Tensor, recent: Tensor, window: int | None) -> Tensor:
+    """Return how many tokens of each sequence never go, ``[B]`` long: so many first and newest ones, and spans.
+
+    What has left a sliding window is not among them.
+    """
+    first = (batch.num_tokens - window + 1).clamp_min(0) if window else torch.zeros_like(batch.num_tokens)
+    ends = (batch.num_tokens - first).minimum((sinks - first).clamp_min(0) + recent)
     if batch.protected is None:
         return ends
     ranks = torch.arange(batch.protected.shape[1])
-    between = (ranks >= sinks[:, None]) & (ranks < (batch.num_tokens - recent)[:, None])
+    between = (ranks >= sinks.maximum(first)[:, None]) & (ranks < (batch.num_tokens - recent)[:, None])
     return ends + (batch.protected & between).sum(1)

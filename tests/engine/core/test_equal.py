@@ -25,7 +25,7 @@ POLICIES = {
     "snapkv@global": {"window": 4, "kernel": 3},
     "cake": {"window": 4},
     "snapkv+caote@pyramid": {"window": 4},
-    "h2o+vatp": {},
+    "h2o+vatp": {"sinks": 2},
 }
 SCHEDULES = ["prefill", "every", "steps:5", "blocks:8", "blocks:8+every"]
 SHAPES = {"one": [37], "batch": [37, 30, 24], "equal": [37, 37]}
