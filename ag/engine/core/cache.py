@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ag.engine.core.block_pool import BlockPool
+from ag.engine.core.block_pool import BLOCK, BlockPool
 from ag.engine.core.evictor import Evictor
 from ag.engine.core.kv_store import KVStore
 from ag.engine.core.layer import Layer
@@ -133,8 +133,7 @@ class EvictionCache(Interceptor, Cache):
         if not fresh and self.pool.fixed:
             self._check_room(new)
         self._broken, self._length = True, length  # broken until finish
-        self._whole = attention_mask is None or bool(new.all())
-        if length == 1 and self._whole and not fresh and state.ready:
+        if length == 1 and not fresh and state.ready and (attention_mask is None or bool(new.all())):
             self._begin_step()
         else:
             self._new = new
@@ -155,7 +154,7 @@ class EvictionCache(Interceptor, Cache):
         batches = self.sequences.batches(new)
         first = next(batches)
         if first.columns is None:
-            self._begin_pass(first)
+            self.batch = first
             return None
         return self._one_by_one(chain([first], batches))
 
@@ -163,18 +162,14 @@ class EvictionCache(Interceptor, Cache):
         for number, batch in enumerate(batches):
             if number:
                 self._end_pass()
-            self._begin_pass(batch)
+            self.batch = batch
             same = torch.arange(batch.ranks.shape[1], device=batch.ranks.device).expand_as(batch.ranks)
             yield same if batch.columns is None else batch.columns
 
-    def _begin_pass(self, batch: ForwardBatch) -> None:
-        self.batch = batch
-
     def _begin_step(self) -> None:
         """Do the host's part of a step: count, and take blocks for all layers at once."""
-        self._begin_pass(self.sequences.step())
-        assert self.batch is not None
-        self.store.make_room(slice(None), self.batch.counts, ahead=16)
+        self.batch = batch = self.sequences.step()
+        self.store.make_room(slice(None), batch.counts, ahead=BLOCK)
         self.store.held += 1
 
     def _end_pass(self) -> None:

@@ -34,7 +34,7 @@ class Evictor:
 
     def __init__(self, policy: Policy, layers: list[int]) -> None:
         assert policy.scorer is not None
-        self.policy, self.scorer, self.sharing = policy, policy.scorer, layers
+        self.policy, self.scorer = policy, policy.scorer
         self.decision = Decision(policy, layers)
         self.decision.closing = filling_order
         one_score = type(self.scorer).second is Scorer.second

@@ -44,6 +44,7 @@ class Layer:
         self.window: int | None = None
         #: The last queries of each sequence, for scorers that look back at them.
         self.lookback = Lookback()
+        self._open_to = 0  # tokens of the longest row when those that no query sees were last removed
         #: What the layer's gate looks back at.
         self.gate_memory = GateMemory(0 if gates is None else gates.config.window)
 
@@ -153,11 +154,8 @@ class Layer:
                 first = (batch.num_tokens - batch.counts).to(ranks.device)[:, None, None]
                 ranks = ranks.masked_fill(ranks <= first - call.window, -1)
         valid = ranks >= 0
-        device, evict = call.q.device, batch.evict
+        device = call.q.device
         lengths = queries.ranks[:, -1] + 1 if batch.step else batch.num_tokens.to(device)
-        limits = None if evict is None else batch.memo.get(("due", device))
-        if evict is not None and limits is None:
-            limits = batch.memo["due", device] = (evict.to(device), batch.prompt_len.to(device))
         return Observation(
             keys=Keys(
                 stored=stored,
@@ -213,8 +211,6 @@ class Layer:
             store.compact(self.index, keep, kept)
             batch.memo["expired"] = True
         self._open_to = int(kept.max())
-
-    _open_to = 0
 
     # ---- sequences
 
