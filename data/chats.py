@@ -307,7 +307,7 @@ def _stays(template: str) -> re.Pattern[str]:
     """
     strings = {
         token.value.strip()
-        for token in Environment().lexer.tokenize(template)
+        for token in Environment(autoescape=True).lexer.tokenize(template)
         if token.type == "string" and re.search(r"[^\w\s]", token.value)
     }
     pieces = [re.escape(one) for one in sorted(strings, key=len, reverse=True) if one]
